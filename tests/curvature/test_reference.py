@@ -1,0 +1,69 @@
+"""The oracle is itself checked: against autograd, and against arithmetic done by hand."""
+
+import numpy as np
+import pytest
+import torch
+from models import CONVOLUTIONS, conv_model
+from torch import nn
+
+from reference import (
+    Curvature,
+    Factors,
+    ReferenceTHOR,
+    damped,
+    gradients,
+    keep_blocks,
+    rows_of,
+    second_moment,
+)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_rows_of_a_convolution_give_back_its_weight_gradient(name):
+    """∇W = Σ (gradient by y) aᵀ over rows: only true when rows of both sides match and are ordered as the weight."""
+    model, x = conv_model(name)
+    grads, uses = gradients(model, x, lambda output: (output**2).sum())
+    for layer, [(a, grad_y)] in uses.items():
+        module = model.get_submodule(layer)
+        per_group = [g.T @ rows for rows, g in rows_of(module, a, grad_y)]
+        weight_grad = np.concatenate(per_group).reshape(module.weight.shape)
+        np.testing.assert_allclose(weight_grad, grads[f"{layer}.weight"], rtol=1e-10, atol=1e-10)
+
+
+def test_second_moment_by_hand():
+    np.testing.assert_array_equal(
+        second_moment(np.array([[1.0, 2.0], [3.0, 4.0]])), [[5.0, 7.0], [7.0, 10.0]]
+    )
+
+
+def test_blocks_by_hand():
+    np.testing.assert_array_equal(
+        keep_blocks(np.arange(1.0, 10.0).reshape(3, 3), 2),
+        [[1.0, 2.0, 0.0], [4.0, 5.0, 0.0], [0.0, 0.0, 9.0]],
+    )
+
+
+def test_damping_by_hand():
+    np.testing.assert_array_equal(damped(np.eye(2), 0.36, 4.0), 1.3 * np.eye(2))
+
+
+def test_direction_by_hand():
+    """A = 2, G = diag(1, 3), λ = 1, T = 4: √(λ/T) = 1/2, so d = ∇ / (4 · 2.5 · (1.5, 3.5))."""
+    curvature = Curvature()
+    curvature.refresh(Factors([np.array([[2.0]])], [np.diag([1.0, 3.0])], 4.0), 1.0, (0.0, 0.0), 0.0)
+    np.testing.assert_allclose(curvature.weight_direction(np.array([[1.5], [7.0]])), [[0.1], [0.2]])
+    np.testing.assert_allclose(curvature.bias_direction(np.array([1.5, 7.0])), [0.25, 0.5])
+
+
+def test_one_step_by_hand():
+    """One weight, two data: everything follows with pencil and paper.
+
+    w = 1, x = (1, 3), loss = mean of (w x)² / 2: g of a term is w x = (1, 3), A = G = (1 + 9) / 2 = 5, ∇ = 5.
+    λ = 1, T = 1: d = 5 / 6 / 6, w = 1 − 0.36 · 5 / 36 = 0.95.
+    """
+    model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
+    nn.init.ones_(model[0].weight)
+    reference = ReferenceTHOR(model, lr=0.36, damping=1.0)
+    x = torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    reference.step((x, lambda output: (output**2).mean() / 2))
+    assert reference.model[0].weight.item() == pytest.approx(0.95, abs=1e-15)

@@ -1,0 +1,69 @@
+"""Small models and data, by name, for the tests of the optimizer and of the curvature."""
+
+import torch
+from torch import nn
+
+# kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its input
+CONVOLUTIONS = {
+    "plain": ({"kernel_size": 3}, (5, 5)),
+    "no_bias": ({"kernel_size": 3, "bias": False}, (5, 5)),
+    "pointwise": ({"kernel_size": 1}, (3, 2)),
+    "pointwise_strided": ({"kernel_size": 1, "stride": 2}, (5, 4)),
+    "stride": ({"kernel_size": 3, "stride": 2, "padding": 1}, (6, 5)),
+    "uneven": ({"kernel_size": (3, 2), "stride": (1, 2), "padding": (2, 1), "dilation": (1, 2)}, (5, 7)),
+    "rows_left_over": ({"kernel_size": 2, "stride": 3}, (6, 7)),
+    "dilation": ({"kernel_size": 3, "dilation": 2, "padding": 2}, (5, 6)),
+    "same": ({"kernel_size": (3, 5), "padding": "same"}, (4, 5)),
+    "same_even_kernel": ({"kernel_size": (2, 4), "padding": "same"}, (4, 5)),
+    "same_dilated": ({"kernel_size": (2, 3), "dilation": (3, 2), "padding": "same"}, (5, 5)),
+    "valid": ({"kernel_size": (2, 3), "padding": "valid"}, (4, 5)),
+    "reflect": ({"kernel_size": 3, "padding": (2, 1), "padding_mode": "reflect"}, (5, 4)),
+    "replicate": ({"kernel_size": 3, "padding": (1, 2), "padding_mode": "replicate"}, (4, 4)),
+    "circular": ({"kernel_size": 3, "padding": (1, 2), "padding_mode": "circular", "stride": 2}, (5, 4)),
+    "same_reflect": ({"kernel_size": (4, 3), "padding": "same", "padding_mode": "reflect"}, (5, 4)),
+    "same_circular": ({"kernel_size": (2, 3), "padding": "same", "padding_mode": "circular"}, (4, 4)),
+    "groups": ({"kernel_size": 3, "groups": 2, "padding": 1}, (4, 3)),
+    "groups_strided": ({"kernel_size": 2, "groups": 2, "stride": 2, "dilation": 2, "bias": False}, (7, 5)),
+    "depthwise": ({"kernel_size": 3, "groups": 4, "padding": 1}, (4, 3)),
+    "whole_image": ({"kernel_size": (4, 3)}, (4, 3)),
+}
+
+
+def conv_model(name, batch=3):
+    """(a float64 model with the named convolution in the middle, its input)."""
+    options, size = CONVOLUTIONS[name]
+    outputs = 8 if options.get("groups") == 4 else 6
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 1),
+        nn.Tanh(),
+        nn.Conv2d(4, outputs, **options),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.LazyLinear(3),
+    ).double()
+    x = torch.randn(batch, 2, *size, dtype=torch.float64)
+    model(x)  # gives the last layer its size
+    return model, x
+
+
+def mlp(*, bias=True, dtype=torch.float64):
+    """5 → 7 → 6 → 3."""
+    return nn.Sequential(
+        nn.Linear(5, 7, bias=bias),
+        nn.Tanh(),
+        nn.Linear(7, 6, bias=bias),
+        nn.Tanh(),
+        nn.Linear(6, 3, bias=bias),
+    ).to(dtype)
+
+
+def batches(count, size=8, features=5, classes=3, dtype=torch.float64):
+    """`count` batches (x, labels) of a fixed stream of its own."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(size, features, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(classes, (size,), generator=generator),
+        )
+        for _ in range(count)
+    ]
