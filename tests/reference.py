@@ -1,7 +1,7 @@
 """THOR, slow and obvious, in float64: the oracle of the fast implementation.
 
-Written from the mathematics alone, with explicit loops, dense matrices and `numpy.linalg`. It uses no hook, no
-`unfold`, no Cholesky and no batching, and torch only for the gradients of the loss.
+Written from the mathematics alone, with explicit loops, dense matrices and `numpy.linalg`. It uses no hook,
+no `unfold`, no Cholesky and no batching, and torch only for the gradients of the loss.
 
 Legend:
     x       what goes into a layer             y       what comes out of it
@@ -185,7 +185,7 @@ class Curvature:
         self.G_inverse = [np.linalg.inv(G) for _, G in self.damped_blocks]
 
     def weight_direction(self, grad: np.ndarray) -> np.ndarray:
-        """Solves T · (G_d ⊗ A_d) vec(ΔW) = vec(∇W) with the Kronecker product written out, a group at a time."""
+        """Solves T · (G_d ⊗ A_d) vec(ΔW) = vec(∇W), the Kronecker product written out, a group at a time."""
         assert self.taken is not None
         parts = []
         pieces = np.split(grad.reshape(grad.shape[0], -1), len(self.damped_blocks))
@@ -218,9 +218,9 @@ def by_stages(
 
 
 def gradients(
-    model: nn.Module, x: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor], forward=by_stages
+    model: nn.Module, x: torch.Tensor, loss: Callable, forward=by_stages
 ) -> tuple[dict[str, np.ndarray], Uses]:
-    """Gradients of all parameters, and the input and output gradient of every use of every linear or conv layer."""
+    """Gradients of all parameters; input and output gradient of every use of every linear or conv layer."""
     output, seen = forward(model, x)
     modules = dict(model.named_modules())
     seen = [(name, a, y) for name, a, y in seen if isinstance(modules[name], nn.Linear | nn.Conv2d)]
@@ -245,8 +245,8 @@ def gradients(
 class ReferenceTHOR:
     """THOR over a float64 copy of a model, with the names and defaults of the fast one.
 
-    `groups` maps a parameter name to the options that differ for it. `preconditioned` names the layers that get a
-    natural gradient (default: every linear and conv layer with a trainable weight); the rest is plain SGD.
+    `groups` maps a parameter name to the options that differ for it. `preconditioned` names the layers that get
+    a natural gradient (default: every linear and conv layer with a trainable weight); the rest is plain SGD.
     """
 
     defaults: dict[str, Any] = {  # noqa: RUF012

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from models import CONVOLUTIONS, conv_model
 from torch import nn
 
 from reference import (
@@ -16,11 +15,12 @@ from reference import (
     rows_of,
     second_moment,
 )
+from tiny import CONVOLUTIONS, conv_model
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_rows_of_a_convolution_give_back_its_weight_gradient(name):
-    """∇W = Σ (gradient by y) aᵀ over rows: only true when rows of both sides match and are ordered as the weight."""
+    """∇W = Σ (gradient by y) aᵀ: true only when both sides' rows match and are ordered as the weight is."""
     model, x = conv_model(name)
     grads, uses = gradients(model, x, lambda output: (output**2).sum())
     for layer, [(a, grad_y)] in uses.items():
