@@ -67,3 +67,38 @@ def batches(count, size=8, features=5, classes=3, dtype=torch.float64):
         )
         for _ in range(count)
     ]
+
+
+def as_list(value):
+    """Factors come as one tensor, or as a list with one a group."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def cross_entropy(labels):
+    """A loss of the output alone, averaged over everything but the classes (the last dimension)."""
+
+    def loss(output):
+        return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), labels.reshape(-1))
+
+    return loss
+
+
+def train(model, optimizer, stream):
+    """The ordinary loop over (x, labels)."""
+    for x, labels in stream:
+        cross_entropy(labels)(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model):
+    """Copies of all parameters, by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_bits(left, right):
+    """Two name -> tensor mappings are identical."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert value.dtype == right[name].dtype, name
+        assert torch.equal(value, right[name]), f"{name} differs by {(value - right[name]).abs().max()}"

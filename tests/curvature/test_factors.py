@@ -1,0 +1,264 @@
+"""Factors and damped inverses of one refresh, against dense float64 algebra and against curvlinops."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from reference import by_stages, damped, factors_of, gradients
+from tiny import CONVOLUTIONS, as_list, batches, conv_model, cross_entropy, mlp
+from torch_thor import THOR
+
+DAMPING = 0.07
+
+
+def refreshed(model, x, loss, **options):
+    """THOR after one step that moves nothing."""
+    optimizer = THOR(model, lr=0.0, damping=DAMPING, **options)
+    loss(model(x)).backward()
+    optimizer.step()
+    return optimizer
+
+
+def assert_matches_reference(model, x, loss, *, terms, split_dim, scale=None, forward=by_stages, **options):
+    """Factors, inverses and T of every linear and conv layer are what the explicit loops give."""
+    optimizer = refreshed(model, x, loss, split_dim=split_dim, **options)
+    _, uses = gradients(model, x, loss, forward)
+    assert set(optimizer.curvature) == set(uses)
+    for name, pairs in uses.items():
+        expected = factors_of(model.get_submodule(name), pairs, terms, scale or terms, split_dim)
+        got = optimizer.curvature[name]
+        assert got.rows_per_term == pytest.approx(expected.rows_per_term, rel=1e-12)
+        for dense, inverse, wanted in zip(
+            got.factors(), got.inverses(), (expected.A, expected.G), strict=True
+        ):
+            assert len(as_list(dense)) == len(as_list(inverse)) == len(wanted)
+            for factor, inverted, want in zip(as_list(dense), as_list(inverse), wanted, strict=True):
+                np.testing.assert_allclose(factor.numpy(), want, rtol=1e-10, atol=1e-13)
+                want_inverse = np.linalg.inv(damped(want, DAMPING, expected.rows_per_term))
+                np.testing.assert_allclose(inverted.numpy(), want_inverse, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("split_dim", [None, 5, 128])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(name, split_dim):
+    model, x = conv_model(name)
+    loss = cross_entropy(torch.tensor([0, 2, 1]))
+    assert_matches_reference(model, x, loss, terms=3, split_dim=split_dim)
+
+
+@pytest.mark.parametrize("split_dim", [None, 1, 2, 4, 6, 7, 8])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fully_connected(bias, split_dim):
+    [(x, labels)] = batches(1)
+    assert_matches_reference(mlp(bias=bias), x, cross_entropy(labels), terms=8, split_dim=split_dim)
+
+
+@pytest.mark.parametrize("leading", [(3, 4), (2, 3, 2), (1, 5), (6, 1)])
+def test_linear_with_leading_dimensions_has_a_row_for_each(leading):
+    """(N, ..., d): every vector is a row, the first dimension counts the loss terms."""
+    x = torch.randn(*leading, 5, dtype=torch.float64)
+    loss = cross_entropy(torch.randint(3, leading))
+    assert_matches_reference(mlp(), x, loss, terms=leading[0], split_dim=4)
+
+
+def test_unbatched_linear_is_one_term():
+    x = torch.randn(5, dtype=torch.float64)
+    assert_matches_reference(mlp(), x, lambda y: (y**3).sum(), terms=1, split_dim=None)
+
+
+def test_unbatched_convolution_is_one_term():
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2)).double()
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
+    assert_matches_reference(model, x, lambda y: (y**3).sum(), terms=1, split_dim=None)
+
+
+def test_summed_loss_is_not_scaled():
+    [(x, labels)] = batches(1)
+
+    def loss(output):
+        return nn.functional.cross_entropy(output, labels, reduction="sum")
+
+    assert_matches_reference(mlp(), x, loss, terms=8, scale=1, split_dim=None, loss_reduction="sum")
+
+
+@pytest.mark.parametrize("terms", [12, lambda: 12])
+def test_given_number_of_loss_terms(terms):
+    """A language model averages over tokens, not over sequences: then g is 12 times the gradient and T is 1."""
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    loss = cross_entropy(torch.randint(3, (3, 4)))
+    assert_matches_reference(mlp(), x, loss, terms=12, split_dim=None, loss_terms=terms)
+
+
+def test_loss_terms_can_be_assigned_between_steps():
+    model = mlp()
+    x = torch.randn(3, 4, 5, dtype=torch.float64)
+    loss = cross_entropy(torch.randint(3, (3, 4)))
+    optimizer = THOR(model, lr=0.0, update_interval=1, trace_thresholds=(0.0, 0.0))
+    found = []
+    for terms in (None, 12, 6):
+        optimizer.loss_terms = terms
+        optimizer.zero_grad()
+        loss(model(x)).backward()
+        optimizer.step()
+        found.append((optimizer.curvature["0"].rows_per_term, optimizer.curvature["0"].factors()[1].clone()))
+    assert [t for t, _ in found] == [4, 1, 2]
+    torch.testing.assert_close(found[1][1], 16 * found[0][1])
+    torch.testing.assert_close(found[2][1], 4 * found[0][1])
+
+
+class Twice(nn.Module):
+    """One layer used twice in one forward, between others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 4)
+        self.shared = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.shared(torch.tanh(self.shared(torch.tanh(self.first(x)))))))
+
+
+def twice_by_hand(model, x):
+    """The forward of `Twice`, with what goes in and out of every use."""
+    y1 = model.first(x)
+    x2 = torch.tanh(y1)
+    y2 = model.shared(x2)
+    x3 = torch.tanh(y2)
+    y3 = model.shared(x3)
+    x4 = torch.tanh(y3)
+    y4 = model.last(x4)
+    return y4, [("first", x, y1), ("shared", x2, y2), ("shared", x3, y3), ("last", x4, y4)]
+
+
+def test_layer_used_twice_has_the_rows_of_both_uses():
+    [(x, labels)] = batches(1)
+    model = Twice().double()
+    assert_matches_reference(model, x, cross_entropy(labels), terms=8, split_dim=None, forward=twice_by_hand)
+
+
+def test_first_layer_used_twice_does_not_double_the_terms():
+    class Siamese(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tower = nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.tower(x) * self.tower(x.flip(0))
+
+    def by_hand(model, x):
+        y1, y2 = model.tower(x), model.tower(x.flip(0))
+        return y1 * y2, [("tower", x, y1), ("tower", x.flip(0), y2)]
+
+    [(x, _)] = batches(1)
+    model = Siamese().double()
+    loss = lambda output: (output**2).mean(0).sum()  # noqa: E731
+    assert_matches_reference(model, x, loss, terms=8, split_dim=None, forward=by_hand)
+
+
+@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "same_even_kernel"])
+def test_split_as_large_as_the_matrix_is_no_split(name):
+    results = []
+    for split_dim in (None, 1000):
+        torch.manual_seed(3)
+        model, x = conv_model(name)
+        optimizer = refreshed(model, x, cross_entropy(torch.tensor([0, 2, 1])), split_dim=split_dim)
+        results.append(
+            [
+                tensor
+                for layer in optimizer.curvature.values()
+                for pair in (layer.factors(), layer.inverses())
+                for side in pair
+                for tensor in as_list(side)
+            ]
+        )
+    for unsplit, split in zip(*results, strict=True):
+        torch.testing.assert_close(split, unsplit, rtol=1e-12, atol=1e-12)
+
+
+@given(
+    leading=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    split_dim=st.one_of(st.none(), st.integers(1, 9)),
+    bias=st.booleans(),
+)
+def test_any_linear(leading, sizes, split_dim, bias):
+    model = nn.Sequential(nn.Linear(*sizes, bias=bias)).double()
+    x = torch.randn(*leading, sizes[0], dtype=torch.float64)
+    loss = lambda output: (output**3).sum() / leading[0]  # noqa: E731
+    assert_matches_reference(model, x, loss, terms=leading[0], split_dim=split_dim)
+
+
+pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@given(
+    batch=st.integers(1, 3),
+    size=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+    groups=st.sampled_from([1, 1, 2, 3]),
+    widths=pairs,
+    kernel_size=pairs,
+    stride=pairs,
+    dilation=pairs,
+    padding=st.one_of(st.sampled_from(["same", "valid"]), st.tuples(st.integers(0, 2), st.integers(0, 2))),
+    padding_mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+    split_dim=st.one_of(st.none(), st.integers(1, 12)),
+    bias=st.booleans(),
+)
+def test_any_convolution(batch, size, groups, widths, padding, stride, split_dim, **options):
+    model = nn.Sequential(
+        nn.Conv2d(
+            groups * widths[0],
+            groups * widths[1],
+            padding=padding,
+            stride=(1, 1) if padding == "same" else stride,
+            groups=groups,
+            **options,
+        )
+    ).double()
+    x = torch.randn(batch, groups * widths[0], *size, dtype=torch.float64)
+    try:
+        positions = model(x)[0, 0].numel()
+    except RuntimeError:  # the kernel does not fit, or the padding is larger than its mode allows
+        assume(False)
+    assume(positions > 0)
+    loss = lambda output: (output**3).sum() / batch  # noqa: E731
+    assert_matches_reference(model, x, loss, terms=batch, split_dim=split_dim)
+
+
+def curvlinops_factors(model, x, labels):
+    """Factors of the empirical Fisher, expand setting, from an implementation that nobody here wrote."""
+    from curvlinops import KFACLinearOperator
+
+    operator = KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [(x, labels)],
+        fisher_type="empirical",
+        kfac_approx="expand",
+        check_deterministic=False,
+    )
+    operator.compute_kronecker_factors()
+    state = operator.state_dict()
+    return state["input_covariances"], state["gradient_covariances"]
+
+
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["linear", "plain", "stride", "uneven", "dilation", "same"])
+def test_curvlinops_agrees(kind):
+    """Its input factor is our A; its gradient factor is Σ g gᵀ / N, hence T · G."""
+    if kind == "linear":
+        model, [(x, labels)] = mlp(), batches(1)
+    else:
+        (model, x), labels = conv_model(kind), torch.tensor([0, 2, 1])
+    inputs, grads = curvlinops_factors(model, x, labels)
+    optimizer = refreshed(model, x, cross_entropy(labels), split_dim=None)
+    assert set(inputs) == set(optimizer.curvature)
+    for name, curvature in optimizer.curvature.items():
+        A, G = curvature.factors()
+        torch.testing.assert_close(A, inputs[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(curvature.rows_per_term * G, grads[name], rtol=1e-9, atol=1e-12)
