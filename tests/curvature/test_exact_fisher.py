@@ -1,6 +1,6 @@
 """Where the Kronecker product is the Fisher itself, THOR must solve with the full empirical Fisher.
 
-No reference implementation here: per-example gradients come from autograd one example at a time, the Fisher is
+No reference implementation here: per-example gradients come from autograd one at a time, the Fisher is
 their second moment, and the expected step is one dense solve.
 """
 

@@ -86,7 +86,7 @@ def test_summed_loss_is_not_scaled():
 
 @pytest.mark.parametrize("terms", [12, lambda: 12])
 def test_given_number_of_loss_terms(terms):
-    """A language model averages over tokens, not over sequences: then g is 12 times the gradient and T is 1."""
+    """A language model averages over tokens: g is 12 times the gradient and T is 1."""
     x = torch.randn(3, 4, 5, dtype=torch.float64)
     loss = cross_entropy(torch.randint(3, (3, 4)))
     assert_matches_reference(mlp(), x, loss, terms=12, split_dim=None, loss_terms=terms)

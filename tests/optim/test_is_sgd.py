@@ -1,0 +1,77 @@
+"""With the idea switched off THOR is `torch.optim.SGD`."""
+
+import pytest
+import torch
+from torch import nn
+
+from tiny import assert_same_bits, batches, conv_model, cross_entropy, mlp, train, weights
+from torch_thor import THOR
+
+SETTINGS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"weight_decay": 0.1},
+    {"momentum": 0.5, "weight_decay": 0.1},
+    {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("kind", ["linear", "stride", "groups"])
+def test_huge_damping_is_a_multiple_of_the_gradient(kind, settings):
+    """A_d = √(λ/T) I and G_d likewise, so the natural gradient is ∇W / λ whatever T is: a step of lr = λ · 0.1."""
+    damping = 1e16
+    if kind == "linear":
+        model, stream = mlp(), batches(6)
+    else:
+        model, x = conv_model(kind)
+        stream = [(torch.randn_like(x), torch.randint(3, (len(x),))) for _ in range(6)]
+    other = mlp() if kind == "linear" else conv_model(kind)[0]
+    other.load_state_dict(model.state_dict())
+    scaled = {**settings, "weight_decay": settings.get("weight_decay", 0.0) / damping}
+    train(model, THOR(model, lr=0.1 * damping, damping=damping, **{"momentum": 0.0, **scaled}), stream)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1, **settings), stream)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_plain_parameters_are_bit_equal_to_sgd(settings, dtype):
+    """Norms and embeddings: same gradients in, same bits out, every step."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(11, 4)
+            self.norm = nn.LayerNorm(4)
+            self.linear = nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.linear(self.norm(self.embedding(x))) * self.scale
+
+    model = Model().to(dtype)
+    plain = {name: p for name, p in model.named_parameters() if not name.startswith("linear")}
+    twins = {name: p.detach().clone().requires_grad_() for name, p in plain.items()}
+    thor = THOR(model, lr=0.1, update_interval=2, **{"momentum": 0.0, **settings})
+    sgd = torch.optim.SGD(twins.values(), lr=0.1, **settings)
+    for _ in range(6):
+        cross_entropy(torch.randint(3, (8,)))(model(torch.randint(11, (8,)))).backward()
+        for name, twin in twins.items():
+            twin.grad = plain[name].grad.clone()
+        thor.step()
+        thor.zero_grad()
+        sgd.step()
+        assert_same_bits({n: p.detach() for n, p in plain.items()}, {n: t.detach() for n, t in twins.items()})
+    if settings.get("momentum"):
+        for name, twin in twins.items():
+            assert torch.equal(thor.state[plain[name]]["momentum_buffer"], sgd.state[twin]["momentum_buffer"])
+
+
+def test_zero_learning_rate_changes_nothing():
+    model = mlp()
+    before = weights(model)
+    train(model, THOR(model, lr=0.0, weight_decay=0.5), batches(3))
+    assert_same_bits(weights(model), before)

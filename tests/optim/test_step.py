@@ -1,0 +1,513 @@
+"""One step and ten steps of THOR, weight by weight, against the reference."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from reference import ReferenceTHOR, by_stages
+from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp
+from torch_thor import THOR
+
+
+def assert_same_weights(model, reference, step, rtol=1e-8):
+    wanted = dict(reference.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(
+            parameter.detach().numpy(),
+            wanted[name].detach().numpy(),
+            rtol=rtol,
+            atol=1e-10,
+            err_msg=f"{name} after step {step}",
+        )
+
+
+def compare(model, stream, *, forward=by_stages, reference_options=None, **options):
+    """Both optimizers take the same steps; all weights agree after each. Returns (THOR, reference)."""
+    reference = ReferenceTHOR(model, forward=forward, **{**options, **(reference_options or {})})
+    optimizer = THOR(model, **options)
+    start = [p.detach().clone() for p in model.parameters()]
+    for step, (x, loss) in enumerate(stream):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), start, strict=True))
+    return optimizer, reference
+
+
+def labelled(count, size=8):
+    return [(x, cross_entropy(labels)) for x, labels in batches(count, size)]
+
+
+def images(name, count):
+    """A model with the named convolution, and a stream of batches for it."""
+    model, x = conv_model(name)
+    return model, [(torch.randn_like(x), cross_entropy(torch.randint(3, (len(x),)))) for _ in range(count)]
+
+
+OPTIONS = {
+    "defaults": {},
+    "no_momentum": {"momentum": 0.0},
+    "nesterov": {"nesterov": True},
+    "weight_decay": {"weight_decay": 0.3},
+    "decay_filter": {"weight_decay": 0.3, "decay_filter": lambda name, p: p.ndim > 1 and name[0] != "2"},
+    "kl_clip": {"kl_clip": 1e-4, "weight_decay": 0.1},
+    "kl_clip_wide": {"kl_clip": 1e4},
+    "interval_1": {"update_interval": 1},
+    "interval_3": {"update_interval": 3},
+    "interval_callable": {"update_interval": lambda step: 1 + step},
+    "factor_decay": {"update_interval": 2, "factor_decay": 0.7},
+    "take_all": {"update_interval": 2, "trace_thresholds": (0.0, 0.0)},
+    "keep_all": {"update_interval": 2, "trace_thresholds": (1e9, 0.0)},
+    "keep_some": {"update_interval": 1, "trace_thresholds": (0.3, 0.0)},
+    "stop_some": {"update_interval": 1, "trace_thresholds": (0.3, 0.1), "factor_decay": 0.2},
+    "unsplit": {"split_dim": None},
+    "diagonal": {"split_dim": 1},
+    "blocks_of_4": {"split_dim": 4, "update_interval": 2},
+    "large_damping": {"damping": 10.0, "lr": 1.0},
+    "everything": {
+        "lr": 0.02,
+        "damping": 0.1,
+        "momentum": 0.8,
+        "nesterov": True,
+        "weight_decay": 0.05,
+        "decay_filter": lambda name, p: "bias" not in name,
+        "update_interval": 2,
+        "trace_thresholds": (0.1, 0.01),
+        "split_dim": 3,
+        "factor_decay": 0.5,
+        "kl_clip": 1e-3,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_ten_steps_of_a_perceptron(name):
+    optimizer, reference = compare(mlp(), labelled(10), **OPTIONS[name])
+    for layer, curvature in reference.curvature.items():
+        assert optimizer.curvature[layer].refreshes == curvature.refreshes
+        assert optimizer.curvature[layer].stopped == curvature.stopped
+
+
+@pytest.mark.parametrize("name", ["keep_some", "stop_some"])
+def test_the_streams_above_do_what_their_names_say(name):
+    """Else the ten steps above would prove nothing about the trace rule."""
+    _, reference = compare(mlp(), labelled(10), **OPTIONS[name])
+    refreshes = [curvature.refreshes for curvature in reference.curvature.values()]
+    assert any(1 < count < 10 for count in refreshes)
+    assert any(curvature.stopped for curvature in reference.curvature.values()) == (name == "stop_some")
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_one_step_of_a_convolution(name):
+    model, stream = images(name, 1)
+    compare(model, stream, momentum=0.0)
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_ten_steps_of_a_convolution(name):
+    model, stream = images(name, 10)
+    compare(model, stream, lr=0.01, update_interval=4, split_dim=5, weight_decay=0.01, factor_decay=0.3)
+
+
+@pytest.mark.parametrize("name", ["groups", "depthwise", "uneven"])
+def test_convolutions_under_the_trace_rule_and_clipping(name):
+    """Traces and the clip's sum run over all groups."""
+    model, stream = images(name, 8)
+    options = {"lr": 0.02, "update_interval": 1, "trace_thresholds": (0.25, 0.1), "kl_clip": 1e-3}
+    optimizer, reference = compare(model, stream, **options)
+    for layer, curvature in reference.curvature.items():
+        assert optimizer.curvature[layer].refreshes == curvature.refreshes
+        assert optimizer.curvature[layer].stopped == curvature.stopped
+        assert optimizer.curvature[layer].last_trace_change == pytest.approx(curvature.last_trace_change)
+
+
+def test_no_biases():
+    compare(mlp(bias=False), labelled(5), update_interval=2)
+
+
+@given(
+    widths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    batch=st.integers(1, 5),
+    split_dim=st.one_of(st.none(), st.integers(1, 7)),
+    bias=st.booleans(),
+    nesterov=st.booleans(),
+    damping=st.floats(0.01, 10),
+    factor_decay=st.sampled_from([0.0, 0.6]),
+    interval=st.integers(1, 3),
+)
+def test_any_perceptron(widths, batch, split_dim, bias, nesterov, damping, factor_decay, interval):
+    sizes = [5, *widths, 3]
+    layers = [nn.Linear(i, o, bias=bias) for i, o in zip(sizes, sizes[1:], strict=False)]
+    reference = model = nn.Sequential(*layers).double()
+    options = {
+        "split_dim": split_dim,
+        "nesterov": nesterov,
+        "damping": damping,
+        "factor_decay": factor_decay,
+        "update_interval": interval,
+        "lr": 0.01,
+    }
+    reference = ReferenceTHOR(model, **options)
+    optimizer = THOR(model, **options)
+    for step, (x, loss) in enumerate(labelled(4, batch)):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
+def test_linear_with_several_leading_dimensions():
+    stream = [
+        (torch.randn(3, 2, 4, 5).double(), cross_entropy(torch.randint(3, (3, 2, 4)))) for _ in range(5)
+    ]
+    compare(mlp(), stream, update_interval=2)
+
+
+def test_loss_terms_given():
+    """A mean over 3 × 4 tokens."""
+    stream = [(torch.randn(3, 4, 5).double(), cross_entropy(torch.randint(3, (3, 4)))) for _ in range(5)]
+    compare(mlp(), stream, update_interval=2, loss_terms=12)
+
+
+def test_plain_parameters_among_preconditioned_ones():
+    """Norms get plain momentum; the layers around them still get the natural gradient."""
+    model = nn.Sequential(
+        nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+    ).double()
+    compare(model, labelled(6), update_interval=2, weight_decay=0.1, nesterov=True, kl_clip=1e-3)
+
+
+def test_layer_used_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(5, 5)
+            self.last = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.first(torch.tanh(self.first(x)))))
+
+    def by_hand(model, x):
+        y1 = model.first(x)
+        x2 = torch.tanh(y1)
+        y2 = model.first(x2)
+        x3 = torch.tanh(y2)
+        y3 = model.last(x3)
+        return y3, [("first", x, y1), ("first", x2, y2), ("last", x3, y3)]
+
+    compare(Twice().double(), labelled(6), forward=by_hand, update_interval=2)
+
+
+# ------------------------------------------------------------------------------------- micro-batches
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_micro_batches_equal_one_batch(parts):
+    """Losses divided so that their sum is the mean over all data."""
+    whole, split = mlp(), mlp()
+    split.load_state_dict(whole.state_dict())
+    options = {"update_interval": 2, "nesterov": True}
+    optimizers = THOR(whole, **options), THOR(split, **options)
+    for x, labels in batches(5):
+        cross_entropy(labels)(whole(x)).backward()
+        for some_x, some_labels in zip(x.chunk(parts), labels.chunk(parts), strict=True):
+            (cross_entropy(some_labels)(split(some_x)) / parts).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(whole.parameters(), split.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    for name, curvature in optimizers[0].curvature.items():
+        other = optimizers[1].curvature[name]
+        assert curvature.rows_per_term == other.rows_per_term == 1
+        torch.testing.assert_close(curvature.factors()[1], other.factors()[1], rtol=1e-9, atol=1e-12)
+
+
+def test_uneven_micro_batches_against_the_reference():
+    model, [(x, labels)] = mlp(), batches(1)
+    reference = ReferenceTHOR(model)
+    optimizer = THOR(model)
+    parts = []
+    for some in (slice(0, 5), slice(5, 6), slice(6, 8)):
+        share = len(x[some]) / len(x)
+        loss = cross_entropy(labels[some])
+        parts.append((x[some], lambda output, loss=loss, share=share: loss(output) * share))
+    for some_x, loss in parts:
+        loss(model(some_x)).backward()
+    optimizer.step()
+    reference.step(*parts)
+    assert_same_weights(model, reference, 0)
+
+
+def test_all_forwards_before_all_backwards():
+    """Two losses are built first and go backward later: rows must still meet their own gradients."""
+    model, [(x, labels)] = mlp(), batches(1)
+    reference, optimizer = ReferenceTHOR(model), THOR(model)
+    parts = [
+        (x[:4], lambda y: cross_entropy(labels[:4])(y) / 2),
+        (x[4:], lambda y: cross_entropy(labels[4:])(y) / 2),
+    ]
+    losses = [loss(model(some)) for some, loss in parts]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    reference.step(*parts)
+    assert_same_weights(model, reference, 0)
+
+
+# -------------------------------------------------------------------------------------- sum and mean
+
+
+def test_sum_and_mean_differ_by_the_learning_rate_alone():
+    """∇ of the sum is 8 times ∇ of the mean, and the factors are the same: so lr / 8 gives the same weights."""
+    mean, total = mlp(), mlp()
+    total.load_state_dict(mean.state_dict())
+    with_mean = THOR(mean, lr=0.08, update_interval=2)
+    with_sum = THOR(total, lr=0.01, update_interval=2, loss_reduction="sum")
+    for x, labels in batches(5):
+        nn.functional.cross_entropy(mean(x), labels).backward()
+        nn.functional.cross_entropy(total(x), labels, reduction="sum").backward()
+        for optimizer in (with_mean, with_sum):
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(mean.parameters(), total.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+# -------------------------------------------------------------------------------------------- groups
+
+
+def test_groups_with_their_own_options():
+    model = mlp()
+    own = {"lr": 0.01, "damping": 0.5, "weight_decay": 0.2, "momentum": 0.5, "split_dim": 2}
+    reference = ReferenceTHOR(model, groups={"0.weight": own, "0.bias": own}, update_interval=2)
+    optimizer = THOR(
+        [
+            {"params": list(model[0].parameters()), **own},
+            {"params": [p for stage in model[2:] for p in stage.parameters()]},
+        ],
+        model=model,
+        update_interval=2,
+    )
+    assert [group["damping"] for group in optimizer.param_groups] == [0.5, 0.03]
+    for step, (x, loss) in enumerate(labelled(6)):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
+def test_bias_in_another_group_than_its_weight():
+    """The usual decay and no-decay groups: the bias is still solved with its layer's G."""
+    model = mlp()
+    biases = {f"{i}.bias": {"weight_decay": 0.0, "lr": 0.02} for i in (0, 2, 4)}
+    reference = ReferenceTHOR(model, groups=biases, weight_decay=0.3, update_interval=2)
+    optimizer = THOR(
+        [
+            {"params": [p for p in model.parameters() if p.ndim == 2]},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0, "lr": 0.02},
+        ],
+        model=model,
+        weight_decay=0.3,
+        update_interval=2,
+    )
+    for step, (x, loss) in enumerate(labelled(6)):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
+def test_lr_and_damping_scheduled_by_hand():
+    """Both are read from the group at every step; damping matters when the layer refreshes."""
+    model = mlp()
+    reference, optimizer = ReferenceTHOR(model, update_interval=2), THOR(model, update_interval=2)
+    for step, (x, loss) in enumerate(labelled(8)):
+        lr, damping = 0.05 / (1 + step), 0.3 * 0.7**step
+        reference.options.update(lr=lr, damping=damping)
+        for group in optimizer.param_groups:
+            group.update(lr=lr, damping=damping)
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
+# ----------------------------------------------------------------------- layers that take no part
+
+
+@pytest.mark.parametrize("frozen", ["0", "2"])
+def test_frozen_layer_stays_and_the_others_go_on(frozen):
+    model = mlp()
+    model.get_submodule(frozen).requires_grad_(False)
+    before = model.get_submodule(frozen).weight.clone()
+    reference, optimizer = ReferenceTHOR(model, update_interval=2), THOR(model, update_interval=2)
+    assert frozen not in optimizer.curvature
+    for step, (x, loss) in enumerate(labelled(4)):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+    assert torch.equal(model.get_submodule(frozen).weight, before)
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads, of which a forward uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(5, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+
+    def forward(self, x, head=0):
+        return self.heads[head](torch.tanh(self.trunk(x)))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_layer_without_gradient_this_step(set_to_none):
+    """Like SGD: no gradient, no change, neither by momentum nor by weight decay."""
+    model = TwoHeads().double()
+    head = {"now": 0}
+
+    def by_hand(model, x):
+        y1 = model.trunk(x)
+        x2 = torch.tanh(y1)
+        y2 = model.heads[head["now"]](x2)
+        return y2, [("trunk", x, y1), (f"heads.{head['now']}", x2, y2)]
+
+    options = {"update_interval": 1, "trace_thresholds": (0.0, 0.0), "weight_decay": 0.1}
+    reference, optimizer = ReferenceTHOR(model, forward=by_hand, **options), THOR(model, **options)
+    for step, (x, loss) in enumerate(labelled(8)):
+        head["now"] = (0, 0, 1, 1, 0, 1, 0, 0)[step]
+        idle = model.heads[1 - head["now"]]
+        before = idle.weight.detach().clone()
+        loss(model(x, head["now"])).backward()
+        if not set_to_none:
+            assert step > 1 or model.heads[1].weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        reference.step((x, loss))
+        assert torch.equal(idle.weight, before)
+        assert_same_weights(model, reference, step)
+
+
+def test_evaluation_and_unused_forwards_leave_no_trace():
+    """Only rows that a gradient came back for are statistics."""
+    with_evaluation, without = mlp(), mlp()
+    without.load_state_dict(with_evaluation.state_dict())
+    optimizers = THOR(with_evaluation, update_interval=2), THOR(without, update_interval=2)
+    noise = torch.randn(50, 5).double() * 100
+
+    def evaluate():
+        with_evaluation.eval()
+        with torch.no_grad():
+            with_evaluation(noise)
+        with torch.inference_mode():
+            with_evaluation(noise)
+        with_evaluation.train()
+        with_evaluation(noise)  # builds a graph that nobody differentiates
+
+    for x, labels in batches(5):
+        evaluate()
+        output = with_evaluation(x)
+        evaluate()
+        cross_entropy(labels)(output).backward()
+        evaluate()
+        cross_entropy(labels)(without(x)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(with_evaluation.parameters(), without.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_zero_grad_discards_what_was_gathered():
+    """A backward whose gradients are thrown away must not count."""
+    model, fresh = mlp(), mlp()
+    fresh.load_state_dict(model.state_dict())
+    optimizers = THOR(model), THOR(fresh)
+    [(x, labels), (other_x, other_labels)] = batches(2)
+    cross_entropy(other_labels)(model(10 * other_x)).backward()
+    optimizers[0].zero_grad()
+    for one in (model, fresh):
+        cross_entropy(labels)(one(x)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, other)
+    G, other_G = (optimizer.curvature["0"].factors()[1] for optimizer in optimizers)
+    assert torch.equal(G, other_G)
+
+
+def test_in_place_activations():
+    """`nn.ReLU(inplace=True)` writes over the layer's output; the rows must not notice."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 2), nn.ReLU(inplace=True), nn.Flatten(),
+        nn.Linear(12, 3),
+    ).double()  # fmt: skip
+    plain = nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+    ).double()
+    plain.load_state_dict(model.state_dict())
+    stream = [(torch.randn(3, 2, 5, 5).double(), cross_entropy(torch.tensor([0, 1, 2]))) for _ in range(4)]
+    reference, optimizer = ReferenceTHOR(plain, update_interval=2), THOR(model, update_interval=2)
+    for step, (x, loss) in enumerate(stream):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
+def test_input_that_is_written_over_after_the_layer():
+    """Reusing an input buffer between forward and backward must raise or not matter, never corrupt A."""
+    model = nn.Sequential(nn.Linear(5, 3, bias=False)).double()
+    model[0].weight.requires_grad_(True)
+    optimizer = THOR(model, lr=0.0)
+    x = torch.randn(4, 5).double()
+    A = x.T @ x / 4
+    loss = model(x).square().mean()
+    x.mul_(100)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+    x.div_(100)
+    model(x).square().mean().backward()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.curvature["0"].factors()[0], A)
+
+
+def test_channels_last_is_the_same():
+    model, stream = images("stride", 4)
+    reference, optimizer = ReferenceTHOR(model, update_interval=2), THOR(model, update_interval=2)
+    model.to(memory_format=torch.channels_last)
+    for step, (x, loss) in enumerate(stream):
+        loss(model(x.to(memory_format=torch.channels_last))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
+def test_float32_follows_float64():
+    """The fast path in single precision stays near the oracle."""
+    model = mlp(dtype=torch.float32)
+    reference, optimizer = ReferenceTHOR(model, update_interval=3), THOR(model, update_interval=3)
+    for x, labels in batches(10):
+        cross_entropy(labels)(model(x.float())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x.float().double(), cross_entropy(labels)))
+    for name, parameter in reference.model.named_parameters():
+        got = model.get_parameter(name).detach().double()
+        torch.testing.assert_close(got, parameter.detach(), rtol=1e-3, atol=1e-4)
