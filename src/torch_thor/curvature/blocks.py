@@ -1,0 +1,190 @@
+"""Block-diagonal symmetric matrices, cut from index 0 in blocks of one size.
+
+Layout used throughout: ``groups`` independent matrices of size ``n``, each cut into ``k = n // s`` blocks of size
+``s`` and, where ``s`` does not divide ``n``, one tail block of size ``r = n % s``.
+
+- ``blocks``: ``(groups * k, s, s)``, group-major
+- ``tail``: ``(groups, r, r)``, or None
+- samples: ``(groups, n, rows)``, features first: the paper's row vectors ``a`` and ``g`` are its columns
+
+Only the blocks exist in memory; the full matrix is formed by :meth:`BlockDiagonal.dense` alone, for people.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How a factor is cut.
+
+    Args:
+        groups: number of independent matrices (the groups of a convolution, else 1).
+        size: ``n``, rows of one matrix.
+        block: ``s``, rows of one block, at most ``n``.
+    """
+
+    groups: int
+    size: int
+    block: int
+
+    @classmethod
+    def of(cls, groups: int, size: int, split_dim: int | None) -> "BlockLayout":
+        """Return the layout for a split dimension.
+
+        Args:
+            groups: number of independent matrices.
+            size: rows of one matrix.
+            split_dim: largest block, or None for one block a matrix.
+
+        Returns:
+            The layout.
+        """
+        return cls(groups, size, size if split_dim is None else min(split_dim, size))
+
+    @property
+    def full_blocks(self) -> int:
+        """Blocks of size ``block`` in one matrix."""
+        return self.size // self.block
+
+    @property
+    def covered(self) -> int:
+        """Rows of one matrix that the full blocks cover."""
+        return self.full_blocks * self.block
+
+    @property
+    def tail(self) -> int:
+        """Rows of the last, smaller block; 0 if there is none."""
+        return self.size - self.covered
+
+    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int] | None]:
+        """Return the shapes of ``blocks`` and ``tail``.
+
+        Returns:
+            ``(groups * k, s, s)`` and ``(groups, r, r)`` (or None).
+        """
+        blocks = (self.groups * self.full_blocks, self.block, self.block)
+        return blocks, (self.groups, self.tail, self.tail) if self.tail else None
+
+
+@dataclass
+class BlockDiagonal:
+    """A block-diagonal matrix (one a group) as its blocks.
+
+    Args:
+        layout: how it is cut.
+        blocks: ``(groups * k, s, s)``.
+        tail: ``(groups, r, r)``, or None where the block size divides.
+    """
+
+    layout: BlockLayout
+    blocks: Tensor
+    tail: Tensor | None
+
+    @classmethod
+    def zeros(cls, layout: BlockLayout, *, dtype: torch.dtype, device: torch.device) -> "BlockDiagonal":
+        """Return zeros of a layout.
+
+        Args:
+            layout: how it is cut.
+            dtype: dtype of the blocks.
+            device: where they live.
+
+        Returns:
+            The zero matrix.
+        """
+        shape, tail = layout.shapes()
+        return cls(
+            layout,
+            torch.zeros(shape, dtype=dtype, device=device),
+            None if tail is None else torch.zeros(tail, dtype=dtype, device=device),
+        )
+
+    def parts(self) -> list[Tensor]:
+        """Return the stored tensors, each a batch of square blocks.
+
+        Returns:
+            ``[blocks]`` or ``[blocks, tail]``.
+        """
+        return [self.blocks] if self.tail is None else [self.blocks, self.tail]
+
+    def with_parts(self, parts: list[Tensor]) -> "BlockDiagonal":
+        """Return a matrix of the same layout from other stored tensors.
+
+        Args:
+            parts: what :meth:`parts` would give.
+
+        Returns:
+            The new matrix.
+        """
+        return BlockDiagonal(self.layout, parts[0], parts[1] if len(parts) > 1 else None)
+
+    def add_second_moment_(self, samples: Tensor) -> None:
+        """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block.
+
+        Args:
+            samples: ``(groups, n, rows)``, of the blocks' dtype and device.
+        """
+        layout = self.layout
+        head = samples[:, : layout.covered].reshape(-1, layout.block, samples.shape[-1])
+        self.blocks.baddbmm_(head, head.mT)
+        if self.tail is not None:
+            rest = samples[:, layout.covered :]
+            self.tail.baddbmm_(rest, rest.mT)
+
+    def group_traces(self) -> Tensor:
+        """Return the trace of each group's matrix.
+
+        Returns:
+            ``(groups,)``.
+        """
+        traces = self.blocks.diagonal(dim1=-2, dim2=-1).reshape(self.layout.groups, -1).sum(-1)
+        if self.tail is not None:
+            traces = traces + self.tail.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return traces
+
+    def left_multiply(self, matrix: Tensor) -> Tensor:
+        """Return ``self @ matrix``.
+
+        Args:
+            matrix: ``(groups, n, m)``.
+
+        Returns:
+            ``(groups, n, m)``.
+        """
+        layout = self.layout
+        head = matrix[:, : layout.covered].reshape(-1, layout.block, matrix.shape[-1])
+        product = torch.bmm(self.blocks, head).view(layout.groups, layout.covered, -1)
+        if self.tail is None:
+            return product
+        return torch.cat([product, torch.bmm(self.tail, matrix[:, layout.covered :])], dim=1)
+
+    def right_multiply(self, matrix: Tensor, scale: float, out: Tensor) -> None:
+        """Write ``scale * matrix @ self`` into ``out``: scaling and putting in order are one pass.
+
+        Args:
+            matrix: ``(groups, m, n)``.
+            scale: a number.
+            out: ``(groups, m, n)``.
+        """
+        layout, rows = self.layout, matrix.shape[1]
+        cut = (layout.full_blocks, layout.block)
+        head = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
+        product = torch.bmm(head.reshape(-1, rows, layout.block), self.blocks)
+        product = product.view(layout.groups, layout.full_blocks, rows, layout.block).transpose(1, 2)
+        torch.mul(product, scale, out=out[..., : layout.covered].unflatten(-1, cut))
+        if self.tail is not None:
+            rest = torch.bmm(matrix[..., layout.covered :], self.tail)
+            torch.mul(rest, scale, out=out[..., layout.covered :])
+
+    def dense(self) -> list[Tensor]:
+        """Return the full matrices, zeros between the blocks.
+
+        Returns:
+            One ``(n, n)`` tensor a group.
+        """
+        per_group = self.blocks.unflatten(0, (self.layout.groups, self.layout.full_blocks))
+        tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]
+        return [torch.block_diag(*blocks, *tail) for blocks, tail in zip(per_group, tails, strict=True)]

@@ -1,0 +1,151 @@
+"""Where rows come from: one forward hook a layer, and on refresh steps a hook on the layer's output.
+
+The forward hook tests one flag and leaves. Only where statistics are wanted does it hang a hook on the output's
+gradient, which gets both rows at once: so an evaluation pass, a pass whose loss is never differentiated, and the first
+of the two passes of activation checkpointing leave nothing behind, and the input is kept alive no longer than autograd
+keeps it anyway.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from torch_thor.curvature.layer import LayerCurvature
+
+
+def inert_hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Do nothing: what a copied or unpickled model has in the place of a hook, whose optimizer is not its own."""
+
+
+def _inert() -> Any:
+    return inert_hook
+
+
+class _ForwardHook:
+    """The flag test, and the door to :meth:`Capture.watch`."""
+
+    def __init__(self, capture: "Capture", layer: LayerCurvature) -> None:
+        # weak, so that an optimizer which its user has dropped gathers nothing more
+        self._capture = weakref.ref(capture)
+        self._layer = layer
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._layer.armed:
+            return
+        capture = self._capture()
+        if capture is not None and torch.is_grad_enabled():
+            capture.watch(self._layer, args[0] if args else kwargs["input"], output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return inert_hook
+
+    def __reduce__(self) -> Any:
+        return _inert, ()
+
+
+class Capture:
+    """Gathers the statistics of all layers, and counts the loss terms of the step.
+
+    Args:
+        layers: the layers to watch.
+    """
+
+    def __init__(self, layers: Sequence[LayerCurvature]) -> None:
+        self._layers = list(layers)
+        self._order = itertools.count()
+        # backward pass -> (order of its first layer in the forward pass, leading dimension of that layer's input)
+        self._terms: dict[int, tuple[int, int]] = {}
+        self._parents: dict[int, int] = {}
+        self._handles: list[RemovableHandle] = []
+        for layer in self._layers:
+            _drop_inert_hooks(layer.module)
+            hook = _ForwardHook(self, layer)
+            self._handles.append(layer.module.register_forward_hook(hook, with_kwargs=True))
+        weakref.finalize(self, _remove, self._handles)
+
+    @property
+    def loss_terms(self) -> int:
+        """N of the backward passes since the last :meth:`discard`: the leading dimension of each one's first layer."""
+        return sum(count for _, count in self._terms.values())
+
+    def discard(self) -> None:
+        """Forget what has been gathered, as a step that is not taken must."""
+        self._terms.clear()
+        self._parents.clear()
+        for layer in self._layers:
+            layer.forget()
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        _remove(self._handles)
+
+    def watch(self, layer: LayerCurvature, x: Tensor, output: Any) -> None:
+        """Gather a layer's rows when the gradient of its output arrives.
+
+        Args:
+            layer: the layer that has just run.
+            x: its input.
+            output: its output.
+        """
+        weight = layer.module.weight
+        if not (isinstance(output, Tensor) and output.requires_grad and isinstance(weight, Tensor)):
+            return
+        if not weight.requires_grad:  # frozen
+            return
+        order = next(self._order)
+        outer = _running_backward()  # a forward pass inside a backward pass: activation checkpointing
+        x = x.detach()  # shares storage and version counter
+        version = x._version
+        weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
+
+        def on_gradient(g: Tensor) -> None:
+            if not layer.armed:
+                return
+            # torch.autograd.grad(..., inputs) differentiates through the layer without a gradient for its weight
+            if weight_node is not None and not torch._C._will_engine_execute_node(weight_node):
+                return
+            if x._version != version:
+                raise RuntimeError(
+                    f"the input of layer {layer.name!r} was changed in place between forward and backward, so its "
+                    f"statistics would be wrong; make the operation that follows the layer's input out of place"
+                )
+            self._count(layer, order, layer.kind.loss_terms(x), outer)
+            layer.gather(x, g)
+
+        output.register_hook(on_gradient)
+
+    def _count(self, layer: LayerCurvature, order: int, terms: int, outer: int) -> None:
+        current = _running_backward()
+        if outer >= 0 and outer != current:  # a nested backward pass belongs to the one that started it
+            self._parents[current] = outer
+        while current in self._parents:
+            current = self._parents[current]
+        if current not in self._terms and layer.rows and layer.weight.grad is None:
+            # the gradients of the passes before were dropped without a step, and not by optimizer.zero_grad()
+            self.discard()
+        first = self._terms.get(current)
+        if first is None or order < first[0]:
+            self._terms[current] = (order, terms)
+
+
+def _running_backward() -> int:
+    """Return the identity of the backward pass this thread is in, -1 outside."""
+    return int(torch._C._current_graph_task_id())
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _drop_inert_hooks(module: nn.Module) -> None:
+    for key in [k for k, hook in module._forward_hooks.items() if hook is inert_hook]:
+        del module._forward_hooks[key]
+        module._forward_hooks_with_kwargs.pop(key, None)

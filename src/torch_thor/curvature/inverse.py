@@ -1,0 +1,104 @@
+"""Damped inverses of many block-diagonal factors at once.
+
+Blocks of one size, from all layers, go through one batched Cholesky factorisation: a few large launches in the place
+of hundreds of small ones, which is what the split is for (Chen et al. 2021, section 3.3).
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.precision import ieee_float32
+
+# A block that is not positive definite gets ten times its damping, and again, before it is given up.
+DAMPING_RAISES = (1.0, 10.0, 100.0)
+
+
+@dataclass
+class Inverse:
+    """The damped inverse of one factor, and what it took.
+
+    Args:
+        matrix: ``(M + damping I)⁻¹``, block by block; meaningless where ``failed``.
+        raised: the damping of some block had to be raised.
+        failed: some block was not positive definite even so, or its inverse is not finite.
+    """
+
+    matrix: BlockDiagonal
+    raised: bool
+    failed: bool
+
+
+def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float]]) -> list[Inverse]:
+    """Invert every block of every factor.
+
+    Args:
+        factors: pairs of a factor and the number added to its diagonal (``√(λ/T)``).
+
+    Returns:
+        One result a factor, in order.
+    """
+    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, int]]] = defaultdict(list)
+    for i, (factor, _) in enumerate(factors):
+        for j, part in enumerate(factor.parts()):
+            batches[part.shape[-1], part.dtype, part.device].append((i, j))
+    inverted: dict[tuple[int, int], Tensor] = {}
+    levels: dict[tuple[int, int], Tensor] = {}
+    for (_, _, device), members in batches.items():
+        parts = [factors[i][0].parts()[j] for i, j in members]
+        lengths = [len(part) for part in parts]
+        damping = torch.cat(
+            [part.new_full((len(part),), factors[i][1]) for part, (i, _) in zip(parts, members)]
+        )
+        with ieee_float32(device.type):
+            inverse, level = _invert_batch(torch.cat(parts), damping)
+        for member, piece, its_level in zip(
+            members, inverse.split(lengths), level.split(lengths), strict=True
+        ):
+            inverted[member] = piece
+            levels[member] = its_level.amax()
+    worst = dict(zip(levels, _to_host(list(levels.values())), strict=True))
+    results = []
+    for i, (factor, _) in enumerate(factors):
+        keys = [(i, j) for j in range(len(factor.parts()))]
+        level_of = max(worst[key] for key in keys)
+        # split() gives views into the batch; a layer must not keep the whole batch alive, nor save it with its state
+        matrix = factor.with_parts([inverted[key].clone() for key in keys])
+        results.append(Inverse(matrix, raised=level_of > 0, failed=level_of >= len(DAMPING_RAISES)))
+    return results
+
+
+def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverses ``(count, s, s)`` and, for each block, the index of the damping raise that worked."""
+    raises = torch.tensor(DAMPING_RAISES, dtype=blocks.dtype, device=blocks.device)
+    damped = blocks.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    factor, info = torch.linalg.cholesky_ex(damped)
+    level = torch.zeros_like(info)
+    for attempt in range(1, len(DAMPING_RAISES)):
+        bad = info.nonzero().flatten()  # a wait for the device, once a refresh: most often it is empty
+        if not len(bad):
+            break
+        retry = blocks[bad]
+        retry.diagonal(dim1=-2, dim2=-1).add_((damping[bad] * raises[attempt])[:, None])
+        factor[bad], info[bad] = torch.linalg.cholesky_ex(retry)
+        level[bad] = attempt
+    inverse = torch.cholesky_inverse(factor)
+    good = (info == 0) & inverse.isfinite().flatten(1).all(-1)
+    return inverse, torch.where(good, level, len(DAMPING_RAISES))
+
+
+def _to_host(scalars: list[Tensor]) -> list[int]:
+    """Return integers from every device, with one wait a device."""
+    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
+    for index, scalar in enumerate(scalars):
+        by_device[scalar.device].append(index)
+    values = [0] * len(scalars)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.stack([scalars[i] for i in indices]).tolist(), strict=True):
+            values[index] = int(value)
+    return values

@@ -1,0 +1,152 @@
+"""When a layer takes new factors: the trace rule, and the inversion of those that pass it."""
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.inverse import damped_inverses
+from torch_thor.curvature.layer import LayerCurvature
+
+
+class Decision(enum.Enum):
+    """What the trace rule says of a layer (Chen et al. 2021, section 3.2)."""
+
+    UPDATE = "update"
+    KEEP = "keep"
+    STOP = "stop"
+
+
+def trace_change(now: float, before: float) -> float:
+    """Return Δ = | |now| − |before| | / |before|.
+
+    Args:
+        now: tr(F_now + λI).
+        before: tr(F_before + λI), of the factors in use.
+
+    Returns:
+        Δ ≥ 0; inf where there was nothing before.
+    """
+    return abs(abs(now) - abs(before)) / abs(before) if before else math.inf
+
+
+def decide(change: float, thresholds: tuple[float, float]) -> Decision:
+    """Apply (ω1, ω2).
+
+    Args:
+        change: Δ.
+        thresholds: ``(ω1, ω2)``, ω1 ≥ ω2.
+
+    Returns:
+        UPDATE where Δ > ω1, STOP where Δ < ω2, else KEEP.
+    """
+    if change > thresholds[0]:
+        return Decision.UPDATE
+    return Decision.STOP if change < thresholds[1] else Decision.KEEP
+
+
+@dataclass
+class Candidate:
+    """A layer with new statistics, on a refresh step.
+
+    Args:
+        layer: the layer.
+        factors: A and G of this step.
+        rows_per_term: T of this step.
+        damping: λ.
+        thresholds: (ω1, ω2).
+        decay: weight of the factors in use in the running average; 0 takes the new ones alone.
+    """
+
+    layer: LayerCurvature
+    factors: tuple[BlockDiagonal, BlockDiagonal]
+    rows_per_term: float
+    damping: float
+    thresholds: tuple[float, float]
+    decay: float
+
+
+def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> None:
+    """Decide layer by layer, then invert what was taken, all layers in one go.
+
+    Factors with NaN or inf are never inverted, and a layer whose block stays indefinite at a hundred times its damping
+    keeps its last good inverse. A layer that never had one stays due, so that the next step tries again.
+
+    Args:
+        candidates: the layers that are due and have statistics.
+        report: called with a layer and a sentence on what went wrong with it.
+    """
+    taken: list[Candidate] = []
+    for candidate, (now, before) in zip(candidates, _fisher_traces(candidates), strict=True):
+        layer = candidate.layer
+        if not math.isfinite(now):
+            layer.set_due(not layer.refreshes)
+            report(
+                layer, "its new factors hold NaN or inf and were not inverted; the last good inverse stays"
+            )
+            continue
+        layer.set_due(False)
+        if not layer.refreshes:
+            taken.append(candidate)
+            continue
+        change = trace_change(now, before)
+        layer.state["last_trace_change"] = change
+        decision = decide(change, candidate.thresholds)
+        if decision is Decision.UPDATE:
+            taken.append(candidate)
+        elif decision is Decision.STOP:
+            layer.state["stopped"] = 1
+    _invert(taken, report)
+
+
+def _invert(taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> None:
+    averaged = [tuple(_average(c, key, new) for key, new in zip("AG", c.factors, strict=True)) for c in taken]
+    shifts = [math.sqrt(c.damping / c.rows_per_term) for c in taken]
+    inverses = damped_inverses(
+        [(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair]
+    )
+    for i, (candidate, (a, g)) in enumerate(zip(taken, averaged, strict=True)):
+        layer = candidate.layer
+        a_inverse, g_inverse = inverses[2 * i : 2 * i + 2]
+        if a_inverse.failed or g_inverse.failed:
+            layer.set_due(not layer.refreshes)
+            report(
+                layer,
+                "a block was not positive definite at 100 times its damping; the last good inverse stays",
+            )
+            continue
+        layer.take((a, g), (a_inverse.matrix, g_inverse.matrix), candidate.rows_per_term)
+        if a_inverse.raised or g_inverse.raised:
+            report(layer, "a block was not positive definite; its damping was raised for this refresh")
+
+
+def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagonal:
+    if not candidate.decay or not candidate.layer.refreshes:
+        return new
+    old = candidate.layer.matrix(key)
+    return new.with_parts([n.lerp(o, candidate.decay) for n, o in zip(new.parts(), old.parts(), strict=True)])
+
+
+def _fisher_traces(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
+    """Return tr(F + λI) of the new factors and of those in use, with one wait for the device for all layers."""
+    traces: list[Tensor] = []
+    for c in candidates:
+        traces += [f.group_traces() for f in c.factors]
+        traces += [c.layer.matrix(key).group_traces() for key in "AG"]
+    if not traces:
+        return []
+    device = traces[0].device
+    flat = torch.cat(
+        [t.to(device, torch.float64 if t.dtype == torch.float64 else torch.float32) for t in traces]
+    )
+    on_host = iter(flat.cpu().split([len(t) for t in traces]))
+    result = []
+    for c in candidates:
+        now = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.damping)
+        before = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.damping)
+        result.append((now, before))
+    return result

@@ -1,0 +1,142 @@
+"""What a parameter group of THOR may hold, checked once for every group."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+UpdateInterval = int | Callable[[int], int]
+
+
+def _number(value: Any) -> float | None:
+    """Return a plain number or a one-element tensor as a float, else None."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _require(name: str, value: Any, holds: bool, rule: str, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value!r}: {name} must be {rule}; {remedy}")
+
+
+def _in_range(name: str, value: Any, test: Callable[[float], bool], rule: str, remedy: str) -> None:
+    number = _number(value)
+    _require(name, value, number is not None and math.isfinite(number) and test(number), rule, remedy)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_interval(name: str, value: Any) -> int:
+    """Check a number of steps, given by the user or by the user's callable.
+
+    Args:
+        name: what to call it in the message.
+        value: the number.
+
+    Returns:
+        The number.
+    """
+    _require(
+        name, value, _whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step"
+    )
+    return int(value)
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Check every option of a parameter group.
+
+    Args:
+        group: the group, defaults filled in.
+    """
+    _in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", "start from 0.05")
+    _in_range(
+        "damping",
+        group["damping"],
+        lambda v: v > 0,
+        "a finite number > 0",
+        "it keeps the factors invertible: start from 0.03, and schedule it down, not to zero",
+    )
+    _in_range(
+        "momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off"
+    )
+    _in_range(
+        "weight_decay", group["weight_decay"], lambda v: v >= 0, "a finite number ≥ 0", "0 switches it off"
+    )
+    _in_range(
+        "factor_decay",
+        group["factor_decay"],
+        lambda v: 0 <= v < 1,
+        "in [0, 1)",
+        "0 takes the latest factors only",
+    )
+    nesterov, momentum = group["nesterov"], _number(group["momentum"])
+    _require("nesterov", nesterov, isinstance(nesterov, bool), "True or False", "leave it out for False")
+    _require(
+        "nesterov",
+        nesterov,
+        not (nesterov and momentum == 0),
+        "False where momentum is 0",
+        "give a momentum > 0",
+    )
+    if group["kl_clip"] is not None:
+        _in_range(
+            "kl_clip", group["kl_clip"], lambda v: v > 0, "None or a number > 0", "None switches it off"
+        )
+    split_dim = group["split_dim"]
+    _require(
+        "split_dim",
+        split_dim,
+        split_dim is None or (_whole(split_dim) and split_dim >= 1),
+        "a whole number ≥ 1, or None for unsplit factors",
+        'use 128, the paper\'s choice for ResNet-50 ("auto" is not in this version)',
+    )
+    interval = group["update_interval"]
+    if not callable(interval):
+        check_interval("update_interval", interval)
+    _check_thresholds(group["trace_thresholds"])
+
+
+def _check_thresholds(thresholds: Any) -> None:
+    pair = isinstance(thresholds, tuple | list) and len(thresholds) == 2
+    numbers = [_number(t) for t in thresholds] if pair else []
+    _require(
+        "trace_thresholds",
+        thresholds,
+        pair and all(n is not None and n >= 0 for n in numbers),
+        "a pair (ω1, ω2) of numbers ≥ 0",
+        "the paper's THOR is (0.01, 0.0)",
+    )
+    upper, lower = (float(t) for t in thresholds)
+    _require(
+        "trace_thresholds",
+        thresholds,
+        lower <= upper,
+        "(ω1, ω2) with ω2 ≤ ω1: above ω1 a layer updates, below ω2 it stops",
+        f"did you mean {(lower, upper)}?",
+    )
+
+
+def check_optimizer(loss_reduction: Any, nonfinite: Any, scaling: Any) -> None:
+    """Check the options that hold for the whole optimizer.
+
+    Args:
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        nonfinite: ``"raise"`` or ``"skip"``.
+        scaling: None.
+    """
+    for name, value, known in (
+        ("loss_reduction", loss_reduction, ("mean", "sum")),
+        ("nonfinite", nonfinite, ("raise", "skip")),
+    ):
+        _require(name, value, value in known, f"one of {known}", f"use {known[0]!r}, the default")
+    _require(
+        "scaling",
+        scaling,
+        scaling is None,
+        "None",
+        "leave it out: this version has THOR's own step length only",
+    )
