@@ -1,0 +1,174 @@
+"""The command line: it reads words, calls `torch_thor.training`, and turns a `UserError` into one line."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"torch-thor: {error.name} is missing: install it with `pip install 'torch-thor[train]'`"
+    ) from error
+
+from torch_thor import __version__
+from torch_thor.training.errors import StoppedError, UserError
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="torch-thor",
+    help="Train networks with THOR, the trace-based natural-gradient optimizer, and compare it with others.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torch-thor {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    help="""Train a recipe and compare its optimizers.
+
+Writes curves, metrics, the recipe as run and checkpoints into the run folder, and ends with a table.
+Ctrl-C leaves a checkpoint; `--resume` goes on from it, bit for bit.
+
+Examples:
+
+- `torch-thor train` trains with THOR and with SGD on handwritten digits, in about a minute
+
+- `torch-thor train fashion-mnist optimizer=thor lr=0.1`
+
+- `torch-thor train digits optimizer=thor,adamw epochs=3 schedule.kind=linear --out runs/mine`
+"""
+)
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [KEY=VALUE]...",
+            help="A recipe's name or YAML file (default: digits), then keys to override.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run folder (default: runs/RECIPE).", show_default=False)
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the newest whole checkpoint, with the settings of the run."
+        ),
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in the folder.")] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
+) -> None:
+    """Train a recipe and compare its optimizers.
+
+    Args:
+        words: The recipe and the overrides.
+        out: The run folder.
+        resume: Go on with the run in the folder.
+        overwrite: Throw away the run in the folder.
+        list_recipes: List the recipes instead.
+
+    Raises:
+        UserError: If more than one recipe is named.
+        StoppedError: If a signal stopped the training.
+    """
+    from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, recipe_names
+
+    if list_recipes:
+        table = Table("recipe", "about")
+        for name in recipe_names():
+            table.add_row(name, load_recipe(name).about)
+        Console().print(table)
+        return
+    names = [word for word in words or [] if "=" not in word]
+    if len(names) > 1:
+        raise UserError(f"'{' '.join(names)}' names more than one recipe: give one, then key=value words")
+    name = names[0] if names else DEFAULT_RECIPE
+    folder = out or Path("runs") / Path(name).stem
+    try:
+        _train(
+            name, [word for word in words or [] if "=" in word], folder, resume=resume, overwrite=overwrite
+        )
+    except StoppedError as stop:
+        command = ["torch-thor", "train", name, "--resume", *(["--out", str(out)] if out else [])]
+        raise StoppedError(stop.step, shlex.join(command)) from stop
+
+
+def _train(name: str, overrides: list[str], folder: Path, *, resume: bool, overwrite: bool) -> None:
+    from torch_thor.training.experiment import run_recipe
+    from torch_thor.training.recipe import load_recipe, parse_recipe, recipe_yaml
+    from torch_thor.training.runfolder import RunFolder
+
+    recipe = load_recipe(name, overrides)
+    stored = RunFolder(folder).stored_recipe() if resume else None
+    if stored is not None and stored.name == recipe.name:
+        recipe = parse_recipe(recipe_yaml(stored), name, overrides)  # what was not said again stays as it was
+    run_recipe(recipe, folder, Console(), resume=resume, overwrite=overwrite)
+
+
+@app.command(
+    "eval",
+    help="""Print top-1 and top-5 accuracy on the test set.
+
+A run folder is evaluated at the newest whole checkpoint of each of its optimizers.
+""",
+)
+def evaluate(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it.")
+    ],
+) -> None:
+    """Print top-1 and top-5 accuracy on the test set.
+
+    Args:
+        path: A run folder or a checkpoint.
+    """
+    from torch_thor.training.experiment import evaluate_saved
+
+    table = Table("optimizer", "step", "top-1", "top-5")
+    for name, (step, score) in evaluate_saved(path, _complain).items():
+        table.add_row(name, str(step), f"{score.top1:.2%}", f"{score.top5:.2%}")
+    Console().print(table)
+
+
+def _complain(line: str) -> None:
+    sys.stderr.write(f"torch-thor: {line}\n")
+
+
+def main() -> None:
+    """Run the command line; exits with 0, 2 (the user can put it right) or 130 (stopped by a signal).
+
+    Raises:
+        SystemExit: Always.
+    """
+    try:
+        app()
+    except UserError as error:
+        _complain(str(error))
+        raise SystemExit(USER_ERROR) from error
+    except StoppedError as stop:
+        _complain(str(stop))
+        raise SystemExit(INTERRUPTED) from stop
+
+
+if __name__ == "__main__":
+    main()

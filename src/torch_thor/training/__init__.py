@@ -1,0 +1,1 @@
+"""The training application: recipes, data, models, the loop, checkpoints, evaluation and reports."""

@@ -1,0 +1,219 @@
+"""Checkpoints that are either whole or not there.
+
+A checkpoint is a folder `step-00000123` with
+
+    model.safetensors   the weights: loading them runs no code
+    state.pt            optimizer, random numbers, position: tensors and plain values, `weights_only=True`
+    recipe.yaml         the recipe as run
+    manifest.json       the step, and the SHA-256 of each file above
+
+It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from torch_thor.training.errors import DamagedCheckpointError, UserError
+
+FORMAT = 1
+PREFIX = "step-"
+TEMPORARY = ".writing-"
+WEIGHTS, STATE, RECIPE, MANIFEST = "model.safetensors", "state.pt", "recipe.yaml", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose checksums were right when it was opened."""
+
+    path: Path
+    step: int
+    optimizer: str
+
+    @property
+    def recipe_text(self) -> str:
+        """The recipe as run, in YAML."""
+        return (self.path / RECIPE).read_text(encoding="utf-8")
+
+    def load_weights(self, model: nn.Module) -> None:
+        """Load the weights into a model of the same shape.
+
+        Args:
+            model: The network.
+
+        Raises:
+            UserError: If the weights are those of another network.
+        """
+        try:
+            load_model(model, self.path / WEIGHTS)
+        except (RuntimeError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{self.path} holds the weights of another network ({reason})") from error
+
+    def load_state(self) -> dict[str, Any]:
+        """Load everything but the weights, without running code.
+
+        Returns:
+            What was given to `save` as `state`.
+
+        Raises:
+            DamagedCheckpointError: If the file is no archive of tensors and plain values.
+        """
+        try:
+            state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({reason})") from error
+        return state
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    state: dict[str, Any],
+    *,
+    step: int,
+    optimizer: str,
+    recipe: str,
+    keep: int,
+) -> Path:
+    """Write a checkpoint, then remove the oldest ones.
+
+    Args:
+        folder: Where checkpoints stand, one folder each.
+        model: The network.
+        state: Tensors and plain values, for everything but the weights.
+        step: Optimizer steps done.
+        optimizer: The optimizer's name in the recipe.
+        recipe: The recipe as run, in YAML.
+        keep: Newest checkpoints to keep.
+
+    Returns:
+        The new checkpoint's folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"{PREFIX}{step:08d}"
+    temporary = folder / f"{TEMPORARY}{final.name}"
+    shutil.rmtree(temporary, ignore_errors=True)  # left over from a run that was killed here
+    temporary.mkdir()
+    save_model(model, str(temporary / WEIGHTS))
+    torch.save(state, temporary / STATE)
+    (temporary / RECIPE).write_text(recipe, encoding="utf-8")
+    sums = {name: _sha256(temporary / name) for name in (WEIGHTS, STATE, RECIPE)}
+    manifest = {"format": FORMAT, "step": step, "optimizer": optimizer, "sha256": sums}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for name in (*sums, MANIFEST):
+        _flush(temporary / name)
+    _flush(temporary)
+    if final.exists():  # the same step again, after falling back past a damaged checkpoint
+        shutil.rmtree(final)
+    temporary.rename(final)
+    _flush(folder)
+    for old in _newest_first(folder)[keep:]:
+        shutil.rmtree(old)
+    return final
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Check one checkpoint.
+
+    Args:
+        path: Its folder.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        DamagedCheckpointError: If a file is missing, cut short or altered.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise DamagedCheckpointError(
+                f"{path} has format {manifest['format']}, this version reads {FORMAT}"
+            )
+        for name in (WEIGHTS, STATE, RECIPE):
+            if _sha256(path / name) != manifest["sha256"][name]:
+                raise DamagedCheckpointError(
+                    f"checkpoint {path} is damaged: {name} does not match its checksum"
+                )
+        return Checkpoint(path, int(manifest["step"]), str(manifest["optimizer"]))
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {path} is damaged: {error.strerror}: {error.filename}"
+        ) from error
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not whole") from error
+
+
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that passes its checksums.
+
+    Args:
+        folder: Where checkpoints stand.
+        say: Told, in one line each, which ones are damaged.
+
+    Returns:
+        The checkpoint, or `None` if there is none at all.
+
+    Raises:
+        DamagedCheckpointError: If there are checkpoints and every one is damaged.
+    """
+    candidates = _newest_first(folder)
+    for path in candidates:
+        try:
+            return open_checkpoint(path)
+        except DamagedCheckpointError as error:
+            say(f"{error}; falling back to the one before")
+    if candidates:
+        raise DamagedCheckpointError(
+            f"every checkpoint in {folder} is damaged: start again with --overwrite or --out"
+        )
+    return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is meant as a checkpoint, whole or not.
+
+    Args:
+        path: Any path.
+
+    Returns:
+        True for a folder that is named like one or holds a manifest.
+    """
+    return path.is_dir() and (path.name.startswith(PREFIX) or (path / MANIFEST).exists())
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{PREFIX}*"), reverse=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _descriptor(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _flush(path: Path) -> None:
+    with _descriptor(path) as descriptor:
+        os.fsync(descriptor)

@@ -1,0 +1,41 @@
+"""What the training application raises for its user, and nothing else.
+
+A `UserError` is one line that names the value, the rule and the remedy: the command line prints it and exits
+with code 2.
+"""
+
+
+class UserError(ValueError):
+    """Something that the person at the keyboard can put right."""
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint whose files are missing, cut short or altered."""
+
+
+class StoppedError(Exception):
+    """Training was stopped by a signal, after a checkpoint was written.
+
+    Args:
+        step: Optimizer steps done when it stopped.
+        command: What resumes it.
+    """
+
+    def __init__(self, step: int, command: str | None = None) -> None:
+        remedy = "" if command is None else f"; go on with: {command}"
+        super().__init__(f"stopped at step {step}, checkpoint written{remedy}")
+        self.step = step
+
+
+def require(condition: bool, message: str) -> None:
+    """Check one rule about a value that a user chose.
+
+    Args:
+        condition: Whether the rule holds.
+        message: Value, rule and remedy, in one line.
+
+    Raises:
+        UserError: If the rule does not hold.
+    """
+    if not condition:
+        raise UserError(message)

@@ -1,0 +1,170 @@
+"""The optimizers that a recipe can name: for each one its settings and how it is built.
+
+A new one is a frozen dataclass of settings, a function that builds it, and one line in `OPTIMIZERS`.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_thor.optim import THOR
+from torch_thor.training.errors import require
+from torch_thor.training.muon import MuonAdamW
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """What every optimizer has.
+
+    Args:
+        lr: Learning rate.
+        weight_decay: Weight decay, each optimizer's own kind.
+    """
+
+    lr: float = 0.1
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"lr={self.lr} must be above 0")
+        require(
+            self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be 0 or more; 0 switches it off"
+        )
+
+
+@dataclass(frozen=True)
+class SGDSettings(OptimizerSettings):
+    """`torch.optim.SGD`.
+
+    Args:
+        momentum: Momentum.
+        nesterov: Whether it is Nesterov's.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+
+@dataclass(frozen=True)
+class AdamWSettings(OptimizerSettings):
+    """`torch.optim.AdamW`.
+
+    Args:
+        beta1: Decay of the running mean of the gradient.
+        beta2: Decay of the running mean of its square.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.999
+
+
+@dataclass(frozen=True)
+class MuonSettings(OptimizerSettings):
+    """`MuonAdamW`: torch's Muon for matrices, AdamW for the rest.
+
+    Args:
+        momentum: Muon's momentum.
+        adjust_lr_fn: Muon's rule for a matrix's step length.
+        adamw_lr: AdamW's learning rate; `None` takes `lr`.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    momentum: float = 0.95
+    adjust_lr_fn: str = "match_rms_adamw"
+    adamw_lr: float | None = None
+
+
+@dataclass(frozen=True)
+class THORSettings(OptimizerSettings):
+    """`THOR`; the names are its own.
+
+    Args:
+        damping: Added to the Fisher matrix.
+        momentum: Momentum.
+        nesterov: Whether it is Nesterov's.
+        update_interval: Steps between refreshes of the curvature.
+        trace_thresholds: (ω1, ω2) of the refresh rule.
+        split_dim: Size of the blocks that factors are split into; `None` leaves them whole.
+        factor_decay: Decay of the running average of the factors.
+        kl_clip: Limit on the step's length in the Fisher norm; `None` is no limit.
+    """
+
+    lr: float = 0.05
+    damping: float = 0.03
+    momentum: float = 0.9
+    nesterov: bool = False
+    update_interval: int = 100
+    trace_thresholds: tuple[float, float] = (0.01, 0.0)
+    split_dim: int | None = 128
+    factor_decay: float = 0.0
+    kl_clip: float | None = None
+
+
+def _sgd(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), **asdict(settings))
+
+
+def _adamw(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(model.parameters(), settings.lr, betas, weight_decay=settings.weight_decay)
+
+
+def _muon(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    return MuonAdamW(model.parameters(), **asdict(settings))
+
+
+def _thor(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    return THOR(model, **asdict(settings))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An optimizer's settings class and builder."""
+
+    settings: type[OptimizerSettings]
+    build: Callable[[nn.Module, Any], torch.optim.Optimizer]
+
+
+OPTIMIZERS: dict[str, Entry] = {
+    "thor": Entry(THORSettings, _thor),
+    "sgd": Entry(SGDSettings, _sgd),
+    "adamw": Entry(AdamWSettings, _adamw),
+    "muon": Entry(MuonSettings, _muon),
+}
+
+
+def default_settings() -> dict[str, OptimizerSettings]:
+    """The settings of every optimizer, untuned.
+
+    Returns:
+        One settings object for each key of `OPTIMIZERS`.
+    """
+    return {name: entry.settings() for name, entry in OPTIMIZERS.items()}
+
+
+def build_optimizer(
+    name: str, model: nn.Module, settings: OptimizerSettings | None = None
+) -> torch.optim.Optimizer:
+    """Build an optimizer for all parameters of a model.
+
+    Args:
+        name: A key of `OPTIMIZERS`.
+        model: The network.
+        settings: An object of that optimizer's settings class; `None` takes the defaults.
+
+    Returns:
+        The optimizer.
+    """
+    require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
+    entry = OPTIMIZERS[name]
+    settings = entry.settings() if settings is None else settings
+    require(
+        isinstance(settings, entry.settings),
+        f"settings={settings} are not for {name}: pass a {entry.settings.__name__}",
+    )
+    return entry.build(model, settings)

@@ -1,0 +1,259 @@
+"""Recipes: a YAML file with typed keys, any of which `key=value` overrides.
+
+A recipe is a `Plan` with names: which data, which network, which optimizers, and tuned settings for each.
+"""
+
+import difflib
+from dataclasses import dataclass, field, fields
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from torch_thor.training.data import DataSpec
+from torch_thor.training.errors import UserError, require
+from torch_thor.training.models import MODELS
+from torch_thor.training.optimizers import OPTIMIZERS, OptimizerSettings, default_settings
+from torch_thor.training.plan import Plan
+
+DEFAULT_RECIPE = "digits"
+
+
+@dataclass(frozen=True)
+class Recipe(Plan):
+    """A training from beginning to end; the keys of a recipe file.
+
+    Args:
+        name: The recipe's name: its file's, without `.yaml`.
+        about: One line for `torch-thor train --list`.
+        data: The data set.
+        model: The network.
+        optimizer: The optimizers to train with, one after the other.
+        optimizers: Settings of every optimizer, whether it is trained with or not.
+        targets: Top-1 accuracies (in (0, 1]) that the final table counts steps and seconds to.
+        checkpoint_interval: Steps between checkpoints; `None` is one epoch. The last step is always saved.
+        keep_checkpoints: Newest checkpoints to keep.
+    """
+
+    name: str = "unnamed"
+    about: str = ""
+    data: DataSpec = field(default_factory=DataSpec)
+    model: str = "small-cnn"
+    optimizer: tuple[str, ...] = ("thor", "sgd")
+    optimizers: dict[str, OptimizerSettings] = field(default_factory=default_settings)
+    targets: tuple[float, ...] = ()
+    checkpoint_interval: int | None = None
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.model in MODELS, f"model={self.model} is no network: use one of {', '.join(MODELS)}")
+        require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
+        for name in (*self.optimizer, *self.optimizers):
+            require(
+                name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}"
+            )
+        require(
+            len(set(self.optimizer)) == len(self.optimizer),
+            f"optimizer={','.join(self.optimizer)} names one twice: name each once",
+        )
+        for target in self.targets:
+            require(
+                0 < target <= 1,
+                f"targets={list(self.targets)} must lie in (0, 1]: they are shares, not per cent",
+            )
+        require(
+            self.checkpoint_interval is None or self.checkpoint_interval >= 1,
+            f"checkpoint_interval={self.checkpoint_interval} must be 1 or more steps; null is one epoch",
+        )
+        require(
+            self.keep_checkpoints >= 1,
+            f"keep_checkpoints={self.keep_checkpoints} must be 1 or more; 2 keeps one to fall back on",
+        )
+
+
+def recipe_folder() -> Traversable:
+    """Where the recipes lie: inside an installed package, or at the top of a source tree.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: If neither is there.
+    """
+    installed = files("torch_thor") / "recipes"
+    if installed.is_dir():
+        return installed
+    source = Path(__file__).parents[3] / "recipes"
+    if source.is_dir():
+        return source
+    raise UserError(f"no recipes in {installed} or {source}: install torch-thor again")
+
+
+def recipe_names() -> list[str]:
+    """The recipes there are.
+
+    Returns:
+        Their names, sorted.
+    """
+    return sorted(
+        item.name.removesuffix(".yaml") for item in recipe_folder().iterdir() if item.name.endswith(".yaml")
+    )
+
+
+def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+    """Read a recipe by name and apply overrides.
+
+    Args:
+        name: A recipe's name, or the path of a YAML file.
+        overrides: `key=value` words; a key is a recipe's (dots go inside: `schedule.kind`), or a setting of
+            the chosen optimizers (`lr`, `damping`, ...).
+
+    Returns:
+        The checked recipe.
+    """
+    path = Path(name)
+    if path.suffix in {".yaml", ".yml"}:
+        require(
+            path.is_file(),
+            f"{path} is not a file: name a recipe ({', '.join(recipe_names())}) or a YAML file",
+        )
+        return parse_recipe(path.read_text(encoding="utf-8"), path.stem, overrides or [])
+    names = recipe_names()
+    require(
+        name in names, f"there is no recipe {name}{_nearest(name, names)}: the recipes are {', '.join(names)}"
+    )
+    text = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8")
+    return parse_recipe(text, name, overrides or [])
+
+
+def parse_recipe(text: str, name: str, overrides: list[str]) -> Recipe:
+    """Turn YAML and overrides into a recipe.
+
+    Args:
+        text: The YAML.
+        name: The recipe's name where the YAML has none.
+        overrides: `key=value` words, as for `load_recipe`.
+
+    Returns:
+        The checked recipe.
+
+    Raises:
+        UserError: If a key is unknown, or a value is not of its key's type or breaks its rule.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"recipe {name} is not YAML ({' '.join(str(error).split())})") from error
+    require(isinstance(content, dict), f"recipe {name} holds no keys: write it as `key: value` lines")
+    config = _merged(OmegaConf.structured(Recipe), {"name": name, **content})
+    pairs = [_split(word) for word in overrides]
+    for key, value in pairs:
+        if key == "optimizer":
+            config = _merged(config, {key: value.split(",") if isinstance(value, str) else value})
+    for key, value in pairs:
+        if key != "optimizer":
+            config = _merged(config, _spread(config, key, value))
+    return _to_recipe(config)
+
+
+def _to_recipe(config: DictConfig) -> Recipe:
+    try:
+        return cast(Recipe, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def recipe_yaml(recipe: Recipe) -> str:
+    """A recipe as YAML, every key written out.
+
+    Args:
+        recipe: The recipe.
+
+    Returns:
+        Text that `parse_recipe` turns into an equal recipe.
+    """
+    return OmegaConf.to_yaml(OmegaConf.structured(recipe))
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """The keys in which two recipes differ.
+
+    Args:
+        old: One recipe.
+        new: Another.
+
+    Returns:
+        `key: old -> new` for each, empty if they are equal.
+    """
+    flat_old, flat_new = (
+        _flat(OmegaConf.to_container(OmegaConf.structured(recipe))) for recipe in (old, new)
+    )
+    keys = [key for key in {**flat_old, **flat_new} if flat_old.get(key) != flat_new.get(key)]
+    return [f"{key}: {flat_old.get(key)} -> {flat_new.get(key)}" for key in keys]
+
+
+def _split(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    require(bool(key) and bool(equals), f"'{word}' is no override: write key=value, for example lr=0.1")
+    try:
+        return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index, call-overload]
+    except yaml.YAMLError as error:
+        raise UserError(f"{word}: the value is not YAML; quote it if it holds brackets or colons") from error
+
+
+def _spread(config: DictConfig, key: str, value: Any) -> dict[str, Any]:
+    # a recipe's key, or that setting of every chosen optimizer which has it
+    if key.split(".")[0] in config:
+        return _nested(key, value)
+    chosen = [name for name in config.optimizer if name in OPTIMIZERS]
+    takers = [name for name in chosen if key in {item.name for item in fields(OPTIMIZERS[name].settings)}]
+    known = [
+        *_flat(OmegaConf.to_container(config)),
+        *(item for name in chosen for item in config.optimizers[name]),
+    ]
+    require(
+        bool(takers),
+        f"there is no key {key}{_nearest(key, known)}: see the recipe's keys in `torch-thor train --list`",
+    )
+    return {"optimizers": {name: {key: value} for name in takers}}
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return cast(dict[str, Any], value)
+
+
+def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
+    unknown = [name for name in change.get("optimizers") or () if name not in OPTIMIZERS]
+    require(
+        not unknown, f"optimizers.{', '.join(unknown)}: no such optimizer; use one of {', '.join(OPTIMIZERS)}"
+    )
+    try:
+        return cast(DictConfig, OmegaConf.merge(config, OmegaConf.create(change)))
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        known = list(_flat(OmegaConf.to_container(config)))
+        raise UserError(f"there is no key {error.full_key}{_nearest(str(error.full_key), known)}") from error
+    except OmegaConfBaseException as error:
+        key = error.full_key or next(iter(_flat(change)))
+        raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.removesuffix("."): tree}
+    return {
+        key: value
+        for name, branch in tree.items()
+        for key, value in _flat(branch, f"{prefix}{name}.").items()
+    }
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    matches = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {matches[0]}?)" if matches else ""

@@ -1,0 +1,174 @@
+"""What a person looks at when training is over: a table and the curves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from torch_thor.training.loop import curvature_of
+from torch_thor.training.record import Record
+
+SMOOTHING = 0.9  # the training loss is drawn as a running average with this decay
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """What the trace rule did to one layer."""
+
+    layer: str
+    refreshes: int
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One optimizer's run: its record, and which curvature was refreshed."""
+
+    name: str
+    record: Record
+    refreshed: tuple[Refreshed, ...]
+
+
+def refreshed_layers(optimizer: torch.optim.Optimizer) -> tuple[Refreshed, ...]:
+    """What was refreshed, layer by layer.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        One entry for each layer with curvature; empty for first-order optimizers.
+    """
+    return tuple(
+        Refreshed(name, int(layer.refreshes), bool(layer.stopped))
+        for name, layer in curvature_of(optimizer).items()
+    )
+
+
+def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Table:
+    """The final table: one column for each optimizer.
+
+    Args:
+        summaries: The runs.
+        targets: Accuracies to count steps and seconds to.
+
+    Returns:
+        A table for a Rich console.
+    """
+    table = Table(title="Result", title_justify="left")
+    table.add_column("")
+    for summary in summaries:
+        table.add_column(summary.name, justify="right")
+    for target in targets:
+        table.add_row(f"steps (seconds) to {target:.1%}", *(_reached(s.record, target) for s in summaries))
+    finals = [summary.record.evaluations[-1] for summary in summaries]
+    table.add_row("final accuracy, top-1", *(f"{final.top1:.2%}" for final in finals))
+    table.add_row("final accuracy, top-5", *(f"{final.top5:.2%}" for final in finals))
+    table.add_row("steps (seconds) in all", *(f"{final.step} ({final.seconds:.1f} s)" for final in finals))
+    table.add_row("an ordinary step, median", *(_milliseconds(s.record, refresh=False) for s in summaries))
+    table.add_row("a refresh step, median", *(_milliseconds(s.record, refresh=True) for s in summaries))
+    table.add_row("refresh steps", *(str(sum(p.refresh for p in s.record.steps)) for s in summaries))
+    table.add_row("layers refreshed", *(_layers(s.refreshed) for s in summaries))
+    return table
+
+
+def refresh_table(summary: Summary) -> Table:
+    """What the trace rule did, layer by layer.
+
+    Args:
+        summary: A run with curvature.
+
+    Returns:
+        A table for a Rich console.
+    """
+    table = Table("layer", title=f"What {summary.name} refreshed", title_justify="left")
+    table.add_column("refreshes", justify="right")
+    table.add_column("stopped")
+    for layer in summary.refreshed:
+        table.add_row(layer.layer, str(layer.refreshes), "yes" if layer.stopped else "no")
+    return table
+
+
+def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
+    """Draw loss and accuracy against steps and against seconds.
+
+    Args:
+        summaries: The runs.
+        path: The PNG to write.
+    """
+    from matplotlib.figure import Figure  # slow to import, and no window is wanted
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2, sharey="row")
+    for summary in summaries:
+        steps, evaluations = summary.record.steps, summary.record.evaluations
+        losses = _smooth([point.loss for point in steps])
+        accuracies = [point.top1 for point in evaluations]
+        axes[0][0].plot([point.step for point in steps], losses, label=summary.name)
+        axes[0][1].plot([point.seconds for point in steps], losses, label=summary.name)
+        axes[1][0].plot([point.step for point in evaluations], accuracies, marker=".", label=summary.name)
+        axes[1][1].plot([point.seconds for point in evaluations], accuracies, marker=".", label=summary.name)
+    for column, unit in enumerate(("steps", "seconds of training")):
+        axes[0][column].set(yscale="log", ylabel="training loss, smoothed")
+        axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
+        for row in (0, 1):
+            axes[row][column].grid(alpha=0.3)
+            axes[row][column].legend()
+    temporary = path.with_suffix(".writing.png")
+    figure.savefig(temporary, dpi=120)
+    temporary.rename(path)
+
+
+def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
+    """One run's results, for programs.
+
+    Args:
+        summary: The run.
+        targets: Accuracies to count steps and seconds to.
+
+    Returns:
+        Plain values.
+    """
+    record, final = summary.record, summary.record.evaluations[-1]
+    reached = {str(target): record.first_reaching(target) for target in targets}
+    return {
+        "optimizer": summary.name,
+        "steps": final.step,
+        "seconds": final.seconds,
+        "top1": final.top1,
+        "top5": final.top5,
+        "targets": {
+            key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()
+        },
+        "ordinary_step_seconds": record.median_duration(refresh=False),
+        "refresh_step_seconds": record.median_duration(refresh=True),
+        "refreshed": {
+            item.layer: {"refreshes": item.refreshes, "stopped": item.stopped} for item in summary.refreshed
+        },
+    }
+
+
+def _reached(record: Record, target: float) -> str:
+    point = record.first_reaching(target)
+    return f"{point.step} ({point.seconds:.1f} s)" if point else "not reached"
+
+
+def _milliseconds(record: Record, *, refresh: bool) -> str:
+    seconds = record.median_duration(refresh=refresh)
+    return "none" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def _layers(refreshed: Sequence[Refreshed]) -> str:
+    if not refreshed:
+        return "none"
+    stopped = sum(layer.stopped for layer in refreshed)
+    return f"{len(refreshed)}, of which {stopped} stopped" if stopped else str(len(refreshed))
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    smooth: list[float] = []
+    for value in values:
+        smooth.append(SMOOTHING * smooth[-1] + (1 - SMOOTHING) * value if smooth else value)
+    return smooth
