@@ -245,8 +245,8 @@ def gradients(
 class ReferenceTHOR:
     """THOR over a float64 copy of a model, with the names and defaults of the fast one.
 
-    `groups` maps a parameter name to the options that differ for it. `preconditioned` names the layers that get
-    a natural gradient (default: every linear and conv layer with a trainable weight); the rest is plain SGD.
+    `groups` maps a parameter name to the options that differ for it. `preconditioned` names the layers that
+    get a natural gradient (default: every linear and conv layer with a trainable weight); the rest is plain SGD.
     """
 
     defaults: dict[str, Any] = {  # noqa: RUF012

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same_bits, batches, conv_model, cross_entropy, mlp, train, weights
+from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
 SETTINGS = [
@@ -17,21 +17,51 @@ SETTINGS = [
 ]
 
 
+def images_model(kind):
+    """A model without biases, with one of the named convolutions."""
+    options = {"stride": {"stride": 2, "padding": 1}, "groups": {"groups": 2}}[kind]
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 1, bias=False),
+        nn.Tanh(),
+        nn.Conv2d(4, 6, 3, bias=False, **options),
+        nn.Flatten(),
+        nn.Linear(6 * 9, 3, bias=False),
+    ).double()
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("kind", ["linear", "stride", "groups"])
 def test_huge_damping_is_a_multiple_of_the_gradient(kind, settings):
-    """A_d = √(λ/T) I and G_d likewise, so the natural gradient is ∇W / λ whatever T is: a step of lr = λ · 0.1."""
+    """A_d and G_d are √(λ/T) I, so the natural gradient is ∇W / λ whatever T is."""
     damping = 1e16
     if kind == "linear":
-        model, stream = mlp(), batches(6)
+        model, other, stream = mlp(bias=False), mlp(bias=False), batches(6)
     else:
-        model, x = conv_model(kind)
-        stream = [(torch.randn_like(x), torch.randint(3, (len(x),))) for _ in range(6)]
-    other = mlp() if kind == "linear" else conv_model(kind)[0]
+        model, other = images_model(kind), images_model(kind)
+        stream = [(torch.randn(4, 2, 5, 5).double(), torch.randint(3, (4,))) for _ in range(6)]
     other.load_state_dict(model.state_dict())
-    scaled = {**settings, "weight_decay": settings.get("weight_decay", 0.0) / damping}
-    train(model, THOR(model, lr=0.1 * damping, damping=damping, **{"momentum": 0.0, **scaled}), stream)
+    scaled = {"momentum": 0.0, **settings, "weight_decay": settings.get("weight_decay", 0.0) / damping}
+    train(model, THOR(model, lr=0.1 * damping, damping=damping, **scaled), stream)
     train(other, torch.optim.SGD(other.parameters(), lr=0.1, **settings), stream)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
+
+
+def test_huge_damping_of_biases():
+    """A bias is solved with G_d alone: ∇b / √λ at T = 1."""
+    damping = 1e16
+    model, other = mlp(), mlp()
+    other.load_state_dict(model.state_dict())
+    optimizer = THOR(
+        [
+            {"params": [p for p in model.parameters() if p.ndim == 2], "lr": 0.1 * damping},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.1 * damping**0.5},
+        ],
+        model=model,
+        damping=damping,
+    )
+    train(model, optimizer, batches(6))
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), batches(6))
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)
 

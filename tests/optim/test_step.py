@@ -1,5 +1,7 @@
 """One step and ten steps of THOR, weight by weight, against the reference."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reference import ReferenceTHOR, by_stages
-from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp
+from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
 
@@ -63,8 +65,8 @@ OPTIONS = {
     "factor_decay": {"update_interval": 2, "factor_decay": 0.7},
     "take_all": {"update_interval": 2, "trace_thresholds": (0.0, 0.0)},
     "keep_all": {"update_interval": 2, "trace_thresholds": (1e9, 0.0)},
-    "keep_some": {"update_interval": 1, "trace_thresholds": (0.3, 0.0)},
-    "stop_some": {"update_interval": 1, "trace_thresholds": (0.3, 0.1), "factor_decay": 0.2},
+    "keep_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.0)},
+    "stop_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.01), "factor_decay": 0.2},
     "unsplit": {"split_dim": None},
     "diagonal": {"split_dim": 1},
     "blocks_of_4": {"split_dim": 4, "update_interval": 2},
@@ -142,8 +144,8 @@ def test_no_biases():
 )
 def test_any_perceptron(widths, batch, split_dim, bias, nesterov, damping, factor_decay, interval):
     sizes = [5, *widths, 3]
-    layers = [nn.Linear(i, o, bias=bias) for i, o in zip(sizes, sizes[1:], strict=False)]
-    reference = model = nn.Sequential(*layers).double()
+    layers = [nn.Linear(i, o, bias=bias) for i, o in pairwise(sizes)]
+    model = nn.Sequential(*layers).double()
     options = {
         "split_dim": split_dim,
         "nesterov": nesterov,
@@ -265,7 +267,7 @@ def test_all_forwards_before_all_backwards():
 
 
 def test_sum_and_mean_differ_by_the_learning_rate_alone():
-    """∇ of the sum is 8 times ∇ of the mean, and the factors are the same: so lr / 8 gives the same weights."""
+    """∇ of the sum is 8 times ∇ of the mean, the factors are the same: so lr / 8 gives the same weights."""
     mean, total = mlp(), mlp()
     total.load_state_dict(mean.state_dict())
     with_mean = THOR(mean, lr=0.08, update_interval=2)
@@ -351,7 +353,6 @@ def test_frozen_layer_stays_and_the_others_go_on(frozen):
     model.get_submodule(frozen).requires_grad_(False)
     before = model.get_submodule(frozen).weight.clone()
     reference, optimizer = ReferenceTHOR(model, update_interval=2), THOR(model, update_interval=2)
-    assert frozen not in optimizer.curvature
     for step, (x, loss) in enumerate(labelled(4)):
         loss(model(x)).backward()
         optimizer.step()
@@ -359,6 +360,22 @@ def test_frozen_layer_stays_and_the_others_go_on(frozen):
         reference.step((x, loss))
         assert_same_weights(model, reference, step)
     assert torch.equal(model.get_submodule(frozen).weight, before)
+    assert frozen not in optimizer.curvature or optimizer.curvature[frozen].refreshes == 0
+
+
+def test_thawed_layer_is_trained():
+    """Gradual unfreezing: whatever THOR gives the layer, it moves, and the others are not disturbed."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = THOR(model, update_interval=2)
+    stream = batches(8)
+    train(model, optimizer, stream[:3])
+    model[0].requires_grad_(True)
+    before = weights(model)
+    train(model, optimizer, stream[3:])
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, before[name]), name
+        assert parameter.isfinite().all()
 
 
 class TwoHeads(nn.Module):
@@ -373,8 +390,7 @@ class TwoHeads(nn.Module):
         return self.heads[head](torch.tanh(self.trunk(x)))
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_layer_without_gradient_this_step(set_to_none):
+def test_layer_without_gradient_this_step():
     """Like SGD: no gradient, no change, neither by momentum nor by weight decay."""
     model = TwoHeads().double()
     head = {"now": 0}
@@ -392,10 +408,8 @@ def test_layer_without_gradient_this_step(set_to_none):
         idle = model.heads[1 - head["now"]]
         before = idle.weight.detach().clone()
         loss(model(x, head["now"])).backward()
-        if not set_to_none:
-            assert step > 1 or model.heads[1].weight.grad is None
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         reference.step((x, loss))
         assert torch.equal(idle.weight, before)
         assert_same_weights(model, reference, step)
@@ -478,7 +492,7 @@ def test_input_that_is_written_over_after_the_layer():
     A = x.T @ x / 4
     loss = model(x).square().mean()
     x.mul_(100)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"in ?place"):
         loss.backward()
     optimizer.zero_grad()
     x.div_(100)
