@@ -36,9 +36,7 @@ class Covered:
         return self.reason is None
 
 
-def survey(
-    model: nn.Module, trained: Iterable[Tensor]
-) -> tuple[list[Covered], dict[str, tuple[nn.Module, Kind]]]:
+def survey(model: nn.Module, trained: Iterable[Tensor]) -> tuple[list[Covered], dict[str, tuple[nn.Module, Kind]]]:
     """Look at every parameter of a model.
 
     Args:
@@ -101,9 +99,7 @@ def _entry(
         reason = f"{parameter.dtype} is not a real floating-point type"
     elif reason is None and kind is None:
         parent = next((c for c in (nn.Linear, nn.Conv2d) if isinstance(module, c)), None)
-        reason = (
-            f"{label} overrides the forward of {parent.__name__}" if parent else f"no curvature for {label}"
-        )
+        reason = f"{label} overrides the forward of {parent.__name__}" if parent else f"no curvature for {label}"
     if reason is not None or kind is None:
         return Covered(name, shape, label, reason=reason), None
     if parameter_name == "weight":
@@ -113,27 +109,23 @@ def _entry(
     return Covered(name, shape, label, reason=f"not the weight or bias of a {kind.label}"), None
 
 
-def _biases_follow_weights(
-    entries: list[Covered], layers: dict[str, tuple[nn.Module, Kind]]
-) -> list[Covered]:
+def _biases_follow_weights(entries: list[Covered], layers: dict[str, tuple[nn.Module, Kind]]) -> list[Covered]:
     """A bias is solved with its layer's G, so it is preconditioned only where the weight is."""
     result = []
     for entry in entries:
         module_name = entry.name.rpartition(".")[0]
         if entry.preconditioned and module_name not in layers:
-            entry = Covered(
-                entry.name, entry.shape, entry.kind, reason="the weight of its layer is not preconditioned"
-            )
+            entry = Covered(entry.name, entry.shape, entry.kind, reason="the weight of its layer is not preconditioned")
         result.append(entry)
     return result
 
 
-def table(entries: Iterable[Covered], split_dim: int | None) -> str:
+def table(entries: Iterable[Covered], split_dim: str) -> str:
     """Return the entries as text for people.
 
     Args:
         entries: what :func:`survey` found.
-        split_dim: the block size, for the heading.
+        split_dim: the block size, for the heading
 
     Returns:
         Lines of columns.
@@ -143,9 +135,7 @@ def table(entries: Iterable[Covered], split_dim: int | None) -> str:
         sizes = " x ".join(str(s) for s in entry.factor_sizes or ()) + (
             f" x {entry.groups} groups" if entry.groups > 1 else ""
         )
-        rows.append(
-            (entry.name, entry.kind, sizes if entry.preconditioned else f"plain momentum: {entry.reason}")
-        )
+        rows.append((entry.name, entry.kind, sizes if entry.preconditioned else f"plain momentum: {entry.reason}"))
     rows = [("parameter", "kind", f"factors (split {split_dim})"), *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)

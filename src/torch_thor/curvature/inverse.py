@@ -52,13 +52,11 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float]]) -> list[Inve
         parts = [factors[i][0].parts()[j] for i, j in members]
         lengths = [len(part) for part in parts]
         damping = torch.cat(
-            [part.new_full((len(part),), factors[i][1]) for part, (i, _) in zip(parts, members)]
+            [part.new_full((len(part),), factors[i][1]) for part, (i, _) in zip(parts, members, strict=True)]
         )
         with ieee_float32(device.type):
             inverse, level = _invert_batch(torch.cat(parts), damping)
-        for member, piece, its_level in zip(
-            members, inverse.split(lengths), level.split(lengths), strict=True
-        ):
+        for member, piece, its_level in zip(members, inverse.split(lengths), level.split(lengths), strict=True):
             inverted[member] = piece
             levels[member] = its_level.amax()
     worst = dict(zip(levels, _to_host(list(levels.values())), strict=True))

@@ -28,7 +28,7 @@ class LayerCurvature:
         name: the module's name in the model.
         module: the layer; its weight is looked up anew each time, because wrappers replace parameters.
         kind: its geometry.
-        state_of: returns the mapping in which a parameter's state lives.
+        states: returns the mapping from parameters to their state (one that makes missing entries).
         split_dim_of: returns the block size for a parameter (None: unsplit).
     """
 
@@ -37,7 +37,7 @@ class LayerCurvature:
         name: str,
         module: nn.Module,
         kind: Kind,
-        state_of: Callable[[Tensor], State],
+        states: Callable[[], MutableMapping[Tensor, State]],
         split_dim_of: Callable[[Tensor], int | None],
     ) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class LayerCurvature:
         self.kind = kind
         self.armed = True  # the flag that a forward pass tests: are statistics wanted?
         self.rows = 0  # R of this step so far
-        self._state_of = state_of
+        self._states = states
         self._split_dim_of = split_dim_of
         self._sums: tuple[BlockDiagonal, BlockDiagonal] | None = None
 
@@ -113,8 +113,8 @@ class LayerCurvature:
 
     @property
     def state(self) -> State:
-        """The mapping that holds factors, inverses and counters."""
-        return self._state_of(self.weight)
+        """The mapping that holds factors, inverses and counters; empty before :meth:`materialise`."""
+        return self._states().get(self.weight, {})  # get: looking must not make an entry
 
     @property
     def due(self) -> bool:
@@ -139,15 +139,14 @@ class LayerCurvature:
         """
         split = self._split_dim_of(self.weight)
         kind = self.kind
-        return BlockLayout.of(kind.groups, kind.inputs, split), BlockLayout.of(
-            kind.groups, kind.outputs, split
-        )
+        return BlockLayout.of(kind.groups, kind.inputs, split), BlockLayout.of(kind.groups, kind.outputs, split)
 
     def materialise(self) -> None:
         """Make every entry of the state, so that a checkpoint has the same keys and shapes at any time."""
-        state, weight = self.state, self.weight
-        if "refreshes" in state:
+        if "refreshes" in self.state:
             return
+        weight = self.weight
+        state = self._states()[weight]
         dtype = factor_dtype(weight.dtype)
         for key, layout in zip(("A", "G"), self.layouts(), strict=True):
             for matrix in (key, f"{key}_inverse"):
@@ -261,9 +260,7 @@ class LayerCurvature:
             A new tensor of the weight's shape, in the factors' dtype.
         """
         a_inverse, g_inverse = self.matrix("A_inverse"), self.matrix("G_inverse")
-        matrix = gradient.to(a_inverse.blocks.dtype).reshape(
-            self.kind.groups, self.kind.outputs, self.kind.inputs
-        )
+        matrix = gradient.to(a_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, self.kind.inputs)
         result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
         with ieee_float32(gradient.device.type):
             a_inverse.right_multiply(g_inverse.left_multiply(matrix), 1.0 / self.rows_per_term, result)

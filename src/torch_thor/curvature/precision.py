@@ -33,7 +33,8 @@ def ieee_float32(device_type: str) -> Iterator[None]:
     Yields:
         Nothing; the caller's settings are back when the block is left, also on an exception.
     """
-    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
+    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     before = [backend.fp32_precision for backend in matmuls]
     for backend in matmuls:
         backend.fp32_precision = "ieee"

@@ -85,9 +85,7 @@ def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, s
         layer = candidate.layer
         if not math.isfinite(now):
             layer.set_due(not layer.refreshes)
-            report(
-                layer, "its new factors hold NaN or inf and were not inverted; the last good inverse stays"
-            )
+            report(layer, "its new factors hold NaN or inf and were not inverted; the last good inverse stays")
             continue
         layer.set_due(False)
         if not layer.refreshes:
@@ -106,9 +104,7 @@ def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, s
 def _invert(taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> None:
     averaged = [tuple(_average(c, key, new) for key, new in zip("AG", c.factors, strict=True)) for c in taken]
     shifts = [math.sqrt(c.damping / c.rows_per_term) for c in taken]
-    inverses = damped_inverses(
-        [(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair]
-    )
+    inverses = damped_inverses([(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair])
     for i, (candidate, (a, g)) in enumerate(zip(taken, averaged, strict=True)):
         layer = candidate.layer
         a_inverse, g_inverse = inverses[2 * i : 2 * i + 2]
@@ -140,9 +136,7 @@ def _fisher_traces(candidates: Sequence[Candidate]) -> list[tuple[float, float]]
     if not traces:
         return []
     device = traces[0].device
-    flat = torch.cat(
-        [t.to(device, torch.float64 if t.dtype == torch.float64 else torch.float32) for t in traces]
-    )
+    flat = torch.cat([t.to(device, torch.float64 if t.dtype == torch.float64 else torch.float32) for t in traces])
     on_host = iter(flat.cpu().split([len(t) for t in traces]))
     result = []
     for c in candidates:

@@ -40,9 +40,7 @@ def check_interval(name: str, value: Any) -> int:
     Returns:
         The number.
     """
-    _require(
-        name, value, _whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step"
-    )
+    _require(name, value, _whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step")
     return int(value)
 
 
@@ -60,12 +58,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         "a finite number > 0",
         "it keeps the factors invertible: start from 0.03, and schedule it down, not to zero",
     )
-    _in_range(
-        "momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off"
-    )
-    _in_range(
-        "weight_decay", group["weight_decay"], lambda v: v >= 0, "a finite number ≥ 0", "0 switches it off"
-    )
+    _in_range("momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off")
+    _in_range("weight_decay", group["weight_decay"], lambda v: v >= 0, "a finite number ≥ 0", "0 switches it off")
     _in_range(
         "factor_decay",
         group["factor_decay"],
@@ -83,9 +77,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         "give a momentum > 0",
     )
     if group["kl_clip"] is not None:
-        _in_range(
-            "kl_clip", group["kl_clip"], lambda v: v > 0, "None or a number > 0", "None switches it off"
-        )
+        _in_range("kl_clip", group["kl_clip"], lambda v: v > 0, "None or a number > 0", "None switches it off")
     split_dim = group["split_dim"]
     _require(
         "split_dim",

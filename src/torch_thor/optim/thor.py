@@ -19,7 +19,11 @@ from torch_thor.curvature.coverage import Covered, survey, table
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.refresh import Candidate, refresh
+from torch_thor.optim.checkpoint import check_factors, restore_tensors, without_callables
+from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, some
 from torch_thor.optim.options import UpdateInterval, check_group, check_interval, check_optimizer
+from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
+from torch_thor.optim.update import add_weight_decay, momentum_step, predicted_divergence
 
 DecayFilter = Callable[[str, nn.Parameter], bool]
 LossTerms = int | Callable[[], int] | None
@@ -62,8 +66,8 @@ class THOR(torch.optim.Optimizer):
             callable that returns it, or None for the leading dimension of the input of the first layer in each backward
             pass, summed over the passes of a step. Give it where that is not what the loss averages over (tokens,
             padding); ``optimizer.loss_terms = n`` may be set any time before ``step``.
-        nonfinite: what a NaN or inf in a gradient does: ``"raise"`` FloatingPointError, or ``"skip"`` the step and count
-            it in ``skipped_steps``. Either way nothing has changed.
+        nonfinite: what a NaN or inf in a gradient does: ``"raise"`` FloatingPointError, or ``"skip"`` the step and
+            count it in ``skipped_steps``. Either way nothing has changed.
         grad_scaler: the GradScaler, needed only if you call ``scaler.unscale_(optimizer)`` (to clip, say): then no
             other way is left to learn by how much the captured gradients are scaled.
 
@@ -96,9 +100,7 @@ class THOR(torch.optim.Optimizer):
     ) -> None:
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
-                raise ValueError(
-                    "two models were given; pass THOR(model, ...) or THOR(parameters, model=model, ...)"
-                )
+                raise ValueError("two models were given; pass THOR(model, ...) or THOR(parameters, model=model, ...)")
             model, params = params, params.parameters()
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -113,9 +115,7 @@ class THOR(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.grad_scaler = grad_scaler
         self.skipped_steps = 0
-        self._capture: Capture | None = None
-        self._layers: dict[str, LayerCurvature] = {}
-        self._reported: set[tuple[str, str]] = set()
+        self._reset()
         defaults = {
             "lr": lr,
             "damping": damping,
@@ -172,29 +172,33 @@ class THOR(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
-            RuntimeError: a gradient is sparse, or captured gradients are scaled by an unknown factor.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._index()
-        if self._scaler_found_inf():
-            self._discard_statistics()
+        self._index.update(self.param_groups)
+        scale = LossScale(self, self.grad_scaler)
+        if scale.found_inf:
+            self._capture.discard()
             return loss
+        terms = self._count_loss_terms()
+        output_scale = (terms if self.loss_reduction == "mean" else 1) / self._scale_of_statistics(scale)
+        next_refresh = [self._next_refresh(group) for group in self.param_groups]
+        self._unscale(scale)
         largest = self._largest_gradient()
         if not math.isfinite(largest):
-            self._refuse_nonfinite()
-            return loss
-        output_scale = self._output_scale()
+            self._capture.discard()
+            if self.nonfinite == "skip":
+                self.skipped_steps += 1
+                return loss
+            raise FloatingPointError(nonfinite_message(self.param_groups[0]["step"], self._nonfinite_names()))
+        # From here on nothing raises: a step is taken as a whole or not at all.
         if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
-            return (
-                loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
-            )
-        self._unscale()
-        self._refresh(output_scale)
+            return loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
+        self._refresh(terms, output_scale)
         self._update()
-        self._advance_clock()
+        self._advance_clock(next_refresh)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -204,276 +208,189 @@ class THOR(torch.optim.Optimizer):
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
         super().zero_grad(set_to_none)
-        self._discard_statistics()
+        self._capture.discard()
 
-    def _refresh(self, output_scale: float) -> None:
+    def _refresh(self, terms: int, output_scale: float) -> None:
         """Decide on new factors for the layers that are due, and invert what is taken."""
         candidates = []
-        terms = self._count_loss_terms()
         for layer in self._layers.values():
-            if not layer.armed:
-                continue
             weight, rows = layer.weight, layer.rows
-            if weight.grad is None:
-                layer.forget()
+            if not layer.armed or weight.grad is None:
                 continue
-            factors = layer.fresh_factors(output_scale * (terms if self.loss_reduction == "mean" else 1))
+            factors = layer.fresh_factors(output_scale)
             if factors is None:
                 self._report(
                     layer,
-                    "it has a gradient and no statistics (its forward was not called, or it was compiled before THOR "
-                    "was made); "
-                    + ("its old inverses stay" if layer.refreshes else "its plain gradient is used"),
+                    "it has a gradient and no statistics (its forward was not called, or the model was compiled before "
+                    "THOR was made); " + ("its old inverses stay" if layer.refreshes else "it gets its plain gradient"),
                 )
                 continue
-            group = self._group_of(weight)
+            group = self._index.group(weight)
+            upper, lower = group["trace_thresholds"]
             candidates.append(
                 Candidate(
                     layer,
                     factors,
                     rows_per_term=rows / terms,
                     damping=float(group["damping"]),
-                    thresholds=(float(group["trace_thresholds"][0]), float(group["trace_thresholds"][1])),
+                    thresholds=(float(upper), float(lower)),
                     decay=float(group["factor_decay"]),
                 )
             )
         refresh(candidates, self._report)
-        self._discard_statistics()
+        self._capture.discard()
 
     def _update(self) -> None:
         """Turn gradients into directions, then weight decay, clipping and momentum, in this order."""
-        natural = []  # (group, parameters, directions) of the preconditioned parameters
-        moves = []
+        moves: list[tuple[Group, bool, list[Tensor], list[Tensor]]] = []
         for group in self.param_groups:
-            preconditioned: tuple[list[Tensor], list[Tensor]] = ([], [])
-            plain: tuple[list[Tensor], list[Tensor]] = ([], [])
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                layer, is_weight = self._roles.get(self._names[id(parameter)], (None, False))
+            sides: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}
+            for _, parameter, gradient in with_gradient([group]):
+                layer, is_weight = self._index.role(parameter)
                 if layer is None or not layer.refreshes:
-                    side, direction = plain, parameter.grad.to(factor_dtype(parameter.dtype))
+                    direction = gradient.to(factor_dtype(parameter.dtype))
                 elif is_weight:
-                    side, direction = preconditioned, layer.natural_gradient(parameter.grad)
+                    direction = layer.natural_gradient(gradient)
                 else:
-                    side, direction = preconditioned, layer.natural_bias_gradient(parameter.grad)
-                side[0].append(parameter)
-                side[1].append(direction)
-            natural.append((group, preconditioned[0], self._with_weight_decay(group, *preconditioned)))
-            moves += [natural[-1], (group, plain[0], self._with_weight_decay(group, *plain))]
-        self._clip(natural)
-        for group, parameters, directions in moves:
-            self._momentum_step(group, parameters, directions)
-
-    def _with_weight_decay(
-        self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]
-    ) -> list[Tensor]:
-        """Add ``weight_decay · W`` to the directions of the parameters that the filter admits."""
-        decay = float(group["weight_decay"])
-        if not decay:
-            return directions
-        admitted = [i for i, p in enumerate(params) if self._decays(p)]
-        if not admitted:
-            return directions
-        # out of place: a plain parameter's direction is its gradient, and gradients are the user's
-        decayed = torch._foreach_add(
-            [directions[i] for i in admitted], [params[i] for i in admitted], alpha=decay
-        )
-        for i, direction in zip(admitted, decayed, strict=True):
-            directions[i] = direction
-        return directions
-
-    def _clip(self, natural: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]) -> None:
-        """Scale the directions of the preconditioned layers so that the predicted KL divergence stays below kl_clip."""
-        clipped = [move for move in natural if move[0]["kl_clip"] is not None and move[1]]
-        if not clipped:
-            return
-        device = clipped[0][1][0].device
-        divergence = torch.zeros(
-            (), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
-        )
-        for group, parameters, directions in clipped:
-            for parameter, direction in zip(parameters, directions, strict=True):
-                assert parameter.grad is not None
-                divergence += float(group["lr"]) ** 2 * torch.sum(direction * parameter.grad).to(device)
-        for group, _, directions in clipped:
-            scale = (
-                float(group["kl_clip"]) / divergence.clamp(min=torch.finfo(divergence.dtype).tiny)
-            ).sqrt()
-            torch._foreach_mul_(directions, scale.clamp(max=1.0).to(directions[0].dtype))
-
-    def _momentum_step(self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]) -> None:
-        """``v ← μ v + d``, ``W ← W − lr v``, operation for operation as torch.optim.SGD."""
-        if not params:
-            return
-        momentum = float(group["momentum"])
-        if momentum:
-            buffers = [self._momentum_buffer(p) for p in params]
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, directions)
-            directions = (
-                list(torch._foreach_add(directions, buffers, alpha=momentum))
-                if group["nesterov"]
-                else buffers
+                    direction = layer.natural_bias_gradient(gradient)
+                params, directions = sides[layer is not None and layer.refreshes > 0]
+                params.append(parameter)
+                directions.append(direction)
+            for natural, (params, directions) in sides.items():
+                admitted = [self._decays(p) for p in params] if group["weight_decay"] else []
+                decayed = add_weight_decay(params, directions, float(group["weight_decay"]), admitted)
+                if params:
+                    moves.append((group, natural, params, decayed))
+        self._clip([move for move in moves if move[1] and move[0]["kl_clip"] is not None])
+        for group, _, params, directions in moves:
+            momentum = float(group["momentum"])
+            buffers = [self._momentum_buffer(p) for p in params] if momentum else []
+            momentum_step(
+                params,
+                directions,
+                buffers,
+                lr=float(group["lr"]),
+                momentum=momentum,
+                nesterov=group["nesterov"],
             )
-        torch._foreach_add_(params, directions, alpha=-float(group["lr"]))
 
-    def _advance_clock(self) -> None:
+    def _clip(self, moves: list[tuple[Group, bool, list[Tensor], list[Tensor]]]) -> None:
+        """Scale directions by min(1, √(κ / Σ lr² ⟨d, ∇⟩)), the sum over all of them (Ba et al. 2017, section 5)."""
+        divergences = []
+        for group, _, params, directions in moves:
+            gradients = [p.grad for p in params if p.grad is not None]
+            divergences.append(predicted_divergence(directions, gradients, float(group["lr"])))
+        for group, _, _, directions in moves:
+            total = torch.stack([d.to(directions[0].device) for d in divergences]).sum()
+            scale = (float(group["kl_clip"]) / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
+            torch._foreach_mul_(directions, scale.clamp(max=1.0))
+
+    def _next_refresh(self, group: Group) -> int:
+        """Return the step of the group's next refresh, once this step has been taken."""
+        step, interval = int(group["step"]), group["update_interval"]
+        if step < group["next_refresh"]:
+            return int(group["next_refresh"])
+        if callable(interval):
+            interval = check_interval(f"update_interval({step})", interval(step))
+        return step + int(interval)
+
+    def _advance_clock(self, next_refresh: list[int]) -> None:
         """Count the step, and arm the layers of the groups whose next step is a refresh."""
-        for group in self.param_groups:
-            step = group["step"]
-            if step >= group["next_refresh"]:
-                interval = group["update_interval"]
-                if callable(interval):
-                    interval = check_interval(f"update_interval({step})", interval(step))
-                group["next_refresh"] = step + interval
-            group["step"] = step + 1
+        for group, refresh_step in zip(self.param_groups, next_refresh, strict=True):
+            group["next_refresh"] = refresh_step
+            group["step"] += 1
         for layer in self._layers.values():
-            group = self._group_of(layer.weight)
+            group = self._index.group(layer.weight)
             if group["step"] >= group["next_refresh"]:
                 layer.set_due(True)
 
     # ---- guards -------------------------------------------------------------------------------------------------
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # see LossScale; with a scaler of our own to ask, GradScaler unscales and skips as it does for any optimizer
+        return self.grad_scaler is None
+
+    def _scale_of_statistics(self, scale: LossScale) -> float:
+        return scale.of_outputs() if any(layer.rows for layer in self._layers.values()) else 1.0
+
+    def _unscale(self, scale: LossScale) -> None:
+        if scale.of_gradients is not None:
+            inverse = scale.of_gradients.double().reciprocal().float()
+            for _, _, gradient in with_gradient(self.param_groups):
+                gradient.mul_(inverse.to(gradient.device))
+
     def _largest_gradient(self) -> float:
-        """Return a bound on the largest number that a step could make of the gradients; NaN or inf if one is in them.
+        """Return the largest norm of a gradient; inf if a natural gradient, at most |∇| / λ, could overflow."""
+        gradients = []
+        for _, parameter, gradient in with_gradient(self.param_groups):
+            if gradient.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {self._index.name(parameter)!r} has a sparse gradient, which THOR does not take; make "
+                    f"its module with sparse=False"
+                )
+            if gradient.numel():
+                gradients.append(gradient)
+        largest = largest_norm(gradients)
+        damping = min(float(group["damping"]) for group in self.param_groups)
+        return math.inf if largest / damping > torch.finfo(torch.float32).max else largest
 
-        One pass over the gradients and one wait for the device: the price of the promise that NaN reaches no weight.
-        A natural gradient is at most |∇| / λ, so an overflow is seen here too, before anything has changed.
-        """
-        by_device: dict[torch.device, list[Tensor]] = {}
-        bound = 0.0
-        size, damping = 1, math.inf
-        for group in self.param_groups:
-            damping = min(damping, float(group["damping"]))
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None or not gradient.numel():
-                    continue
-                if gradient.layout != torch.strided:
-                    raise RuntimeError(
-                        f"parameter {self._names[id(parameter)]!r} has a sparse gradient, which THOR does not take; "
-                        f"make its module with sparse=False"
-                    )
-                size = max(size, gradient.numel())
-                by_device.setdefault(gradient.device, []).append(gradient)
-        for gradients in by_device.values():
-            largest = torch.stack([n.float() for n in torch._foreach_norm(gradients, math.inf)]).max().item()
-            if not math.isfinite(largest):
-                return largest
-            bound = max(bound, largest)
-        overflow = bound * math.sqrt(size) / damping > torch.finfo(torch.float32).max
-        return math.inf if overflow else bound
-
-    def _refuse_nonfinite(self) -> None:
-        self._discard_statistics()
-        if self.nonfinite == "skip":
-            self.skipped_steps += 1
-            return
-        names = [self._names[id(p)] for g in self.param_groups for p in g["params"] if _has_nonfinite(p.grad)]
-        step = max(g["step"] for g in self.param_groups)
-        raise FloatingPointError(
-            f"step {step}: the gradients of {_some(names) or 'some parameters'} hold NaN, inf or numbers that would "
-            f"overflow; weights and optimizer state are as before this step. Lower lr or raise damping, clip the "
-            f'gradients, or pass nonfinite="skip" to skip and count such steps'
-        )
+    def _nonfinite_names(self) -> list[str]:
+        found = with_gradient(self.param_groups)
+        return [self._index.name(p) for _, p, gradient in found if not bool(gradient.isfinite().all())]
 
     def _report(self, layer: LayerCurvature, what: str) -> None:
         """Warn, once a layer and kind of trouble."""
         if (layer.name, what) not in self._reported:
             self._reported.add((layer.name, what))
-            step = self._group_of(layer.weight)["step"]
-            warnings.warn(f"THOR, step {step}, layer {layer.name!r}: {what}", RuntimeWarning, stacklevel=5)
-
-    # ---- loss scaling -------------------------------------------------------------------------------------------
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler then hands its scale and its verdict to step() instead of unscaling beforehand: the only way to
-        # learn the scale from a plain scaler.step(optimizer). With a scaler of our own to ask, the usual way will do.
-        return self.grad_scaler is None
-
-    def _scaler_found_inf(self) -> bool:
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        return (
-            found_inf is not None and float(found_inf) > 0
-        )  # a wait for the device that GradScaler would do else
-
-    def _output_scale(self) -> float:
-        """Return what unscales the captured output gradients."""
-        if self.grad_scaler is not None:
-            return 1.0 / self.grad_scaler.get_scale() if self.grad_scaler.is_enabled() else 1.0
-        if not any(layer.rows for layer in self._layers.values()):
-            return 1.0
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            return 1.0 / float(scale)
-        if hasattr(self, "found_inf"):
-            raise RuntimeError(
-                "scaler.unscale_(optimizer) was called, so THOR cannot learn the loss scale of the statistics that it "
-                "captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler"
-            )
-        return 1.0
-
-    def _unscale(self) -> None:
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is not None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(scale.reciprocal().to(parameter.grad.device))
+            step = self._index.group(layer.weight)["step"]
+            warnings.warn(f"THOR, step {step}, layer {layer.name!r}: {what}", RuntimeWarning, stacklevel=2)
 
     # ---- bookkeeping --------------------------------------------------------------------------------------------
 
+    def _reset(self) -> None:
+        self._layers: dict[str, LayerCurvature] = {}
+        self._covered: list[Covered] = []
+        self._reported: set[tuple[str, str]] = set()
+        self._capture = Capture([])
+        self._index = ParameterIndex(self.model)
+        self._attached = False
+
     def _attach(self) -> None:
         """Find out what every parameter gets, and watch the layers."""
-        trained = [p for group in self.param_groups for p in group["params"]]
-        entries, layers = survey(self.model, trained)
+        entries, layers = survey(self.model, [p for group in self.param_groups for p in group["params"]])
         if not layers:
             raise ValueError(
-                f"THOR preconditions nn.Linear and nn.Conv2d layers, and {type(self.model).__name__} has none that it "
-                f"could; use torch.optim.SGD. What it found:\n{table(entries, None)}"
+                f"THOR preconditions nn.Linear and nn.Conv2d layers, and found none to precondition in "
+                f"{type(self.model).__name__}; use torch.optim.SGD, or give THOR their weights. What it "
+                f"found:\n{table(entries, '-')}"
             )
-        if self._capture is not None:
-            self._capture.remove()
         self._covered = entries
         self._layers = {
-            name: self._layers.get(name)
-            or LayerCurvature(
-                name, module, kind, lambda p: self.state[p], lambda p: self._group_of(p)["split_dim"]
-            )
+            name: self._layers.get(name) or LayerCurvature(name, module, kind, lambda: self.state, self._split_dim)
             for name, (module, kind) in layers.items()
         }
-        self._owners = {name: self.model.get_submodule(name.rpartition(".")[0]) for name, _ in self._named()}
-        self._roles = {
-            f"{name}.{role}".lstrip("."): (layer, role == "weight")
-            for name, layer in self._layers.items()
-            for role in ("weight", "bias")
-        }
-        self._index()
+        self._index = ParameterIndex(self.model)
+        self._index.set_layers(self._layers)
+        self._index.update(self.param_groups)
+        self._capture.remove()
         self._capture = Capture(list(self._layers.values()))
+        self._attached = True
+        self._arm()
+
+    def _arm(self) -> None:
         for layer in self._layers.values():
-            layer.armed = layer.due if self.state else True
+            layer.armed = layer.due
 
-    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters()
-
-    def _index(self) -> None:
-        """Map today's parameters to names and groups: wrappers such as FSDP2 put new objects in the modules."""
-        self._names = {}
-        for name, module in self._owners.items():
-            parameter = module._parameters[name.rpartition(".")[2]]
-            self._names[id(parameter)] = name
-        self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        if id(parameter) not in self._groups:
-            self._index()
-        return self._groups[id(parameter)]
+    def _split_dim(self, weight: Tensor) -> int | None:
+        if not self._index.knows(weight):  # gathered in a forward pass after a wrapper replaced the parameters
+            self._index.update(self.param_groups)
+        split_dim: int | None = self._index.group(weight)["split_dim"]
+        return split_dim
 
     def _decays(self, parameter: Tensor) -> bool:
         assert isinstance(parameter, nn.Parameter)
-        return self.decay_filter is None or self.decay_filter(self._names[id(parameter)], parameter)
+        return self.decay_filter is None or bool(self.decay_filter(self._index.name(parameter), parameter))
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -483,19 +400,20 @@ class THOR(torch.optim.Optimizer):
         return buffer
 
     def _materialise(self) -> bool:
-        """Make all state at the first step, so that a checkpoint has the same keys on every rank and at every time."""
-        if self.state:
-            return False
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if group["momentum"] and parameter.requires_grad:
-                    self._momentum_buffer(parameter)
+        """Make all state at the first step; return whether there was none."""
+        # At the first step, so that a checkpoint has the same keys on every rank and at every time; not at
+        # construction, because wrappers that replace parameters would leave it under keys that are gone.
+        fresh = not self.state
+        if fresh:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if group["momentum"] and parameter.requires_grad:
+                        self._momentum_buffer(parameter)
         for layer in self._layers.values():
             layer.materialise()
-        return True
+        return fresh
 
     def _count_loss_terms(self) -> int:
-        assert self._capture is not None
         given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
         if given is None:
             return self._capture.loss_terms
@@ -505,10 +423,6 @@ class THOR(torch.optim.Optimizer):
                 f"one step averages over; None takes the leading dimension of the batch"
             )
         return given
-
-    def _discard_statistics(self) -> None:
-        if self._capture is not None:
-            self._capture.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, with options of their own.
@@ -522,66 +436,47 @@ class THOR(torch.optim.Optimizer):
         check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         ours = {id(p) for p in self.model.parameters()}
-        strangers = [tuple(p.shape) for p in self.param_groups[-1]["params"] if id(p) not in ours]
+        strangers = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in ours]
         if strangers:
             self.param_groups.pop()
             raise ValueError(
-                f"parameters of shapes {_some([str(s) for s in strangers])} are not in the model, so THOR cannot see "
-                f"their layers run; pass the model that holds them, or give them an optimizer of their own"
+                f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
+                f"pass the model that holds them, or give them an optimizer of their own"
             )
-        if self._capture is not None:
+        if self._attached:
             self._attach()
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; callables in the groups are the program's, not the checkpoint's, and are left out.
+        """Return the state. Callables in the groups are the program's, not the checkpoint's, and are left out.
 
         Returns:
-            As :meth:`torch.optim.Optimizer.state_dict`.
+            As :meth:`torch.optim.Optimizer.state_dict`; tensors and numbers only.
         """
-        saved = super().state_dict()
-        saved["param_groups"] = [
-            {k: v for k, v in group.items() if not callable(v)} for group in saved["param_groups"]
-        ]
-        return saved
+        return without_callables(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; factors, inverses and momentum keep the dtype they were saved in.
 
         Args:
-            state_dict: what :meth:`state_dict` gave.
+            state_dict: what :meth:`state_dict` gave. Options that it does not hold (callables, or those that an SGD
+                checkpoint lacks) stay as they are.
 
         Raises:
-            ValueError: it belongs to another model, or its factors are of other shapes.
+            ValueError: it has other groups or parameters, or factors of other shapes.
         """
-        callables = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
-        defaults = {k: v for k, v in self.defaults.items() if not callable(v)}
+        kept = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, callables, strict=True):
-            for key, value in {**defaults, **group, **own}.items():
-                group[key] = value
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for i, parameter in zip(ids, parameters, strict=True):
-            for key, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor):  # the base class has cast it to the parameter's dtype
-                    self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
-        self._after_load()
-
-    def _after_load(self) -> None:
-        self._index()
-        self._discard_statistics()
-        for layer in self._layers.values():
-            state = self.state[layer.weight] if layer.weight in self.state else {}
-            for key, layout in zip(("A", "G"), layer.layouts(), strict=True):
-                if key in state and tuple(state[key].shape) != layout.shapes()[0]:
-                    raise ValueError(
-                        f"layer {layer.name!r}: the checkpoint's factor {key} has blocks of shape "
-                        f"{tuple(state[key].shape)}, this model and split_dim need {layout.shapes()[0]}; load it into "
-                        f"the model it was saved with"
-                    )
-            layer.armed = bool(state.get("due", 1))
+        for group, own in zip(self.param_groups, kept, strict=True):
+            for key, value in own.items():
+                if key not in group or callable(value):
+                    group[key] = value
+        restore_tensors(self.state, self.param_groups, state_dict)
+        self._index.update(self.param_groups)
+        self._capture.discard()
+        check_factors(self._layers.values())
+        self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = (
@@ -597,16 +492,6 @@ class THOR(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if (
-            "_layers" not in self.__dict__ and "model" in state
-        ):  # a copy or an unpickled one: not load_state_dict
-            self._capture, self._layers, self._reported = None, {}, set()
+        if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
+            self._reset()
             self._attach()
-
-
-def _has_nonfinite(gradient: Tensor | None) -> bool:
-    return gradient is not None and not bool(gradient.isfinite().all())
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
