@@ -225,6 +225,7 @@ def gradients(
     modules = dict(model.named_modules())
     seen = [(name, a, y) for name, a, y in seen if isinstance(modules[name], nn.Linear | nn.Conv2d)]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    seen = [(name, a, y) for name, a, y in seen if y.requires_grad]  # nothing trainable before: no gradient
     wanted = [*parameters.values(), *(y for _, _, y in seen)]
     found = torch.autograd.grad(loss(output), wanted, allow_unused=True)
     grads = {
@@ -246,7 +247,7 @@ class ReferenceTHOR:
     """THOR over a float64 copy of a model, with the names and defaults of the fast one.
 
     `groups` maps a parameter name to the options that differ for it. `preconditioned` names the layers that
-    get a natural gradient (default: every linear and conv layer with a trainable weight); the rest is plain SGD.
+    get a natural gradient (default: linear and conv layers with a trainable weight); the rest is plain SGD.
     """
 
     defaults: dict[str, Any] = {  # noqa: RUF012

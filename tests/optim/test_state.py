@@ -232,7 +232,7 @@ def test_loading_another_models_state_is_refused():
 
 
 def test_loading_other_factor_shapes_is_refused():
-    """Same number of parameters, another split_dim chosen meanwhile is taken from the checkpoint, or refused."""
+    """The layer is named: it is the first thing to look at."""
     wide, narrow = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(4, 7))
     optimizer = THOR(wide)
     wide(torch.randn(3, 5)).square().mean().backward()
