@@ -71,9 +71,7 @@ def train(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on from the newest whole checkpoint, with the settings of the run."
-        ),
+        typer.Option("--resume", help="Go on from the newest whole checkpoint, with the settings of the run."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in the folder.")] = False,
     list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
@@ -105,9 +103,7 @@ def train(
     name = names[0] if names else DEFAULT_RECIPE
     folder = out or Path("runs") / Path(name).stem
     try:
-        _train(
-            name, [word for word in words or [] if "=" in word], folder, resume=resume, overwrite=overwrite
-        )
+        _train(name, [word for word in words or [] if "=" in word], folder, resume=resume, overwrite=overwrite)
     except StoppedError as stop:
         command = ["torch-thor", "train", name, "--resume", *(["--out", str(out)] if out else [])]
         raise StoppedError(stop.step, shlex.join(command)) from stop
@@ -133,9 +129,7 @@ A run folder is evaluated at the newest whole checkpoint of each of its optimize
 """,
 )
 def evaluate(
-    path: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it.")
-    ],
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it.")],
 ) -> None:
     """Print top-1 and top-5 accuracy on the test set.
 

@@ -31,16 +31,17 @@ class _ForwardHook:
     """The flag test, and the door to :meth:`Capture.watch`."""
 
     def __init__(self, capture: "Capture", layer: LayerCurvature) -> None:
-        # weak, so that an optimizer which its user has dropped gathers nothing more
+        # weak, so that a model does not keep alive an optimizer that its user has dropped
         self._capture = weakref.ref(capture)
-        self._layer = layer
+        self._layer = weakref.ref(layer)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not self._layer.armed:
+        layer = self._layer()
+        if layer is None or not (layer.armed or layer.counts) or not torch.is_grad_enabled():
             return
         capture = self._capture()
-        if capture is not None and torch.is_grad_enabled():
-            capture.watch(self._layer, args[0] if args else kwargs["input"], output)
+        if capture is not None:
+            capture.watch(layer, args[0] if args else kwargs["input"], output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return inert_hook
@@ -62,6 +63,7 @@ class Capture:
         # backward pass -> (order of its first layer in the forward pass, leading dimension of that layer's input)
         self._terms: dict[int, tuple[int, int]] = {}
         self._parents: dict[int, int] = {}
+        self._first: LayerCurvature | None = None  # the layer that the model's forward pass reaches first
         self._handles: list[RemovableHandle] = []
         for layer in self._layers:
             _drop_inert_hooks(layer.module)
@@ -73,6 +75,16 @@ class Capture:
     def loss_terms(self) -> int:
         """N of the backward passes since the last :meth:`discard`: the leading dimension of each one's first layer."""
         return sum(count for _, count in self._terms.values())
+
+    def look_for_first(self) -> None:
+        """Have the loss terms counted where some layers want statistics and the first layer does not.
+
+        The first layer's leading dimension stands for the whole model's, also when that layer has stopped or has an
+        interval of its own. To be called when layers were armed or disarmed.
+        """
+        wanted = any(layer.armed for layer in self._layers)
+        for layer in self._layers:
+            layer.counts = wanted and self._first in (None, layer)
 
     def discard(self) -> None:
         """Forget what has been gathered, as a step that is not taken must."""
@@ -105,7 +117,7 @@ class Capture:
         weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
 
         def on_gradient(g: Tensor) -> None:
-            if not layer.armed:
+            if not (layer.armed or layer.counts):
                 return
             # torch.autograd.grad(..., inputs) differentiates through the layer without a gradient for its weight
             if weight_node is not None and not torch._C._will_engine_execute_node(weight_node):
@@ -116,7 +128,8 @@ class Capture:
                     f"statistics would be wrong; make the operation that follows the layer's input out of place"
                 )
             self._count(layer, order, layer.kind.loss_terms(x), outer)
-            layer.gather(x, g)
+            if layer.armed:
+                layer.gather(x, g)
 
         output.register_hook(on_gradient)
 
@@ -132,6 +145,7 @@ class Capture:
         first = self._terms.get(current)
         if first is None or order < first[0]:
             self._terms[current] = (order, terms)
+            self._first = layer
 
 
 def _running_backward() -> int:

@@ -44,6 +44,7 @@ class LayerCurvature:
         self.module = module
         self.kind = kind
         self.armed = True  # the flag that a forward pass tests: are statistics wanted?
+        self.counts = False  # the other: is it this layer's input that tells how many loss terms there are?
         self.rows = 0  # R of this step so far
         self._states = states
         self._split_dim_of = split_dim_of

@@ -303,6 +303,7 @@ class THOR(torch.optim.Optimizer):
             group = self._index.group(layer.weight)
             if group["step"] >= group["next_refresh"]:
                 layer.set_due(True)
+        self._capture.look_for_first()
 
     # ---- guards -------------------------------------------------------------------------------------------------
 
@@ -381,6 +382,7 @@ class THOR(torch.optim.Optimizer):
     def _arm(self) -> None:
         for layer in self._layers.values():
             layer.armed = layer.due
+        self._capture.look_for_first()
 
     def _split_dim(self, weight: Tensor) -> int | None:
         if not self._index.knows(weight):  # gathered in a forward pass after a wrapper replaced the parameters

@@ -92,9 +92,7 @@ def read_metrics(path: Path) -> Record:
         UserError: If the file is missing, or a line in the middle is no metrics line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[
-            :-1
-        ]  # what follows the last newline is unfinished
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is unfinished
         return from_lines([json.loads(line) for line in lines])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): start again with --overwrite or --out") from error
@@ -161,9 +159,7 @@ class StopSignal:
         Yields:
             This object.
         """
-        before: dict[int, Any] = {
-            number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def handle(number: int, frame: FrameType | None) -> None:
             self.received = True
@@ -262,9 +258,7 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path) -> None:
     """
     record = read_metrics(metrics).up_to(saved.step)
     if len(record.steps) != saved.step:
-        raise UserError(
-            f"{metrics} holds {len(record.steps)} of {saved.step} steps: use --overwrite or another --out"
-        )
+        raise UserError(f"{metrics} holds {len(record.steps)} of {saved.step} steps: use --overwrite or another --out")
     saved.load_weights(run.model)
     state = saved.load_state()
     run.optimizer.load_state_dict(state["optimizer"])

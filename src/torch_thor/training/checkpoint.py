@@ -141,19 +141,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
-            raise DamagedCheckpointError(
-                f"{path} has format {manifest['format']}, this version reads {FORMAT}"
-            )
+            raise DamagedCheckpointError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
         for name in (WEIGHTS, STATE, RECIPE):
             if _sha256(path / name) != manifest["sha256"][name]:
-                raise DamagedCheckpointError(
-                    f"checkpoint {path} is damaged: {name} does not match its checksum"
-                )
+                raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
         return Checkpoint(path, int(manifest["step"]), str(manifest["optimizer"]))
     except OSError as error:
-        raise DamagedCheckpointError(
-            f"checkpoint {path} is damaged: {error.strerror}: {error.filename}"
-        ) from error
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error.strerror}: {error.filename}") from error
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not whole") from error
 
@@ -178,9 +172,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
         except DamagedCheckpointError as error:
             say(f"{error}; falling back to the one before")
     if candidates:
-        raise DamagedCheckpointError(
-            f"every checkpoint in {folder} is damaged: start again with --overwrite or --out"
-        )
+        raise DamagedCheckpointError(f"every checkpoint in {folder} is damaged: start again with --overwrite or --out")
     return None
 
 

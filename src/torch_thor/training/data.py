@@ -38,9 +38,7 @@ class DataSpec:
     download: bool = True
 
     def __post_init__(self) -> None:
-        require(
-            self.name in LOADERS, f"data.name={self.name} is no data set: use one of {', '.join(LOADERS)}"
-        )
+        require(self.name in LOADERS, f"data.name={self.name} is no data set: use one of {', '.join(LOADERS)}")
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,7 @@ class DataBundle:
         Returns:
             A bundle whose tensors stand on `device`.
         """
-        moved = [
-            t.to(device) for t in (self.train_images, self.train_labels, self.test_images, self.test_labels)
-        ]
+        moved = [t.to(device) for t in (self.train_images, self.train_labels, self.test_images, self.test_labels)]
         return DataBundle(moved[0], moved[1], moved[2], moved[3], self.classes)
 
 
@@ -198,10 +194,7 @@ def read_idx(folder: Path, name: str) -> Tensor:
     header = 4 + 4 * rank
     shape = struct.unpack(f">{rank}I", content[4:header]) if len(content) >= header else ()
     require(
-        content[:2] == b"\0\0"
-        and kind == b"\x08"
-        and rank > 0
-        and len(content) == header + math.prod(shape or (0,)),
+        content[:2] == b"\0\0" and kind == b"\x08" and rank > 0 and len(content) == header + math.prod(shape or (0,)),
         f"{path} is not a whole idx file of bytes: fetch the data set again, or choose another data.root",
     )
     return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(shape)

@@ -66,10 +66,7 @@ def run_recipe(
     )
     summaries = []
     with StopSignal().listening() as stop, Progress(*columns, console=console) as progress:
-        tasks = [
-            progress.add_task(name, start=False, total=None, loss="", accuracy="")
-            for name in recipe.optimizer
-        ]
+        tasks = [progress.add_task(name, start=False, total=None, loss="", accuracy="") for name in recipe.optimizer]
         for name, task in zip(recipe.optimizer, tasks, strict=True):
             bar = Bar(progress, task)
             summaries.append(_train_one(recipe, name, data, folder, bar, stop, progress.console.print))

@@ -3,12 +3,13 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim import THOR
 from torch_thor.training import schedules
 from torch_thor.training.data import DataBundle, epoch_order
 from torch_thor.training.errors import UserError, require
@@ -27,9 +28,7 @@ class Run:
         plan: What to do.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, data: DataBundle, plan: Plan
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, data: DataBundle, plan: Plan) -> None:
         self.model, self.optimizer, self.data, self.plan = model, optimizer, data, plan
         self.steps_per_epoch = len(data.train_images) // plan.batch_size
         require(
@@ -130,21 +129,22 @@ def train(run: Run, callbacks: Sequence[Callback] = ()) -> Record:
 
 def _step(run: Run) -> StepPoint:
     plan, data, optimizer = run.plan, run.data, run.optimizer
-    schedules.apply(
-        optimizer, "lr", schedules.factor(plan.schedule, run.step, run.steps_per_epoch, run.total_steps)
-    )
+    schedules.apply(optimizer, "lr", schedules.factor(plan.schedule, run.step, run.steps_per_epoch, run.total_steps))
     schedules.apply(
         optimizer,
         "damping",
         schedules.factor(plan.damping_schedule, run.step, run.steps_per_epoch, run.total_steps),
     )
-    refreshes = refresh_count(optimizer)
+    refresh = refresh_due(optimizer)
     started = time.perf_counter()
     chosen = run.batch()
     scores = run.model(data.train_images[chosen])
     loss = functional.cross_entropy(scores, data.train_labels[chosen], label_smoothing=plan.label_smoothing)
     loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    try:
+        optimizer.step()
+    except FloatingPointError as error:  # THOR refuses a gradient that is not finite
+        raise UserError(f"step {run.step + 1}: {error}") from error
     optimizer.zero_grad()
     value = loss.item()  # waits for the device: the step is timed, and its loss is recorded
     duration = time.perf_counter() - started
@@ -161,7 +161,7 @@ def _step(run: Run) -> StepPoint:
         lr=optimizer.param_groups[0]["lr"],
         seconds=run.seconds,
         duration=duration,
-        refresh=refresh_count(optimizer) > refreshes,
+        refresh=refresh,
     )
 
 
@@ -170,7 +170,7 @@ def _evaluation(run: Run) -> EvalPoint:
     return EvalPoint(run.step, run.seconds, score.loss, score.top1, score.top5)
 
 
-def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, LayerCurvature]:
     """The layers whose curvature an optimizer keeps.
 
     Args:
@@ -179,20 +179,19 @@ def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     Returns:
         Module name to layer curvature; empty for first-order optimizers.
     """
-    curvature: Mapping[str, Any] = getattr(optimizer, "curvature", {})
-    return curvature
+    return optimizer.curvature if isinstance(optimizer, THOR) else {}
 
 
-def refresh_count(optimizer: torch.optim.Optimizer) -> int:
-    """How many times layers took new factors so far.
+def refresh_due(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the coming step gathers statistics, whatever the trace rule then does with them.
 
     Args:
         optimizer: Any optimizer.
 
     Returns:
-        The sum over layers; 0 for first-order optimizers.
+        True if a layer is due; False for first-order optimizers.
     """
-    return sum(layer.refreshes for layer in curvature_of(optimizer).values())
+    return any(layer.due for layer in curvature_of(optimizer).values())
 
 
 def resolve_device(name: str) -> torch.device:

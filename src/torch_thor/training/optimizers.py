@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torch_thor.optim import THOR
-from torch_thor.training.errors import require
+from torch_thor.training.errors import UserError, require
 from torch_thor.training.muon import MuonAdamW
 
 
@@ -29,9 +29,7 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"lr={self.lr} must be above 0")
-        require(
-            self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be 0 or more; 0 switches it off"
-        )
+        require(self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be 0 or more; 0 switches it off")
 
 
 @dataclass(frozen=True)
@@ -147,9 +145,7 @@ def default_settings() -> dict[str, OptimizerSettings]:
     return {name: entry.settings() for name, entry in OPTIMIZERS.items()}
 
 
-def build_optimizer(
-    name: str, model: nn.Module, settings: OptimizerSettings | None = None
-) -> torch.optim.Optimizer:
+def build_optimizer(name: str, model: nn.Module, settings: OptimizerSettings | None = None) -> torch.optim.Optimizer:
     """Build an optimizer for all parameters of a model.
 
     Args:
@@ -159,6 +155,9 @@ def build_optimizer(
 
     Returns:
         The optimizer.
+
+    Raises:
+        UserError: If the optimizer refuses its settings, or the model.
     """
     require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
     entry = OPTIMIZERS[name]
@@ -167,4 +166,7 @@ def build_optimizer(
         isinstance(settings, entry.settings),
         f"settings={settings} are not for {name}: pass a {entry.settings.__name__}",
     )
-    return entry.build(model, settings)
+    try:
+        return entry.build(model, settings)
+    except ValueError as error:
+        raise UserError(f"optimizer {name}: {error}") from error

@@ -54,9 +54,7 @@ class Recipe(Plan):
         require(self.model in MODELS, f"model={self.model} is no network: use one of {', '.join(MODELS)}")
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
         for name in (*self.optimizer, *self.optimizers):
-            require(
-                name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}"
-            )
+            require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
         require(
             len(set(self.optimizer)) == len(self.optimizer),
             f"optimizer={','.join(self.optimizer)} names one twice: name each once",
@@ -100,9 +98,7 @@ def recipe_names() -> list[str]:
     Returns:
         Their names, sorted.
     """
-    return sorted(
-        item.name.removesuffix(".yaml") for item in recipe_folder().iterdir() if item.name.endswith(".yaml")
-    )
+    return sorted(item.name.removesuffix(".yaml") for item in recipe_folder().iterdir() if item.name.endswith(".yaml"))
 
 
 def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
@@ -124,9 +120,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
         )
         return parse_recipe(path.read_text(encoding="utf-8"), path.stem, overrides or [])
     names = recipe_names()
-    require(
-        name in names, f"there is no recipe {name}{_nearest(name, names)}: the recipes are {', '.join(names)}"
-    )
+    require(name in names, f"there is no recipe {name}{_nearest(name, names)}: the recipes are {', '.join(names)}")
     text = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     return parse_recipe(text, name, overrides or [])
 
@@ -190,9 +184,7 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
     Returns:
         `key: old -> new` for each, empty if they are equal.
     """
-    flat_old, flat_new = (
-        _flat(OmegaConf.to_container(OmegaConf.structured(recipe))) for recipe in (old, new)
-    )
+    flat_old, flat_new = (_flat(OmegaConf.to_container(OmegaConf.structured(recipe))) for recipe in (old, new))
     keys = [key for key in {**flat_old, **flat_new} if flat_old.get(key) != flat_new.get(key)]
     return [f"{key}: {flat_old.get(key)} -> {flat_new.get(key)}" for key in keys]
 
@@ -231,9 +223,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
     unknown = [name for name in change.get("optimizers") or () if name not in OPTIMIZERS]
-    require(
-        not unknown, f"optimizers.{', '.join(unknown)}: no such optimizer; use one of {', '.join(OPTIMIZERS)}"
-    )
+    require(not unknown, f"optimizers.{', '.join(unknown)}: no such optimizer; use one of {', '.join(OPTIMIZERS)}")
     try:
         return cast(DictConfig, OmegaConf.merge(config, OmegaConf.create(change)))
     except (ConfigKeyError, ConfigAttributeError) as error:
@@ -247,11 +237,7 @@ def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
-    return {
-        key: value
-        for name, branch in tree.items()
-        for key, value in _flat(branch, f"{prefix}{name}.").items()
-    }
+    return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}{name}.").items()}
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -70,9 +70,7 @@ class Record:
         Returns:
             A record without the later points.
         """
-        return Record(
-            [p for p in self.steps if p.step <= step], [p for p in self.evaluations if p.step <= step]
-        )
+        return Record([p for p in self.steps if p.step <= step], [p for p in self.evaluations if p.step <= step])
 
 
 def to_line(point: StepPoint | EvalPoint) -> dict[str, Any]:

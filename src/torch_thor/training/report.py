@@ -42,8 +42,7 @@ def refreshed_layers(optimizer: torch.optim.Optimizer) -> tuple[Refreshed, ...]:
         One entry for each layer with curvature; empty for first-order optimizers.
     """
     return tuple(
-        Refreshed(name, int(layer.refreshes), bool(layer.stopped))
-        for name, layer in curvature_of(optimizer).items()
+        Refreshed(name, int(layer.refreshes), bool(layer.stopped)) for name, layer in curvature_of(optimizer).items()
     )
 
 
@@ -139,14 +138,10 @@ def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
         "seconds": final.seconds,
         "top1": final.top1,
         "top5": final.top5,
-        "targets": {
-            key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()
-        },
+        "targets": {key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()},
         "ordinary_step_seconds": record.median_duration(refresh=False),
         "refresh_step_seconds": record.median_duration(refresh=True),
-        "refreshed": {
-            item.layer: {"refreshes": item.refreshes, "stopped": item.stopped} for item in summary.refreshed
-        },
+        "refreshed": {item.layer: {"refreshes": item.refreshes, "stopped": item.stopped} for item in summary.refreshed},
     }
 
 

@@ -57,9 +57,7 @@ class Moment:
 SHAPES: dict[str, Callable[[ScheduleSpec, Moment], float]] = {
     "constant": lambda spec, at: 1.0,
     "linear": lambda spec, at: 1.0 - at.progress * (1.0 - spec.final),
-    "cosine": lambda spec, at: (
-        spec.final + (1.0 - spec.final) * (1.0 + math.cos(math.pi * at.progress)) / 2.0
-    ),
+    "cosine": lambda spec, at: spec.final + (1.0 - spec.final) * (1.0 + math.cos(math.pi * at.progress)) / 2.0,
     "exponential": lambda spec, at: spec.rate**at.epochs,
 }
 
