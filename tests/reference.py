@@ -22,9 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-Uses = dict[
-    str, list[tuple[np.ndarray, np.ndarray]]
-]  # layer name -> (x, gradient of the loss by y), one a use
+Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # layer name -> (x, gradient of the loss by y), one a use
 
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -39,9 +37,7 @@ def padded_input(x: np.ndarray, conv: nn.Conv2d) -> np.ndarray:
         margins = [(total // 2, total - total // 2) for total in totals]  # the odd one goes right and below
     else:
         margins = [(p, p) for p in conv.padding]
-    mode = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}[
-        conv.padding_mode
-    ]
+    mode = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}[conv.padding_mode]
     return np.pad(x, [(0, 0), (0, 0), *margins], mode=mode)
 
 
@@ -83,9 +79,7 @@ def rows_of(module: nn.Module, x: np.ndarray, grad_y: np.ndarray) -> list[tuple[
     if isinstance(module, nn.Linear):
         return [(x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1]))]
     assert isinstance(module, nn.Conv2d)
-    return [
-        (conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q)) for q in range(module.groups)
-    ]
+    return [(conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q)) for q in range(module.groups)]
 
 
 # --------------------------------------------------------------------------------------- factors and blocks
@@ -121,9 +115,7 @@ class Factors:
 
     def trace(self, damping: float) -> float:
         """tr(A ⊗ G + λI), summed over groups; the Kronecker product is not even formed."""
-        return sum(
-            np.trace(A) * np.trace(G) + damping * len(A) * len(G) for A, G in zip(self.A, self.G, strict=True)
-        )
+        return sum(np.trace(A) * np.trace(G) + damping * len(A) * len(G) for A, G in zip(self.A, self.G, strict=True))
 
 
 def factors_of(
@@ -205,9 +197,7 @@ class Curvature:
 # --------------------------------------------------------------------------------------------- gradients
 
 
-def by_stages(
-    model: nn.Module, x: torch.Tensor
-) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, torch.Tensor]]]:
+def by_stages(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, torch.Tensor]]]:
     """The forward of an `nn.Sequential`, stage by stage: (output, [(name, x, y) of every stage])."""
     seen = []
     for name, stage in model.named_children():
@@ -266,9 +256,7 @@ class ReferenceTHOR:
         "loss_terms": None,
     }
 
-    def __init__(
-        self, model: nn.Module, *, forward=by_stages, groups=None, preconditioned=None, **options: Any
-    ):
+    def __init__(self, model: nn.Module, *, forward=by_stages, groups=None, preconditioned=None, **options: Any):
         assert not set(options) - set(self.defaults)
         self.model = copy.deepcopy(model).double()
         self.forward = forward
@@ -321,9 +309,7 @@ class ReferenceTHOR:
             curvature.refresh(fresh, option["damping"], option["trace_thresholds"], option["factor_decay"])
 
     def _update(self, grads: dict[str, np.ndarray]) -> None:
-        values = {
-            name: p.detach().numpy() for name, p in self.model.named_parameters()
-        }  # views: written in place
+        values = {name: p.detach().numpy() for name, p in self.model.named_parameters()}  # views: written in place
         directions = {}
         clipped_sum = 0.0
         natural = []

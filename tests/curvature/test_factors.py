@@ -31,9 +31,7 @@ def assert_matches_reference(model, x, loss, *, terms, split_dim, scale=None, fo
         expected = factors_of(model.get_submodule(name), pairs, terms, scale or terms, split_dim)
         got = optimizer.curvature[name]
         assert got.rows_per_term == pytest.approx(expected.rows_per_term, rel=1e-12)
-        for dense, inverse, wanted in zip(
-            got.factors(), got.inverses(), (expected.A, expected.G), strict=True
-        ):
+        for dense, inverse, wanted in zip(got.factors(), got.inverses(), (expected.A, expected.G), strict=True):
             assert len(as_list(dense)) == len(as_list(inverse)) == len(wanted)
             for factor, inverted, want in zip(as_list(dense), as_list(inverse), wanted, strict=True):
                 np.testing.assert_allclose(factor.numpy(), want, rtol=1e-10, atol=1e-13)

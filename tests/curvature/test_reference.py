@@ -31,9 +31,7 @@ def test_rows_of_a_convolution_give_back_its_weight_gradient(name):
 
 
 def test_second_moment_by_hand():
-    np.testing.assert_array_equal(
-        second_moment(np.array([[1.0, 2.0], [3.0, 4.0]])), [[5.0, 7.0], [7.0, 10.0]]
-    )
+    np.testing.assert_array_equal(second_moment(np.array([[1.0, 2.0], [3.0, 4.0]])), [[5.0, 7.0], [7.0, 10.0]])
 
 
 def test_blocks_by_hand():

@@ -165,9 +165,7 @@ def test_any_perceptron(widths, batch, split_dim, bias, nesterov, damping, facto
 
 
 def test_linear_with_several_leading_dimensions():
-    stream = [
-        (torch.randn(3, 2, 4, 5).double(), cross_entropy(torch.randint(3, (3, 2, 4)))) for _ in range(5)
-    ]
+    stream = [(torch.randn(3, 2, 4, 5).double(), cross_entropy(torch.randint(3, (3, 2, 4)))) for _ in range(5)]
     compare(mlp(), stream, update_interval=2)
 
 

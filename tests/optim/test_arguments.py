@@ -1,0 +1,147 @@
+"""A wrong argument is refused at once, with the value, the rule and what to do instead."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tiny import mlp
+from torch_thor import THOR
+
+WRONG = [
+    ("lr", -0.1), ("lr", float("nan")), ("lr", float("inf")), ("lr", "fast"), ("lr", None),
+    ("lr", torch.tensor([0.1, 0.2])),
+    ("damping", 0.0), ("damping", -1.0), ("damping", float("nan")), ("damping", None),
+    ("momentum", 1.0), ("momentum", -0.1), ("momentum", 1.5), ("momentum", None),
+    ("weight_decay", -1e-4), ("weight_decay", float("inf")),
+    ("update_interval", 0), ("update_interval", -5), ("update_interval", 2.5), ("update_interval", "epoch"),
+    ("update_interval", True),
+    ("trace_thresholds", (0.001, 0.01)), ("trace_thresholds", (-0.1, -0.2)), ("trace_thresholds", (0.1,)),
+    ("trace_thresholds", 0.01), ("trace_thresholds", (0.01, float("nan"))),
+    ("split_dim", 0), ("split_dim", -128), ("split_dim", 12.5), ("split_dim", "auto"), ("split_dim", "all"),
+    ("factor_decay", 1.0), ("factor_decay", -0.5),
+    ("kl_clip", 0.0), ("kl_clip", -1.0), ("kl_clip", "yes"),
+    ("loss_reduction", "none"), ("loss_reduction", None),
+    ("loss_terms", 0), ("loss_terms", -3), ("loss_terms", 2.5), ("loss_terms", "tokens"),
+    ("scaling", "spectral"), ("scaling", 1.0),
+    ("nonfinite", "ignore"), ("nonfinite", None),
+    ("nesterov", "yes"),
+    ("decay_filter", "bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda v: str(v) if isinstance(v, str) else repr(v))
+def test_wrong_argument(name, value):
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        THOR(mlp(), **{name: value})
+    message = str(caught.value)
+    assert name in message, "the option is not named"
+    assert repr(value) in message, "the value is not shown"
+    remedy = message.split(repr(value), 1)[1]
+    assert re.search(r"[a-z]{3,}.*\W.*(\d|[A-Za-z]{2,})", remedy), "no rule and remedy"
+
+
+def test_nesterov_without_momentum():
+    with pytest.raises(ValueError, match="momentum"):
+        THOR(mlp(), nesterov=True, momentum=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [pair for pair in WRONG if pair[0] in ("lr", "damping", "momentum", "split_dim")]
+)
+def test_wrong_argument_of_one_group(name, value):
+    model = mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), name: value}]
+    with pytest.raises((ValueError, NotImplementedError), match=name):
+        THOR(groups, model=model)
+
+
+def test_wrong_argument_of_an_added_group():
+    model = mlp()
+    optimizer = THOR(model[0].parameters(), model=model)
+    with pytest.raises(ValueError, match="damping"):
+        optimizer.add_param_group({"params": model[2].parameters(), "damping": -1.0})
+    assert len(optimizer.param_groups) == 1
+    assert set(optimizer.curvature) == {"0"}
+
+
+def test_parameters_without_the_model():
+    with pytest.raises((TypeError, ValueError), match="model="):
+        THOR(mlp().parameters())
+
+
+def test_two_different_models():
+    with pytest.raises(ValueError, match="model"):
+        THOR(mlp(), model=mlp())
+
+
+def test_model_twice_is_fine():
+    model = mlp()
+    assert set(THOR(model, model=model).curvature) == {"0", "2", "4"}
+
+
+def test_parameter_that_is_not_in_the_model():
+    model = mlp()
+    with pytest.raises(ValueError, match="not in the model"):
+        THOR([*model.parameters(), nn.Parameter(torch.ones(3))], model=model)
+
+
+def test_added_parameter_that_is_not_in_the_model():
+    model = mlp()
+    optimizer = THOR(model)
+    with pytest.raises(ValueError, match="not in the model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_no_parameters():
+    with pytest.raises(ValueError, match="empty"):
+        THOR([], model=mlp())
+
+
+def test_unknown_option():
+    with pytest.raises(TypeError, match="frequency"):
+        THOR(mlp(), frequency=100)
+
+
+@pytest.mark.parametrize("terms", [0, -1, 2.5, None])
+def test_wrong_number_of_loss_terms_from_a_callable(terms):
+    model = mlp()
+    optimizer = THOR(model, loss_terms=lambda: terms)
+    model(torch.randn(2, 5).double()).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    if terms is None:  # "as by default"
+        optimizer.step()
+    else:
+        with pytest.raises(ValueError, match="loss_terms"):
+            optimizer.step()
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_wrong_interval_from_a_callable_changes_nothing():
+    """Found out in the step that asks, before the weights move."""
+    model = mlp()
+    optimizer = THOR(model, update_interval=lambda step: 0)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(2, 5).double()).sum().backward()
+    with pytest.raises(ValueError, match=r"update_interval.*0"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+RIGHT = [
+    {"lr": 0.0}, {"lr": torch.tensor(0.1)}, {"lr": 1}, {"momentum": 0.0}, {"split_dim": None}, {"split_dim": 1},
+    {"trace_thresholds": (0.0, 0.0)}, {"trace_thresholds": [0.01, 0.001]}, {"trace_thresholds": (0.5, 0.5)},
+    {"update_interval": 1}, {"kl_clip": 1e-3}, {"loss_terms": 5}, {"loss_terms": None}, {"factor_decay": 0.99},
+    {"weight_decay": 0}, {"damping": 1e-12}, {"nonfinite": "skip"}, {"loss_reduction": "sum"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", RIGHT, ids=str)
+def test_right_arguments(options):
+    model = mlp()
+    optimizer = THOR(model, **options)
+    model(torch.randn(4, 5).double()).square().mean().backward()
+    optimizer.step()
+    assert all(p.isfinite().all() for p in model.parameters())
