@@ -89,7 +89,9 @@ def train(
         UserError: If more than one recipe is named.
         StoppedError: If a signal stopped the training.
     """
-    from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, recipe_names
+    from torch_thor.training.experiment import run_recipe
+    from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, override, recipe_names
+    from torch_thor.training.runfolder import RunFolder
 
     if list_recipes:
         table = Table("recipe", "about")
@@ -102,23 +104,17 @@ def train(
         raise UserError(f"'{' '.join(names)}' names more than one recipe: give one, then key=value words")
     name = names[0] if names else DEFAULT_RECIPE
     folder = out or Path("runs") / Path(name).stem
-    try:
-        _train(name, [word for word in words or [] if "=" in word], folder, resume=resume, overwrite=overwrite)
-    except StoppedError as stop:
-        command = ["torch-thor", "train", name, "--resume", *(["--out", str(out)] if out else [])]
-        raise StoppedError(stop.step, shlex.join(command)) from stop
-
-
-def _train(name: str, overrides: list[str], folder: Path, *, resume: bool, overwrite: bool) -> None:
-    from torch_thor.training.experiment import run_recipe
-    from torch_thor.training.recipe import load_recipe, parse_recipe, recipe_yaml
-    from torch_thor.training.runfolder import RunFolder
-
-    recipe = load_recipe(name, overrides)
+    overrides = [word for word in words or [] if "=" in word]
     stored = RunFolder(folder).stored_recipe() if resume else None
-    if stored is not None and stored.name == recipe.name:
-        recipe = parse_recipe(recipe_yaml(stored), name, overrides)  # what was not said again stays as it was
-    run_recipe(recipe, folder, Console(), resume=resume, overwrite=overwrite)
+    if stored is not None and (not names or load_recipe(name).name == stored.name):
+        recipe = override(stored, overrides)  # what is not said again stays as it was
+    else:
+        recipe = load_recipe(name, overrides)
+    try:
+        run_recipe(recipe, folder, Console(), resume=resume, overwrite=overwrite)
+    except StoppedError as stop:
+        command = ["torch-thor", "train", *names, "--resume", *(["--out", str(out)] if out else [])]
+        raise StoppedError(stop.step, shlex.join(command)) from stop
 
 
 @app.command(

@@ -140,7 +140,7 @@ def _step(run: Run) -> StepPoint:
     chosen = run.batch()
     scores = run.model(data.train_images[chosen])
     loss = functional.cross_entropy(scores, data.train_labels[chosen], label_smoothing=plan.label_smoothing)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     try:
         optimizer.step()
     except FloatingPointError as error:  # THOR refuses a gradient that is not finite

@@ -162,6 +162,19 @@ def _to_recipe(config: DictConfig) -> Recipe:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
+def override(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """Apply overrides to a recipe that is already there.
+
+    Args:
+        recipe: The recipe.
+        overrides: `key=value` words, as for `load_recipe`.
+
+    Returns:
+        A new, checked recipe.
+    """
+    return parse_recipe(recipe_yaml(recipe), recipe.name, overrides)
+
+
 def recipe_yaml(recipe: Recipe) -> str:
     """A recipe as YAML, every key written out.
 

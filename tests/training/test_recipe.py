@@ -1,0 +1,115 @@
+"""Recipes: typed, overridable, and mistakes are named with what was probably meant."""
+
+import dataclasses
+
+import pytest
+
+from torch_thor.training.errors import UserError
+from torch_thor.training.optimizers import OPTIMIZERS, THORSettings
+from torch_thor.training.recipe import differences, load_recipe, override, parse_recipe, recipe_names, recipe_yaml
+
+MINIMAL = "data: {name: digits}\nepochs: 3\n"
+
+
+@pytest.mark.parametrize("name", ["digits", "fashion-mnist"])
+def test_shipped_recipes_are_valid_and_say_what_they_are(name):
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert recipe.about
+    assert recipe.optimizer == ("thor", "sgd")
+    assert set(recipe.optimizers) == set(OPTIMIZERS)
+    assert name in recipe_names()
+
+
+def test_text_round_trip_is_exact():
+    recipe = load_recipe("digits", ["lr=0.123", "targets=[0.5,0.75]", "optimizers.thor.split_dim=null"])
+    assert parse_recipe(recipe_yaml(recipe), "other name", []) == recipe
+
+
+def test_overrides_reach_their_keys():
+    recipe = load_recipe("digits", ["epochs=7", "schedule.kind=linear", "data.root=/x", "optimizers.adamw.lr=1e-4"])
+    assert (recipe.epochs, recipe.schedule.kind, recipe.data.root, recipe.optimizers["adamw"].lr) == (
+        7, "linear", "/x", 1e-4,
+    )  # fmt: skip
+
+
+def test_bare_setting_goes_to_the_chosen_optimizers_that_have_it():
+    plain = load_recipe("digits")
+    recipe = load_recipe("digits", ["lr=0.7", "optimizer=thor,adamw", "damping=2"])  # the order does not matter
+    assert recipe.optimizer == ("thor", "adamw")
+    assert (recipe.optimizers["thor"].lr, recipe.optimizers["adamw"].lr) == (0.7, 0.7)
+    assert recipe.optimizers["sgd"] == plain.optimizers["sgd"]
+    assert isinstance(recipe.optimizers["thor"], THORSettings)
+    assert recipe.optimizers["thor"].damping == 2
+
+
+def test_one_optimizer_by_name():
+    assert load_recipe("digits", ["optimizer=muon"]).optimizer == ("muon",)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("epoch=3", r"no key epoch .*did you mean epochs\?"),
+        ("schedule.knd=linear", r"schedule\.knd .*did you mean schedule\.kind\?"),
+        ("dampin=1", r"dampin .*did you mean damping\?"),
+        ("optimizers.thor.dampin=1", r"optimizers\.thor\.dampin .*optimizers\.thor\.damping"),
+        ("optimizers.tohr.lr=1", "tohr: no such optimizer"),
+        ("optimizer=tohr", "optimizer=tohr is no optimizer"),
+        ("optimizer=sgd,sgd", "names one twice"),
+        ("optimizer=[]", "optimizer is empty"),
+        ("epochs=many", "epochs: .*'many'"),
+        ("epochs=null", "epochs: "),
+        ("epochs=0", "epochs=0 must be 1 or more"),
+        ("batch_size=-3", "batch_size=-3"),
+        ("seed=-1", "seed=-1"),
+        ("lr=-1", "lr=-1.0 must be above 0"),
+        ("label_smoothing=1", "label_smoothing=1"),
+        ("eval_interval=0", "eval_interval=0"),
+        ("checkpoint_interval=0", "checkpoint_interval=0"),
+        ("keep_checkpoints=0", "keep_checkpoints=0"),
+        ("targets=[95]", r"targets=\[95\.0\] must lie in"),
+        ("model=resnet51", "model=resnet51 is no network"),
+        ("data.name=mnist", r"data\.name=mnist is no data set"),
+        ("schedule.kind=step", "kind=step is no schedule"),
+        ("schedule=3", "schedule: "),
+        ("epochs=[1", "epochs=.1"),
+        ("=3", "is no override"),
+    ],
+)
+def test_wrong_overrides_name_key_and_remedy_in_one_line(word, said):
+    with pytest.raises(UserError, match=said) as caught:
+        load_recipe("digits", [word])
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError, match=r"no recipe digit \(did you mean digits\?\).*fashion-mnist"):
+        load_recipe("digit")
+
+
+def test_a_users_own_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINIMAL)
+    recipe = load_recipe(str(file), ["seed=4"])
+    assert (recipe.name, recipe.epochs, recipe.seed) == ("mine", 3, 4)
+    with pytest.raises(UserError, match="is not a file"):
+        load_recipe(str(tmp_path / "other.yaml"))
+
+
+@pytest.mark.parametrize("text", ["epochs: [", "just words", ""])
+def test_files_that_are_no_recipe(text):
+    with pytest.raises(UserError, match="recipe x"):
+        parse_recipe(text, "x", [])
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_recipe("digits").epochs = 3
+
+
+def test_differences_are_listed_by_key():
+    recipe = load_recipe("digits")
+    assert differences(recipe, recipe) == []
+    changed = override(recipe, ["seed=9", "optimizers.sgd.momentum=0.5"])
+    assert differences(recipe, changed) == ["seed: 0 -> 9", "optimizers.sgd.momentum: 0.9 -> 0.5"]
