@@ -177,6 +177,27 @@ def test_split_as_large_as_the_matrix_is_no_split(name):
         torch.testing.assert_close(split, unsplit, rtol=1e-12, atol=1e-12)
 
 
+VIEWS = {
+    "slice": lambda x: x[:, 1:3, 1:, 1:-1],
+    "steps": lambda x: x[::2, ::2, ::2],
+    "transposed": lambda x: x.transpose(2, 3),
+    "channels_last": lambda x: x[:, :2].contiguous(memory_format=torch.channels_last),
+    "expanded": lambda x: x[:1, :2].expand(3, -1, -1, -1),
+    "constant_images": lambda x: x[:, :2, :1, :1].expand(-1, -1, 5, 6),
+    "gapped_batch": lambda x: x.flatten(0, 1)[1::3].unflatten(0, (2, 2)),
+}
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("view", VIEWS)
+def test_convolution_of_a_view(view, padding):
+    """Patches are looked up by strides; whatever the strides of the input are, they are the same patches."""
+    x = VIEWS[view](torch.randn(3, 4, 6, 7, dtype=torch.float64))
+    model = nn.Sequential(nn.Conv2d(x.shape[1], 3, (2, 3), stride=(1, 2), padding=padding)).double()
+    loss = lambda output: (output**3).mean()  # noqa: E731
+    assert_matches_reference(model, x, loss, terms=len(x), split_dim=5)
+
+
 @given(
     leading=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),

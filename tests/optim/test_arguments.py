@@ -130,6 +130,19 @@ def test_wrong_interval_from_a_callable_changes_nothing():
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("damping", [0.0, -1.0])
+def test_damping_scheduled_too_far_down(damping):
+    """A schedule that ends at zero, found in the step and not as a division by zero."""
+    model = mlp()
+    optimizer = THOR(model)
+    optimizer.param_groups[0]["damping"] = damping
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(2, 5).double()).sum().backward()
+    with pytest.raises(ValueError, match="damping"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 RIGHT = [
     {"lr": 0.0}, {"lr": torch.tensor(0.1)}, {"lr": 1}, {"momentum": 0.0}, {"split_dim": None}, {"split_dim": 1},
     {"trace_thresholds": (0.0, 0.0)}, {"trace_thresholds": [0.01, 0.001]}, {"trace_thresholds": (0.5, 0.5)},

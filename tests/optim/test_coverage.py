@@ -1,9 +1,12 @@
 """What is preconditioned and what is not is said by name, for every parameter."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from tiny import batches, mlp, train
 from torch_thor import THOR
@@ -249,3 +252,31 @@ def test_transformer_encoder_layer_trains_in_both_modes():
         optimizer.zero_grad()
     assert set(optimizer.curvature) == {"linear1", "linear2"}
     assert optimizer.curvature["linear1"].rows_per_term == 4
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "old_weight_norm", "spectral_norm", "pruned"])
+def test_reparametrised_weight_is_no_weight(how):
+    """The gradient of the factors of a weight is not the gradient that A and G describe."""
+    layer = nn.Linear(5, 4)
+    if how == "weight_norm":
+        layer = nn.utils.parametrizations.weight_norm(layer)
+    elif how == "old_weight_norm":
+        layer = old_weight_norm(layer)
+    elif how == "spectral_norm":
+        layer = nn.utils.parametrizations.spectral_norm(layer)
+    else:
+        layer = prune.l1_unstructured(layer, "weight", 0.5)
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 3))
+    optimizer = THOR(model)
+    assert set(optimizer.curvature) == {"2"}
+    for name, entry in covered(optimizer).items():
+        assert entry.preconditioned == name.startswith("2."), name
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, optimizer, batches(2, dtype=torch.float32))
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def old_weight_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(layer)

@@ -273,6 +273,45 @@ def test_gradient_by_hand_between_refreshes_is_preconditioned():
     torch.testing.assert_close(model[2].weight.detach(), before - 0.05 * G @ grad @ A)
 
 
+def test_layer_whose_forward_is_called_directly_is_named():
+    """`layer.forward(x)` runs no hook: plain gradient, and a word about it."""
+
+    class Direct(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen = nn.Linear(5, 4)
+            self.unseen = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.unseen.forward(torch.tanh(self.seen(x)))
+
+    model = Direct()
+    optimizer = THOR(model, momentum=0.0)
+    cross_entropy(STREAM[0][1])(model(STREAM[0][0])).backward()
+    before, grad = model.unseen.weight.detach().clone(), model.unseen.weight.grad.clone()
+    with pytest.warns(RuntimeWarning, match="'unseen'") as caught:
+        optimizer.step()
+    assert len(caught) == 1
+    torch.testing.assert_close(model.unseen.weight.detach(), before - 0.05 * grad)
+    assert (optimizer.curvature["seen"].refreshes, optimizer.curvature["unseen"].refreshes) == (1, 0)
+
+
+def test_model_compiled_and_run_before_thor_was_made():
+    """Its hooks may never run: then every layer is named; never trained plain in silence."""
+    model, _ = model_and_twin()
+    compiled = torch.compile(model, backend="eager")
+    cross_entropy(STREAM[0][1])(compiled(STREAM[0][0])).backward()
+    model.zero_grad()
+    optimizer = THOR(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cross_entropy(STREAM[1][1])(compiled(STREAM[1][0])).backward()
+        optimizer.step()
+    named = " ".join(str(w.message) for w in caught)
+    for name, curvature in optimizer.curvature.items():
+        assert curvature.refreshes == 1 or f"'{name}'" in named
+
+
 def test_no_gradient_at_all_is_no_trouble():
     model, _ = model_and_twin()
     optimizer = THOR(model)

@@ -101,6 +101,20 @@ def test_stopped_layer_costs_nothing():
     optimizer.step()
 
 
+def test_frozen_layer_costs_nothing_either():
+    """It never gets statistics, so it must not keep the others watching for ever."""
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = THOR(model, update_interval=100)
+    stream = batches(3)
+    train(model, optimizer, stream[:2])
+    watches = [Watch(model[i]) for i in (0, 2, 4)]
+    loss = cross_entropy(stream[2][1])(model(stream[2][0]))
+    assert not any(watch.hooked for watch in watches)
+    loss.backward()
+    optimizer.step()
+
+
 def test_model_is_never_changed():
     """No layer swapped, no parameter or buffer added or renamed, `state_dict` as it was."""
     model = mlp()

@@ -132,6 +132,43 @@ def test_resume_in_other_dtypes(dtype, stop):
     assert_same_bits(weights(second), weights(whole))
 
 
+class Reshaping(nn.Module):
+    """The first layer, which tells how many loss terms there are, has fewer rows than the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.second = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)).reshape(-1, 2)).reshape(-1, 3)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_resume_after_the_first_layer_has_stopped(stop):
+    """The loss terms are still counted where they were."""
+
+    def setup():
+        torch.manual_seed(1)
+        model = Reshaping()
+        groups = [
+            {"params": list(model.first.parameters()), "trace_thresholds": (1e9, 1e8)},
+            {"params": list(model.second.parameters()), "trace_thresholds": (0.0, 0.0)},
+        ]
+        return model, THOR(groups, model=model, update_interval=1)
+
+    (whole, whole_optimizer), (first, optimizer), (second, resumed) = setup(), setup(), setup()
+    train(whole, whole_optimizer, STREAM)
+    train(first, optimizer, STREAM[:stop])
+    saved = round_trip([first.state_dict(), optimizer.state_dict()])
+    second.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(second, resumed, STREAM[stop:])
+    assert whole_optimizer.curvature["first"].stopped
+    assert resumed.curvature["second"].rows_per_term == 3
+    assert_same_bits(weights(second), weights(whole))
+
+
 @pytest.mark.parametrize("stop", [1, 2])
 def test_resume_with_grouped_convolutions_and_last_blocks(stop):
     options = {"update_interval": 2, "split_dim": 4, "factor_decay": 0.5, "trace_thresholds": (0.0, 0.0)}
@@ -231,14 +268,31 @@ def test_loading_another_models_state_is_refused():
         THOR(other).load_state_dict(optimizer.state_dict())
 
 
-def test_loading_other_factor_shapes_is_refused():
-    """The layer is named: it is the first thing to look at."""
-    wide, narrow = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(4, 7))
-    optimizer = THOR(wide)
-    wide(torch.randn(3, 5)).square().mean().backward()
+@pytest.mark.parametrize(("features", "split_dim"), [(4, 128), (6, 128), (6, 4), (9, 4)])
+def test_loading_other_factor_shapes_is_refused(features, split_dim):
+    """The layer is named: it is the first thing to look at. Only the last block may differ, or their number."""
+    saved, other = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(features, 7))
+    optimizer = THOR(saved, split_dim=split_dim)
+    saved(torch.randn(3, 5)).square().mean().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="'0'"):
-        THOR(narrow).load_state_dict(optimizer.state_dict())
+        THOR(other, split_dim=split_dim).load_state_dict(optimizer.state_dict())
+
+
+def test_momentum_of_an_sgd_checkpoint_is_taken_over():
+    """Changing the optimizer in the middle: momentum goes on, factors come with the next step."""
+    model = build()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    train(model, sgd, STREAM[:3])
+    optimizer = THOR(model, lr=0.05, update_interval=100)
+    optimizer.load_state_dict(sgd.state_dict())
+    assert optimizer.param_groups[0]["damping"] == 0.03
+    for parameter in model.parameters():
+        buffer = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(buffer, sgd.state[parameter]["momentum_buffer"])
+        assert buffer is not sgd.state[parameter]["momentum_buffer"]
+    train(model, optimizer, STREAM[3:5])
+    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
 
 
 def test_load_into_a_running_optimizer_drops_what_was_gathered():

@@ -361,6 +361,42 @@ def test_frozen_layer_stays_and_the_others_go_on(frozen):
     assert frozen not in optimizer.curvature or optimizer.curvature[frozen].refreshes == 0
 
 
+def test_frozen_weight_with_a_trained_bias():
+    """No factors without the weight's gradient: the bias gets SGD."""
+    model = mlp()
+    model[2].weight.requires_grad_(False)
+    compare_partly_frozen(model)
+
+
+def test_frozen_bias_with_a_trained_weight():
+    model = mlp()
+    model[2].bias.requires_grad_(False)
+    compare_partly_frozen(model)
+
+
+def compare_partly_frozen(model):
+    reference, optimizer = ReferenceTHOR(model, update_interval=2), THOR(model, update_interval=2)
+    for step, (x, loss) in enumerate(labelled(4)):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
+def test_backward_for_some_parameters_only():
+    """`backward(inputs=...)`: the other layers have no gradient and take no step."""
+    model = mlp()
+    optimizer = THOR(model)
+    before = weights(model)
+    [(x, loss)] = labelled(1)
+    loss(model(x)).backward(inputs=list(model[4].parameters()))
+    optimizer.step()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"4.weight", "4.bias"}
+    assert optimizer.curvature["4"].rows_per_term == 1
+
+
 def test_thawed_layer_is_trained():
     """Gradual unfreezing: whatever THOR gives the layer, it moves, and the others are not disturbed."""
     model = mlp()
