@@ -161,23 +161,22 @@ class BlockDiagonal:
             return product
         return torch.cat([product, torch.bmm(self.tail, matrix[:, layout.covered :])], dim=1)
 
-    def right_multiply(self, matrix: Tensor, scale: float, out: Tensor) -> None:
-        """Write ``scale * matrix @ self`` into ``out``: scaling and putting in order are one pass.
+    def add_right_product_(self, matrix: Tensor, scale: float, into: Tensor) -> None:
+        """Add ``scale * matrix @ self`` to ``into``: scaling, putting in order and adding are one pass.
 
         Args:
             matrix: ``(groups, m, n)``.
             scale: a number.
-            out: ``(groups, m, n)``.
+            into: ``(groups, m, n)``, changed in place.
         """
         layout, rows = self.layout, matrix.shape[1]
         cut = (layout.full_blocks, layout.block)
         head = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
         product = torch.bmm(head.reshape(-1, rows, layout.block), self.blocks)
         product = product.view(layout.groups, layout.full_blocks, rows, layout.block).transpose(1, 2)
-        torch.mul(product, scale, out=out[..., : layout.covered].unflatten(-1, cut))
+        into[..., : layout.covered].unflatten(-1, cut).add_(product, alpha=scale)
         if self.tail is not None:
-            rest = torch.bmm(matrix[..., layout.covered :], self.tail)
-            torch.mul(rest, scale, out=out[..., layout.covered :])
+            into[..., layout.covered :].add_(torch.bmm(matrix[..., layout.covered :], self.tail), alpha=scale)
 
     def dense(self) -> list[Tensor]:
         """Return the full matrices, zeros between the blocks.

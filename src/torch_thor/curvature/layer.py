@@ -190,6 +190,8 @@ class LayerCurvature:
             x: the layer's input.
             g: the gradient of the loss with respect to the layer's output, as autograd gives it.
         """
+        if not x.numel() or not g.numel():  # an empty batch has no rows
+            return
         dtype = factor_dtype(self.weight.dtype)
         sums = self._sums
         if sums is None:
@@ -251,36 +253,35 @@ class LayerCurvature:
         self.state["refreshes"] = self.refreshes + 1
 
     @torch.no_grad()
-    def natural_gradient(self, gradient: Tensor) -> Tensor:
-        """Return ``(1/T) · G_d⁻¹ ∇W A_d⁻¹``.
+    def add_natural_gradient_(self, gradient: Tensor, into: Tensor) -> None:
+        """Add ``(1/T) · G_d⁻¹ ∇W A_d⁻¹`` to a tensor, most often the momentum.
 
         Args:
             gradient: of the weight's shape.
-
-        Returns:
-            A new tensor of the weight's shape, in the factors' dtype.
+            into: of the weight's shape, in the factors' dtype; changed in place.
         """
         a_inverse, g_inverse = self.matrix("A_inverse"), self.matrix("G_inverse")
-        matrix = gradient.to(a_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, self.kind.inputs)
-        result = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+        shape = (self.kind.groups, self.kind.outputs, self.kind.inputs)
+        direct = into.is_contiguous()  # else channels_last, where rows of W.flatten(1) are no view
+        target = into.view(shape) if direct else into.new_zeros(shape)
         with ieee_float32(gradient.device.type):
-            a_inverse.right_multiply(g_inverse.left_multiply(matrix), 1.0 / self.rows_per_term, result)
-        return result.view(gradient.shape)
+            left = g_inverse.left_multiply(gradient.to(a_inverse.blocks.dtype).reshape(shape))
+            a_inverse.add_right_product_(left, 1.0 / self.rows_per_term, target)
+        if not direct:
+            into.add_(target.view(into.shape))
 
     @torch.no_grad()
-    def natural_bias_gradient(self, gradient: Tensor) -> Tensor:
-        """Return ``(1/T) · G_d⁻¹ ∇b``: the bias sees the constant input 1, so its A is the number 1.
+    def add_natural_bias_gradient_(self, gradient: Tensor, into: Tensor) -> None:
+        """Add ``(1/T) · G_d⁻¹ ∇b``: the bias sees the constant input 1, so its A is the number 1.
 
         Args:
             gradient: ``(d_out,)``.
-
-        Returns:
-            A new tensor of that shape, in the factors' dtype.
+            into: of the same shape, in the factors' dtype; changed in place.
         """
         g_inverse = self.matrix("G_inverse")
         column = gradient.to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
         with ieee_float32(gradient.device.type):
-            return g_inverse.left_multiply(column).reshape(gradient.shape).div_(self.rows_per_term)
+            into.add_(g_inverse.left_multiply(column).reshape(into.shape), alpha=1.0 / self.rows_per_term)
 
     def trace_of_fisher(self, factors: tuple[Tensor, Tensor], damping: float) -> float:
         """Return tr(A ⊗ G + λI), summed over groups.

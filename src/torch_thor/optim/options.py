@@ -112,23 +112,45 @@ def _check_thresholds(thresholds: Any) -> None:
     )
 
 
-def check_optimizer(loss_reduction: Any, nonfinite: Any, scaling: Any) -> None:
+def check_loss_terms(value: Any) -> int:
+    """Check a number of loss terms, given by the user or by the user's callable.
+
+    Args:
+        value: the number.
+
+    Returns:
+        The number.
+    """
+    _require(
+        "loss_terms",
+        value,
+        _whole(value) and value >= 1,
+        "a whole number ≥ 1, the terms that the loss of one step averages over",
+        "None takes the leading dimension of the batch",
+    )
+    return int(value)
+
+
+def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_terms: Any, decay_filter: Any) -> None:
     """Check the options that hold for the whole optimizer.
 
     Args:
         loss_reduction: ``"mean"`` or ``"sum"``.
         nonfinite: ``"raise"`` or ``"skip"``.
         scaling: None.
+        loss_terms: None, a number or a callable.
+        decay_filter: None or a callable.
     """
-    for name, value, known in (
-        ("loss_reduction", loss_reduction, ("mean", "sum")),
-        ("nonfinite", nonfinite, ("raise", "skip")),
-    ):
+    named = (("loss_reduction", loss_reduction, ("mean", "sum")), ("nonfinite", nonfinite, ("raise", "skip")))
+    for name, value, known in named:
         _require(name, value, value in known, f"one of {known}", f"use {known[0]!r}, the default")
+    _require("scaling", scaling, scaling is None, "None", "leave it out: this version has THOR's own step length only")
+    if loss_terms is not None and not callable(loss_terms):
+        check_loss_terms(loss_terms)
     _require(
-        "scaling",
-        scaling,
-        scaling is None,
-        "None",
-        "leave it out: this version has THOR's own step length only",
+        "decay_filter",
+        decay_filter,
+        decay_filter is None or callable(decay_filter),
+        "None or a callable (name, parameter) -> bool",
+        "pass, for example, lambda name, parameter: parameter.dim() > 1",
     )

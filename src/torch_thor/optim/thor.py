@@ -21,12 +21,13 @@ from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.refresh import Candidate, refresh
 from torch_thor.optim.checkpoint import check_factors, restore_tensors, without_callables
 from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, some
-from torch_thor.optim.options import UpdateInterval, check_group, check_interval, check_optimizer
+from torch_thor.optim.options import UpdateInterval, check_group, check_interval, check_loss_terms, check_optimizer
 from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
-from torch_thor.optim.update import add_weight_decay, momentum_step, predicted_divergence
+from torch_thor.optim.update import add_weight_decay_, momentum_step, predicted_divergence
 
 DecayFilter = Callable[[str, nn.Parameter], bool]
 LossTerms = int | Callable[[], int] | None
+Move = tuple[Group, list[nn.Parameter], list[Tensor]]  # parameters of a group and their directions
 
 
 class THOR(torch.optim.Optimizer):
@@ -107,7 +108,13 @@ class THOR(torch.optim.Optimizer):
                 f"model={model!r}: THOR reads the inputs of layers, so it must know the model; pass THOR(model, ...), "
                 f"or THOR(parameters, model=model, ...)"
             )
-        check_optimizer(loss_reduction, nonfinite, scaling)
+        check_optimizer(
+            loss_reduction=loss_reduction,
+            nonfinite=nonfinite,
+            scaling=scaling,
+            loss_terms=loss_terms,
+            decay_filter=decay_filter,
+        )
         self.model = model
         self.decay_filter = decay_filter
         self.loss_reduction = loss_reduction
@@ -177,6 +184,8 @@ class THOR(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            check_group(group)  # again: a schedule may have run damping down to 0
         self._index.update(self.param_groups)
         scale = LossScale(self, self.grad_scaler)
         if scale.found_inf:
@@ -242,45 +251,72 @@ class THOR(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Turn gradients into directions, then weight decay, clipping and momentum, in this order."""
-        moves: list[tuple[Group, bool, list[Tensor], list[Tensor]]] = []
+        clipped: list[Move] = []
         for group in self.param_groups:
-            sides: dict[bool, tuple[list[Tensor], list[Tensor]]] = {True: ([], []), False: ([], [])}
+            natural: list[tuple[nn.Parameter, Tensor, LayerCurvature, bool]] = []
+            plain: list[nn.Parameter] = []
             for _, parameter, gradient in with_gradient([group]):
                 layer, is_weight = self._index.role(parameter)
                 if layer is None or not layer.refreshes:
-                    direction = gradient.to(factor_dtype(parameter.dtype))
-                elif is_weight:
-                    direction = layer.natural_gradient(gradient)
+                    plain.append(parameter)
                 else:
-                    direction = layer.natural_bias_gradient(gradient)
-                params, directions = sides[layer is not None and layer.refreshes > 0]
-                params.append(parameter)
-                directions.append(direction)
-            for natural, (params, directions) in sides.items():
-                admitted = [self._decays(p) for p in params] if group["weight_decay"] else []
-                decayed = add_weight_decay(params, directions, float(group["weight_decay"]), admitted)
-                if params:
-                    moves.append((group, natural, params, decayed))
-        self._clip([move for move in moves if move[1] and move[0]["kl_clip"] is not None])
-        for group, _, params, directions in moves:
-            momentum = float(group["momentum"])
-            buffers = [self._momentum_buffer(p) for p in params] if momentum else []
-            momentum_step(
-                params,
-                directions,
-                buffers,
-                lr=float(group["lr"]),
-                momentum=momentum,
-                nesterov=group["nesterov"],
-            )
+                    natural.append((parameter, gradient, layer, is_weight))
+            self._update_plain(group, plain)
+            if group["momentum"] and not group["nesterov"] and group["kl_clip"] is None:
+                self._update_natural_in_place(group, natural)
+                continue
+            params = [parameter for parameter, *_ in natural]
+            directions = [torch.zeros_like(p, dtype=factor_dtype(p.dtype)) for p in params]
+            _add_natural_gradients(natural, directions)
+            add_weight_decay_(params, directions, float(group["weight_decay"]), self._decaying(group, params))
+            if group["kl_clip"] is None:
+                self._momentum_step(group, params, directions)
+            elif params:
+                clipped.append((group, params, directions))
+        self._clip(clipped)
+        for group, params, directions in clipped:
+            self._momentum_step(group, params, directions)
 
-    def _clip(self, moves: list[tuple[Group, bool, list[Tensor], list[Tensor]]]) -> None:
+    def _update_plain(self, group: Group, params: list[nn.Parameter]) -> None:
+        """Take torch.optim.SGD's step for what is not preconditioned."""
+        # a copy only where weight decay would change it, or where a half-precision gradient meets float32 momentum
+        decaying = self._decaying(group, params)
+        directions = []
+        for parameter, decays in zip(params, decaying, strict=True):
+            assert parameter.grad is not None
+            directions.append(parameter.grad.to(factor_dtype(parameter.dtype), copy=decays))
+        add_weight_decay_(params, directions, float(group["weight_decay"]), decaying)
+        self._momentum_step(group, params, directions)
+
+    def _update_natural_in_place(
+        self, group: Group, natural: list[tuple[nn.Parameter, Tensor, LayerCurvature, bool]]
+    ) -> None:
+        """``v ← μ v + d`` with d added block by block: on a large model directions of their own cost 2 % of a step."""
+        if not natural:
+            return
+        params = [parameter for parameter, *_ in natural]
+        buffers = [self._momentum_buffer(p) for p in params]
+        torch._foreach_mul_(buffers, float(group["momentum"]))
+        _add_natural_gradients(natural, buffers)
+        add_weight_decay_(params, buffers, float(group["weight_decay"]), self._decaying(group, params))
+        torch._foreach_add_(list[Tensor](params), buffers, alpha=-float(group["lr"]))
+
+    def _momentum_step(self, group: Group, params: list[nn.Parameter], directions: list[Tensor]) -> None:
+        if not params:
+            return
+        momentum = float(group["momentum"])
+        buffers = [self._momentum_buffer(p) for p in params] if momentum else []
+        momentum_step(
+            params, directions, buffers, lr=float(group["lr"]), momentum=momentum, nesterov=bool(group["nesterov"])
+        )
+
+    def _clip(self, moves: list[Move]) -> None:
         """Scale directions by min(1, √(κ / Σ lr² ⟨d, ∇⟩)), the sum over all of them (Ba et al. 2017, section 5)."""
         divergences = []
-        for group, _, params, directions in moves:
+        for group, params, directions in moves:
             gradients = [p.grad for p in params if p.grad is not None]
             divergences.append(predicted_divergence(directions, gradients, float(group["lr"])))
-        for group, _, _, directions in moves:
+        for group, _, directions in moves:
             total = torch.stack([d.to(directions[0].device) for d in divergences]).sum()
             scale = (float(group["kl_clip"]) / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
             torch._foreach_mul_(directions, scale.clamp(max=1.0))
@@ -390,9 +426,11 @@ class THOR(torch.optim.Optimizer):
         split_dim: int | None = self._index.group(weight)["split_dim"]
         return split_dim
 
-    def _decays(self, parameter: Tensor) -> bool:
-        assert isinstance(parameter, nn.Parameter)
-        return self.decay_filter is None or bool(self.decay_filter(self._index.name(parameter), parameter))
+    def _decaying(self, group: Group, params: list[nn.Parameter]) -> list[bool]:
+        if not group["weight_decay"]:
+            return [False] * len(params)
+        admits = self.decay_filter
+        return [admits is None or bool(admits(self._index.name(p), p)) for p in params]
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -417,14 +455,7 @@ class THOR(torch.optim.Optimizer):
 
     def _count_loss_terms(self) -> int:
         given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
-        if given is None:
-            return self._capture.loss_terms
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise ValueError(
-                f"loss_terms={given!r}: loss_terms must be a whole number ≥ 1, the number of terms that the loss of "
-                f"one step averages over; None takes the leading dimension of the batch"
-            )
-        return given
+        return self._capture.loss_terms if given is None else check_loss_terms(given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, with options of their own.
@@ -497,3 +528,13 @@ class THOR(torch.optim.Optimizer):
         if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
             self._reset()
             self._attach()
+
+
+def _add_natural_gradients(
+    natural: list[tuple[nn.Parameter, Tensor, LayerCurvature, bool]], into: list[Tensor]
+) -> None:
+    for (_, gradient, layer, is_weight), target in zip(natural, into, strict=True):
+        if is_weight:
+            layer.add_natural_gradient_(gradient, target)
+        else:
+            layer.add_natural_bias_gradient_(gradient, target)

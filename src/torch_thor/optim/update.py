@@ -6,30 +6,23 @@ import torch
 from torch import Tensor
 
 
-def add_weight_decay(
-    params: list[Tensor], directions: list[Tensor], decay: float, admitted: Sequence[bool]
-) -> list[Tensor]:
-    """Return ``d + decay · W`` where admitted, ``d`` elsewhere.
+def add_weight_decay_(
+    params: Sequence[Tensor], directions: Sequence[Tensor], decay: float, admitted: Sequence[bool]
+) -> None:
+    """Add ``decay · W`` to the directions of the parameters that decay.
 
     Args:
         params: the weights.
-        directions: of the same shapes; not changed (a plain parameter's direction is its gradient).
-        decay: the factor; 0 returns the directions as they are.
+        directions: of the same shapes, changed in place.
+        decay: the factor.
         admitted: which parameters decay.
-
-    Returns:
-        The new directions.
     """
-    result = list(directions)
     chosen = [i for i, is_admitted in enumerate(admitted) if is_admitted]
-    if decay and chosen:
-        decayed = torch._foreach_add([result[i] for i in chosen], [params[i] for i in chosen], alpha=decay)
-        for i, direction in zip(chosen, decayed, strict=True):
-            result[i] = direction
-    return result
+    if chosen:
+        torch._foreach_add_([directions[i] for i in chosen], [params[i] for i in chosen], alpha=decay)
 
 
-def predicted_divergence(directions: list[Tensor], gradients: Sequence[Tensor], lr: float) -> Tensor:
+def predicted_divergence(directions: Sequence[Tensor], gradients: Sequence[Tensor], lr: float) -> Tensor:
     """Return ``lr² Σ ⟨d, ∇⟩``, twice the KL divergence that a natural-gradient step is predicted to make.
 
     Args:
@@ -46,7 +39,7 @@ def predicted_divergence(directions: list[Tensor], gradients: Sequence[Tensor], 
 
 
 def momentum_step(
-    params: list[Tensor],
+    params: Sequence[Tensor],
     directions: list[Tensor],
     buffers: list[Tensor],
     *,
@@ -68,4 +61,4 @@ def momentum_step(
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, directions)
         directions = list(torch._foreach_add(directions, buffers, alpha=momentum)) if nesterov else buffers
-    torch._foreach_add_(params, directions, alpha=-lr)
+    torch._foreach_add_(list(params), directions, alpha=-lr)
