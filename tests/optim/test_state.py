@@ -391,12 +391,15 @@ DCP_OPTIONS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("stop", [0, 1, 3, 4])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process")
+@pytest.mark.parametrize(("momentum", "stop"), [(0.9, 0), (0.9, 1), (0.9, 3), (0.9, 4), (0.0, 0), (0.0, 4)])
 @pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
-def test_distributed_checkpoint_round_trip(options, stop, tmp_path):
-    """Both sides may be fresh: DCP then makes them take a step of zero gradients, which must not count."""
-    settings = {"update_interval": 3, "trace_thresholds": (0.0, 0.0), "split_dim": 4}
+def test_distributed_checkpoint_round_trip(options, momentum, stop, tmp_path):
+    """Both sides may be fresh: DCP then makes them take a step of zero gradients, which must not count.
+
+    It also wants some state of every parameter as soon as one has any, with momentum or without.
+    """
+    settings = {"update_interval": 3, "trace_thresholds": (0.0, 0.0), "split_dim": 4, "momentum": momentum}
     whole, first, second = build(), build(), build()
     optimizers = [THOR(model, **settings) for model in (whole, first, second)]
     train(whole, optimizers[0], STREAM)
@@ -418,6 +421,47 @@ def test_distributed_checkpoint_round_trip(options, stop, tmp_path):
         options=options,
     )
     train(second, optimizers[2], STREAM[stop:])
+    assert_same_bits(weights(second), weights(whole))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
+def test_distributed_checkpoint_with_a_callable_interval(options):
+    """The callable belongs to the program: neither saved nor missed."""
+    whole, first, second = build(), build(), build()
+    optimizers = [THOR(model, **SETTINGS["callable"]) for model in (whole, first, second)]
+    train(whole, optimizers[0], STREAM)
+    train(first, optimizers[1], STREAM[:4])
+    state = get_optimizer_state_dict(first, optimizers[1], options=options)
+    second.load_state_dict(first.state_dict())
+    set_optimizer_state_dict(second, optimizers[2], copy.deepcopy(state), options=options)
+    assert optimizers[2].param_groups[0]["update_interval"] is three_steps_or_one
+    train(second, optimizers[2], STREAM[4:])
+    assert_same_bits(weights(second), weights(whole))
+
+
+@pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
+def test_distributed_checkpoint_with_groups(options):
+    """Two groups with options of their own, damping scheduled meanwhile, `split_dim` None."""
+
+    def setup():
+        model = build()
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "damping": 0.1, "split_dim": None},
+            {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.01, "momentum": 0.5},
+        ]
+        return model, THOR(groups, model=model, update_interval=3)
+
+    (whole, whole_optimizer), (first, optimizer), (second, resumed) = setup(), setup(), setup()
+    for one, its_optimizer in ((whole, whole_optimizer), (first, optimizer)):
+        its_optimizer.param_groups[0]["damping"] = 0.07
+        train(one, its_optimizer, STREAM[:4])
+    state = copy.deepcopy(get_optimizer_state_dict(first, optimizer, options=options))
+    second.load_state_dict(first.state_dict())
+    set_optimizer_state_dict(second, resumed, state, options=options)
+    assert [group["damping"] for group in resumed.param_groups] == [0.07, 0.03]
+    train(whole, whole_optimizer, STREAM[4:])
+    train(second, resumed, STREAM[4:])
     assert_same_bits(weights(second), weights(whole))
 
 
