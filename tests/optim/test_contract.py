@@ -376,15 +376,62 @@ def test_retained_graph_counts_twice():
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
 
 
-def test_input_gradients_are_no_statistics():
-    """Saliency, adversarial examples: `autograd.grad` with respect to the input trains nothing."""
-    model, optimizer, twin, other = twins()
-    x, labels = batches(1)[0]
+def by_input(model, x, labels):
+    """Saliency, adversarial examples."""
     probe = x.clone().requires_grad_()
     torch.autograd.grad(100 * cross_entropy(labels)(model(probe)), [probe])
-    train(model, optimizer, [(x, labels)])
-    train(twin, other, [(x, labels)])
+
+
+def by_parameters(model, x, labels):
+    """A logger of gradient norms, meta-learning."""
+    torch.autograd.grad(100 * cross_entropy(labels)(model(x)), list(model.parameters()))
+
+
+def by_some_parameters(model, x, labels):
+    """Loss weights from the gradient of the last shared layer."""
+    torch.autograd.grad(100 * cross_entropy(labels)(model(x)), [model[2].weight])
+
+
+def functionally(model, x, labels):
+    """`torch.func`, over parameters of its own."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.grad(lambda ps: cross_entropy(labels)(torch.func.functional_call(model, ps, (x,))))(parameters)
+
+
+def example_by_example(model, x, labels):
+    """Gradients of single examples."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(ps, one, label):
+        return cross_entropy(label[None])(torch.func.functional_call(model, ps, (one[None],)))
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, labels)
+
+
+@pytest.mark.parametrize("probe", [by_input, by_parameters, by_some_parameters, functionally, example_by_example])
+def test_gradients_that_train_nothing_are_no_statistics(probe):
+    """What fills no `.grad` leaves no trace, and works as without THOR, on a refresh step too."""
+    model, optimizer, twin, other = twins(update_interval=2)
+    for x, labels in batches(3):
+        probe(model, 10 * x, labels)
+        train(model, optimizer, [(x, labels)])
+        train(twin, other, [(x, labels)])
     assert_same_bits(weights(model), weights(twin))
+    assert optimizer.curvature["0"].rows_per_term == 1
+
+
+def test_gradient_penalty():
+    """A second backward through the first: gradients are finite, the loop runs, T is that of one pass."""
+    model, optimizer, _, _ = twins(update_interval=2)
+    for x, labels in batches(3):
+        x = x.clone().requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        (cross_entropy(labels)(output) + slope.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.curvature["0"].refreshes >= 1
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_layer_called_by_keyword():
