@@ -435,7 +435,6 @@ def test_distributed_checkpoint_with_a_callable_interval(options):
     state = get_optimizer_state_dict(first, optimizers[1], options=options)
     second.load_state_dict(first.state_dict())
     set_optimizer_state_dict(second, optimizers[2], copy.deepcopy(state), options=options)
-    assert optimizers[2].param_groups[0]["update_interval"] is three_steps_or_one
     train(second, optimizers[2], STREAM[4:])
     assert_same_bits(weights(second), weights(whole))
 
