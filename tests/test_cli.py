@@ -1,0 +1,252 @@
+"""The command line as a user meets it: results, one-line errors with exit code 2, and Ctrl-C."""
+
+import gzip
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from torch_thor import __version__
+from torch_thor.cli import main
+
+QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "device=cpu"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Call the command line in an empty folder; gives (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return call
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_refused(result, said):
+    code, _, err = result
+    assert code == 2
+    assert err.startswith("torch-thor: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_version(run):
+    assert run("--version") == (0, f"torch-thor {__version__}\n", "")
+
+
+def test_list_names_the_recipes(run):
+    code, out, _ = run("train", "--list")
+    assert code == 0
+    assert "digits" in out
+    assert "fashion-mnist" in out
+
+
+@pytest.mark.parametrize(("words", "said"), [(["train"], "--resume"), (["eval"], "RUN_OR_CHECKPOINT"), ([], "train")])
+def test_help(run, words, said):
+    code, out, _ = run(*words, "--help")
+    assert code == 0
+    assert said in out
+
+
+def test_train_compares_and_writes_everything(run, tmp_path):
+    code, out, err = run("train", "epochs=2", "targets=[0.3,1.0]")
+    assert (code, err) == (0, "")
+    for said in (
+        "thor",
+        "sgd",
+        "30.0%",
+        "not reached",
+        "final accuracy, top-1",
+        "a refresh step",
+        "What thor refreshed",
+        "runs/digits",
+    ):
+        assert said in out
+    folder = tmp_path / "runs" / "digits"
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["epochs"] == 2
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [one["optimizer"] for one in summary] == ["thor", "sgd"]
+    for one in summary:
+        lines = [json.loads(line) for line in (folder / one["optimizer"] / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, 45))
+        assert [line["step"] for line in lines if line["kind"] == "eval"] == [22, 44]
+        assert any((folder / one["optimizer"] / "tensorboard").iterdir())
+        assert len(list((folder / one["optimizer"] / "checkpoints").iterdir())) == 2
+    thor = (folder / "thor" / "metrics.jsonl").read_text().splitlines()
+    refreshes = [line["step"] for line in map(json.loads, thor) if line.get("refresh")]
+    assert refreshes[0] == 1
+    assert summary[0]["refreshed"]
+    assert summary[0]["refresh_step_seconds"] > 0
+    assert summary[1]["refresh_step_seconds"] is None
+
+
+def test_eval_prints_what_training_measured(run, tmp_path):
+    run(*QUICK)
+    final = json.loads((tmp_path / "runs/digits/summary.json").read_text())[0]
+    for path in ("runs/digits", "runs/digits/sgd/checkpoints/step-00000022"):
+        code, out, err = run("eval", path)
+        assert (code, err) == (0, "")
+        assert f"{final['top1']:.2%}" in out
+        assert f"{final['top5']:.2%}" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "digit"], "did you mean digits?"),
+        (["train", "epoch=3"], "did you mean epochs?"),
+        (["train", "digits", "fashion-mnist"], "more than one recipe"),
+        (["train", "optimizer=sdg"], "optimizer=sdg is no optimizer"),
+        (["train", "optimizer=thor", "damping=0"], "damping"),
+        (["train", "fashion-mnist", "data.root=nowhere", "data.download=false"], "Fashion-MNIST is not in nowhere"),
+        (["train", "batch_size=5000"], "batch_size=5000 is larger"),
+        (["train", "device=gpu7"], "device=gpu7"),
+        (["train", "--resume"], "no run in runs/digits to resume"),
+        (["eval", "nowhere"], "nowhere does not exist"),
+        (["eval", "."], "holds no"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing_behind(run, tmp_path, words, said):
+    assert_refused(run(*words), said if said != "holds no" else "neither a run folder nor a checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_usage_errors_exit_with_two_as_well(run):
+    assert run("train", "--nonsense")[0] == 2
+    assert run("trian")[0] == 2
+
+
+@pytest.fixture
+def finished(run, tmp_path):
+    run(*QUICK, "checkpoint_interval=8", "--out", "mine")
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (QUICK, "holds a run already"),
+        (["train", "fashion-mnist", "data.download=false"], "belongs to recipe digits, not fashion-mnist"),
+        (["train", "fashion-mnist", "--resume"], "belongs to recipe digits"),
+        (["train", "fashion-mnist", "--overwrite"], "belongs to recipe digits"),
+        (["train", "digits", "--resume", "lr=0.5"], "optimizers.sgd.lr: "),
+        (["train", "--resume", "seed=1"], "seed: 0 -> 1"),
+        (["train", "--resume", "--overwrite"], "exclude each other"),
+        ([*QUICK, "--overwrite", "batch_size=5000"], "batch_size=5000"),
+        ([*QUICK, "--overwrite", "device=gpu7"], "device=gpu7"),
+    ],
+)
+def test_a_run_that_is_there_is_not_touched(run, finished, words, said):
+    before = contents(finished)
+    assert_refused(run(*words, "--out", "mine"), said)
+    assert contents(finished) == before
+
+
+def test_a_folder_that_is_no_run_is_not_touched(run, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
+    for extra in ([], ["--resume"], ["--overwrite"]):
+        assert_refused(run(*QUICK, "--out", "thesis", *extra), "not a run folder")
+    assert [path.name for path in (tmp_path / "thesis").iterdir()] == ["chapter1.tex"]
+
+
+def test_overwrite_starts_again_and_leaves_other_files_alone(run, finished):
+    (finished / "notes.txt").write_text("mine")
+    code, _, _ = run(*QUICK, "seed=5", "--out", "mine", "--overwrite")
+    assert code == 0
+    assert (finished / "notes.txt").read_text() == "mine"
+    assert yaml.safe_load((finished / "recipe.yaml").read_text())["seed"] == 5
+    assert [path.name for path in (finished / "sgd" / "checkpoints").iterdir()] == ["step-00000022"]
+
+
+def test_resuming_a_finished_run_reports_it_again(run, finished):
+    before = (finished / "sgd" / "metrics.jsonl").read_bytes()
+    code, out, _ = run("train", "--resume", "--out", "mine")
+    assert code == 0
+    assert "final accuracy" in out
+    assert (finished / "sgd" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_truncated_checkpoint(run, finished):
+    newest = sorted((finished / "sgd" / "checkpoints").iterdir())[-1]
+    weights = newest / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = contents(finished)
+    assert_refused(run("eval", newest), "is damaged: model.safetensors")
+    assert contents(finished) == before
+    code, out, err = run("eval", "mine")  # the run as a whole falls back, and says so
+    assert code == 0
+    assert "16" in out
+    assert "falling back" in err
+    code, out, _ = run("train", "--resume", "--out", "mine")
+    assert code == 0
+    assert "falling back" in out
+    assert "goes on from step 16 of 22" in out
+    assert run("eval", newest)[0] == 0
+
+
+def start(tmp_path, *words):
+    command = [sys.executable, "-m", "torch_thor", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in this process: sums depend on the number of threads
+    return subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_a_signal_then_resumed_equals_never_stopped(run, tmp_path, number):
+    words = ["train", "digits", "optimizer=thor", "batch_size=4", "epochs=1", "checkpoint_interval=20", "lr=1e-4"]
+    process = start(tmp_path, *words, "--out", "stopped")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "stopped").glob("thor/checkpoints/step-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "go on with: torch-thor train digits --resume --out stopped" in err
+    assert "Traceback" not in err
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "stopped/thor/checkpoints").iterdir())
+    assert steps[-1] < 359
+    assert run("train", "digits", "--resume", "--out", "stopped")[0] == 0
+    assert run(*words, "--out", "whole")[0] == 0
+    name = "thor/checkpoints/step-00000359"
+    resumed, whole = (load_file(tmp_path / folder / name / "model.safetensors") for folder in ("stopped", "whole"))
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
+def test_fashion_mnist_trains_from_a_folder_of_its_files(run, tmp_path):
+    (tmp_path / "raw").mkdir()
+    for part, count in (("train", 40), ("t10k", 10)):
+        labels = bytes(index % 10 for index in range(count))
+        images = b"".join(bytes([20 * label]) * 784 for label in labels)
+        for kind, head, body in (
+            ("images-idx3", struct.pack(">HBB3I", 0, 8, 3, count, 28, 28), images),
+            ("labels-idx1", struct.pack(">HBBI", 0, 8, 1, count), labels),
+        ):
+            (tmp_path / "raw" / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + body))
+    code, out, err = run("train", "fashion-mnist", "data.root=raw", "batch_size=20", "epochs=2", "optimizer=muon")
+    assert (code, err) == (0, "")
+    assert "muon: step 4 of 4" in out
+    assert run("eval", "runs/fashion-mnist")[0] == 0
