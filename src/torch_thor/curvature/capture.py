@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from torch_thor.curvature.layer import LayerCurvature
@@ -82,7 +82,7 @@ class Capture:
         The first layer's leading dimension stands for the whole model's, also when that layer has stopped or has an
         interval of its own. To be called when layers were armed or disarmed.
         """
-        wanted = any(layer.armed for layer in self._layers)
+        wanted = any(layer.armed and layer.weight.requires_grad for layer in self._layers)
         for layer in self._layers:
             layer.counts = wanted and self._first in (None, layer)
 
@@ -119,8 +119,7 @@ class Capture:
         def on_gradient(g: Tensor) -> None:
             if not (layer.armed or layer.counts):
                 return
-            # torch.autograd.grad(..., inputs) differentiates through the layer without a gradient for its weight
-            if weight_node is not None and not torch._C._will_engine_execute_node(weight_node):
+            if weight_node is not None and not _accumulates(weight_node):
                 return
             if x._version != version:
                 raise RuntimeError(
@@ -151,6 +150,14 @@ class Capture:
 def _running_backward() -> int:
     """Return the identity of the backward pass this thread is in, -1 outside."""
     return int(torch._C._current_graph_task_id())
+
+
+def _accumulates(weight_node: Node) -> bool:
+    """Return whether the running backward pass adds to the weight's gradient; a gradient penalty's pass does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(weight_node))
+    except RuntimeError:  # what it says of a leaf under torch.autograd.grad, which fills no .grad
+        return False
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -8,19 +8,6 @@ from torch import Tensor, nn
 from torch_thor.curvature.layer import LayerCurvature
 
 
-def without_callables(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Leave callables out of the groups: they are the program's, not the checkpoint's.
-
-    Args:
-        state_dict: of an optimizer.
-
-    Returns:
-        A state dict that ``torch.load(weights_only=True)`` takes.
-    """
-    groups = [{k: v for k, v in group.items() if not callable(v)} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups}
-
-
 def restore_tensors(
     state: Mapping[Tensor, dict[str, Any]], groups: Iterable[dict[str, Any]], saved: dict[str, Any]
 ) -> None:
@@ -53,11 +40,11 @@ def check_factors(layers: Iterable[LayerCurvature]) -> None:
     """
     for layer in layers:
         for key, layout in zip(("A", "G"), layer.layouts(), strict=True):
-            found = layer.state.get(key)
-            needed = layout.shapes()[0]
-            if found is not None and tuple(found.shape) != needed:
+            stored = (layer.state.get(key), layer.state.get(f"{key}_tail"))
+            found = tuple(None if part is None else tuple(part.shape) for part in stored)
+            if stored[0] is not None and found != layout.shapes():
                 raise ValueError(
-                    f"layer {layer.name!r}: the factor {key} in the state dict has blocks of shape "
-                    f"{tuple(found.shape)}, this model and split_dim need {needed}; load it into the model and with "
-                    f"the split_dim that it was saved with"
+                    f"layer {layer.name!r}: the factor {key} in the state dict has blocks of shapes {found}, this "
+                    f"model and split_dim need {layout.shapes()}; load it into the model and with the split_dim that "
+                    f"it was saved with"
                 )

@@ -19,15 +19,27 @@ from torch_thor.curvature.coverage import Covered, survey, table
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.refresh import Candidate, refresh
-from torch_thor.optim.checkpoint import check_factors, restore_tensors, without_callables
+from torch_thor.optim.checkpoint import check_factors, restore_tensors
+from torch_thor.optim.clock import RefreshClock
 from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, some
-from torch_thor.optim.options import UpdateInterval, check_group, check_interval, check_loss_terms, check_optimizer
-from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
-from torch_thor.optim.update import add_weight_decay_, momentum_step, predicted_divergence
+from torch_thor.optim.options import UpdateInterval, check_group, check_loss_terms, check_optimizer
+from torch_thor.optim.parameters import ParameterIndex, with_gradient
+from torch_thor.optim.update import update
 
 DecayFilter = Callable[[str, nn.Parameter], bool]
 LossTerms = int | Callable[[], int] | None
-Move = tuple[Group, list[nn.Parameter], list[Tensor]]  # parameters of a group and their directions
+
+# What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
+_COPIED = (
+    "model",
+    "decay_filter",
+    "loss_reduction",
+    "loss_terms",
+    "nonfinite",
+    "grad_scaler",
+    "skipped_steps",
+    "_clock",
+)
 
 
 class THOR(torch.optim.Optimizer):
@@ -122,6 +134,7 @@ class THOR(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.grad_scaler = grad_scaler
         self.skipped_steps = 0
+        self._clock = RefreshClock()
         self._reset()
         defaults = {
             "lr": lr,
@@ -186,6 +199,7 @@ class THOR(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_group(group)  # again: a schedule may have run damping down to 0
+        self._clock.keep_callables(self.param_groups)
         self._index.update(self.param_groups)
         scale = LossScale(self, self.grad_scaler)
         if scale.found_inf:
@@ -193,7 +207,7 @@ class THOR(torch.optim.Optimizer):
             return loss
         terms = self._count_loss_terms()
         output_scale = (terms if self.loss_reduction == "mean" else 1) / self._scale_of_statistics(scale)
-        next_refresh = [self._next_refresh(group) for group in self.param_groups]
+        clocks = self._clock.next(self.param_groups)
         self._unscale(scale)
         largest = self._largest_gradient()
         if not math.isfinite(largest):
@@ -206,8 +220,12 @@ class THOR(torch.optim.Optimizer):
         if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
             return loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
         self._refresh(terms, output_scale)
-        self._update()
-        self._advance_clock(next_refresh)
+        update(self.param_groups, self._index, self._momentum_buffer, self._decays)
+        self._clock.advance(self.param_groups, clocks)
+        for layer in self._layers.values():
+            if self._clock.refreshes_next(self._index.group(layer.weight)):
+                layer.set_due(True)
+        self._capture.look_for_first()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -249,96 +267,10 @@ class THOR(torch.optim.Optimizer):
         refresh(candidates, self._report)
         self._capture.discard()
 
-    def _update(self) -> None:
-        """Turn gradients into directions, then weight decay, clipping and momentum, in this order."""
-        clipped: list[Move] = []
-        for group in self.param_groups:
-            natural: list[tuple[nn.Parameter, Tensor, LayerCurvature, bool]] = []
-            plain: list[nn.Parameter] = []
-            for _, parameter, gradient in with_gradient([group]):
-                layer, is_weight = self._index.role(parameter)
-                if layer is None or not layer.refreshes:
-                    plain.append(parameter)
-                else:
-                    natural.append((parameter, gradient, layer, is_weight))
-            self._update_plain(group, plain)
-            if group["momentum"] and not group["nesterov"] and group["kl_clip"] is None:
-                self._update_natural_in_place(group, natural)
-                continue
-            params = [parameter for parameter, *_ in natural]
-            directions = [torch.zeros_like(p, dtype=factor_dtype(p.dtype)) for p in params]
-            _add_natural_gradients(natural, directions)
-            add_weight_decay_(params, directions, float(group["weight_decay"]), self._decaying(group, params))
-            if group["kl_clip"] is None:
-                self._momentum_step(group, params, directions)
-            elif params:
-                clipped.append((group, params, directions))
-        self._clip(clipped)
-        for group, params, directions in clipped:
-            self._momentum_step(group, params, directions)
-
-    def _update_plain(self, group: Group, params: list[nn.Parameter]) -> None:
-        """Take torch.optim.SGD's step for what is not preconditioned."""
-        # a copy only where weight decay would change it, or where a half-precision gradient meets float32 momentum
-        decaying = self._decaying(group, params)
-        directions = []
-        for parameter, decays in zip(params, decaying, strict=True):
-            assert parameter.grad is not None
-            directions.append(parameter.grad.to(factor_dtype(parameter.dtype), copy=decays))
-        add_weight_decay_(params, directions, float(group["weight_decay"]), decaying)
-        self._momentum_step(group, params, directions)
-
-    def _update_natural_in_place(
-        self, group: Group, natural: list[tuple[nn.Parameter, Tensor, LayerCurvature, bool]]
-    ) -> None:
-        """``v ← μ v + d`` with d added block by block: on a large model directions of their own cost 2 % of a step."""
-        if not natural:
-            return
-        params = [parameter for parameter, *_ in natural]
-        buffers = [self._momentum_buffer(p) for p in params]
-        torch._foreach_mul_(buffers, float(group["momentum"]))
-        _add_natural_gradients(natural, buffers)
-        add_weight_decay_(params, buffers, float(group["weight_decay"]), self._decaying(group, params))
-        torch._foreach_add_(list[Tensor](params), buffers, alpha=-float(group["lr"]))
-
-    def _momentum_step(self, group: Group, params: list[nn.Parameter], directions: list[Tensor]) -> None:
-        if not params:
-            return
-        momentum = float(group["momentum"])
-        buffers = [self._momentum_buffer(p) for p in params] if momentum else []
-        momentum_step(
-            params, directions, buffers, lr=float(group["lr"]), momentum=momentum, nesterov=bool(group["nesterov"])
-        )
-
-    def _clip(self, moves: list[Move]) -> None:
-        """Scale directions by min(1, √(κ / Σ lr² ⟨d, ∇⟩)), the sum over all of them (Ba et al. 2017, section 5)."""
-        divergences = []
-        for group, params, directions in moves:
-            gradients = [p.grad for p in params if p.grad is not None]
-            divergences.append(predicted_divergence(directions, gradients, float(group["lr"])))
-        for group, _, directions in moves:
-            total = torch.stack([d.to(directions[0].device) for d in divergences]).sum()
-            scale = (float(group["kl_clip"]) / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
-            torch._foreach_mul_(directions, scale.clamp(max=1.0))
-
-    def _next_refresh(self, group: Group) -> int:
-        """Return the step of the group's next refresh, once this step has been taken."""
-        step, interval = int(group["step"]), group["update_interval"]
-        if step < group["next_refresh"]:
-            return int(group["next_refresh"])
-        if callable(interval):
-            interval = check_interval(f"update_interval({step})", interval(step))
-        return step + int(interval)
-
-    def _advance_clock(self, next_refresh: list[int]) -> None:
-        """Count the step, and arm the layers of the groups whose next step is a refresh."""
-        for group, refresh_step in zip(self.param_groups, next_refresh, strict=True):
-            group["next_refresh"] = refresh_step
-            group["step"] += 1
+    def _arm(self) -> None:
+        """Have the statistics gathered of the layers that are due."""
         for layer in self._layers.values():
-            group = self._index.group(layer.weight)
-            if group["step"] >= group["next_refresh"]:
-                layer.set_due(True)
+            layer.armed = layer.due
         self._capture.look_for_first()
 
     # ---- guards -------------------------------------------------------------------------------------------------
@@ -415,22 +347,14 @@ class THOR(torch.optim.Optimizer):
         self._attached = True
         self._arm()
 
-    def _arm(self) -> None:
-        for layer in self._layers.values():
-            layer.armed = layer.due
-        self._capture.look_for_first()
-
     def _split_dim(self, weight: Tensor) -> int | None:
         if not self._index.knows(weight):  # gathered in a forward pass after a wrapper replaced the parameters
             self._index.update(self.param_groups)
         split_dim: int | None = self._index.group(weight)["split_dim"]
         return split_dim
 
-    def _decaying(self, group: Group, params: list[nn.Parameter]) -> list[bool]:
-        if not group["weight_decay"]:
-            return [False] * len(params)
-        admits = self.decay_filter
-        return [admits is None or bool(admits(self._index.name(p), p)) for p in params]
+    def _decays(self, parameter: nn.Parameter) -> bool:
+        return self.decay_filter is None or bool(self.decay_filter(self._index.name(parameter), parameter))
 
     def _momentum_buffer(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -447,6 +371,8 @@ class THOR(torch.optim.Optimizer):
         if fresh:
             for group in self.param_groups:
                 for parameter in group["params"]:
+                    # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
+                    self.state[parameter]["preconditioned"] = int(self._index.role(parameter)[0] is not None)
                     if group["momentum"] and parameter.requires_grad:
                         self._momentum_buffer(parameter)
         for layer in self._layers.values():
@@ -476,25 +402,18 @@ class THOR(torch.optim.Optimizer):
                 f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
                 f"pass the model that holds them, or give them an optimizer of their own"
             )
+        self._clock.keep_callables(self.param_groups)
         if self._attached:
             self._attach()
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state. Callables in the groups are the program's, not the checkpoint's, and are left out.
-
-        Returns:
-            As :meth:`torch.optim.Optimizer.state_dict`; tensors and numbers only.
-        """
-        return without_callables(super().state_dict())
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; factors, inverses and momentum keep the dtype they were saved in.
 
         Args:
-            state_dict: what :meth:`state_dict` gave. Options that it does not hold (callables, or those that an SGD
-                checkpoint lacks) stay as they are.
+            state_dict: what ``state_dict()`` gave. Options that it does not hold (those that an SGD checkpoint lacks)
+                stay as they are, and so does a callable ``update_interval``, which is the program's.
 
         Raises:
             ValueError: it has other groups or parameters, or factors of other shapes.
@@ -503,8 +422,7 @@ class THOR(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         for group, own in zip(self.param_groups, kept, strict=True):
             for key, value in own.items():
-                if key not in group or callable(value):
-                    group[key] = value
+                group.setdefault(key, value)
         restore_tensors(self.state, self.param_groups, state_dict)
         self._index.update(self.param_groups)
         self._capture.discard()
@@ -512,29 +430,10 @@ class THOR(torch.optim.Optimizer):
         self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = (
-            "model",
-            "decay_filter",
-            "loss_reduction",
-            "loss_terms",
-            "nonfinite",
-            "grad_scaler",
-            "skipped_steps",
-        )
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
             self._reset()
             self._attach()
-
-
-def _add_natural_gradients(
-    natural: list[tuple[nn.Parameter, Tensor, LayerCurvature, bool]], into: list[Tensor]
-) -> None:
-    for (_, gradient, layer, is_weight), target in zip(natural, into, strict=True):
-        if is_weight:
-            layer.add_natural_gradient_(gradient, target)
-        else:
-            layer.add_natural_bias_gradient_(gradient, target)

@@ -1,64 +1,152 @@
-"""What stands between a direction and a weight: decay, clipping, momentum, as pure steps over lists of tensors."""
+"""From gradients to weights: the natural gradient; weight decay; clipping; momentum, in this order.
 
-from collections.abc import Sequence
+What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded as that rounds it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.precision import factor_dtype
+from torch_thor.optim.parameters import ParameterIndex, with_gradient
+
+Group = dict[str, Any]
 
 
-def add_weight_decay_(
-    params: Sequence[Tensor], directions: Sequence[Tensor], decay: float, admitted: Sequence[bool]
-) -> None:
-    """Add ``decay · W`` to the directions of the parameters that decay.
+@dataclass
+class Part:
+    """Parameters of one group that are treated alike.
 
     Args:
-        params: the weights.
-        directions: of the same shapes, changed in place.
-        decay: the factor.
-        admitted: which parameters decay.
+        group: their parameter group.
+        params: those with a gradient.
+        decaying: which of them decay.
+        buffers: their momentum buffers; empty where momentum is 0.
+        layers: of each, the layer that preconditions it and whether it is the layer's weight; empty for plain ones.
     """
-    chosen = [i for i, is_admitted in enumerate(admitted) if is_admitted]
+
+    group: Group
+    params: list[nn.Parameter]
+    decaying: list[bool]
+    buffers: list[Tensor]
+    layers: list[tuple[LayerCurvature, bool]]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients, in order."""
+        return [p.grad for p in self.params if p.grad is not None]
+
+
+def update(
+    groups: list[Group],
+    index: ParameterIndex,
+    buffer_of: Callable[[nn.Parameter], Tensor],
+    decays: Callable[[nn.Parameter], bool],
+) -> None:
+    """Update every parameter that has a gradient.
+
+    Args:
+        groups: parameter groups.
+        index: which layer preconditions which parameter.
+        buffer_of: returns a parameter's momentum buffer.
+        decays: whether weight decay applies to a parameter.
+    """
+    clipped: list[tuple[Part, list[Tensor]]] = []
+    for group in groups:
+        natural, plain = _parts(group, index, buffer_of, decays)
+        if plain.params:
+            _update_plain(plain)
+        if not natural.params:
+            continue
+        if natural.buffers and not group["nesterov"] and group["kl_clip"] is None:
+            _update_in_place(natural)
+            continue
+        directions = [torch.zeros_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
+        _add_natural_gradients_(natural, directions)
+        _add_weight_decay_(natural, directions)
+        if group["kl_clip"] is None:
+            _momentum_step(natural, directions)
+        else:
+            clipped.append((natural, directions))
+    _clip_(clipped)
+    for part, directions in clipped:
+        _momentum_step(part, directions)
+
+
+def _parts(
+    group: Group,
+    index: ParameterIndex,
+    buffer_of: Callable[[nn.Parameter], Tensor],
+    decays: Callable[[nn.Parameter], bool],
+) -> tuple[Part, Part]:
+    natural, plain = Part(group, [], [], [], []), Part(group, [], [], [], [])
+    for _, parameter, _ in with_gradient([group]):
+        layer, is_weight = index.role(parameter)
+        part = plain
+        if layer is not None and layer.refreshes:
+            part = natural
+            part.layers.append((layer, is_weight))
+        part.params.append(parameter)
+        part.decaying.append(bool(group["weight_decay"]) and decays(parameter))
+        if group["momentum"]:
+            part.buffers.append(buffer_of(parameter))
+    return natural, plain
+
+
+def _update_plain(part: Part) -> None:
+    directions = []
+    for parameter, gradient, decaying in zip(part.params, part.gradients, part.decaying, strict=True):
+        # a copy only where weight decay would change the user's gradient, or its precision is below the momentum's
+        directions.append(gradient.to(factor_dtype(parameter.dtype), copy=decaying))
+    _add_weight_decay_(part, directions)
+    _momentum_step(part, directions)
+
+
+def _update_in_place(part: Part) -> None:
+    """``v ← μ v + d`` with d added block by block: directions of their own would be one more pass over the model."""
+    torch._foreach_mul_(part.buffers, float(part.group["momentum"]))
+    _add_natural_gradients_(part, part.buffers)
+    _add_weight_decay_(part, part.buffers)
+    torch._foreach_add_(list[Tensor](part.params), part.buffers, alpha=-float(part.group["lr"]))
+
+
+def _add_natural_gradients_(part: Part, into: list[Tensor]) -> None:
+    for (layer, is_weight), gradient, target in zip(part.layers, part.gradients, into, strict=True):
+        if is_weight:
+            layer.add_natural_gradient_(gradient, target)
+        else:
+            layer.add_natural_bias_gradient_(gradient, target)
+
+
+def _add_weight_decay_(part: Part, directions: list[Tensor]) -> None:
+    chosen = [i for i, decaying in enumerate(part.decaying) if decaying]
     if chosen:
-        torch._foreach_add_([directions[i] for i in chosen], [params[i] for i in chosen], alpha=decay)
+        weights: list[Tensor] = [part.params[i] for i in chosen]
+        torch._foreach_add_([directions[i] for i in chosen], weights, alpha=float(part.group["weight_decay"]))
 
 
-def predicted_divergence(directions: Sequence[Tensor], gradients: Sequence[Tensor], lr: float) -> Tensor:
-    """Return ``lr² Σ ⟨d, ∇⟩``, twice the KL divergence that a natural-gradient step is predicted to make.
-
-    Args:
-        directions: natural gradients, weight decay included.
-        gradients: of the same shapes.
-        lr: learning rate.
-
-    Returns:
-        A scalar on the first direction's device.
-    """
-    device = directions[0].device  # layers may sit on several
-    products = [torch.sum(d * g).to(device) for d, g in zip(directions, gradients, strict=True)]
-    return torch.stack(products).sum() * lr**2
+def _clip_(moves: list[tuple[Part, list[Tensor]]]) -> None:
+    """Scale directions by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``, the sum over all of them (Ba et al. 2017, section 5)."""
+    divergences = []  # twice the KL divergence that the step is predicted to make
+    for part, directions in moves:
+        products = [torch.sum(d * g) for d, g in zip(directions, part.gradients, strict=True)]
+        divergences += [p * float(part.group["lr"]) ** 2 for p in products]
+    for part, directions in moves:
+        total = torch.stack([d.to(directions[0].device) for d in divergences]).sum()
+        scale = (float(part.group["kl_clip"]) / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
+        torch._foreach_mul_(directions, scale.clamp(max=1.0))
 
 
-def momentum_step(
-    params: Sequence[Tensor],
-    directions: list[Tensor],
-    buffers: list[Tensor],
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-) -> None:
-    """``v ← μ v + d``, then ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``), as torch.optim.SGD rounds it.
-
-    Args:
-        params: weights, changed in place.
-        directions: ``d``.
-        buffers: ``v``, changed in place; empty where momentum is 0.
-        lr: learning rate.
-        momentum: μ.
-        nesterov: the second form.
-    """
+def _momentum_step(part: Part, directions: list[Tensor]) -> None:
+    """``v ← μ v + d``, ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``)."""
+    momentum = float(part.group["momentum"])
     if momentum:
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, directions)
-        directions = list(torch._foreach_add(directions, buffers, alpha=momentum)) if nesterov else buffers
-    torch._foreach_add_(list(params), directions, alpha=-lr)
+        torch._foreach_mul_(part.buffers, momentum)
+        torch._foreach_add_(part.buffers, directions)
+        nesterov = bool(part.group["nesterov"])
+        directions = list(torch._foreach_add(directions, part.buffers, alpha=momentum)) if nesterov else part.buffers
+    torch._foreach_add_(list[Tensor](part.params), directions, alpha=-float(part.group["lr"]))
