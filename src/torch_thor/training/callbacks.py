@@ -248,6 +248,9 @@ def capture_state(run: Run) -> dict[str, object]:
 def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path) -> None:
     """Put a run where a checkpoint left it.
 
+    It then goes on bit for bit, as long as the machine and `torch.get_num_threads()` are the same: sums in floating
+    point depend on how they are divided.
+
     Args:
         run: A new training, of the same recipe.
         saved: The checkpoint.

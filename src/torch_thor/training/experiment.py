@@ -86,7 +86,9 @@ def new_run(recipe: Recipe, optimizer: str, data: DataBundle) -> Run:
         The run; its weights are a function of the recipe's seed.
     """
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe.model, data.channels, data.classes).to(data.train_images.device)
+    model = build_model(recipe.model, data.channels, data.classes)
+    # channels_last halves the step of a small ResNet on a CPU, for every optimizer alike
+    model = model.to(data.train_images.device, memory_format=torch.channels_last)
     return Run(model, build_optimizer(optimizer, model, recipe.optimizers[optimizer]), data, recipe)
 
 

@@ -1,5 +1,6 @@
 """The networks of the small recipes. Each one is built from (channels of the images, number of classes)."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -85,15 +86,17 @@ def small_cnn(in_channels: int, classes: int) -> nn.Module:
         The network, for images of 8 x 8.
     """
     return nn.Sequential(
-        nn.Conv2d(in_channels, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, 64),
-        nn.ReLU(),
-        nn.Linear(64, classes),
+        OrderedDict(
+            conv1=nn.Conv2d(in_channels, 16, 3, padding=1),
+            relu1=nn.ReLU(),
+            pool=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(16, 32, 3, padding=1),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(32 * 4 * 4, 64),
+            relu3=nn.ReLU(),
+            head=nn.Linear(64, classes),
+        )
     )
 
 
