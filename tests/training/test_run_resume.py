@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from torch_thor.training import models
-from torch_thor.training.callbacks import Checkpoints, MetricsFile, StopSignal, read_metrics, restore
 from torch_thor.training.checkpoint import newest_whole
 from torch_thor.training.data import DataBundle, DataSpec, load_data
 from torch_thor.training.errors import StoppedError, UserError
 from torch_thor.training.experiment import new_run
 from torch_thor.training.loop import Callback, train
+from torch_thor.training.metrics import MetricsFile, read_metrics
 from torch_thor.training.optimizers import OPTIMIZERS
 from torch_thor.training.recipe import load_recipe, recipe_yaml
+from torch_thor.training.saving import Checkpoints, StopSignal, restore
 
 STEPS_PER_EPOCH = 6
 

@@ -16,11 +16,12 @@ from rich.progress import (
 )
 
 from torch_thor.training import checkpoint
-from torch_thor.training.callbacks import Bar, Checkpoints, MetricsFile, StopSignal, TensorBoard, restore
+from torch_thor.training.callbacks import Bar, TensorBoard
 from torch_thor.training.data import DataBundle, load_data
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.evaluation import Score, evaluate
 from torch_thor.training.loop import Run, resolve_device, train
+from torch_thor.training.metrics import MetricsFile
 from torch_thor.training.models import build_model
 from torch_thor.training.optimizers import build_optimizer
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
@@ -33,6 +34,7 @@ from torch_thor.training.report import (
     summary_table,
 )
 from torch_thor.training.runfolder import CURVES_FILE, SUMMARY_FILE, RunFolder
+from torch_thor.training.saving import Checkpoints, StopSignal, restore
 
 
 def run_recipe(
@@ -87,8 +89,8 @@ def new_run(recipe: Recipe, optimizer: str, data: DataBundle) -> Run:
     """
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, data.channels, data.classes)
-    # channels_last halves the step of a small ResNet on a CPU, for every optimizer alike
-    model = model.to(data.train_images.device, memory_format=torch.channels_last)
+    # convolutions are faster in channels_last, on a CPU too, and for every optimizer alike
+    model = model.to(data.train_images.device).to(memory_format=torch.channels_last)
     return Run(model, build_optimizer(optimizer, model, recipe.optimizers[optimizer]), data, recipe)
 
 

@@ -1,0 +1,89 @@
+"""`metrics.jsonl`: a line for each step and each evaluation."""
+
+import json
+import os
+from pathlib import Path
+from typing import TextIO
+
+from torch_thor.training.errors import UserError
+from torch_thor.training.loop import Callback, Run
+from torch_thor.training.record import EvalPoint, Record, StepPoint, from_lines, to_line
+
+
+class MetricsFile(Callback):
+    """Writes `metrics.jsonl`: a line for each step and each evaluation.
+
+    A resumed run first drops the lines that are newer than its checkpoint.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def before_training(self, run: Run) -> None:
+        """Write what the run already knows, then stand ready to append.
+
+        Args:
+            run: The training.
+        """
+        points: list[StepPoint | EvalPoint] = [*run.record.steps, *run.record.evaluations]
+        points.sort(key=lambda point: (point.step, isinstance(point, EvalPoint)))
+        temporary = self.path.with_suffix(".writing")
+        temporary.write_text("".join(json.dumps(to_line(point)) + "\n" for point in points), encoding="utf-8")
+        temporary.rename(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def after_step(self, run: Run, point: StepPoint) -> None:
+        """Write the step.
+
+        Args:
+            run: The training.
+            point: What the step measured.
+        """
+        self._write(point)
+
+    def after_evaluation(self, run: Run, point: EvalPoint) -> None:
+        """Write the evaluation.
+
+        Args:
+            run: The training.
+            point: What the evaluation measured.
+        """
+        self._write(point)
+
+    def sync(self) -> None:
+        """Flush to the disk: a checkpoint must never know more steps than this file."""
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, point: StepPoint | EvalPoint) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(to_line(point)) + "\n")
+
+
+def read_metrics(path: Path) -> Record:
+    """Read `metrics.jsonl`.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its record; a last line that a killed run left unfinished is not in it.
+
+    Raises:
+        UserError: If the file is missing, or a line in the middle is no metrics line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is unfinished
+        return from_lines([json.loads(line) for line in lines])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): start again with --overwrite or --out") from error
