@@ -1,0 +1,97 @@
+"""Step time of THOR over SGD's, side by side in one run: ordinary steps, and steps that refresh every layer.
+
+    python benchmarks/step_time.py                    # ResNet-50, 224 pixels, batch 8
+    python benchmarks/step_time.py --rounds 5 --out /tmp/step_time.json
+
+The three trainings (SGD; THOR between refreshes; THOR refreshing all layers in every step) take turns step by step, so
+that a machine whose speed drifts slows them alike; the figure is the median of the ratios within a round.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torchvision
+from machine import describe
+from torch import nn
+from torch.nn import functional
+
+from torch_thor import THOR
+
+RESULT = Path(__file__).parent / "results" / "step_time.json"
+NEVER = 10**9
+
+
+def optimizers(split_dim: int | None) -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
+    """Return the trainings that take turns.
+
+    Args:
+        split_dim: THOR's block size.
+
+    Returns:
+        Builders by name.
+    """
+    return {
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9, weight_decay=5e-4),
+        "thor ordinary": lambda model: THOR(
+            model, lr=1e-5, weight_decay=5e-4, split_dim=split_dim, update_interval=NEVER
+        ),
+        "thor refresh": lambda model: THOR(
+            model, lr=1e-5, weight_decay=5e-4, split_dim=split_dim, update_interval=1, trace_thresholds=(0.0, 0.0)
+        ),
+    }
+
+
+def main() -> None:
+    """Time the steps, print a table and write the raw seconds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50", help="any torchvision model")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--pixels", type=int, default=224)
+    parser.add_argument("--split-dim", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    images = torch.randn(options.batch, 3, options.pixels, options.pixels)
+    labels = torch.randint(0, 1000, (options.batch,))
+    trainings = {}
+    for name, build in optimizers(options.split_dim).items():
+        model = torchvision.models.get_model(options.model)
+        trainings[name] = (model, build(model))
+    seconds: dict[str, list[float]] = {name: [] for name in trainings}
+    for turn in range(options.rounds + 1):
+        for name, (model, optimizer) in trainings.items():
+            started = time.perf_counter()
+            functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if turn:  # the first is a warm-up, and a refresh for both
+                seconds[name].append(time.perf_counter() - started)
+    refreshes = {name: min(c.refreshes for c in o.curvature.values()) for name, (_, o) in trainings.items() if name != "sgd"}
+    assert refreshes == {"thor ordinary": 1, "thor refresh": options.rounds + 1}, refreshes
+
+    ratios = {
+        name: statistics.median(t / s for t, s in zip(times, seconds["sgd"], strict=True))
+        for name, times in seconds.items()
+    }
+    print(f"{options.model}, {options.pixels} pixels, batch {options.batch}, {options.rounds} rounds")
+    for name, times in seconds.items():
+        print(f"  {name:<14} median {statistics.median(times):7.3f} s   {ratios[name]:5.3f} x SGD's step")
+    result = {
+        "machine": describe(),
+        "settings": {key: value for key, value in vars(options).items() if key != "out"},
+        "ratio_to_sgd": ratios,
+        "seconds": seconds,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
