@@ -208,6 +208,25 @@ def test_skipped_step_leaves_no_trace(bad, with_scaler):
     assert_same_bits(weights(model), weights(twin))
 
 
+@pytest.mark.parametrize("with_scaler", [False, True])
+def test_skipped_step_drops_its_statistics(with_scaler):
+    """Also where the loop zeroes the gradients by itself and tells the optimizer nothing."""
+    model, optimizer, twin, plain = pair(update_interval=1)
+    scaler = scaler_of()
+    if with_scaler:
+        optimizer.grad_scaler = scaler
+    x, labels = STREAM[0]
+    scaler.scale(cross_entropy(labels)(model(x))).backward()
+    model[4].bias.grad[0] = torch.inf  # the rows are sound, the gradient is not
+    scaler.step(optimizer)
+    scaler.update()
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    scaled_step(model, optimizer, scaler, *STREAM[1])
+    train(twin, plain, [STREAM[1]])
+    assert_same_bits(weights(model), weights(twin))
+
+
 @pytest.mark.parametrize("attached", ["argument", "attribute"])
 def test_clipping_after_unscale(attached):
     """The usual recipe: unscale, clip the norm, step."""

@@ -76,6 +76,25 @@ def test_nonfinite_gradient_skipped_and_counted(bad):
     assert_same_bits(weights(model), weights(twin))
 
 
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_refused_step_drops_its_statistics(nonfinite):
+    """Also where the loop zeroes the gradients by itself and tells the optimizer nothing."""
+    model, twin = model_and_twin()
+    optimizer, other = THOR(model, nonfinite=nonfinite), THOR(twin)
+    cross_entropy(STREAM[0][1])(model(STREAM[0][0])).backward()
+    spoil(model, torch.nan)
+    if nonfinite == "skip":
+        optimizer.step()
+    else:
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    train(model, optimizer, STREAM[1:3])
+    train(twin, other, STREAM[1:3])
+    assert_same_bits(weights(model), weights(twin))
+
+
 def test_nonfinite_gradient_of_a_plain_parameter():
     model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
     optimizer = THOR(model)

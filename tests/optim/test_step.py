@@ -326,6 +326,28 @@ def test_bias_in_another_group_than_its_weight():
         assert_same_weights(model, reference, step)
 
 
+def test_clip_takes_all_groups_together():
+    """One step, one ν: the sum runs over all groups, each with its own learning rate."""
+    model = mlp()
+    biases = {f"{i}.bias": {"lr": 0.5} for i in (0, 2, 4)}
+    reference = ReferenceTHOR(model, groups=biases, kl_clip=1e-2, momentum=0.0)
+    optimizer = THOR(
+        [
+            {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.5},
+            {"params": [p for p in model.parameters() if p.ndim == 2]},
+        ],
+        model=model,
+        kl_clip=1e-2,
+        momentum=0.0,
+    )
+    for step, (x, loss) in enumerate(labelled(4)):
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+
+
 def test_lr_and_damping_scheduled_by_hand():
     """Both are read from the group at every step; damping matters when the layer refreshes."""
     model = mlp()
@@ -479,14 +501,15 @@ def test_evaluation_and_unused_forwards_leave_no_trace():
             assert torch.equal(one, other)
 
 
-def test_zero_grad_discards_what_was_gathered():
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_discards_what_was_gathered(set_to_none):
     """A backward whose gradients are thrown away must not count."""
     model, fresh = mlp(), mlp()
     fresh.load_state_dict(model.state_dict())
     optimizers = THOR(model), THOR(fresh)
     [(x, labels), (other_x, other_labels)] = batches(2)
     cross_entropy(other_labels)(model(10 * other_x)).backward()
-    optimizers[0].zero_grad()
+    optimizers[0].zero_grad(set_to_none=set_to_none)
     for one in (model, fresh):
         cross_entropy(labels)(one(x)).backward()
     for optimizer in optimizers:
