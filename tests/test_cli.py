@@ -98,6 +98,16 @@ def test_train_compares_and_writes_everything(run, tmp_path):
     assert summary[1]["refresh_step_seconds"] is None
 
 
+def test_threads_are_the_recipes_while_it_trains(run, monkeypatch):
+    seen = []
+    really = torch.optim.SGD.step
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda me: seen.append(torch.get_num_threads()) or really(me))
+    before = torch.get_num_threads()
+    assert run(*QUICK, "threads=2")[0] == 0
+    assert set(seen) == {2}
+    assert torch.get_num_threads() == before
+
+
 def test_eval_prints_what_training_measured(run, tmp_path):
     run(*QUICK)
     final = json.loads((tmp_path / "runs/digits/summary.json").read_text())[0]

@@ -68,6 +68,7 @@ def test_one_optimizer_by_name():
         ("eval_interval=0", "eval_interval=0"),
         ("checkpoint_interval=0", "checkpoint_interval=0"),
         ("keep_checkpoints=0", "keep_checkpoints=0"),
+        ("threads=0", "threads=0"),
         ("targets=[95]", r"targets=\[95\.0\] must lie in"),
         ("model=resnet51", "model=resnet51 is no network"),
         ("data.name=mnist", r"data\.name=mnist is no data set"),

@@ -1,7 +1,8 @@
 """A recipe from beginning to end: train each optimizer in turn, then report."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -67,13 +68,27 @@ def run_recipe(
         TextColumn("{task.fields[accuracy]}"),
     )
     summaries = []
-    with StopSignal().listening() as stop, Progress(*columns, console=console) as progress:
+    with (
+        _threads(recipe.threads),
+        StopSignal().listening() as stop,
+        Progress(*columns, console=console) as progress,
+    ):
         tasks = [progress.add_task(name, start=False, total=None, loss="", accuracy="") for name in recipe.optimizer]
         for name, task in zip(recipe.optimizer, tasks, strict=True):
             bar = Bar(progress, task)
             summaries.append(_train_one(recipe, name, data, folder, bar, stop, progress.console.print))
     _report(recipe, folder, summaries, console)
     return summaries
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def new_run(recipe: Recipe, optimizer: str, data: DataBundle) -> Run:

@@ -37,6 +37,8 @@ class Recipe(Plan):
         targets: Top-1 accuracies (in (0, 1]) that the final table counts steps and seconds to.
         checkpoint_interval: Steps between checkpoints; `None` is one epoch. The last step is always saved.
         keep_checkpoints: Newest checkpoints to keep.
+        threads: CPU threads; `None` leaves torch's choice. A tiny network is fastest with one, above all where other
+            programs want the cores too; and a resumed run is the same bit for bit only with the same number.
     """
 
     name: str = "unnamed"
@@ -48,9 +50,14 @@ class Recipe(Plan):
     targets: tuple[float, ...] = ()
     checkpoint_interval: int | None = None
     keep_checkpoints: int = 2
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            self.threads is None or self.threads >= 1,
+            f"threads={self.threads} must be 1 or more; null leaves torch's choice",
+        )
         require(self.model in MODELS, f"model={self.model} is no network: use one of {', '.join(MODELS)}")
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
         for name in (*self.optimizer, *self.optimizers):
