@@ -133,6 +133,8 @@ class Conv2dKind:
         height, width = (self._output_size(x, d) for d in (0, 1))
         for piece in _pieces(x, self.groups * self.inputs * height * width * dtype.itemsize):
             padded = piece.to(dtype)
+            if self.kernel != (1, 1):  # windows of a channels_last image would be gathered number by number
+                padded = padded.contiguous()
             if any(self.padding):
                 padded = F.pad(padded, self.padding, mode=self.padding_mode)
             # A view of every patch (channel, kernel row, kernel column, image, output row, output column), which
