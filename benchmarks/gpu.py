@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torchvision
-from machine import describe
-from reference import ReferenceTHOR
 from torch import nn
 from torch.nn import functional
 
+from machine import describe
+from reference import ReferenceTHOR
 from torch_thor import THOR
 
 BUDGET = 540.0  # seconds, of which compiling may take most

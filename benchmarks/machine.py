@@ -42,5 +42,7 @@ def _processor() -> str:
 
 def _commit() -> str:
     root = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import torchvision
-from machine import describe
 from torch import nn
 from torch.nn import functional
 
+from machine import describe
 from torch_thor import THOR
 
 RESULT = Path(__file__).parent / "results" / "step_time.json"
@@ -73,7 +73,9 @@ def main() -> None:
             optimizer.zero_grad()
             if turn:  # the first is a warm-up, and a refresh for both
                 seconds[name].append(time.perf_counter() - started)
-    refreshes = {name: min(c.refreshes for c in o.curvature.values()) for name, (_, o) in trainings.items() if name != "sgd"}
+    refreshes = {
+        name: min(c.refreshes for c in o.curvature.values()) for name, (_, o) in trainings.items() if name != "sgd"
+    }
     assert refreshes == {"thor ordinary": 1, "thor refresh": options.rounds + 1}, refreshes
 
     ratios = {

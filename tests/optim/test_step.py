@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from reference import ReferenceTHOR, by_stages
-from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp, train, weights
+from tiny import CONVOLUTIONS, assert_same_bits, batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
 
@@ -173,6 +173,17 @@ def test_loss_terms_given():
     """A mean over 3 × 4 tokens."""
     stream = [(torch.randn(3, 4, 5).double(), cross_entropy(torch.randint(3, (3, 4)))) for _ in range(5)]
     compare(mlp(), stream, update_interval=2, loss_terms=12)
+
+
+def test_loss_terms_counted_as_a_tensor():
+    """`mask.sum()` is how tokens are counted."""
+    models = mlp(), mlp()
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = THOR(models[0], loss_terms=12), THOR(models[1], loss_terms=lambda: torch.ones(12).bool().sum())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, batches(3))
+    assert_same_bits(weights(models[0]), weights(models[1]))
+    assert optimizers[0].curvature["0"].rows_per_term != 1.0, "the default would do the same"
 
 
 def test_plain_parameters_among_preconditioned_ones():

@@ -138,9 +138,11 @@ class Capture:
             self._parents[current] = outer
         while current in self._parents:
             current = self._parents[current]
-        if current not in self._terms and layer.rows and layer.weight.grad is None:
-            # the gradients of the passes before were dropped without a step, and not by optimizer.zero_grad()
-            self.discard()
+        if current not in self._terms and layer.rows:
+            # A second pass before the step. Were the gradients of the first one dropped, without optimizer.zero_grad()?
+            gradient = layer.weight.grad
+            if gradient is None or not bool(gradient.any()):
+                self.discard()
         first = self._terms.get(current)
         if first is None or order < first[0]:
             self._terms[current] = (order, terms)

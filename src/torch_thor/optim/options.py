@@ -116,15 +116,16 @@ def check_loss_terms(value: Any) -> int:
     """Check a number of loss terms, given by the user or by the user's callable.
 
     Args:
-        value: the number.
+        value: the number; a one-element integer tensor will do, as ``mask.sum()`` gives it.
 
     Returns:
         The number.
     """
+    is_count = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
     _require(
         "loss_terms",
         value,
-        _whole(value) and value >= 1,
+        (is_count or _whole(value)) and value >= 1,
         "a whole number ≥ 1, the terms that the loss of one step averages over",
         "None takes the leading dimension of the batch",
     )

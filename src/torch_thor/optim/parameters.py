@@ -82,7 +82,15 @@ class ParameterIndex:
 
         Returns:
             The group.
+
+        Raises:
+            RuntimeError: it stands in none: a module's parameter was replaced behind the optimizer's back.
         """
+        if id(parameter) not in self._groups:
+            raise RuntimeError(
+                f"parameter {self.name(parameter)!r} is in none of the optimizer's parameter groups: it was replaced "
+                f"after THOR was made; make THOR after that, or assign to parameter.data instead"
+            )
         return self._groups[id(parameter)]
 
     def role(self, parameter: Tensor) -> tuple[LayerCurvature | None, bool]:

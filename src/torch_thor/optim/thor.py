@@ -27,7 +27,7 @@ from torch_thor.optim.parameters import ParameterIndex, with_gradient
 from torch_thor.optim.update import update
 
 DecayFilter = Callable[[str, nn.Parameter], bool]
-LossTerms = int | Callable[[], int] | None
+LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
 # What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
 _COPIED = (
