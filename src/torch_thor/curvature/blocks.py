@@ -161,22 +161,26 @@ class BlockDiagonal:
             return product
         return torch.cat([product, torch.bmm(self.tail, matrix[:, layout.covered :])], dim=1)
 
-    def add_right_product_(self, matrix: Tensor, scale: float, into: Tensor) -> None:
-        """Add ``scale * matrix @ self`` to ``into``: scaling, putting in order and adding are one pass.
+    def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
+        """``into ← decay * into + scale * matrix @ self``; beside the product itself, one pass over ``into``.
 
         Args:
             matrix: ``(groups, m, n)``.
             scale: a number.
             into: ``(groups, m, n)``, changed in place.
+            decay: a number.
         """
         layout, rows = self.layout, matrix.shape[1]
         cut = (layout.full_blocks, layout.block)
         head = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
-        product = torch.bmm(head.reshape(-1, rows, layout.block), self.blocks)
+        product = _scaled_bmm(head.reshape(-1, rows, layout.block), self.blocks, scale)
         product = product.view(layout.groups, layout.full_blocks, rows, layout.block).transpose(1, 2)
-        into[..., : layout.covered].unflatten(-1, cut).add_(product, alpha=scale)
+        target = into[..., : layout.covered].unflatten(-1, cut)
+        torch.add(product, target, alpha=decay, out=target)
         if self.tail is not None:
-            into[..., layout.covered :].add_(torch.bmm(matrix[..., layout.covered :], self.tail), alpha=scale)
+            target = into[..., layout.covered :]
+            product = _scaled_bmm(matrix[..., layout.covered :], self.tail, scale)
+            torch.add(product, target, alpha=decay, out=target)
 
     def dense(self) -> list[Tensor]:
         """Return the full matrices, zeros between the blocks.
@@ -187,3 +191,8 @@ class BlockDiagonal:
         per_group = self.blocks.unflatten(0, (self.layout.groups, self.layout.full_blocks))
         tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]
         return [torch.block_diag(*blocks, *tail) for blocks, tail in zip(per_group, tails, strict=True)]
+
+
+def _scaled_bmm(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    # beta=0: the first argument is not read, its shape has to broadcast; the scale costs nothing in the product
+    return torch.baddbmm(right[:1, :1, :1], left, right, beta=0, alpha=scale)

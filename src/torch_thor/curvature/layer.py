@@ -253,35 +253,38 @@ class LayerCurvature:
         self.state["refreshes"] = self.refreshes + 1
 
     @torch.no_grad()
-    def add_natural_gradient_(self, gradient: Tensor, into: Tensor) -> None:
-        """Add ``(1/T) · G_d⁻¹ ∇W A_d⁻¹`` to a tensor, most often the momentum.
+    def accumulate_natural_gradient_(self, gradient: Tensor, into: Tensor, decay: float) -> None:
+        """``into ← decay * into + (1/T) · G_d⁻¹ ∇W A_d⁻¹``: with the momentum and μ, the momentum's whole step.
 
         Args:
             gradient: of the weight's shape.
             into: of the weight's shape, in the factors' dtype; changed in place.
+            decay: a number.
         """
         a_inverse, g_inverse = self.matrix("A_inverse"), self.matrix("G_inverse")
         shape = (self.kind.groups, self.kind.outputs, self.kind.inputs)
         direct = into.is_contiguous()  # else channels_last, where rows of W.flatten(1) are no view
-        target = into.view(shape) if direct else into.new_zeros(shape)
+        target = into.view(shape) if direct else into.reshape(shape)
         with ieee_float32(gradient.device.type):
             left = g_inverse.left_multiply(gradient.to(a_inverse.blocks.dtype).reshape(shape))
-            a_inverse.add_right_product_(left, 1.0 / self.rows_per_term, target)
+            a_inverse.accumulate_right_product_(left, 1.0 / self.rows_per_term, target, decay)
         if not direct:
-            into.add_(target.view(into.shape))
+            into.copy_(target.view(into.shape))
 
     @torch.no_grad()
-    def add_natural_bias_gradient_(self, gradient: Tensor, into: Tensor) -> None:
-        """Add ``(1/T) · G_d⁻¹ ∇b``: the bias sees the constant input 1, so its A is the number 1.
+    def accumulate_natural_bias_gradient_(self, gradient: Tensor, into: Tensor, decay: float) -> None:
+        """``into ← decay * into + (1/T) · G_d⁻¹ ∇b``: the bias sees the constant input 1, so its A is the number 1.
 
         Args:
             gradient: ``(d_out,)``.
             into: of the same shape, in the factors' dtype; changed in place.
+            decay: a number.
         """
         g_inverse = self.matrix("G_inverse")
         column = gradient.to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
         with ieee_float32(gradient.device.type):
-            into.add_(g_inverse.left_multiply(column).reshape(into.shape), alpha=1.0 / self.rows_per_term)
+            solved = g_inverse.left_multiply(column).reshape(into.shape)
+        into.mul_(decay).add_(solved, alpha=1.0 / self.rows_per_term)
 
     def trace_of_fisher(self, factors: tuple[Tensor, Tensor], damping: float) -> float:
         """Return tr(A ⊗ G + λI), summed over groups.

@@ -3,7 +3,7 @@
 What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded as that rounds it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,19 @@ class Part:
         """The gradients, in order."""
         return [p.grad for p in self.params if p.grad is not None]
 
+    def pieces(self) -> Iterator["Part"]:
+        """Yield what to update in one go.
+
+        Yields:
+            On a CPU one parameter, while its momentum is in cache; elsewhere all, for few launches.
+        """
+        if any(p.device.type != "cpu" for p in self.params):
+            yield self
+            return
+        for i in range(len(self.params)):
+            one = slice(i, i + 1)
+            yield Part(self.group, self.params[one], self.decaying[one], self.buffers[one], self.layers[one])
+
 
 def update(
     groups: list[Group],
@@ -66,7 +79,7 @@ def update(
             _update_in_place(natural)
             continue
         directions = [torch.zeros_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
-        _add_natural_gradients_(natural, directions)
+        _accumulate_natural_gradients_(natural, directions, 0.0)
         _add_weight_decay_(natural, directions)
         if group["kl_clip"] is None:
             _momentum_step(natural, directions)
@@ -106,20 +119,21 @@ def _update_plain(part: Part) -> None:
     _momentum_step(part, directions)
 
 
-def _update_in_place(part: Part) -> None:
-    """``v ← μ v + d`` with d added block by block: directions of their own would be one more pass over the model."""
-    torch._foreach_mul_(part.buffers, float(part.group["momentum"]))
-    _add_natural_gradients_(part, part.buffers)
-    _add_weight_decay_(part, part.buffers)
-    torch._foreach_add_(list[Tensor](part.params), part.buffers, alpha=-float(part.group["lr"]))
+def _update_in_place(natural: Part) -> None:
+    """``v ← μ v + d`` with d added block by block, never formed: it would be three more passes over the model."""
+    momentum, lr = float(natural.group["momentum"]), float(natural.group["lr"])
+    for part in natural.pieces():
+        _accumulate_natural_gradients_(part, part.buffers, momentum)
+        _add_weight_decay_(part, part.buffers)
+        torch._foreach_add_(list[Tensor](part.params), part.buffers, alpha=-lr)
 
 
-def _add_natural_gradients_(part: Part, into: list[Tensor]) -> None:
+def _accumulate_natural_gradients_(part: Part, into: list[Tensor], decay: float) -> None:
     for (layer, is_weight), gradient, target in zip(part.layers, part.gradients, into, strict=True):
         if is_weight:
-            layer.add_natural_gradient_(gradient, target)
+            layer.accumulate_natural_gradient_(gradient, target, decay)
         else:
-            layer.add_natural_bias_gradient_(gradient, target)
+            layer.accumulate_natural_bias_gradient_(gradient, target, decay)
 
 
 def _add_weight_decay_(part: Part, directions: list[Tensor]) -> None:
