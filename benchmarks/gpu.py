@@ -56,7 +56,7 @@ def check_oracle(device: torch.device) -> dict[str, float]:
             optimizer.zero_grad()
         wanted = dict(reference.model.named_parameters())
         error = max(
-            float((p.detach().cpu().double() - wanted[name]).norm() / wanted[name].norm())
+            float((p.detach().cpu().double() - wanted[name].detach()).norm() / wanted[name].detach().norm())
             for name, p in fast.named_parameters()
         )
         assert error < limit, f"{dtype}: relative error {error:.1e} is above {limit}"
