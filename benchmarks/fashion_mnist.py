@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "fashion_mnist"
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "fashion_mnist.png"
 GRIDS = {
     "sgd": [0.025, 0.05, 0.1, 0.2, 0.4],
     "adamw": [0.001, 0.002, 0.004, 0.008, 0.016],
@@ -191,11 +192,45 @@ def table() -> str:
     return text
 
 
+def draw(path: Path) -> None:
+    """Draw accuracy and loss against steps, the median over seeds with the range behind it.
+
+    Args:
+        path: a PNG file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for optimizer in sorted(GRIDS, key=["thor", "sgd", "muon", "adamw"].index):
+        runs = [load(optimizer, best_lr(optimizer), seed) for seed in SEEDS]
+        steps = [step for step, _, _ in runs[0]["evaluations"]]
+        columns = list(zip(*([top1 for _, top1, _ in run["evaluations"]] for run in runs), strict=True))
+        (line,) = left.plot(steps, [statistics.median(c) for c in columns], label=optimizer)
+        left.fill_between(
+            steps, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2
+        )
+        losses = [statistics.fmean(values) for values in zip(*(run["loss"] for run in runs), strict=True)]
+        window = 25
+        smooth = [statistics.fmean(losses[max(0, i - window) : i + 1]) for i in range(len(losses))]
+        right.plot(range(1, len(smooth) + 1), smooth, color=line.get_color(), label=optimizer)
+    target = statistics.median(final(load("sgd", best_lr("sgd"), seed)) for seed in SEEDS)
+    left.axhline(target, color="grey", linewidth=0.8, linestyle="--")
+    left.set(xlabel="step", ylabel="test accuracy", ylim=(0.78, 0.93), title="Fashion-MNIST, small ResNet, batch 128")
+    left.legend(loc="lower right")
+    right.set(xlabel="step", ylabel=f"training loss, mean of {window} steps", yscale="log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
-    """Run what is missing and print the table."""
+    """Run what is missing, print the table and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the table from the raw data")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at a time, one thread each")
+    parser.add_argument("--plot", type=Path, default=PICTURE, help="where the curves go")
     parser.add_argument("--one", nargs=3, metavar=("OPTIMIZER", "LR", "SEED"), help="train once (used by this script)")
     options = parser.parse_args()
     if options.one:
@@ -205,6 +240,7 @@ def main() -> None:
         complete([(o, lr, TUNING_SEED) for o, grid in GRIDS.items() for lr in grid], options.workers)
         complete([(o, best_lr(o), seed) for o in GRIDS for seed in SEEDS], options.workers)
     print(table())
+    draw(options.plot)
 
 
 if __name__ == "__main__":

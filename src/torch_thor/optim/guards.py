@@ -1,5 +1,6 @@
 """What a step asks of its gradients before it touches anything: are they finite, dense, and scaled by how much?"""
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +70,7 @@ class LossScale:
     GradScaler hands an optimizer that sets ``_step_supports_amp_scaling`` two tensors as attributes, ``grad_scale`` and
     ``found_inf``, in the place of unscaling and skipping itself: the only way to learn the scale of the captured output
     gradients from a plain ``scaler.step(optimizer)``. Where the user has called ``scaler.unscale_`` it hands over no
-    scale, and the scaler itself is needed.
+    scale, and the scaler itself is asked.
 
     Args:
         optimizer: where GradScaler puts its attributes.
@@ -94,15 +95,34 @@ class LossScale:
             The scale, 1 without a scaler.
 
         Raises:
-            RuntimeError: the gradients were unscaled beforehand, and there is no scaler to ask.
+            RuntimeError: the gradients were unscaled beforehand, and there is no scaler to ask (one that is not torch's).
         """
         if self._scaler is not None:
             return float(self._scaler.get_scale())
         if self.of_gradients is not None:
             return float(self.of_gradients)
         if self._in_use:
+            scaler = _calling_scaler()
+            if scaler is not None:
+                return float(scaler.get_scale())
             raise RuntimeError(
-                "scaler.unscale_(optimizer) was called, so THOR cannot learn the loss scale of the statistics that it "
-                "captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler"
+                "gradients were unscaled before step(), by a scaler that THOR cannot ask for the scale of the statistics "
+                "that it captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler"
             )
         return 1.0
+
+
+def _calling_scaler() -> torch.amp.GradScaler | None:
+    """Return the GradScaler in whose ``step`` we are.
+
+    After ``scaler.unscale_(optimizer)`` GradScaler hands over its verdict and no scale (torch 2.9 to 2.15), nor itself,
+    but for a keyword that it deprecates. It is on the call stack all the same, and asking it there spares everybody who
+    clips gradients an argument that no other optimizer wants.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler):
+            return caller
+        frame = frame.f_back
+    return None
