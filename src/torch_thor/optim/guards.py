@@ -95,7 +95,7 @@ class LossScale:
             The scale, 1 without a scaler.
 
         Raises:
-            RuntimeError: the gradients were unscaled beforehand, and there is no scaler to ask (one that is not torch's).
+            RuntimeError: the gradients were unscaled beforehand, by something that is not torch's GradScaler.
         """
         if self._scaler is not None:
             return float(self._scaler.get_scale())
@@ -106,8 +106,8 @@ class LossScale:
             if scaler is not None:
                 return float(scaler.get_scale())
             raise RuntimeError(
-                "gradients were unscaled before step(), by a scaler that THOR cannot ask for the scale of the statistics "
-                "that it captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler"
+                "gradients were unscaled before step(), by a scaler that THOR cannot ask for the scale of the "
+                "statistics that it captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler"
             )
         return 1.0
 

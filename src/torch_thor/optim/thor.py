@@ -82,7 +82,7 @@ class THOR(torch.optim.Optimizer):
         nonfinite: what a NaN or inf in a gradient does: ``"raise"`` FloatingPointError, or ``"skip"`` the step and
             count it in ``skipped_steps``. Either way nothing has changed.
         grad_scaler: the gradient scaler, needed only where it is not a ``torch.amp.GradScaler`` and gradients are
-            unscaled before ``scaler.step(optimizer)``: else THOR learns by itself by how much what it captures is scaled.
+            unscaled before ``scaler.step(optimizer)``: else THOR finds out by itself how what it captures is scaled.
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, or nothing can be preconditioned.
