@@ -26,10 +26,10 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "fashion_mnist"
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "fashion_mnist.png"
 GRIDS = {
-    "sgd": [0.025, 0.05, 0.1, 0.2, 0.4],
-    "adamw": [0.001, 0.002, 0.004, 0.008, 0.016],
-    "muon": [0.0025, 0.005, 0.01, 0.02, 0.04],
     "thor": [0.0125, 0.025, 0.05, 0.1, 0.2],
+    "sgd": [0.025, 0.05, 0.1, 0.2, 0.4],
+    "muon": [0.0025, 0.005, 0.01, 0.02, 0.04],
+    "adamw": [0.001, 0.002, 0.004, 0.008, 0.016],
 }
 TUNING_SEED = 10
 SEEDS = (0, 1, 2)
@@ -204,7 +204,7 @@ def draw(path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for optimizer in sorted(GRIDS, key=["thor", "sgd", "muon", "adamw"].index):
+    for optimizer in GRIDS:
         runs = [load(optimizer, best_lr(optimizer), seed) for seed in SEEDS]
         steps = [step for step, _, _ in runs[0]["evaluations"]]
         columns = list(zip(*([top1 for _, top1, _ in run["evaluations"]] for run in runs), strict=True))

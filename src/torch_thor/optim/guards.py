@@ -107,7 +107,7 @@ class LossScale:
                 return float(scaler.get_scale())
             raise RuntimeError(
                 "gradients were unscaled before step(), by a scaler that THOR cannot ask for the scale of the "
-                "statistics that it captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler"
+                "statistics that it captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler"
             )
         return 1.0
 
