@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from reference import ReferenceTHOR
@@ -315,9 +316,8 @@ def test_decay_filter_sees_name_and_parameter():
 
 def test_accelerate():
     """The wrapper of Accelerate around model, optimizer and scheduler."""
-    accelerate = pytest.importorskip("accelerate")
     model, optimizer, twin, other = twins(update_interval=2)
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True)
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     for batch in batches(4):
         x, labels = batch
