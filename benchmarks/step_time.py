@@ -1,7 +1,7 @@
 """Step time of THOR over SGD's, side by side in one run: ordinary steps, and steps that refresh every layer.
 
     python benchmarks/step_time.py                    # ResNet-50, 224 pixels, batch 8
-    python benchmarks/step_time.py --rounds 5 --out /tmp/step_time.json
+    python benchmarks/step_time.py --model small-resnet --pixels 28 --batch 128    # that of fashion_mnist.py
 
 The three trainings (SGD; THOR between refreshes; THOR refreshing all layers in every step) take turns step by step, so
 that a machine whose speed drifts slows them alike; the figure is the median of the ratios within a round.
@@ -21,8 +21,10 @@ from torch.nn import functional
 
 from machine import describe
 from torch_thor import THOR
+from torch_thor.training.models import build_model
 
-RESULT = Path(__file__).parent / "results" / "step_time.json"
+RESULTS = Path(__file__).parent / "results"
+SMALL = "small-resnet"
 NEVER = 10**9
 
 
@@ -49,20 +51,25 @@ def optimizers(split_dim: int | None) -> dict[str, Callable[[nn.Module], torch.o
 def main() -> None:
     """Time the steps, print a table and write the raw seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="resnet50", help="any torchvision model")
+    parser.add_argument("--model", default="resnet50", help=f"any torchvision model, or {SMALL}")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--pixels", type=int, default=224)
     parser.add_argument("--split-dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="default: results/step_time_MODEL.json")
     options = parser.parse_args()
+    out = options.out or RESULTS / f"step_time_{options.model}.json"
 
     torch.manual_seed(0)
-    images = torch.randn(options.batch, 3, options.pixels, options.pixels)
-    labels = torch.randint(0, 1000, (options.batch,))
+    channels, classes = (1, 10) if options.model == SMALL else (3, 1000)
+    images = torch.randn(options.batch, channels, options.pixels, options.pixels)
+    labels = torch.randint(0, classes, (options.batch,))
     trainings = {}
     for name, build in optimizers(options.split_dim).items():
-        model = torchvision.models.get_model(options.model)
+        if options.model == SMALL:
+            model = build_model(SMALL, channels, classes).to(memory_format=torch.channels_last)  # as the recipe has it
+        else:
+            model = torchvision.models.get_model(options.model)
         trainings[name] = (model, build(model))
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
     for turn in range(options.rounds + 1):
@@ -91,8 +98,8 @@ def main() -> None:
         "ratio_to_sgd": ratios,
         "seconds": seconds,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
