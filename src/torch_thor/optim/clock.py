@@ -6,11 +6,9 @@ kept here, and asked on each refresh for the interval to the next one.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from torch_thor.optim.options import check_interval
-
-Group = dict[str, Any]
+from torch_thor.optim.parameters import Group
 
 
 class RefreshClock:

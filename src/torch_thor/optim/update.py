@@ -5,16 +5,13 @@ What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded a
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.optim.parameters import ParameterIndex, with_gradient
-
-Group = dict[str, Any]
+from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
 
 
 @dataclass
