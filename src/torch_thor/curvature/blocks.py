@@ -162,7 +162,7 @@ class BlockDiagonal:
         return torch.cat([product, torch.bmm(self.tail, matrix[:, layout.covered :])], dim=1)
 
     def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
-        """``into ← decay * into + scale * matrix @ self``; beside the product itself, one pass over ``into``.
+        """``into ← decay * into + scale * matrix @ self``, the product never formed on its own.
 
         Args:
             matrix: ``(groups, m, n)``.
@@ -170,17 +170,18 @@ class BlockDiagonal:
             into: ``(groups, m, n)``, changed in place.
             decay: a number.
         """
-        layout, rows = self.layout, matrix.shape[1]
+        layout = self.layout
         cut = (layout.full_blocks, layout.block)
-        head = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
-        product = _scaled_bmm(head.reshape(-1, rows, layout.block), self.blocks, scale)
-        product = product.view(layout.groups, layout.full_blocks, rows, layout.block).transpose(1, 2)
-        target = into[..., : layout.covered].unflatten(-1, cut)
-        torch.add(product, target, alpha=decay, out=target)
+        heads = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
+        targets = into[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
+        blocks = self.blocks.unflatten(0, (layout.groups, layout.full_blocks))
+        if layout.full_blocks == 1:  # one batch over all groups; else their strides do not make one
+            heads, targets, blocks = heads.transpose(0, 1), targets.transpose(0, 1), blocks.transpose(0, 1)
+        for head, target, block in zip(heads, targets, blocks, strict=True):
+            target.baddbmm_(head, block, beta=decay, alpha=scale)
         if self.tail is not None:
             target = into[..., layout.covered :]
-            product = _scaled_bmm(matrix[..., layout.covered :], self.tail, scale)
-            torch.add(product, target, alpha=decay, out=target)
+            target.baddbmm_(matrix[..., layout.covered :], self.tail, beta=decay, alpha=scale)
 
     def dense(self) -> list[Tensor]:
         """Return the full matrices, zeros between the blocks.
@@ -192,7 +193,3 @@ class BlockDiagonal:
         tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]
         return [torch.block_diag(*blocks, *tail) for blocks, tail in zip(per_group, tails, strict=True)]
 
-
-def _scaled_bmm(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    # beta=0: the first argument is not read, its shape has to broadcast; the scale costs nothing in the product
-    return torch.baddbmm(right[:1, :1, :1], left, right, beta=0, alpha=scale)
