@@ -7,7 +7,8 @@ Layout used throughout: ``groups`` independent matrices of size ``n``, each cut 
 - ``tail``: ``(groups, r, r)``, or None
 - samples: ``(groups, n, rows)``, features first: the paper's row vectors ``a`` and ``g`` are its columns
 
-Only the blocks exist in memory; the full matrix is formed by :meth:`BlockDiagonal.dense` alone, for people.
+A diagonal matrix is one with blocks of size 1. Only the blocks exist in memory; the full matrix is formed by
+:meth:`BlockDiagonal.dense` alone, for people.
 """
 
 from dataclasses import dataclass
@@ -128,6 +129,9 @@ class BlockDiagonal:
             samples: ``(groups, n, rows)``, of the blocks' dtype and device.
         """
         layout = self.layout
+        if layout.block == 1:
+            self._diagonal().add_(samples.square().sum(-1))
+            return
         head = samples[:, : layout.covered].reshape(-1, layout.block, samples.shape[-1])
         self.blocks.baddbmm_(head, head.mT)
         if self.tail is not None:
@@ -155,6 +159,8 @@ class BlockDiagonal:
             ``(groups, n, m)``.
         """
         layout = self.layout
+        if layout.block == 1:
+            return self._diagonal()[..., None] * matrix
         head = matrix[:, : layout.covered].reshape(-1, layout.block, matrix.shape[-1])
         product = torch.bmm(self.blocks, head).view(layout.groups, layout.covered, -1)
         if self.tail is None:
@@ -171,6 +177,9 @@ class BlockDiagonal:
             decay: a number.
         """
         layout = self.layout
+        if layout.block == 1:
+            into.mul_(decay).addcmul_(matrix, self._diagonal()[:, None], value=scale)
+            return
         cut = (layout.full_blocks, layout.block)
         heads = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
         targets = into[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
@@ -182,6 +191,10 @@ class BlockDiagonal:
         if self.tail is not None:
             target = into[..., layout.covered :]
             target.baddbmm_(matrix[..., layout.covered :], self.tail, beta=decay, alpha=scale)
+
+    def _diagonal(self) -> Tensor:
+        """Return the numbers of a diagonal matrix (blocks of size 1), ``(groups, n)``: products are elementwise."""
+        return self.blocks.view(self.layout.groups, self.layout.size)
 
     def dense(self) -> list[Tensor]:
         """Return the full matrices, zeros between the blocks.

@@ -1,9 +1,8 @@
-"""Where rows come from: one forward hook a layer, and on refresh steps a hook on the layer's output.
+"""Where rows come from: on refresh steps a forward hook a layer, which hangs a hook on the gradient of its output.
 
-The forward hook tests one flag and leaves. Only where statistics are wanted does it hang a hook on the output's
-gradient, which gets both rows at once: so an evaluation pass, a pass whose loss is never differentiated, and the first
-of the two passes of activation checkpointing leave nothing behind, and the input is kept alive no longer than autograd
-keeps it anyway.
+Between refreshes there is no hook at all. On a refresh step the output's hook gets both rows at once: so an evaluation
+pass, a pass whose loss is never differentiated, and the first of the two passes of activation checkpointing leave
+nothing behind, and the input is kept alive no longer than autograd keeps it anyway.
 """
 
 import itertools
@@ -12,102 +11,89 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from torch_thor.curvature.eager import eager_window
+from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-
-
-def inert_hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Do nothing: what a copied or unpickled model has in the place of a hook, whose optimizer is not its own."""
-
-
-def _inert() -> Any:
-    return inert_hook
-
-
-class _ForwardHook:
-    """The flag test, and the door to :meth:`Capture.watch`."""
-
-    def __init__(self, capture: "Capture", layer: LayerCurvature) -> None:
-        # weak, so that a model does not keep alive an optimizer that its user has dropped
-        self._capture = weakref.ref(capture)
-        self._layer = weakref.ref(layer)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        layer = self._layer()
-        if layer is None or not (layer.armed or layer.counts) or not torch.is_grad_enabled():
-            return
-        capture = self._capture()
-        if capture is not None:
-            capture.watch(layer, args[0] if args else kwargs["input"], output)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return inert_hook
-
-    def __reduce__(self) -> Any:
-        return _inert, ()
+from torch_thor.curvature.sources import Source, remove
 
 
 class Capture:
     """Gathers the statistics of all layers, and counts the loss terms of the step.
 
     Args:
-        layers: the layers to watch.
+        sources: the modules whose calls give rows, and the layers they give them to.
     """
 
-    def __init__(self, layers: Sequence[LayerCurvature]) -> None:
-        self._layers = list(layers)
+    def __init__(self, sources: Sequence[Source] = ()) -> None:
+        self._sources = list(sources)
+        self._layers = list(dict.fromkeys(layer for source in sources for layer in source.layers))
         self._order = itertools.count()
         # backward pass -> (order of its first layer in the forward pass, leading dimension of that layer's input)
         self._terms: dict[int, tuple[int, int]] = {}
         self._parents: dict[int, int] = {}
         self._first: LayerCurvature | None = None  # the layer that the model's forward pass reaches first
-        self._handles: list[RemovableHandle] = []
-        for layer in self._layers:
-            _drop_inert_hooks(layer.module)
-            hook = _ForwardHook(self, layer)
-            self._handles.append(layer.module.register_forward_hook(hook, with_kwargs=True))
-        weakref.finalize(self, _remove, self._handles)
+        self.row_mask: Tensor | None = None
+        self.mask_taken = False  # whether some layer's rows have been of the shape of the mask
+        self.inside_transform: set[str] = set()  # layers that ran under torch.func, where no hook sees a gradient
+        for source in sources:
+            source.clean()
+        # handles alone: what a finalizer holds lives on, and a source leads to the optimizer
+        weakref.finalize(self, _remove, [source.handles for source in sources])
 
     @property
     def loss_terms(self) -> int:
         """N of the backward passes since the last :meth:`discard`: the leading dimension of each one's first layer."""
         return sum(count for _, count in self._terms.values())
 
-    def look_for_first(self) -> None:
-        """Have the loss terms counted where some layers want statistics and the first layer does not.
+    def attach(self) -> None:
+        """Put hooks where statistics are wanted, and take them off everywhere else.
 
-        The first layer's leading dimension stands for the whole model's, also when that layer has stopped or has an
-        interval of its own. To be called when layers were armed or disarmed.
+        Loss terms are counted where some layers want statistics and the first layer does not: its leading dimension
+        stands for the whole model's, also when it has stopped or has an interval of its own. To be called when layers
+        were armed or disarmed.
         """
-        wanted = any(layer.armed and layer.weight.requires_grad for layer in self._layers)
+        wanted = any(layer.armed for layer in self._layers)
         for layer in self._layers:
             layer.counts = wanted and self._first in (None, layer)
+        for source in self._sources:
+            source.attach(self, any(layer.armed or layer.counts for layer in source.layers))
+        eager_window.hold(self, wanted)
 
     def discard(self) -> None:
         """Forget what has been gathered, as a step that is not taken must."""
         self._terms.clear()
         self._parents.clear()
+        self.inside_transform.clear()
+        self.mask_taken = False
         for layer in self._layers:
             layer.forget()
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        _remove(self._handles)
+        _remove([source.handles for source in self._sources])
+        eager_window.hold(self, False)
 
-    def watch(self, layer: LayerCurvature, x: Tensor, output: Any) -> None:
+    def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
         """Gather a layer's rows when the gradient of its output arrives.
 
         Args:
-            layer: the layer that has just run.
+            layer: the layer.
+            kind: the geometry of the module that has just run.
             x: its input.
             output: its output.
         """
-        weight = layer.module.weight
-        if not (isinstance(output, Tensor) and output.requires_grad and isinstance(weight, Tensor)):
+        if not (layer.armed or layer.counts) or not torch.is_grad_enabled():
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self.inside_transform.add(layer.name)
+            return
+        if not (isinstance(output, Tensor) and output.requires_grad):
+            return
+        weight = getattr(layer.weight_piece.module, layer.weight_piece.attribute)
         if not weight.requires_grad:  # frozen
             return
         order = next(self._order)
@@ -115,6 +101,7 @@ class Capture:
         x = x.detach()  # shares storage and version counter
         version = x._version
         weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
+        mask = self.row_mask
 
         def on_gradient(g: Tensor) -> None:
             if not (layer.armed or layer.counts):
@@ -126,9 +113,11 @@ class Capture:
                     f"the input of layer {layer.name!r} was changed in place between forward and backward, so its "
                     f"statistics would be wrong; make the operation that follows the layer's input out of place"
                 )
-            self._count(layer, order, layer.kind.loss_terms(x), outer)
+            self._count(layer, order, kind.loss_terms(x), outer)
             if layer.armed:
-                layer.gather(x, g)
+                keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
+                self.mask_taken |= keep is not None
+                layer.gather(kind, x, g, keep)
 
         output.register_hook(on_gradient)
 
@@ -138,7 +127,7 @@ class Capture:
             self._parents[current] = outer
         while current in self._parents:
             current = self._parents[current]
-        if current not in self._terms and layer.rows:
+        if current not in self._terms and layer.seen:
             # A second pass before the step. Were the gradients of the first one dropped, without optimizer.zero_grad()?
             gradient = layer.weight.grad
             if gradient is None or not bool(gradient.any()):
@@ -162,13 +151,6 @@ def _accumulates(weight_node: Node) -> bool:
         return False
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
-
-
-def _drop_inert_hooks(module: nn.Module) -> None:
-    for key in [k for k, hook in module._forward_hooks.items() if hook is inert_hook]:
-        del module._forward_hooks[key]
-        module._forward_hooks_with_kwargs.pop(key, None)
+def _remove(handles: list[list[RemovableHandle]]) -> None:
+    for of_source in handles:
+        remove(of_source)

@@ -75,7 +75,7 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     raises = torch.tensor(DAMPING_RAISES, dtype=blocks.dtype, device=blocks.device)
     damped = blocks.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
-    factor, info = torch.linalg.cholesky_ex(damped)
+    factor, info = _cholesky(damped)
     level = torch.zeros_like(info)
     for attempt in range(1, len(DAMPING_RAISES)):
         bad = info.nonzero().flatten()  # a wait for the device, once a refresh: most often it is empty
@@ -83,11 +83,20 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
             break
         retry = blocks[bad]
         retry.diagonal(dim1=-2, dim2=-1).add_((damping[bad] * raises[attempt])[:, None])
-        factor[bad], info[bad] = torch.linalg.cholesky_ex(retry)
+        factor[bad], info[bad] = _cholesky(retry)
         level[bad] = attempt
-    inverse = torch.cholesky_inverse(factor)
+    inverse = factor.square().reciprocal() if blocks.shape[-1] == 1 else torch.cholesky_inverse(factor)
     good = (info == 0) & inverse.isfinite().flatten(1).all(-1)
     return inverse, torch.where(good, level, len(DAMPING_RAISES))
+
+
+def _cholesky(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors and, for each block, 0 or a positive number if it is not positive definite."""
+    if blocks.shape[-1] > 1:
+        factor, info = torch.linalg.cholesky_ex(blocks)
+        return factor, info
+    # a vocabulary's worth of 1 x 1 blocks: LAPACK would be called for each
+    return blocks.sqrt(), (~(blocks > 0)).flatten().int()
 
 
 def _to_host(scalars: list[Tensor]) -> list[int]:

@@ -6,7 +6,8 @@ saved the layer.
 """
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +22,73 @@ State = MutableMapping[str, Any]
 _NO_CHANGE_YET = -1.0  # a number, because NaN never equals itself and None is no number to a checkpoint
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A parameter of a layer, or rows of one.
+
+    Args:
+        module: the module that owns it; parameters are looked up anew each time, because wrappers replace them.
+        attribute: its name in the module.
+        rows: which of its rows, None for all.
+    """
+
+    module: nn.Module
+    attribute: str
+    rows: slice | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter."""
+        parameter = getattr(self.module, self.attribute)
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this piece of a tensor that is shaped like the parameter.
+
+        Args:
+            tensor: of the parameter's shape.
+
+        Returns:
+            A view.
+        """
+        return tensor if self.rows is None else tensor[self.rows]
+
+
 class LayerCurvature:
     """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G) (Chen et al. 2021, section 3.1).
 
     Args:
         name: the module's name in the model.
-        module: the layer; its weight is looked up anew each time, because wrappers replace parameters.
         kind: its geometry.
+        weight: the weight that is preconditioned.
+        biases: the biases that are solved with its G.
         states: returns the mapping from parameters to their state (one that makes missing entries).
         split_dim_of: returns the block size for a parameter (None: unsplit).
+        prefix: put before the keys of its state, where several layers share a weight.
     """
 
     def __init__(
         self,
         name: str,
-        module: nn.Module,
         kind: Kind,
+        weight: Piece,
+        biases: Sequence[Piece],
         states: Callable[[], MutableMapping[Tensor, State]],
         split_dim_of: Callable[[Tensor], int | None],
+        prefix: str = "",
     ) -> None:
         self.name = name
-        self.module = module
         self.kind = kind
+        self.weight_piece = weight
+        self.biases = tuple(biases)
         self.armed = True  # the flag that a forward pass tests: are statistics wanted?
         self.counts = False  # the other: is it this layer's input that tells how many loss terms there are?
         self.rows = 0  # R of this step so far
+        self.seen = False  # whether a gradient of its output came by in this step, with or without rows
         self._states = states
         self._split_dim_of = split_dim_of
+        self._prefix = prefix
         self._sums: tuple[BlockDiagonal, BlockDiagonal] | None = None
 
     # ---- what users look at -------------------------------------------------------------------------------------
@@ -78,23 +119,23 @@ class LayerCurvature:
     @property
     def refreshes(self) -> int:
         """How often new factors were taken and inverted."""
-        return int(self.state.get("refreshes", 0))
+        return int(self.state.get(self._prefix + "refreshes", 0))
 
     @property
     def stopped(self) -> bool:
         """Whether the trace rule has stopped this layer for good."""
-        return bool(self.state.get("stopped", 0))
+        return bool(self.state.get(self._prefix + "stopped", 0))
 
     @property
     def last_trace_change(self) -> float | None:
         """Δ of the latest refresh that had factors to compare with, or None."""
-        change = float(self.state.get("last_trace_change", _NO_CHANGE_YET))
+        change = float(self.state.get(self._prefix + "last_trace_change", _NO_CHANGE_YET))
         return None if change == _NO_CHANGE_YET else change
 
     @property
     def rows_per_term(self) -> float:
         """T = R / N of the factors in use; 0 before there are any."""
-        return float(self.state.get("rows_per_term", 0.0))
+        return float(self.state.get(self._prefix + "rows_per_term", 0.0))
 
     def __repr__(self) -> str:
         return (
@@ -108,9 +149,7 @@ class LayerCurvature:
     @property
     def weight(self) -> nn.Parameter:
         """The weight that is preconditioned."""
-        weight = self.module.weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
+        return self.weight_piece.parameter
 
     @property
     def state(self) -> State:
@@ -120,7 +159,7 @@ class LayerCurvature:
     @property
     def due(self) -> bool:
         """Whether the next step with statistics has to decide on new factors."""
-        return bool(self.state.get("due", 1))
+        return bool(self.state.get(self._prefix + "due", 1))
 
     def set_due(self, due: bool) -> None:
         """Say whether a refresh is wanted; a stopped layer stays stopped.
@@ -129,7 +168,7 @@ class LayerCurvature:
             due: True to gather statistics from now on, False to stop.
         """
         due = due and not self.stopped
-        self.state["due"] = int(due)
+        self.state[self._prefix + "due"] = int(due)
         self.armed = due
 
     def layouts(self) -> tuple[BlockLayout, BlockLayout]:
@@ -140,11 +179,13 @@ class LayerCurvature:
         """
         split = self._split_dim_of(self.weight)
         kind = self.kind
-        return BlockLayout.of(kind.groups, kind.inputs, split), BlockLayout.of(kind.groups, kind.outputs, split)
+        return BlockLayout.of(kind.groups, kind.inputs, 1 if kind.diagonal_input else split), BlockLayout.of(
+            kind.groups, kind.outputs, split
+        )
 
     def materialise(self) -> None:
         """Make every entry of the state, so that a checkpoint has the same keys and shapes at any time."""
-        if "refreshes" in self.state:
+        if self._prefix + "refreshes" in self.state:
             return
         weight = self.weight
         state = self._states()[weight]
@@ -152,12 +193,19 @@ class LayerCurvature:
         for key, layout in zip(("A", "G"), self.layouts(), strict=True):
             for matrix in (key, f"{key}_inverse"):
                 self._store(matrix, BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device))
-        state.update(rows_per_term=0.0, refreshes=0, stopped=0, due=1, last_trace_change=_NO_CHANGE_YET)
+        fresh = {
+            "rows_per_term": 0.0,
+            "refreshes": 0,
+            "stopped": 0,
+            "due": 1,
+            "last_trace_change": _NO_CHANGE_YET,
+        }
+        state.update({self._prefix + key: value for key, value in fresh.items()})
 
     def _store(self, key: str, matrix: BlockDiagonal) -> None:
-        self.state[key] = matrix.blocks
+        self.state[self._prefix + key] = matrix.blocks
         if matrix.tail is not None:
-            self.state[f"{key}_tail"] = matrix.tail
+            self.state[f"{self._prefix}{key}_tail"] = matrix.tail
 
     def matrix(self, key: str) -> BlockDiagonal:
         """Return a stored block-diagonal matrix.
@@ -169,7 +217,30 @@ class LayerCurvature:
             The matrix; its tensors are those of the state.
         """
         layout = self.layouts()[0 if key.startswith("A") else 1]
-        return BlockDiagonal(layout, self.state[key], self.state.get(f"{key}_tail"))
+        return BlockDiagonal(layout, *self.stored(key))
+
+    def stored(self, key: str) -> tuple[Any, Any]:
+        """Return the tensors of a stored matrix as they stand in the state, checked by nobody.
+
+        Args:
+            key: as for :meth:`matrix`.
+
+        Returns:
+            Blocks and tail; None where there are none.
+        """
+        return self.state.get(self._prefix + key), self.state.get(f"{self._prefix}{key}_tail")
+
+    def record(self, change: float | None = None, *, stopped: bool | None = None) -> None:
+        """Note what the trace rule found.
+
+        Args:
+            change: Δ.
+            stopped: whether the layer stops for good.
+        """
+        if change is not None:
+            self.state[self._prefix + "last_trace_change"] = change
+        if stopped is not None:
+            self.state[self._prefix + "stopped"] = int(stopped)
 
     def _dense(self, key: str) -> Tensor | list[Tensor]:
         if not self.refreshes:
@@ -183,13 +254,16 @@ class LayerCurvature:
     # ---- fresh statistics ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self, x: Tensor, g: Tensor) -> None:
+    def gather(self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None) -> None:
         """Add the rows of one forward and backward pass through the layer.
 
         Args:
-            x: the layer's input.
-            g: the gradient of the loss with respect to the layer's output, as autograd gives it.
+            kind: the geometry of the module that ran: where modules share the weight, each has its own.
+            x: its input.
+            g: the gradient of the loss with respect to its output, as autograd gives it.
+            keep: which rows count, of the leading dimensions of ``x``; None for all.
         """
+        self.seen = True
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
         dtype = factor_dtype(self.weight.dtype)
@@ -201,11 +275,7 @@ class LayerCurvature:
                 BlockDiagonal.zeros(g_layout, dtype=dtype, device=g.device),
             )
         with ieee_float32(x.device.type):
-            for samples in self.kind.input_samples(x.detach(), dtype):
-                sums[0].add_second_moment_(samples)
-                self.rows += samples.shape[-1]
-            for samples in self.kind.output_samples(g.detach(), dtype):
-                sums[1].add_second_moment_(samples)
+            self.rows += kind.add_rows_(*sums, x.detach(), g.detach(), keep)
 
     def fresh_factors(self, output_scale: float) -> tuple[BlockDiagonal, BlockDiagonal] | None:
         """Return A and G of this step's rows and forget the rows.
@@ -229,7 +299,7 @@ class LayerCurvature:
 
     def forget(self) -> None:
         """Drop the statistics of this step."""
-        self._sums, self.rows = None, 0
+        self._sums, self.rows, self.seen = None, 0, False
 
     # ---- stale inverses -----------------------------------------------------------------------------------------
 
@@ -249,27 +319,26 @@ class LayerCurvature:
         for key, factor, inverse in zip(("A", "G"), factors, inverses, strict=True):
             self._store(key, factor)
             self._store(f"{key}_inverse", inverse)
-        self.state["rows_per_term"] = rows_per_term
-        self.state["refreshes"] = self.refreshes + 1
+        self.state[self._prefix + "rows_per_term"] = rows_per_term
+        self.state[self._prefix + "refreshes"] = self.refreshes + 1
 
     @torch.no_grad()
     def accumulate_natural_gradient_(self, gradient: Tensor, into: Tensor, decay: float) -> None:
         """``into ← decay * into + (1/T) · G_d⁻¹ ∇W A_d⁻¹``: with the momentum and μ, the momentum's whole step.
 
         Args:
-            gradient: of the weight's shape.
-            into: of the weight's shape, in the factors' dtype; changed in place.
+            gradient: of the shape of the weight (of its rows that are this layer's).
+            into: of the same shape, in the factors' dtype; changed in place.
             decay: a number.
         """
-        a_inverse, g_inverse = self.matrix("A_inverse"), self.matrix("G_inverse")
-        shape = (self.kind.groups, self.kind.outputs, self.kind.inputs)
-        direct = into.is_contiguous()  # else channels_last, where rows of W.flatten(1) are no view
-        target = into.view(shape) if direct else into.reshape(shape)
+        left, right = self.matrix("G_inverse"), self.matrix("A_inverse")
+        if self.kind.transposed:
+            left, right = right, left
+        matrix, target = self.kind.to_matrix(gradient), self.kind.to_matrix(into)
         with ieee_float32(gradient.device.type):
-            left = g_inverse.left_multiply(gradient.to(a_inverse.blocks.dtype).reshape(shape))
-            a_inverse.accumulate_right_product_(left, 1.0 / self.rows_per_term, target, decay)
-        if not direct:
-            into.copy_(target.view(into.shape))
+            solved = left.left_multiply(matrix.to(left.blocks.dtype))
+            right.accumulate_right_product_(solved, 1.0 / self.rows_per_term, target, decay)
+        self.kind.from_matrix_(target, into)
 
     @torch.no_grad()
     def accumulate_natural_bias_gradient_(self, gradient: Tensor, into: Tensor, decay: float) -> None:

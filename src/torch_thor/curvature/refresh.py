@@ -92,12 +92,12 @@ def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, s
             taken.append(candidate)
             continue
         change = trace_change(now, before)
-        layer.state["last_trace_change"] = change
+        layer.record(change)
         decision = decide(change, candidate.thresholds)
         if decision is Decision.UPDATE:
             taken.append(candidate)
         elif decision is Decision.STOP:
-            layer.state["stopped"] = 1
+            layer.record(stopped=True)
     _invert(taken, report)
 
 

@@ -40,7 +40,7 @@ def check_factors(layers: Iterable[LayerCurvature]) -> None:
     """
     for layer in layers:
         for key, layout in zip(("A", "G"), layer.layouts(), strict=True):
-            stored = (layer.state.get(key), layer.state.get(f"{key}_tail"))
+            stored = layer.stored(key)
             found = tuple(None if part is None else tuple(part.shape) for part in stored)
             if stored[0] is not None and found != layout.shapes():
                 raise ValueError(

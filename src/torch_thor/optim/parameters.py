@@ -4,14 +4,30 @@ Wrappers such as FSDP2 and Accelerate put new parameter objects into modules and
 so nothing here outlives a step: names hold, identities do not.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature, Piece
 
 Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a layer has of a parameter.
+
+    Args:
+        layer: the layer.
+        piece: the parameter, or rows of it.
+        is_weight: whether it is the layer's weight, else a bias.
+    """
+
+    layer: LayerCurvature
+    piece: Piece
+    is_weight: bool
 
 
 class ParameterIndex:
@@ -25,19 +41,23 @@ class ParameterIndex:
         self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
         self._names: dict[int, str] = {}
         self._groups: dict[int, Group] = {}
-        self._roles: dict[str, tuple[LayerCurvature, bool]] = {}
+        self._shares: dict[str, list[Share]] = {}
+        self._elementwise: frozenset[str] = frozenset()
 
-    def set_layers(self, layers: Mapping[str, LayerCurvature]) -> None:
-        """Say which layers are preconditioned.
+    def set_layers(self, layers: Mapping[str, LayerCurvature], elementwise: Iterable[str]) -> None:
+        """Say which layers are preconditioned, and which parameters by their own diagonal.
 
         Args:
-            layers: by module name.
+            layers: by name.
+            elementwise: names of parameters.
         """
-        self._roles = {
-            f"{name}.{role}".lstrip("."): (layer, role == "weight")
-            for name, layer in layers.items()
-            for role in ("weight", "bias")
-        }
+        names = {(id(module), name.rpartition(".")[2]): name for name, module in self._owners.items()}
+        self._shares = {}
+        for layer in layers.values():
+            for piece in (layer.weight_piece, *layer.biases):
+                name = names[id(piece.module), piece.attribute]
+                self._shares.setdefault(name, []).append(Share(layer, piece, piece is layer.weight_piece))
+        self._elementwise = frozenset(elementwise)
 
     def update(self, groups: list[Group]) -> None:
         """Look up today's parameter objects.
@@ -93,16 +113,27 @@ class ParameterIndex:
             )
         return self._groups[id(parameter)]
 
-    def role(self, parameter: Tensor) -> tuple[LayerCurvature | None, bool]:
-        """Return the layer that preconditions a parameter.
+    def shares(self, parameter: Tensor) -> list[Share]:
+        """Return what precondition a parameter, layer by layer.
 
         Args:
             parameter: one of today's parameters.
 
         Returns:
-            The layer (None for a plain parameter) and whether the parameter is its weight.
+            The layers' shares of it; none for one without.
         """
-        return self._roles.get(self.name(parameter), (None, False))
+        return self._shares.get(self.name(parameter), [])
+
+    def elementwise(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is preconditioned by its own diagonal.
+
+        Args:
+            parameter: one of today's parameters.
+
+        Returns:
+            Whether it is.
+        """
+        return self.name(parameter) in self._elementwise
 
 
 def with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:

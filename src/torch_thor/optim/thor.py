@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.capture import Capture
-from torch_thor.curvature.coverage import Covered, survey, table
+from torch_thor.curvature.coverage import Covered, table
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.refresh import Candidate, refresh
+from torch_thor.curvature.selection import Selection
+from torch_thor.curvature.sources import sources_of
+from torch_thor.curvature.survey import survey
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
 from torch_thor.optim.clock import RefreshClock
 from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, some
@@ -38,6 +41,8 @@ _COPIED = (
     "nonfinite",
     "grad_scaler",
     "skipped_steps",
+    "skip",
+    "only",
     "_clock",
 )
 
@@ -45,13 +50,15 @@ _COPIED = (
 class THOR(torch.optim.Optimizer):
     """Natural gradient with Kronecker factors, refreshed layer by layer when their trace has changed.
 
-    For every ``nn.Linear`` and ``nn.Conv2d``: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the empirical
-    Fisher's factors A (input) and G (output gradient of one loss term); biases are solved with G alone. Then weight
-    decay (``+ weight_decay · W``), clipping, and momentum as :class:`torch.optim.SGD` has it. Everything else (norms,
-    embeddings, attention's fused projections, unknown modules) is trained by SGD with momentum; :meth:`coverage` lists
-    what each parameter gets. The model is not changed, and the training loop is the usual one.
+    For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings and the projections of
+    ``nn.MultiheadAttention``: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the empirical Fisher's factors
+    A (input) and G (output gradient of one loss term); biases are solved with G alone. For the weights and biases of
+    normalisation layers: ``∇ / (N ∇² + √λ)``. Then weight decay (``+ weight_decay · W``), clipping, and momentum as
+    :class:`torch.optim.SGD` has it. Everything else is trained by SGD with momentum; :meth:`coverage` lists what each
+    parameter gets. The model is not changed, and the training loop is the usual one.
 
-    Make it before wrapping or compiling the model: build the model, ``THOR(model)``, then DDP or ``torch.compile``.
+    Make it before a wrapper replaces the parameters: build the model, ``THOR(model)``, then DDP or FSDP2.
+    ``torch.compile`` may come before or after; steps that gather statistics run eagerly, all others compiled.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
@@ -79,13 +86,17 @@ class THOR(torch.optim.Optimizer):
             callable that returns it, or None for the leading dimension of the input of the first layer in each backward
             pass, summed over the passes of a step. Give it where that is not what the loss averages over (tokens,
             padding); ``optimizer.loss_terms = n`` may be set any time before ``step``.
+        skip: layers to leave to SGD with momentum: names or patterns as :mod:`fnmatch` has them (a module's name means
+            every layer inside it), or a callable ``(name, module) -> bool``.
+        only: layers to keep, in the same words; the rest is left to SGD with momentum.
         nonfinite: what a NaN or inf in a gradient does: ``"raise"`` FloatingPointError, or ``"skip"`` the step and
             count it in ``skipped_steps``. Either way nothing has changed.
         grad_scaler: the gradient scaler, needed only where it is not a ``torch.amp.GradScaler`` and gradients are
             unscaled before ``scaler.step(optimizer)``: else THOR finds out by itself how what it captures is scaled.
 
     Raises:
-        ValueError: an option is out of range, a parameter is not the model's, or nothing can be preconditioned.
+        ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing
+            can be preconditioned.
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
@@ -108,6 +119,8 @@ class THOR(torch.optim.Optimizer):
         *,
         model: nn.Module | None = None,
         loss_terms: LossTerms = None,
+        skip: Selection = None,
+        only: Selection = None,
         nonfinite: str = "raise",
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -131,6 +144,8 @@ class THOR(torch.optim.Optimizer):
         self.decay_filter = decay_filter
         self.loss_reduction = loss_reduction
         self.loss_terms = loss_terms
+        self.skip = skip
+        self.only = only
         self.nonfinite = nonfinite
         self.grad_scaler = grad_scaler
         self.skipped_steps = 0
@@ -149,6 +164,7 @@ class THOR(torch.optim.Optimizer):
             "kl_clip": kl_clip,
             "step": 0,  # the clock of the group, and the step of its next refresh: in the group, where DCP sees them
             "next_refresh": 0,
+            "last_loss_terms": 0,  # N of the latest refresh, which the diagonal of norms needs in between
         }
         check_group(defaults)
         super().__init__(params, defaults)
@@ -160,6 +176,26 @@ class THOR(torch.optim.Optimizer):
     def curvature(self) -> Mapping[str, LayerCurvature]:
         """The preconditioned layers, by module name."""
         return MappingProxyType(self._layers)
+
+    @property
+    def row_mask(self) -> Tensor | None:
+        """Which rows of sequences count: ``bool``, ``(N, L)``, True for real tokens and False for padding.
+
+        Set it before each forward pass, as ``optimizer.row_mask = attention_mask.bool()``; None counts every row. It
+        holds for layers whose input has these leading dimensions (embeddings: that shape). The number of loss terms
+        is another matter: see ``loss_terms``.
+        """
+        return self._capture.row_mask
+
+    @row_mask.setter
+    def row_mask(self, mask: Tensor | None) -> None:
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim()):
+            what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+            raise ValueError(
+                f"row_mask={what}: must be a bool tensor (N, L), True for the rows that count, or None; "
+                f"use attention_mask.bool()"
+            )
+        self._capture.row_mask = mask
 
     def coverage(self) -> list[Covered]:
         """List how each parameter of the model is trained.
@@ -192,6 +228,7 @@ class THOR(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
+            RuntimeError: a layer that is due has a gradient, and no statistics came; nothing has changed.
         """
         loss = None
         if closure is not None:
@@ -216,16 +253,20 @@ class THOR(torch.optim.Optimizer):
                 self.skipped_steps += 1
                 return loss
             raise FloatingPointError(nonfinite_message(self.param_groups[0]["step"], self._nonfinite_names()))
+        self._check_statistics()
         # From here on nothing raises: a step is taken as a whole or not at all.
         if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
             return loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
         self._refresh(terms, output_scale)
-        update(self.param_groups, self._index, self._momentum_buffer, self._decays)
+        for group in self.param_groups:
+            group["last_loss_terms"] = terms = terms or group["last_loss_terms"]
+        diagonal_scale = terms if self.loss_reduction == "mean" or not terms else 1 / terms
+        update(self.param_groups, self._index, self._momentum_buffer, self._decays, diagonal_scale)
         self._clock.advance(self.param_groups, clocks)
         for layer in self._layers.values():
             if self._clock.refreshes_next(self._index.group(layer.weight)):
                 layer.set_due(True)
-        self._capture.look_for_first()
+        self._capture.attach()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -246,11 +287,9 @@ class THOR(torch.optim.Optimizer):
                 continue
             factors = layer.fresh_factors(output_scale)
             if factors is None:
-                self._report(
-                    layer,
-                    "it has a gradient and no statistics (its forward was not called, or the model was compiled before "
-                    "THOR was made); " + ("its old inverses stay" if layer.refreshes else "it gets its plain gradient"),
-                )
+                if layer.seen:
+                    then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
+                    self._report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
                 continue
             group = self._index.group(weight)
             upper, lower = group["trace_thresholds"]
@@ -271,7 +310,7 @@ class THOR(torch.optim.Optimizer):
         """Have the statistics gathered of the layers that are due."""
         for layer in self._layers.values():
             layer.armed = layer.due
-        self._capture.look_for_first()
+        self._capture.attach()
 
     # ---- guards -------------------------------------------------------------------------------------------------
 
@@ -304,6 +343,41 @@ class THOR(torch.optim.Optimizer):
         damping = min(float(group["damping"]) for group in self.param_groups)
         return math.inf if largest / damping > torch.finfo(torch.float32).max else largest
 
+    def _check_statistics(self) -> None:
+        """Refuse a refresh whose statistics never came, with the cause."""
+        silent = [
+            layer.name
+            for layer in self._layers.values()
+            if layer.armed
+            and not layer.seen
+            and (gradient := layer.weight.grad) is not None
+            and bool(layer.weight_piece.of(gradient).any())  # zeros are what an unused layer may have
+        ]
+        inside = [name for name in silent if name in self._capture.inside_transform]
+        mask = self._capture.row_mask
+        unused = mask is not None and not self._capture.mask_taken
+        gathered = any(layer.rows for layer in self._layers.values())
+        if not silent and not (unused and gathered):
+            return
+        self._capture.discard()
+        if inside:
+            raise RuntimeError(
+                f"layers {some(inside)} ran inside a torch.func transform, where their statistics cannot be seen; take "
+                f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
+            )
+        if silent:
+            raise RuntimeError(
+                f"layers {some(silent)} have gradients and no statistics, because their forward was not seen: their "
+                f"weights were used without calling the module, the gradients were not made by loss.backward() (or "
+                f"before THOR was made), or a compiled or copied model ran in the place of the one that THOR has. Call "
+                f"the modules, or leave the layers out with skip="
+            )
+        assert mask is not None
+        raise RuntimeError(
+            f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading dimensions of the layers' "
+            f"inputs, (N, L); set it before each forward pass, and to None where there is no padding"
+        )
+
     def _nonfinite_names(self) -> list[str]:
         found = with_gradient(self.param_groups)
         return [self._index.name(p) for _, p, gradient in found if not bool(gradient.isfinite().all())]
@@ -321,29 +395,33 @@ class THOR(torch.optim.Optimizer):
         self._layers: dict[str, LayerCurvature] = {}
         self._covered: list[Covered] = []
         self._reported: set[tuple[str, str]] = set()
-        self._capture = Capture([])
+        self._capture = Capture()
         self._index = ParameterIndex(self.model)
         self._attached = False
 
     def _attach(self) -> None:
         """Find out what every parameter gets, and watch the layers."""
-        entries, layers = survey(self.model, [p for group in self.param_groups for p in group["params"]])
-        if not layers:
+        found = survey(
+            self.model, [p for group in self.param_groups for p in group["params"]], skip=self.skip, only=self.only
+        )
+        if not found.layers:
             raise ValueError(
-                f"THOR preconditions nn.Linear and nn.Conv2d layers, and found none to precondition in "
-                f"{type(self.model).__name__}; use torch.optim.SGD, or give THOR their weights. What it "
-                f"found:\n{table(entries, '-')}"
+                f"THOR found no layer to precondition in {type(self.model).__name__}; use torch.optim.SGD, or give "
+                f"THOR the weights of its layers. What it found:\n{table(found.entries, '-')}"
             )
-        self._covered = entries
+        self._covered = found.entries
         self._layers = {
-            name: self._layers.get(name) or LayerCurvature(name, module, kind, lambda: self.state, self._split_dim)
-            for name, (module, kind) in layers.items()
+            name: self._layers.get(name)
+            or LayerCurvature(
+                name, layer.kind, layer.weight, layer.biases, lambda: self.state, self._split_dim, layer.prefix
+            )
+            for name, layer in found.layers.items()
         }
         self._index = ParameterIndex(self.model)
-        self._index.set_layers(self._layers)
+        self._index.set_layers(self._layers, found.elementwise)
         self._index.update(self.param_groups)
         self._capture.remove()
-        self._capture = Capture(list(self._layers.values()))
+        self._capture = Capture(sources_of(found.layers, self._layers))
         self._attached = True
         self._arm()
 
@@ -372,7 +450,7 @@ class THOR(torch.optim.Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
-                    self.state[parameter]["preconditioned"] = int(self._index.role(parameter)[0] is not None)
+                    self.state[parameter]["preconditioned"] = int(bool(self._index.shares(parameter)))
                     if group["momentum"] and parameter.requires_grad:
                         self._momentum_buffer(parameter)
         for layer in self._layers.values():

@@ -3,15 +3,15 @@
 What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded as that rounds it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
+from torch_thor.optim.parameters import Group, ParameterIndex, Share, with_gradient
 
 
 @dataclass
@@ -23,14 +23,14 @@ class Part:
         params: those with a gradient.
         decaying: which of them decay.
         buffers: their momentum buffers; empty where momentum is 0.
-        layers: of each, the layer that preconditions it and whether it is the layer's weight; empty for plain ones.
+        shares: of each, what the layers that precondition it have of it; empty for the others.
     """
 
     group: Group
     params: list[nn.Parameter]
     decaying: list[bool]
     buffers: list[Tensor]
-    layers: list[tuple[LayerCurvature, bool]]
+    shares: list[list[Share]]
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -48,7 +48,7 @@ class Part:
             return
         for i in range(len(self.params)):
             one = slice(i, i + 1)
-            yield Part(self.group, self.params[one], self.decaying[one], self.buffers[one], self.layers[one])
+            yield Part(self.group, self.params[one], self.decaying[one], self.buffers[one], self.shares[one])
 
 
 def update(
@@ -56,6 +56,7 @@ def update(
     index: ParameterIndex,
     buffer_of: Callable[[nn.Parameter], Tensor],
     decays: Callable[[nn.Parameter], bool],
+    diagonal_scale: float,
 ) -> None:
     """Update every parameter that has a gradient.
 
@@ -64,12 +65,15 @@ def update(
         index: which layer preconditions which parameter.
         buffer_of: returns a parameter's momentum buffer.
         decays: whether weight decay applies to a parameter.
+        diagonal_scale: what turns ∇² into the diagonal Fisher: N for a mean loss; 0 while that is not known.
     """
     clipped: list[tuple[Part, list[Tensor]]] = []
     for group in groups:
-        natural, plain = _parts(group, index, buffer_of, decays)
+        natural, elementwise, plain = _parts(group, index, buffer_of, decays)
         if plain.params:
             _update_plain(plain)
+        if elementwise.params:
+            _update_elementwise(elementwise, diagonal_scale)
         if not natural.params:
             continue
         if natural.buffers and not group["nesterov"] and group["kl_clip"] is None:
@@ -92,19 +96,19 @@ def _parts(
     index: ParameterIndex,
     buffer_of: Callable[[nn.Parameter], Tensor],
     decays: Callable[[nn.Parameter], bool],
-) -> tuple[Part, Part]:
-    natural, plain = Part(group, [], [], [], []), Part(group, [], [], [], [])
+) -> tuple[Part, Part, Part]:
+    natural, elementwise, plain = (Part(group, [], [], [], []) for _ in range(3))
     for _, parameter, _ in with_gradient([group]):
-        layer, is_weight = index.role(parameter)
-        part = plain
-        if layer is not None and layer.refreshes:
+        shares = index.shares(parameter)
+        part = elementwise if index.elementwise(parameter) else plain
+        if any(share.layer.refreshes for share in shares):
             part = natural
-            part.layers.append((layer, is_weight))
+            part.shares.append(shares)
         part.params.append(parameter)
         part.decaying.append(bool(group["weight_decay"]) and decays(parameter))
         if group["momentum"]:
             part.buffers.append(buffer_of(parameter))
-    return natural, plain
+    return natural, elementwise, plain
 
 
 def _update_plain(part: Part) -> None:
@@ -112,6 +116,20 @@ def _update_plain(part: Part) -> None:
     for parameter, gradient, decaying in zip(part.params, part.gradients, part.decaying, strict=True):
         # a copy only where weight decay would change the user's gradient, or its precision is below the momentum's
         directions.append(gradient.to(factor_dtype(parameter.dtype), copy=decaying))
+    _add_weight_decay_(part, directions)
+    _momentum_step(part, directions)
+
+
+def _update_elementwise(part: Part, diagonal_scale: float) -> None:
+    """``d = ∇ / (N ∇² + √λ)``, the damped diagonal of the empirical Fisher, with the batch as one sample of it."""
+    if not diagonal_scale:
+        _update_plain(part)
+        return
+    gradients = [g.to(factor_dtype(p.dtype)) for p, g in zip(part.params, part.gradients, strict=True)]
+    fisher = list(torch._foreach_mul(gradients, gradients))
+    torch._foreach_mul_(fisher, diagonal_scale)
+    torch._foreach_add_(fisher, math.sqrt(float(part.group["damping"])))
+    directions = list(torch._foreach_div(gradients, fisher))
     _add_weight_decay_(part, directions)
     _momentum_step(part, directions)
 
@@ -126,11 +144,15 @@ def _update_in_place(natural: Part) -> None:
 
 
 def _accumulate_natural_gradients_(part: Part, into: list[Tensor], decay: float) -> None:
-    for (layer, is_weight), gradient, target in zip(part.layers, part.gradients, into, strict=True):
-        if is_weight:
-            layer.accumulate_natural_gradient_(gradient, target, decay)
-        else:
-            layer.accumulate_natural_bias_gradient_(gradient, target, decay)
+    for shares, gradient, target in zip(part.shares, part.gradients, into, strict=True):
+        for share in shares:
+            ours, theirs = share.piece.of(gradient), share.piece.of(target)
+            if not share.layer.refreshes:
+                theirs.mul_(decay).add_(ours)
+            elif share.is_weight:
+                share.layer.accumulate_natural_gradient_(ours, theirs, decay)
+            else:
+                share.layer.accumulate_natural_bias_gradient_(ours, theirs, decay)
 
 
 def _add_weight_decay_(part: Part, directions: list[Tensor]) -> None:

@@ -1,0 +1,95 @@
+"""What every kind of layer answers: its geometry, its rows, and the way between the weight's memory and a matrix.
+
+Each kind turns a layer's input into the paper's rows ``a`` and the gradient of its output into rows ``g``. Samples are
+``(groups, features, rows)``, features first (see :mod:`torch_thor.curvature.blocks`).
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.blocks import BlockDiagonal
+
+
+class Kind(Protocol):
+    """A layer's geometry: ``groups`` independent ``(outputs, inputs)`` matrices.
+
+    ``label`` names the kind in :meth:`THOR.coverage`. ``diagonal_input`` says that A is diagonal, whatever the split.
+    ``transposed`` says that :meth:`to_matrix` gives ``(groups, inputs, outputs)``: the weight lies so in memory.
+    """
+
+    @property
+    def label(self) -> str:
+        """The kind's name for people."""
+        ...
+
+    @property
+    def groups(self) -> int:
+        """Independent (A, G) pairs."""
+        ...
+
+    @property
+    def inputs(self) -> int:
+        """Rows of A."""
+        ...
+
+    @property
+    def outputs(self) -> int:
+        """Rows of G."""
+        ...
+
+    @property
+    def diagonal_input(self) -> bool:
+        """Whether A is diagonal."""
+        ...
+
+    @property
+    def transposed(self) -> bool:
+        """Whether inputs come before outputs in the weight's memory."""
+        ...
+
+    def loss_terms(self, x: Tensor) -> int:
+        """Return the leading dimension of the layer's input, 1 if it is not batched."""
+        ...
+
+    def row_shape(self, x: Tensor) -> torch.Size:
+        """Return the leading dimensions of the input, whose every index is a row; none where rows are patches."""
+        ...
+
+    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
+        """Add ``Σ a aᵀ`` and ``Σ g gᵀ`` of one pass to two factors.
+
+        Args:
+            a: the input factor, changed in place.
+            g: the output factor, changed in place.
+            x: the layer's input.
+            grad: the gradient of the loss with respect to its output.
+            keep: ``bool``, of the leading dimensions of ``x``: which rows count; None for all. A kind without such
+                rows (a convolution) takes all.
+
+        Returns:
+            The number of rows.
+        """
+        ...
+
+    def to_matrix(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the weight's shape as a batch of matrices, a view where memory allows."""
+        ...
+
+    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
+        """Write back what :meth:`to_matrix` gave; nothing to do where it gave a view."""
+        ...
+
+
+def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:
+    """Return whether a matrix is a view of a tensor.
+
+    Args:
+        matrix: what :meth:`Kind.to_matrix` gave.
+        tensor: what it was given.
+
+    Returns:
+        Whether they share memory.
+    """
+    return matrix.data_ptr() == tensor.data_ptr()

@@ -1,0 +1,62 @@
+"""Which layers the user wants preconditioned: ``skip=`` and ``only=``."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+# Names, patterns, or a callable (name, module) -> bool.
+Selection = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
+
+
+def left_out(candidates: Mapping[str, nn.Module], skip: Selection, only: Selection) -> dict[str, str]:
+    """Return the layers that are not to be preconditioned.
+
+    A name or pattern (``*``, ``?``, ``[...]``, case counts) means the layer of that name and all inside a module of
+    that name: ``"encoder"`` is every layer of the encoder, ``"*.attn"`` those of every attention.
+
+    Args:
+        candidates: the layers that could be, by name.
+        skip: those to leave out; None for none.
+        only: those to keep; None for all.
+
+    Returns:
+        Why, by name.
+
+    Raises:
+        ValueError: a pattern matches no layer.
+        TypeError: neither names nor a callable.
+    """
+    reasons = {}
+    if only is not None:
+        kept = _matching("only", only, candidates)
+        reasons = {name: "not among only=" for name in candidates if name not in kept}
+    if skip is not None:
+        reasons.update({name: "left out by skip=" for name in _matching("skip", skip, candidates)})
+    return reasons
+
+
+def _matching(argument: str, selection: Selection, candidates: Mapping[str, nn.Module]) -> set[str]:
+    if callable(selection):
+        return {name for name, module in candidates.items() if selection(name, module)}
+    patterns = [selection] if isinstance(selection, str) else selection
+    if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            f"{argument}={selection!r}: must be a name, a pattern, a list of them, or a callable (name, module) -> bool"
+        )
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in candidates if any(fnmatchcase(part, pattern) for part in _self_and_parents(name))}
+        if not matched:
+            names = list(candidates)
+            raise ValueError(
+                f"{argument}: {pattern!r} matches no layer that THOR preconditions; the layers are "
+                f"{', '.join(names[:20])}{f' and {len(names) - 20} more' if len(names) > 20 else ''}"
+            )
+        found |= matched
+    return found
+
+
+def _self_and_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]

@@ -1,0 +1,267 @@
+"""Looks at every parameter of a model: which layer preconditions it, and how, or why none does."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from torch_thor.curvature.attention import opens
+from torch_thor.curvature.coverage import Covered
+from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, kind_of, why_not
+from torch_thor.curvature.layer import Piece
+from torch_thor.curvature.selection import Selection, left_out
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+
+
+@dataclass
+class Layer:
+    """A layer that can be preconditioned.
+
+    Args:
+        name: its name: the module's, or the projection's inside an attention.
+        kind: its geometry.
+        weight: its weight.
+        biases: its biases.
+        prefix: put before the keys of its state, where several layers share a weight.
+        modules: the modules whose calls give its rows, each with its own geometry.
+        attention: the attention, and which of its projections this is; None for a module that is called.
+    """
+
+    name: str
+    kind: Kind
+    weight: Piece
+    biases: list[Piece] = field(default_factory=list)
+    prefix: str = ""
+    modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
+    attention: tuple[nn.Module, str] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that its name stands for."""
+        return self.weight.module
+
+
+@dataclass
+class Survey:
+    """What every parameter of a model gets.
+
+    Args:
+        entries: one a parameter, in the model's order.
+        layers: the layers to precondition, by name.
+        elementwise: names of the parameters with a diagonal Fisher.
+    """
+
+    entries: list[Covered]
+    layers: dict[str, Layer]
+    elementwise: set[str]
+
+
+@dataclass(frozen=True)
+class _Owner:
+    module_name: str
+    attribute: str
+    module: nn.Module
+
+    @property
+    def name(self) -> str:
+        return f"{self.module_name}.{self.attribute}".lstrip(".")
+
+
+def survey(model: nn.Module, trained: Iterable[Tensor], *, skip: Selection = None, only: Selection = None) -> Survey:
+    """Look at every parameter of a model.
+
+    Args:
+        model: the model.
+        trained: the parameters that the optimizer has.
+        skip: layers to leave out.
+        only: layers to keep.
+
+    Returns:
+        What each parameter gets.
+
+    Raises:
+        ValueError: a parameter has no shape yet (a lazy module), or a pattern matches nothing.
+    """
+    owners: defaultdict[int, list[_Owner]] = defaultdict(list)
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[id(parameter)].append(_Owner(module_name, attribute, module))
+    reasons = _untrainable(model, trained)
+    layers = _called_layers(model, owners, reasons)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            layers.update(_attention_layers(name, module, owners, reasons))
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if _is_norm(module) and any(id(p) not in reasons for p in module.parameters(recurse=False))
+    }
+    candidates = {name: layer.module for name, layer in layers.items()} | norms
+    unwanted = left_out(candidates, skip, only)
+    for name in unwanted.keys() & layers.keys():
+        reasons.setdefault(id(layers[name].weight.parameter), unwanted[name])
+        del layers[name]
+    elementwise = {
+        f"{name}.{attribute}".lstrip(".")
+        for name, module in norms.items()
+        if name not in unwanted
+        for attribute, p in module.named_parameters(recurse=False)
+        if id(p) not in reasons and len(owners[id(p)]) == 1
+    }
+    entries = [
+        _entry(name, parameter, owners[id(parameter)], layers.values(), elementwise, reasons, unwanted)
+        for name, parameter in model.named_parameters()
+    ]
+    return Survey(entries, layers, elementwise)
+
+
+def _untrainable(model: nn.Module, trained: Iterable[Tensor]) -> dict[int, str]:
+    trained_ids = {id(p) for p in trained}
+    reasons = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet; run one batch through the lazy module before THOR is made"
+            )
+        if id(parameter) not in trained_ids:
+            reasons[id(parameter)] = "in no parameter group of this optimizer: not trained"
+        elif not parameter.is_floating_point():
+            reasons[id(parameter)] = f"{parameter.dtype} is not a real floating-point type"
+    return reasons
+
+
+def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: dict[int, str]) -> dict[str, Layer]:
+    """Find the layers that are modules, one a weight: modules that share one are one layer."""
+    inside_attention = {
+        id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a
+    }
+    layers = {}
+    for parameter in model.parameters():
+        sharing = owners[id(parameter)]
+        if id(parameter) in reasons or any(o.attribute != "weight" or _is_norm(o.module) for o in sharing):
+            continue
+        if any(id(o.module) in inside_attention for o in sharing):
+            continue
+        kinds = [kind_of(o.module) for o in sharing]
+        group = _one_layer([(o, k) for o, k in zip(sharing, kinds, strict=True) if k is not None], len(sharing))
+        if not group:
+            if len(sharing) > 1:
+                reasons[id(parameter)] = f"shared by {', '.join(repr(o.name) for o in sharing)}"
+            continue
+        first, kind = group[0]
+        biases = [
+            Piece(o.module, "bias")
+            for o, _ in group
+            if (b := getattr(o.module, "bias", None)) is not None and id(b) not in reasons and len(owners[id(b)]) == 1
+        ]
+        layers[first.module_name] = Layer(
+            first.module_name,
+            kind,
+            Piece(first.module, "weight"),
+            biases,
+            modules=[(o.module, k) for o, k in group],
+        )
+    return layers
+
+
+def _one_layer(sharing: list[tuple[_Owner, Kind]], owners: int) -> list[tuple[_Owner, Kind]]:
+    """Return the modules of a weight whose rows make its factors; none where they do not fit together.
+
+    Modules of one geometry pool their rows. An embedding and the linear decoder that is tied to it are treated as the
+    embedding, as the reference implementation has it: a row of the weight is a token in both, and the embedding's A,
+    the token frequencies, is exact and cheap where the decoder's G would be vocabulary by vocabulary.
+    """
+    if len(sharing) < owners:
+        return []
+    geometry = {(type(k), k.groups, k.inputs, k.outputs) for _, k in sharing}
+    if len(geometry) == 1:
+        return sharing
+    embeddings = [(o, k) for o, k in sharing if isinstance(o.module, nn.Embedding)]
+    rest = [o.module for o, _ in sharing if not isinstance(o.module, nn.Embedding)]
+    return embeddings if all(isinstance(m, nn.Linear) for m in rest) else []
+
+
+def _attention_layers(
+    name: str, module: nn.MultiheadAttention, owners: dict[int, list[_Owner]], reasons: dict[int, str]
+) -> dict[str, Layer]:
+    """Find the projections of an attention: three blocks of the fused weight, or three weights; and the output's."""
+    if not opens(module):
+        label = type(module).__name__
+        for p in module.parameters():
+            reasons.setdefault(id(p), f"{label} overrides the forward of MultiheadAttention")
+        return {}
+    found = {}
+    size = module.embed_dim
+    for i, projection in enumerate(PROJECTIONS):
+        rows = slice(i * size, (i + 1) * size)
+        if module._qkv_same_embed_dim:
+            weight, prefix = Piece(module, "in_proj_weight", rows), f"{projection}_"
+        else:
+            weight, prefix = Piece(module, f"{projection}_proj_weight"), ""
+        biases = [] if module.in_proj_bias is None else [Piece(module, "in_proj_bias", rows)]
+        found[f"{projection}_proj"] = (weight, biases, prefix, projection)
+    out = module.out_proj
+    found["out_proj"] = (Piece(out, "weight"), [] if out.bias is None else [Piece(out, "bias")], "", "out")
+    layers = {}
+    for part, (weight, biases, prefix, projection) in found.items():
+        parameter = weight.parameter
+        if len(owners[id(parameter)]) > 1:
+            shared = ", ".join(repr(o.name) for o in owners[id(parameter)])
+            reasons.setdefault(id(parameter), f"shared by {shared}")
+        if id(parameter) not in reasons:
+            full_name = f"{name}.{part}".lstrip(".")
+            kept = [b for b in biases if id(b.parameter) not in reasons and len(owners[id(b.parameter)]) == 1]
+            kind = ProjectionKind(weight.of(parameter))
+            layers[full_name] = Layer(full_name, kind, weight, kept, prefix, attention=(module, projection))
+    return layers
+
+
+def _is_norm(module: nn.Module) -> bool:
+    # the model libraries' own normalisations too (LlamaRMSNorm, T5LayerNorm): the diagonal asks nothing of the forward
+    by_name = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+    own = list(module.parameters(recurse=False))
+    return isinstance(module, _NORMS) or (by_name and bool(own) and all(p.dim() == 1 for p in own))
+
+
+def _entry(
+    name: str,
+    parameter: nn.Parameter,
+    owners: Sequence[_Owner],
+    layers: Iterable[Layer],
+    elementwise: set[str],
+    reasons: dict[int, str],
+    unwanted: dict[str, str],
+) -> Covered:
+    shape, owner = tuple(parameter.shape), owners[0]
+    label = type(owner.module).__name__
+    weighted = [layer for layer in layers if layer.weight.parameter is parameter]
+    biased = [layer for layer in layers if any(b.parameter is parameter for b in layer.biases)]
+    others = [o.name for o in owners[1:]]
+    note = f"shared with {', '.join(repr(o) for o in others)}" if others else None
+    if weighted:
+        kind = weighted[0].kind
+        return Covered(name, shape, kind.label, (kind.inputs, kind.outputs), kind.groups * len(weighted), note=note)
+    if biased:
+        kind = biased[0].kind
+        return Covered(name, shape, kind.label, (kind.outputs,), kind.groups * len(biased))
+    if name in elementwise:
+        return Covered(name, shape, label, note="diagonal")
+    reason = reasons.get(id(parameter)) or unwanted.get(owner.module_name)
+    return Covered(name, shape, label, reason=reason or _why_plain(owner, shared=len(owners) > 1))
+
+
+def _why_plain(owner: _Owner, *, shared: bool) -> str:
+    module = owner.module
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return "the weight is computed from it (a parametrization): its gradient is not the weight's"
+    if shared:
+        return "shared by several modules"
+    reason = why_not(module)
+    if reason is not None and not isinstance(module, nn.MultiheadAttention):
+        return reason
+    if owner.attribute == "bias":
+        return "the weight of its layer is not preconditioned"
+    return f"not the weight or bias of {type(module).__name__}"
