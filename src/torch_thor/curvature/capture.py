@@ -56,11 +56,15 @@ class Capture:
         stands for the whole model's, also when it has stopped or has an interval of its own. To be called when layers
         were armed or disarmed.
         """
-        wanted = any(layer.armed for layer in self._layers)
+        for layer in self._layers:
+            # a layer that no loss has reached keeps its hook, and keeps nobody from running compiled
+            layer.watched = layer.armed and not layer.idle and layer.weight.requires_grad
+        wanted = any(layer.watched for layer in self._layers)
         for layer in self._layers:
             layer.counts = wanted and self._first in (None, layer)
         for source in self._sources:
-            source.attach(self, any(layer.armed or layer.counts for layer in source.layers))
+            of_use = (layer.counts or (layer.armed and layer.weight.requires_grad) for layer in source.layers)
+            source.attach(self, any(of_use))
         eager_window.hold(self, wanted)
 
     def discard(self) -> None:

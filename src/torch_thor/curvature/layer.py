@@ -84,6 +84,8 @@ class LayerCurvature:
         self.biases = tuple(biases)
         self.armed = True  # the flag that a forward pass tests: are statistics wanted?
         self.counts = False  # the other: is it this layer's input that tells how many loss terms there are?
+        self.idle = False  # armed for a whole step and not reached by the loss
+        self.watched = False  # whether this step's passes are run so that statistics must come
         self.rows = 0  # R of this step so far
         self.seen = False  # whether a gradient of its output came by in this step, with or without rows
         self._states = states

@@ -144,6 +144,8 @@ class ModuleSource(_HookedSource):
 
 class _ModuleHook(_Hook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():  # a layer that has been idle may be compiled with its hook
+            return
         watcher, source = self._watcher(), self._source()
         if watcher is not None and isinstance(source, ModuleSource):
             watcher.watch(source.layers[0], source.kind, args[0] if args else kwargs["input"], output)
@@ -171,6 +173,8 @@ class AttentionSource(_HookedSource):
 
 class _EnterAttention(_Hook):
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         watcher, source = self._watcher(), self._source()
         if watcher is None or not isinstance(source, AttentionSource) or not torch.is_grad_enabled():
             return
@@ -187,6 +191,8 @@ class _EnterAttention(_Hook):
 
 class _LeaveAttention(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         source = self._source()
         # grad mode may not change in between: enter and leave see the same
         if isinstance(source, AttentionSource) and source.open and torch.is_grad_enabled():

@@ -283,6 +283,7 @@ class THOR(torch.optim.Optimizer):
         candidates = []
         for layer in self._layers.values():
             weight, rows = layer.weight, layer.rows
+            layer.idle = layer.armed and not layer.seen and weight.requires_grad and not _reached(layer)
             if not layer.armed or weight.grad is None:
                 continue
             factors = layer.fresh_factors(output_scale)
@@ -348,10 +349,7 @@ class THOR(torch.optim.Optimizer):
         silent = [
             layer.name
             for layer in self._layers.values()
-            if layer.armed
-            and not layer.seen
-            and (gradient := layer.weight.grad) is not None
-            and bool(layer.weight_piece.of(gradient).any())  # zeros are what an unused layer may have
+            if layer.armed and layer.watched and not layer.seen and _reached(layer)
         ]
         inside = [name for name in silent if name in self._capture.inside_transform]
         mask = self._capture.row_mask
@@ -515,3 +513,9 @@ class THOR(torch.optim.Optimizer):
         if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
             self._reset()
             self._attach()
+
+
+def _reached(layer: LayerCurvature) -> bool:
+    """Return whether the loss has reached a layer; zeros are what an unused one may have for a gradient."""
+    gradient = layer.weight.grad
+    return gradient is not None and bool(layer.weight_piece.of(gradient).any())
