@@ -7,6 +7,7 @@ stands in :mod:`torch_thor.curvature`.
 
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -408,10 +409,18 @@ class THOR(torch.optim.Optimizer):
                 f"THOR the weights of its layers. What it found:\n{table(found.entries, '-')}"
             )
         self._covered = found.entries
+        # weak: an optimizer that is dropped is gone at once, and its hooks with it, not when cycles are collected
+        this = weakref.ref(self)
         self._layers = {
             name: self._layers.get(name)
             or LayerCurvature(
-                name, layer.kind, layer.weight, layer.biases, lambda: self.state, self._split_dim, layer.prefix
+                name,
+                layer.kind,
+                layer.weight,
+                layer.biases,
+                lambda: _alive(this).state,
+                lambda weight: _alive(this)._split_dim(weight),
+                layer.prefix,
             )
             for name, layer in found.layers.items()
         }
@@ -513,6 +522,13 @@ class THOR(torch.optim.Optimizer):
         if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
             self._reset()
             self._attach()
+
+
+def _alive(optimizer: "weakref.ref[THOR]") -> THOR:
+    found = optimizer()
+    if found is None:
+        raise RuntimeError("the optimizer that this layer's curvature belongs to is gone; keep a reference to it")
+    return found
 
 
 def _reached(layer: LayerCurvature) -> bool:
