@@ -131,11 +131,9 @@ class Capture:
             self._parents[current] = outer
         while current in self._parents:
             current = self._parents[current]
-        if current not in self._terms and layer.seen:
-            # A second pass before the step. Were the gradients of the first one dropped, without optimizer.zero_grad()?
-            gradient = layer.weight.grad
-            if gradient is None or not bool(gradient.any()):
-                self.discard()
+        # A second pass before the step. Were the gradients of the first one dropped, without optimizer.zero_grad()?
+        if current not in self._terms and layer.seen and not layer.has_gradient():
+            self.discard()
         first = self._terms.get(current)
         if first is None or order < first[0]:
             self._terms[current] = (order, terms)

@@ -299,6 +299,17 @@ class LayerCurvature:
             part.mul_(output_scale).mul_(output_scale / rows)
         return sums
 
+    def has_gradient(self) -> bool:
+        """Return whether the loss has reached the weight; zeros are what an unused one may have for a gradient.
+
+        Returns:
+            Whether its gradient holds anything (a wait for the device).
+        """
+        gradient = self.weight.grad
+        if gradient is None:
+            return False
+        return bool((gradient._values() if gradient.is_sparse else self.weight_piece.of(gradient)).any())
+
     def forget(self) -> None:
         """Drop the statistics of this step."""
         self._sums, self.rows, self.seen = None, 0, False
@@ -329,10 +340,13 @@ class LayerCurvature:
         """``into ← decay * into + (1/T) · G_d⁻¹ ∇W A_d⁻¹``: with the momentum and μ, the momentum's whole step.
 
         Args:
-            gradient: of the shape of the weight (of its rows that are this layer's).
+            gradient: of the shape of the weight (of its rows that are this layer's); an embedding's may be sparse.
             into: of the same shape, in the factors' dtype; changed in place.
             decay: a number.
         """
+        if gradient.is_sparse:
+            self._accumulate_rows_(gradient.coalesce(), into, decay)
+            return
         left, right = self.matrix("G_inverse"), self.matrix("A_inverse")
         if self.kind.transposed:
             left, right = right, left
@@ -341,6 +355,16 @@ class LayerCurvature:
             solved = left.left_multiply(matrix.to(left.blocks.dtype))
             right.accumulate_right_product_(solved, 1.0 / self.rows_per_term, target, decay)
         self.kind.from_matrix_(target, into)
+
+    def _accumulate_rows_(self, gradient: Tensor, into: Tensor, decay: float) -> None:
+        """Do the same for the sparse gradient of an embedding: tokens that were not there are not touched by it."""
+        a_inverse, g_inverse = self.matrix("A_inverse"), self.matrix("G_inverse")
+        tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.blocks.dtype)
+        scaled = rows * a_inverse.blocks.view(-1)[tokens, None]
+        solved = torch.zeros_like(scaled)
+        with ieee_float32(gradient.device.type):
+            g_inverse.accumulate_right_product_(scaled[None], 1.0 / self.rows_per_term, solved[None], 0.0)
+        into.mul_(decay).index_add_(0, tokens, solved)
 
     @torch.no_grad()
     def accumulate_natural_bias_gradient_(self, gradient: Tensor, into: Tensor, decay: float) -> None:

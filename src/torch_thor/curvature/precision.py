@@ -16,8 +16,10 @@ def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
         parameter_dtype: dtype of the weight.
 
     Returns:
-        ``torch.float64`` for float64 weights, else ``torch.float32``.
+        ``torch.float64`` for float64 weights, else ``torch.float32``; a complex dtype, which has no factors, as it is.
     """
+    if parameter_dtype.is_complex:
+        return parameter_dtype
     return torch.float64 if parameter_dtype == torch.float64 else torch.float32
 
 

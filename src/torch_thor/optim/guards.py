@@ -9,6 +9,19 @@ import torch
 from torch import Tensor
 
 
+def numbers_of(gradient: Tensor) -> Tensor:
+    """Return the real numbers that a gradient holds, whatever its layout.
+
+    Args:
+        gradient: dense or sparse (COO), real or complex.
+
+    Returns:
+        A dense real tensor, for looking at.
+    """
+    values = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
 def largest_norm(gradients: Sequence[Tensor]) -> float:
     """Return the largest Euclidean norm among the gradients, NaN or inf if one holds a number that is not finite.
 

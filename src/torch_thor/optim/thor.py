@@ -25,7 +25,7 @@ from torch_thor.curvature.sources import sources_of
 from torch_thor.curvature.survey import survey
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
 from torch_thor.optim.clock import RefreshClock
-from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, some
+from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, numbers_of, some
 from torch_thor.optim.options import UpdateInterval, check_group, check_loss_terms, check_optimizer
 from torch_thor.optim.parameters import ParameterIndex, with_gradient
 from torch_thor.optim.update import update
@@ -283,13 +283,13 @@ class THOR(torch.optim.Optimizer):
         """Decide on new factors for the layers that are due, and invert what is taken."""
         candidates = []
         for layer in self._layers.values():
-            weight, rows = layer.weight, layer.rows
-            layer.idle = layer.armed and not layer.seen and weight.requires_grad and not _reached(layer)
+            weight, rows, seen = layer.weight, layer.rows, layer.seen
+            layer.idle = layer.armed and not seen and weight.requires_grad and not layer.has_gradient()
             if not layer.armed or weight.grad is None:
                 continue
             factors = layer.fresh_factors(output_scale)
             if factors is None:
-                if layer.seen:
+                if seen:
                     then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
                     self._report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
                 continue
@@ -334,13 +334,13 @@ class THOR(torch.optim.Optimizer):
         """Return the largest norm of a gradient; inf if a natural gradient, at most |∇| / λ, could overflow."""
         gradients = []
         for _, parameter, gradient in with_gradient(self.param_groups):
-            if gradient.layout != torch.strided:
+            if gradient.layout not in (torch.strided, torch.sparse_coo):
                 raise RuntimeError(
-                    f"parameter {self._index.name(parameter)!r} has a sparse gradient, which THOR does not take; make "
-                    f"its module with sparse=False"
+                    f"parameter {self._index.name(parameter)!r} has a gradient of layout {gradient.layout}; THOR takes "
+                    f"dense and sparse COO gradients"
                 )
             if gradient.numel():
-                gradients.append(gradient)
+                gradients.append(numbers_of(gradient))
         largest = largest_norm(gradients)
         damping = min(float(group["damping"]) for group in self.param_groups)
         return math.inf if largest / damping > torch.finfo(torch.float32).max else largest
@@ -350,7 +350,7 @@ class THOR(torch.optim.Optimizer):
         silent = [
             layer.name
             for layer in self._layers.values()
-            if layer.armed and layer.watched and not layer.seen and _reached(layer)
+            if layer.armed and layer.watched and not layer.seen and layer.has_gradient()
         ]
         inside = [name for name in silent if name in self._capture.inside_transform]
         mask = self._capture.row_mask
@@ -379,7 +379,7 @@ class THOR(torch.optim.Optimizer):
 
     def _nonfinite_names(self) -> list[str]:
         found = with_gradient(self.param_groups)
-        return [self._index.name(p) for _, p, gradient in found if not bool(gradient.isfinite().all())]
+        return [self._index.name(p) for _, p, gradient in found if not bool(numbers_of(gradient).isfinite().all())]
 
     def _report(self, layer: LayerCurvature, what: str) -> None:
         """Warn, once a layer and kind of trouble."""
@@ -529,9 +529,3 @@ def _alive(optimizer: "weakref.ref[THOR]") -> THOR:
     if found is None:
         raise RuntimeError("the optimizer that this layer's curvature belongs to is gone; keep a reference to it")
     return found
-
-
-def _reached(layer: LayerCurvature) -> bool:
-    """Return whether the loss has reached a layer; zeros are what an unused one may have for a gradient."""
-    gradient = layer.weight.grad
-    return gradient is not None and bool(layer.weight_piece.of(gradient).any())

@@ -34,7 +34,12 @@ class Part:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients, in order."""
+        """The gradients, in order; sparse ones made dense, as momentum and weight decay are."""
+        return [g.to_dense() if g.is_sparse else g for g in self.given_gradients]
+
+    @property
+    def given_gradients(self) -> list[Tensor]:
+        """The gradients as they were given, in order."""
         return [p.grad for p in self.params if p.grad is not None]
 
     def pieces(self) -> Iterator["Part"]:
@@ -144,10 +149,10 @@ def _update_in_place(natural: Part) -> None:
 
 
 def _accumulate_natural_gradients_(part: Part, into: list[Tensor], decay: float) -> None:
-    for shares, gradient, target in zip(part.shares, part.gradients, into, strict=True):
+    for shares, gradient, target in zip(part.shares, part.given_gradients, into, strict=True):
         for share in shares:
             ours, theirs = share.piece.of(gradient), share.piece.of(target)
-            if not share.layer.refreshes:
+            if not share.layer.refreshes:  # one projection of a fused weight may have none while the others do
                 theirs.mul_(decay).add_(ours)
             elif share.is_weight:
                 share.layer.accumulate_natural_gradient_(ours, theirs, decay)

@@ -68,6 +68,8 @@ class EmbeddingKind:
             chosen = real if chosen is None else chosen & real
         if chosen is not None:
             tokens, outputs = tokens[chosen], outputs[chosen]
+        if not len(tokens):
+            return 0
         a.blocks.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
         g.add_second_moment_(outputs.to(g.blocks.dtype).mT[None])
         return len(tokens)

@@ -62,6 +62,8 @@ class LinearKind:
         if keep is not None:
             chosen = keep.reshape(-1)
             inputs, outputs = inputs[chosen], outputs[chosen]
+        if not len(inputs):
+            return 0
         a.add_second_moment_(inputs.to(a.blocks.dtype).mT[None])
         g.add_second_moment_(outputs.to(g.blocks.dtype).mT[None])
         return len(inputs)

@@ -1,0 +1,180 @@
+"""Batches and parameters at the edge: each has a defined outcome."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tiny import assert_same_bits, batches, mlp, train, weights
+from torch_thor import THOR
+
+STREAM = batches(4)
+
+
+def step(model, optimizer, x, loss=lambda y: y.square().mean()):
+    loss(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("reduction", "loss"), [("sum", torch.sum), ("mean", torch.mean)])
+def test_an_empty_batch_changes_nothing_and_the_refresh_waits(reduction, loss):
+    """Its gradients are zeros (of a mean too, whose value is NaN)."""
+    model = mlp()
+    optimizer = THOR(model, loss_reduction=reduction, momentum=0.0)
+    before = weights(model)
+    with pytest.warns(RuntimeWarning, match="saw no rows .*plain gradient"):
+        step(model, optimizer, torch.zeros(0, 5).double(), loss)
+    assert_same_bits(weights(model), before)
+    train(model, optimizer, STREAM[:1])
+    assert [c.refreshes for c in optimizer.curvature.values()] == [1, 1, 1]
+
+
+def test_a_batch_of_one_is_rank_one():
+    model = mlp()
+    optimizer = THOR(model, update_interval=1, damping=0.1)
+    x = torch.randn(1, 5).double()
+    step(model, optimizer, x)
+    A, _ = optimizer.curvature["0"].factors()
+    torch.testing.assert_close(A, x.T @ x)
+    inverse, _ = optimizer.curvature["0"].inverses()
+    torch.testing.assert_close(inverse, torch.linalg.inv(x.T @ x + 0.1**0.5 * torch.eye(5).double()))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1e4])
+def test_constant_inputs_are_inverted_with_their_damping(value):
+    """A is rank one, and for zeros it is zero: A_d⁻¹ is exact, and nothing but damping keeps it finite."""
+    model = mlp()
+    optimizer = THOR(model, update_interval=1)
+    x = torch.full((6, 5), value).double()
+    for _ in range(3):
+        step(model, optimizer, x, lambda y: (y - 1).square().mean())
+    A_inverse, _ = optimizer.curvature["0"].inverses()
+    expected = torch.linalg.inv(value**2 * torch.ones(5, 5).double() + 0.03**0.5 * torch.eye(5).double())
+    torch.testing.assert_close(A_inverse, expected, rtol=1e-5, atol=1e-7)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_dead_units_have_a_zero_G_and_do_not_move():
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        model[0].bias.fill_(-1e3)
+    optimizer = THOR(model, update_interval=1)
+    before = weights(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, STREAM)
+    _, G = optimizer.curvature["0"].factors()
+    assert not G.any()
+    torch.testing.assert_close(optimizer.curvature["0"].inverses()[1], 0.03**-0.5 * torch.eye(4).double())
+    assert torch.equal(model[0].weight, before["0.weight"])
+    assert not torch.equal(model[2].bias, before["2.bias"])
+
+
+def test_a_batch_of_padding_alone_keeps_what_there_is():
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
+    optimizer = THOR(model, update_interval=1, momentum=0.0)
+    x = torch.randint(7, (4, 6))
+    optimizer.row_mask = torch.ones(4, 6, dtype=torch.bool)
+    step(model, optimizer, x)
+    kept = [f.clone() for f in optimizer.curvature["1"].factors()]
+    optimizer.row_mask = torch.zeros(4, 6, dtype=torch.bool)
+    with pytest.warns(RuntimeWarning, match=r"saw no rows .*its old inverses stay"):
+        step(model, optimizer, x, lambda y: 0 * y.sum())
+    for one, two in zip(kept, optimizer.curvature["1"].factors(), strict=True):
+        assert torch.equal(one, two)
+    assert optimizer.curvature["1"].refreshes == 1
+
+
+class Odd(nn.Module):
+    """A layer beside a complex and an integer parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.count = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+
+    def forward(self, x):
+        return (self.linear(x) * self.phase).abs()
+
+
+def test_complex_and_integer_parameters_are_listed_and_trained_as_sgd_does():
+    model = Odd()
+    twin = copy.deepcopy(model)
+    optimizer = THOR(model, lr=0.1, weight_decay=0.1)
+    other = torch.optim.SGD([twin.phase], lr=0.1, momentum=0.9, weight_decay=0.1)
+    reasons = {entry.name: entry.reason for entry in optimizer.coverage()}
+    assert "complex64" in reasons["phase"]
+    assert "int64" in reasons["count"]
+    for _ in range(4):
+        model(torch.ones(2, 3)).sum(1).mean().backward()
+        twin.phase.grad = model.phase.grad.clone()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(model.phase, twin.phase, rtol=1e-6, atol=0)
+    model.phase.grad = torch.full((3,), complex(0, float("nan")))
+    with pytest.raises(FloatingPointError, match="phase"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1}, {"kl_clip": 1e-3}, {"skip": "0"}],
+    ids=str,
+)
+def test_sparse_gradients_equal_dense_ones(options):
+    def trained(sparse):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=sparse, padding_idx=0), nn.Linear(4, 3)).double()
+        optimizer = THOR(model, update_interval=2, split_dim=3, **options)
+        for _ in range(5):
+            model(torch.randint(6, (4, 3))).square().mean().backward()
+            assert model[0].weight.grad.is_sparse == sparse
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    one, two = trained(True), trained(False)
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_sparse_gradient_with_nan_is_refused():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
+    optimizer = THOR(model)
+    model(torch.tensor([1, 2])).mean().backward()
+    model[0].weight.grad._values()[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"0\.weight"):
+        optimizer.step()
+
+
+def test_other_layouts_are_refused_by_name():
+    model = mlp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls CSR a beta
+        model.mask = nn.Parameter(torch.eye(3).to_sparse_csr())
+        optimizer = THOR(model)
+        model.mask.grad = torch.eye(3).to_sparse_csr()
+    with pytest.raises(RuntimeError, match=r"mask.*sparse_csr.*COO"):
+        optimizer.step()
+
+
+def test_a_layer_added_after_construction_is_not_trained_until_it_is_given():
+    """As with any optimizer; add_param_group then makes it a preconditioned layer, due at once."""
+    model = mlp()
+    optimizer = THOR(model, update_interval=100)
+    train(model, optimizer, STREAM[:1])
+    model.append(nn.Linear(3, 3).double())
+    before = weights(model)
+    train(model, optimizer, STREAM[1:2])
+    assert torch.equal(model[5].weight, before["5.weight"])
+    assert "5" not in optimizer.curvature
+    optimizer.add_param_group({"params": model[5].parameters()})
+    train(model, optimizer, STREAM[2:3])
+    assert optimizer.curvature["5"].refreshes == 1
+    assert optimizer.curvature["0"].refreshes == 1
+    assert not torch.equal(model[5].weight, before["5.weight"])
