@@ -259,9 +259,10 @@ class THOR(torch.optim.Optimizer):
         if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
             return loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
         self._refresh(terms, output_scale)
+        terms = terms or self.param_groups[0]["last_loss_terms"]
         for group in self.param_groups:
-            group["last_loss_terms"] = terms = terms or group["last_loss_terms"]
-        diagonal_scale = terms if self.loss_reduction == "mean" or not terms else 1 / terms
+            group["last_loss_terms"] = terms
+        diagonal_scale = 1 / terms if terms and self.loss_reduction == "sum" else terms
         update(self.param_groups, self._index, self._momentum_buffer, self._decays, diagonal_scale)
         self._clock.advance(self.param_groups, clocks)
         for layer in self._layers.values():
