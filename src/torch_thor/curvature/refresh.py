@@ -14,11 +14,35 @@ from torch_thor.curvature.layer import LayerCurvature
 
 
 class Decision(enum.Enum):
-    """What the trace rule says of a layer (Chen et al. 2021, section 3.2)."""
+    """What a refresh did with a layer: the three answers of the trace rule (Chen et al. 2021, section 3.2), or neither.
+
+    UPDATE: new factors were taken and inverted. KEEP: the new statistics were thrown away. STOP: so they were, and the
+    layer never refreshes again. FAILED: they held NaN or inf, or could not be inverted; the last good inverse stays.
+    """
 
     UPDATE = "update"
     KEEP = "keep"
     STOP = "stop"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class RefreshEvent:
+    """What one refresh did with one layer.
+
+    Args:
+        layer: the module's name.
+        step: the optimizer step, counted from 0 as the parameter group counts it.
+        decision: what was done.
+        trace_change: Δ; None where there was nothing to compare with (the first refresh, or NaN in the new factors).
+        trace: tr(F + λI) of the new statistics, with the current λ.
+    """
+
+    layer: str
+    step: int
+    decision: Decision
+    trace_change: float | None
+    trace: float
 
 
 def trace_change(now: float, before: float) -> float:
@@ -55,6 +79,7 @@ class Candidate:
 
     Args:
         layer: the layer.
+        step: the step, counted from 0.
         factors: A and G of this step.
         rows_per_term: T of this step.
         damping: λ.
@@ -63,6 +88,7 @@ class Candidate:
     """
 
     layer: LayerCurvature
+    step: int
     factors: tuple[BlockDiagonal, BlockDiagonal]
     rows_per_term: float
     damping: float
@@ -70,7 +96,7 @@ class Candidate:
     decay: float
 
 
-def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> None:
+def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> tuple[RefreshEvent, ...]:
     """Decide layer by layer, then invert what was taken, all layers in one go.
 
     Factors with NaN or inf are never inverted, and a layer whose block stays indefinite at a hundred times its damping
@@ -79,29 +105,43 @@ def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, s
     Args:
         candidates: the layers that are due and have statistics.
         report: called with a layer and a sentence on what went wrong with it.
+
+    Returns:
+        What was done with each candidate, in their order.
     """
-    taken: list[Candidate] = []
-    for candidate, (now, before) in zip(candidates, _fisher_traces(candidates), strict=True):
-        layer = candidate.layer
-        if not math.isfinite(now):
-            layer.set_due(not layer.refreshes)
-            report(layer, "its new factors hold NaN or inf and were not inverted; the last good inverse stays")
-            continue
-        layer.set_due(False)
-        if not layer.refreshes:
-            taken.append(candidate)
-            continue
-        change = trace_change(now, before)
-        layer.record(change)
-        decision = decide(change, candidate.thresholds)
-        if decision is Decision.UPDATE:
-            taken.append(candidate)
-        elif decision is Decision.STOP:
-            layer.record(stopped=True)
-    _invert(taken, report)
+    traces = _fisher_traces(candidates)
+    judged = [_judge(c, now, before, report) for c, (now, before) in zip(candidates, traces, strict=True)]
+    failed = _invert(
+        [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE], report
+    )
+    return tuple(
+        RefreshEvent(c.layer.name, c.step, Decision.FAILED if c.layer in failed else decision, change, now)
+        for c, (decision, change), (now, _) in zip(candidates, judged, traces, strict=True)
+    )
 
 
-def _invert(taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> None:
+def _judge(
+    candidate: Candidate, now: float, before: float, report: Callable[[LayerCurvature, str], None]
+) -> tuple[Decision, float | None]:
+    layer = candidate.layer
+    if not math.isfinite(now):
+        layer.set_due(not layer.refreshes)
+        report(layer, "its new factors hold NaN or inf and were not inverted; the last good inverse stays")
+        return Decision.FAILED, None
+    layer.set_due(False)
+    if not layer.refreshes:
+        return Decision.UPDATE, None
+    change = trace_change(now, before)
+    layer.record(change)
+    decision = decide(change, candidate.thresholds)
+    if decision is Decision.STOP:
+        layer.record(stopped=True)
+    return decision, change
+
+
+def _invert(taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> set[LayerCurvature]:
+    """Invert and put to use; return the layers whose factors could not be inverted."""
+    failed = set()
     averaged = [tuple(_average(c, key, new) for key, new in zip("AG", c.factors, strict=True)) for c in taken]
     shifts = [math.sqrt(c.damping / c.rows_per_term) for c in taken]
     inverses = damped_inverses([(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair])
@@ -109,6 +149,7 @@ def _invert(taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], 
         layer = candidate.layer
         a_inverse, g_inverse = inverses[2 * i : 2 * i + 2]
         if a_inverse.failed or g_inverse.failed:
+            failed.add(layer)
             layer.set_due(not layer.refreshes)
             report(
                 layer,
@@ -118,6 +159,7 @@ def _invert(taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], 
         layer.take((a, g), (a_inverse.matrix, g_inverse.matrix), candidate.rows_per_term)
         if a_inverse.raised or g_inverse.raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")
+    return failed
 
 
 def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagonal:

@@ -8,6 +8,25 @@ import torch
 
 UpdateInterval = int | Callable[[int], int]
 
+PRESETS = {"thor": (0.01, 0.0), "thor_stop": (0.01, 0.001), "thor_nt": (0.0, 0.0)}  # (ω1, ω2), by the paper's names
+
+
+def preset_thresholds(name: str) -> tuple[float, float]:
+    """Return the paper's (ω1, ω2) of a name.
+
+    Args:
+        name: a key of ``PRESETS``.
+
+    Returns:
+        ``(ω1, ω2)``.
+
+    Raises:
+        ValueError: there is no such name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
+    return PRESETS[name]
+
 
 def _number(value: Any) -> float | None:
     """Return a plain number or a one-element tensor as a float, else None."""

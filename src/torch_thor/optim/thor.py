@@ -19,14 +19,20 @@ from torch_thor.curvature.capture import Capture
 from torch_thor.curvature.coverage import Covered, table
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.refresh import Candidate, refresh
+from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.curvature.selection import Selection
 from torch_thor.curvature.sources import sources_of
 from torch_thor.curvature.survey import survey
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
 from torch_thor.optim.clock import RefreshClock
 from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, numbers_of, some
-from torch_thor.optim.options import UpdateInterval, check_group, check_loss_terms, check_optimizer
+from torch_thor.optim.options import (
+    UpdateInterval,
+    check_group,
+    check_loss_terms,
+    check_optimizer,
+    preset_thresholds,
+)
 from torch_thor.optim.parameters import ParameterIndex, with_gradient
 from torch_thor.optim.update import update
 
@@ -173,6 +179,22 @@ class THOR(torch.optim.Optimizer):
 
     # ---- what users look at -------------------------------------------------------------------------------------
 
+    @staticmethod
+    def preset(name: str) -> dict[str, Any]:
+        """Return the options of a setting that the paper names: ``THOR(model, **THOR.preset("thor_stop"))``.
+
+        Args:
+            name: ``"thor"``, a layer keeps its factors where their trace changed by 1 % or less; ``"thor_stop"``, so
+                it does, and below 0.1 % it stops for good; ``"thor_nt"``, every refresh takes new factors (no trace rule).
+
+        Returns:
+            ``trace_thresholds``, the options in which the settings differ (Chen et al. 2021, section 4).
+
+        Raises:
+            ValueError: there is no such setting.
+        """
+        return {"trace_thresholds": preset_thresholds(name)}
+
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
         """The preconditioned layers, by module name."""
@@ -197,6 +219,11 @@ class THOR(torch.optim.Optimizer):
                 f"use attention_mask.bool()"
             )
         self._capture.row_mask = mask
+
+    @property
+    def last_refresh(self) -> tuple[RefreshEvent, ...]:
+        """What the latest :meth:`step` did with the layers that were due; empty where none was. Not in checkpoints."""
+        return self._last_refresh
 
     def coverage(self) -> list[Covered]:
         """List how each parameter of the model is trained.
@@ -231,7 +258,7 @@ class THOR(torch.optim.Optimizer):
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
             RuntimeError: a layer that is due has a gradient, and no statistics came; nothing has changed.
         """
-        loss = None
+        loss, self._last_refresh = None, ()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -299,6 +326,7 @@ class THOR(torch.optim.Optimizer):
             candidates.append(
                 Candidate(
                     layer,
+                    group["step"],
                     factors,
                     rows_per_term=rows / terms,
                     damping=float(group["damping"]),
@@ -306,7 +334,7 @@ class THOR(torch.optim.Optimizer):
                     decay=float(group["factor_decay"]),
                 )
             )
-        refresh(candidates, self._report)
+        self._last_refresh = refresh(candidates, self._report)
         self._capture.discard()
 
     def _arm(self) -> None:
@@ -395,6 +423,7 @@ class THOR(torch.optim.Optimizer):
         self._layers: dict[str, LayerCurvature] = {}
         self._covered: list[Covered] = []
         self._reported: set[tuple[str, str]] = set()
+        self._last_refresh: tuple[RefreshEvent, ...] = ()
         self._capture = Capture()
         self._index = ParameterIndex(self.model)
         self._attached = False

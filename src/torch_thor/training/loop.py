@@ -15,7 +15,7 @@ from torch_thor.training.data import DataBundle, epoch_order
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.plan import Plan
-from torch_thor.training.record import EvalPoint, Record, StepPoint
+from torch_thor.training.record import EvalPoint, Record, RefreshPoint, StepPoint
 
 
 class Run:
@@ -74,6 +74,14 @@ class Callback:
             point: What the step measured.
         """
 
+    def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
+        """Called after each step that decided about the curvature of one layer or more, after `after_step`.
+
+        Args:
+            run: The training.
+            points: What it decided, layer by layer.
+        """
+
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
         """Called after each evaluation.
 
@@ -105,7 +113,7 @@ def train(run: Run, callbacks: Sequence[Callback] = ()) -> Record:
         callbacks: Told what happens, in this order.
 
     Returns:
-        The loss at every step and the accuracy at every evaluation.
+        The loss at every step, what every refresh decided, and the accuracy at every evaluation.
     """
     for callback in callbacks:
         callback.before_training(run)
@@ -115,6 +123,11 @@ def train(run: Run, callbacks: Sequence[Callback] = ()) -> Record:
         run.record.steps.append(point)
         for callback in callbacks:
             callback.after_step(run, point)
+        refreshes = refresh_points(run)
+        run.record.refreshes.extend(refreshes)
+        if refreshes:
+            for callback in callbacks:
+                callback.after_refresh(run, refreshes)
         if run.step % run.eval_interval == 0 or run.step == run.total_steps:
             score = _evaluation(run)
             run.record.evaluations.append(score)
@@ -180,6 +193,32 @@ def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, LayerCurvatur
         Module name to layer curvature; empty for first-order optimizers.
     """
     return optimizer.curvature if isinstance(optimizer, THOR) else {}
+
+
+def refresh_points(run: Run) -> list[RefreshPoint]:
+    """What the step just done decided about the curvature.
+
+    Args:
+        run: The training.
+
+    Returns:
+        One point for each layer that was due; empty for first-order optimizers.
+    """
+    events = run.optimizer.last_refresh if isinstance(run.optimizer, THOR) else ()
+    return [
+        RefreshPoint(
+            step=run.step,
+            layer=event.layer,
+            decision=event.decision.value,
+            trace_change=_finite(event.trace_change),
+            trace=_finite(event.trace),
+        )
+        for event in events
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None  # JSON has no word for the others
 
 
 def refresh_due(optimizer: torch.optim.Optimizer) -> bool:

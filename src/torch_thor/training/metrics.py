@@ -1,17 +1,18 @@
-"""`metrics.jsonl`: a line for each step and each evaluation."""
+"""`metrics.jsonl`: a line for each step, each layer that a step refreshed, and each evaluation."""
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from torch_thor.training.errors import UserError
 from torch_thor.training.loop import Callback, Run
-from torch_thor.training.record import EvalPoint, Record, StepPoint, from_lines, to_line
+from torch_thor.training.record import EvalPoint, Point, Record, RefreshPoint, StepPoint, from_lines, to_line
 
 
 class MetricsFile(Callback):
-    """Writes `metrics.jsonl`: a line for each step and each evaluation.
+    """Writes `metrics.jsonl`: a line for each step, each layer that a step refreshed, and each evaluation.
 
     A resumed run first drops the lines that are newer than its checkpoint.
 
@@ -29,8 +30,7 @@ class MetricsFile(Callback):
         Args:
             run: The training.
         """
-        points: list[StepPoint | EvalPoint] = [*run.record.steps, *run.record.evaluations]
-        points.sort(key=lambda point: (point.step, isinstance(point, EvalPoint)))
+        points = run.record.points()
         temporary = self.path.with_suffix(".writing")
         temporary.write_text("".join(json.dumps(to_line(point)) + "\n" for point in points), encoding="utf-8")
         temporary.rename(self.path)
@@ -44,6 +44,16 @@ class MetricsFile(Callback):
             point: What the step measured.
         """
         self._write(point)
+
+    def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
+        """Write what was decided, layer by layer.
+
+        Args:
+            run: The training.
+            points: What was decided.
+        """
+        for point in points:
+            self._write(point)
 
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
         """Write the evaluation.
@@ -65,7 +75,7 @@ class MetricsFile(Callback):
         if self._file is not None:
             self._file.close()
 
-    def _write(self, point: StepPoint | EvalPoint) -> None:
+    def _write(self, point: Point) -> None:
         assert self._file is not None
         self._file.write(json.dumps(to_line(point)) + "\n")
 

@@ -1,4 +1,4 @@
-"""What a run measured: the loss of each step, the accuracy at each evaluation, and when.
+"""What a run measured: the loss of each step, the layers it refreshed, the accuracy at each evaluation, and when.
 
 `seconds` is time spent in training steps alone: evaluations, checkpoints and reports are not in it.
 """
@@ -31,11 +31,35 @@ class EvalPoint:
     top5: float
 
 
+@dataclass(frozen=True)
+class RefreshPoint:
+    """What the step `step` (counted from 1) decided about one layer's curvature.
+
+    `decision` is `update`, `keep`, `stop` or `failed`; `trace_change` is Δ, `None` where there was nothing to compare
+    with; `trace` is tr(F + λI) of the new statistics, `None` if it was not finite.
+    """
+
+    step: int
+    layer: str
+    decision: str
+    trace_change: float | None
+    trace: float | None
+
+
+Point = StepPoint | RefreshPoint | EvalPoint
+KINDS: dict[str, type[Point]] = {
+    "step": StepPoint,
+    "refresh": RefreshPoint,
+    "eval": EvalPoint,
+}  # within a step, in order
+
+
 @dataclass
 class Record:
     """The points of one run, in order."""
 
     steps: list[StepPoint] = field(default_factory=list)
+    refreshes: list[RefreshPoint] = field(default_factory=list)
     evaluations: list[EvalPoint] = field(default_factory=list)
 
     def first_reaching(self, target: float) -> EvalPoint | None:
@@ -70,19 +94,34 @@ class Record:
         Returns:
             A record without the later points.
         """
-        return Record([p for p in self.steps if p.step <= step], [p for p in self.evaluations if p.step <= step])
+        return Record(
+            [p for p in self.steps if p.step <= step],
+            [p for p in self.refreshes if p.step <= step],
+            [p for p in self.evaluations if p.step <= step],
+        )
+
+    def points(self) -> list[Point]:
+        """Everything in the order in which it happened.
+
+        Returns:
+            For each step its own point, then its refreshes, then its evaluation.
+        """
+        order = {kind: place for place, kind in enumerate(KINDS.values())}
+        points: list[Point] = [*self.steps, *self.refreshes, *self.evaluations]
+        return sorted(points, key=lambda point: (point.step, order[type(point)]))
 
 
-def to_line(point: StepPoint | EvalPoint) -> dict[str, Any]:
+def to_line(point: Point) -> dict[str, Any]:
     """A point as it stands in `metrics.jsonl`.
 
     Args:
-        point: A step or an evaluation.
+        point: A step, a refresh of a layer or an evaluation.
 
     Returns:
         A flat mapping with a `kind` first.
     """
-    return {"kind": "step" if isinstance(point, StepPoint) else "eval", **asdict(point)}
+    kind = next(name for name, cls in KINDS.items() if isinstance(point, cls))
+    return {"kind": kind, **asdict(point)}
 
 
 def from_lines(lines: list[dict[str, Any]]) -> Record:
@@ -95,10 +134,12 @@ def from_lines(lines: list[dict[str, Any]]) -> Record:
         The record.
     """
     record = Record()
+    lists: dict[str, list[Any]] = {
+        "step": record.steps,
+        "refresh": record.refreshes,
+        "eval": record.evaluations,
+    }
     for line in lines:
-        values = {key: value for key, value in line.items() if key != "kind"}
-        if line["kind"] == "step":
-            record.steps.append(StepPoint(**values))
-        else:
-            record.evaluations.append(EvalPoint(**values))
+        kind = line["kind"]
+        lists[kind].append(KINDS[kind](**{key: value for key, value in line.items() if key != "kind"}))
     return record
