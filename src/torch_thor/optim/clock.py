@@ -1,71 +1,82 @@
 """When the groups refresh: each counts its own steps, in the group itself, where every checkpoint sees them.
 
-``group["step"]`` counts the steps taken, ``group["next_refresh"]`` is the step of the next refresh and
-``group["update_interval"]`` the interval in force. A callable interval is the program's, not the checkpoint's: it is
-kept here, and asked on each refresh for the interval to the next one.
+``group["step"]`` counts the steps taken, ``group["next_refresh"]`` is the step of the next refresh, and
+``group["update_interval"]`` (a number, a schedule or any callable) is asked on each refresh for the way to the next.
 """
 
-from collections.abc import Callable
-
-from torch_thor.optim.options import check_interval
+from torch_thor.optim.intervals import CALLABLE, from_plain, to_plain
+from torch_thor.optim.options import UpdateInterval, check_interval
 from torch_thor.optim.parameters import Group
 
 
-class RefreshClock:
-    """The clocks of all parameter groups."""
+def next_refreshes(groups: list[Group]) -> list[int]:
+    """Return the steps of the next refreshes as they will stand after this step, and change nothing.
 
-    def __init__(self) -> None:
-        self._callables: dict[int, Callable[[int], int]] = {}
+    Args:
+        groups: the optimizer's parameter groups.
 
-    def keep_callables(self, groups: list[Group]) -> None:
-        """Take callables out of the groups.
+    Returns:
+        One step a group.
+    """
+    result = []
+    for group in groups:
+        step, upcoming, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
+        if step >= upcoming:
+            asked = check_interval(f"update_interval({step})", interval(step)) if callable(interval) else interval
+            upcoming = step + asked
+        result.append(upcoming)
+    return result
 
-        Args:
-            groups: the optimizer's parameter groups; a callable is replaced by 1, until the first refresh asks it.
-        """
-        for index, group in enumerate(groups):
-            if callable(group["update_interval"]):
-                self._callables[index] = group["update_interval"]
-                group["update_interval"] = 1
 
-    def next(self, groups: list[Group]) -> list[tuple[int, int]]:
-        """Return the clocks as they will stand after this step, and change nothing.
+def advance(groups: list[Group], refreshes: list[int]) -> None:
+    """Count a step.
 
-        Args:
-            groups: the optimizer's parameter groups.
+    Args:
+        groups: the optimizer's parameter groups.
+        refreshes: what :func:`next_refreshes` returned.
+    """
+    for group, upcoming in zip(groups, refreshes, strict=True):
+        group.update(next_refresh=upcoming, step=group["step"] + 1)
 
-        Returns:
-            Interval and step of the next refresh, group by group.
-        """
-        result = []
-        for index, group in enumerate(groups):
-            step, interval, upcoming = int(group["step"]), int(group["update_interval"]), int(group["next_refresh"])
-            if step >= upcoming:
-                if index in self._callables:
-                    interval = check_interval(f"update_interval({step})", self._callables[index](step))
-                upcoming = step + interval
-            result.append((interval, upcoming))
-        return result
 
-    @staticmethod
-    def advance(groups: list[Group], clocks: list[tuple[int, int]]) -> None:
-        """Count a step.
+def refreshes_next(group: Group) -> bool:
+    """Return whether the group's next step is a refresh.
 
-        Args:
-            groups: the optimizer's parameter groups.
-            clocks: what :meth:`next` returned.
-        """
-        for group, (interval, upcoming) in zip(groups, clocks, strict=True):
-            group.update(update_interval=interval, next_refresh=upcoming, step=group["step"] + 1)
+    Args:
+        group: a parameter group.
 
-    @staticmethod
-    def refreshes_next(group: Group) -> bool:
-        """Return whether the group's next step is a refresh.
+    Returns:
+        Whether it is.
+    """
+    return bool(group["step"] >= group["next_refresh"])
 
-        Args:
-            group: a parameter group.
 
-        Returns:
-            Whether it is.
-        """
-        return bool(group["step"] >= group["next_refresh"])
+def plain(group: Group) -> Group:
+    """Return a group as a state dict holds it.
+
+    Args:
+        group: a parameter group.
+
+    Returns:
+        A copy with plain data for its interval.
+    """
+    return {**group, "update_interval": to_plain(group["update_interval"])}
+
+
+def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
+    """Return the interval that holds after a state dict was loaded.
+
+    Args:
+        saved: the group in the state dict.
+        own: what the program gave; it stays where it is a function, or where the saved one was, since no checkpoint
+            holds functions, and where the state dict has no interval.
+
+    Returns:
+        The saved number or schedule, or the program's own.
+
+    Raises:
+        ValueError: the state dict holds a text that is no schedule of this version.
+    """
+    interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
+    of_the_program = callable(own) and to_plain(own) == CALLABLE
+    return own if of_the_program or isinstance(interval, str) else interval

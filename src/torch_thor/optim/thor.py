@@ -23,8 +23,8 @@ from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
 from torch_thor.curvature.selection import Selection
 from torch_thor.curvature.sources import sources_of
 from torch_thor.curvature.survey import survey
+from torch_thor.optim import clock
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
-from torch_thor.optim.clock import RefreshClock
 from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, numbers_of, some
 from torch_thor.optim.options import (
     UpdateInterval,
@@ -50,7 +50,6 @@ _COPIED = (
     "skipped_steps",
     "skip",
     "only",
-    "_clock",
 )
 
 
@@ -78,8 +77,9 @@ class THOR(torch.optim.Optimizer):
         nesterov: step along ``d + μ v`` instead of ``v``.
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned).
         decay_filter: ``(name, parameter) -> bool``, which parameters decay; None: all.
-        update_interval: steps between refreshes, or a callable from the step of a refresh (counted from 0) to the
-            steps until the next. The first step refreshes.
+        update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals`, or any callable, from
+            the step of a refresh (counted from 0) to the steps until the next. The first step refreshes. It stands in
+            each parameter group and may be changed there: the next refresh asks it.
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh a layer whose trace changed by more than
             ω1 takes new factors, by less than ω2 stops for good, else keeps what it has. ``(0, 0)`` takes them always.
         split_dim: block size of the factors (section 3.3), None for full factors.
@@ -156,7 +156,7 @@ class THOR(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.grad_scaler = grad_scaler
         self.skipped_steps = 0
-        self._clock = RefreshClock()
+        self._last_refresh: tuple[RefreshEvent, ...] = ()
         self._reset()
         defaults = {
             "lr": lr,
@@ -184,8 +184,8 @@ class THOR(torch.optim.Optimizer):
         """Return the options of a setting that the paper names: ``THOR(model, **THOR.preset("thor_stop"))``.
 
         Args:
-            name: ``"thor"``, a layer keeps its factors where their trace changed by 1 % or less; ``"thor_stop"``, so
-                it does, and below 0.1 % it stops for good; ``"thor_nt"``, every refresh takes new factors (no trace rule).
+            name: ``"thor"``, a layer keeps its factors where the trace changed by 1 % or less; ``"thor_stop"``, the
+                same, and below 0.1 % it stops for good; ``"thor_nt"``, every change is taken (no trace rule).
 
         Returns:
             ``trace_thresholds``, the options in which the settings differ (Chen et al. 2021, section 4).
@@ -258,13 +258,13 @@ class THOR(torch.optim.Optimizer):
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
             RuntimeError: a layer that is due has a gradient, and no statistics came; nothing has changed.
         """
-        loss, self._last_refresh = None, ()
+        loss = None
+        self._last_refresh = ()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             check_group(group)  # again: a schedule may have run damping down to 0
-        self._clock.keep_callables(self.param_groups)
         self._index.update(self.param_groups)
         scale = LossScale(self, self.grad_scaler)
         if scale.found_inf:
@@ -272,7 +272,7 @@ class THOR(torch.optim.Optimizer):
             return loss
         terms = self._count_loss_terms()
         output_scale = (terms if self.loss_reduction == "mean" else 1) / self._scale_of_statistics(scale)
-        clocks = self._clock.next(self.param_groups)
+        refreshes = clock.next_refreshes(self.param_groups)
         self._unscale(scale)
         largest = self._largest_gradient()
         if not math.isfinite(largest):
@@ -291,9 +291,9 @@ class THOR(torch.optim.Optimizer):
             group["last_loss_terms"] = terms
         diagonal_scale = 1 / terms if terms and self.loss_reduction == "sum" else terms
         update(self.param_groups, self._index, self._momentum_buffer, self._decays, diagonal_scale)
-        self._clock.advance(self.param_groups, clocks)
+        clock.advance(self.param_groups, refreshes)
         for layer in self._layers.values():
-            if self._clock.refreshes_next(self._index.group(layer.weight)):
+            if clock.refreshes_next(self._index.group(layer.weight)):
                 layer.set_due(True)
         self._capture.attach()
         return loss
@@ -423,7 +423,7 @@ class THOR(torch.optim.Optimizer):
         self._layers: dict[str, LayerCurvature] = {}
         self._covered: list[Covered] = []
         self._reported: set[tuple[str, str]] = set()
-        self._last_refresh: tuple[RefreshEvent, ...] = ()
+        self._last_refresh = ()
         self._capture = Capture()
         self._index = ParameterIndex(self.model)
         self._attached = False
@@ -517,27 +517,39 @@ class THOR(torch.optim.Optimizer):
                 f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
                 f"pass the model that holds them, or give them an optimizer of their own"
             )
-        self._clock.keep_callables(self.param_groups)
         if self._attached:
             self._attach()
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and options, as tensors, numbers and strings.
+
+        Returns:
+            As :meth:`torch.optim.Optimizer.state_dict`; a schedule stands in it as text.
+        """
+        state_dict = super().state_dict()
+        return {**state_dict, "param_groups": [clock.plain(group) for group in state_dict["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; factors, inverses and momentum keep the dtype they were saved in.
 
         Args:
             state_dict: what ``state_dict()`` gave. Options that it does not hold (those that an SGD checkpoint lacks)
-                stay as they are, and so does a callable ``update_interval``, which is the program's.
+                stay as they are. So does ``update_interval`` where it is a function, here or in the run that was saved:
+                functions are the program's. Schedules of :mod:`torch_thor.intervals` are loaded like any option.
 
         Raises:
-            ValueError: it has other groups or parameters, or factors of other shapes.
+            ValueError: it has other groups or parameters, factors of other shapes, or an unknown schedule.
         """
         kept = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        pairs = zip(state_dict["param_groups"], kept, strict=False)  # the base class says what is wrong with the number
+        intervals = [clock.loaded_interval(saved, own["update_interval"]) for saved, own in pairs]
         super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, kept, strict=True):
+        for group, own, interval in zip(self.param_groups, kept, intervals, strict=True):
             for key, value in own.items():
                 group.setdefault(key, value)
+            group["update_interval"] = interval
         restore_tensors(self.state, self.param_groups, state_dict)
         self._index.update(self.param_groups)
         self._capture.discard()
