@@ -108,10 +108,18 @@ def check_group(group: Mapping[str, Any]) -> None:
     interval = group["update_interval"]
     if not callable(interval):
         check_interval("update_interval", interval)
-    _check_thresholds(group["trace_thresholds"])
+    check_thresholds(group["trace_thresholds"])
 
 
-def _check_thresholds(thresholds: Any) -> None:
+def check_thresholds(thresholds: Any) -> tuple[float, float]:
+    """Check the thresholds of the trace rule.
+
+    Args:
+        thresholds: ``(ω1, ω2)``.
+
+    Returns:
+        The pair.
+    """
     pair = isinstance(thresholds, tuple | list) and len(thresholds) == 2
     numbers = [_number(t) for t in thresholds] if pair else []
     _require(
@@ -129,6 +137,7 @@ def _check_thresholds(thresholds: Any) -> None:
         "(ω1, ω2) with ω2 ≤ ω1: above ω1 a layer updates, below ω2 it stops",
         f"did you mean {(lower, upper)}?",
     )
+    return upper, lower
 
 
 def check_loss_terms(value: Any) -> int:

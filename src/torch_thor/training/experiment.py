@@ -26,6 +26,7 @@ from torch_thor.training.metrics import MetricsFile
 from torch_thor.training.models import build_model
 from torch_thor.training.optimizers import build_optimizer
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
+from torch_thor.training.refresh_plot import draw_refreshes
 from torch_thor.training.report import (
     Summary,
     as_json,
@@ -140,7 +141,7 @@ def _train_one(
     finally:
         metrics.close()
         tensorboard.close()
-    return Summary(name, record, refreshed_layers(run.optimizer))
+    return Summary(name, record, refreshed_layers(run.optimizer, record))
 
 
 def _report(recipe: Recipe, folder: RunFolder, summaries: list[Summary], console: Console) -> None:
@@ -149,6 +150,7 @@ def _report(recipe: Recipe, folder: RunFolder, summaries: list[Summary], console
     (folder.path / SUMMARY_FILE).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     for summary in summaries:
         if summary.refreshed:
+            draw_refreshes(summary.record, [layer.layer for layer in summary.refreshed], folder.refreshes(summary.name))
             console.print(refresh_table(summary))
     console.print(summary_table(summaries, recipe.targets))
     console.print(f"Curves, metrics, recipe and checkpoints are in {folder.path}", soft_wrap=True)

@@ -4,13 +4,14 @@ A new one is a frozen dataclass of settings, a function that builds it, and one 
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_thor.optim import THOR
+from torch_thor.optim import THOR, intervals
+from torch_thor.optim.options import check_interval, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.muon import MuonAdamW
 
@@ -85,8 +86,9 @@ class THORSettings(OptimizerSettings):
         damping: Added to the Fisher matrix.
         momentum: Momentum.
         nesterov: Whether it is Nesterov's.
-        update_interval: Steps between refreshes of the curvature.
-        trace_thresholds: (ω1, ω2) of the refresh rule.
+        update_interval: Steps between refreshes of the curvature: a number, or a mapping with `kind` (`constant`,
+            `piecewise`, `geometric`) and the arguments of that class of `torch_thor.intervals`.
+        trace_thresholds: (ω1, ω2) of the trace rule, or the name of one of `THOR.preset`'s settings.
         split_dim: Size of the blocks that factors are split into; `None` leaves them whole.
         factor_decay: Decay of the running average of the factors.
         kl_clip: Limit on the step's length in the Fisher norm; `None` is no limit.
@@ -96,11 +98,78 @@ class THORSettings(OptimizerSettings):
     damping: float = 0.03
     momentum: float = 0.9
     nesterov: bool = False
-    update_interval: int = 100
-    trace_thresholds: tuple[float, float] = (0.01, 0.0)
+    update_interval: Any = 100
+    trace_thresholds: Any = (0.01, 0.0)
     split_dim: int | None = 128
     factor_decay: float = 0.0
     kl_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.trace_thresholds, list):  # as YAML has it
+            object.__setattr__(self, "trace_thresholds", tuple(self.trace_thresholds))
+        interval_of(self.update_interval)
+        thresholds_of(self.trace_thresholds)
+
+
+INTERVALS: dict[str, type[intervals.Constant | intervals.Piecewise | intervals.Geometric]] = {
+    "constant": intervals.Constant,
+    "piecewise": intervals.Piecewise,
+    "geometric": intervals.Geometric,
+}
+
+
+def interval_of(value: Any) -> Any:
+    """Build the interval that a recipe describes.
+
+    Args:
+        value: A number of steps, or a mapping with `kind` and the arguments of a schedule.
+
+    Returns:
+        What `THOR` takes as `update_interval`.
+
+    Raises:
+        UserError: If it is neither, or the schedule refuses its arguments.
+    """
+    if not isinstance(value, dict):
+        try:
+            return check_interval("update_interval", value)
+        except ValueError as error:
+            raise UserError(f"{error}; a schedule is a mapping such as {EXAMPLE}") from error
+    arguments = {str(key): item for key, item in value.items() if key != "kind"}
+    kind = str(value.get("kind"))
+    require(
+        kind in INTERVALS,
+        f"update_interval.kind={kind} is no schedule: use one of {', '.join(INTERVALS)}, as in {EXAMPLE}",
+    )
+    try:
+        return INTERVALS[kind](**arguments)
+    except TypeError as error:  # arguments that it does not have, or lacks
+        known = ", ".join(item.name for item in fields(INTERVALS[kind]))
+        raise UserError(f"update_interval: {kind} takes {known}, not {', '.join(arguments) or 'nothing'}") from error
+    except ValueError as error:
+        raise UserError(f"update_interval: {error}") from error
+
+
+EXAMPLE = "{kind: geometric, first: 5, last: 100, factor: 1.5}"
+
+
+def thresholds_of(value: Any) -> Any:
+    """Look up the thresholds that a recipe names.
+
+    Args:
+        value: The name of a preset, or the thresholds themselves.
+
+    Returns:
+        What `THOR` takes as `trace_thresholds`.
+
+    Raises:
+        UserError: If there is no such preset, or they are no pair ω1 ≥ ω2 ≥ 0.
+    """
+    try:
+        return THOR.preset(value)["trace_thresholds"] if isinstance(value, str) else check_thresholds(value)
+    except ValueError as error:
+        raise UserError(f"trace_thresholds: {error}" if isinstance(value, str) else str(error)) from error
 
 
 def _sgd(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
@@ -117,7 +186,10 @@ def _muon(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
 
 
 def _thor(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
-    return THOR(model, **asdict(settings))
+    options = asdict(settings)
+    options["update_interval"] = interval_of(settings.update_interval)
+    options["trace_thresholds"] = thresholds_of(settings.trace_thresholds)
+    return THOR(model, **options)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 A recipe is a `Plan` with names: which data, which network, which optimizers, and tuned settings for each.
 """
 
+import copy
 import difflib
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from torch_thor.training.data import DataSpec
@@ -21,6 +22,7 @@ from torch_thor.training.optimizers import OPTIMIZERS, OptimizerSettings, defaul
 from torch_thor.training.plan import Plan
 
 DEFAULT_RECIPE = "digits"
+WHOLE_SETTINGS = {"update_interval", "trace_thresholds"}  # THOR's, which are of more than one type
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,8 @@ def _spread(config: DictConfig, key: str, value: Any) -> dict[str, Any]:
     if key.split(".")[0] in config:
         return _nested(key, value)
     chosen = [name for name in config.optimizer if name in OPTIMIZERS]
-    takers = [name for name in chosen if key in {item.name for item in fields(OPTIMIZERS[name].settings)}]
+    setting = key.split(".")[0]
+    takers = [name for name in chosen if setting in {item.name for item in fields(OPTIMIZERS[name].settings)}]
     known = [
         *_flat(OmegaConf.to_container(config)),
         *(item for name in chosen for item in config.optimizers[name]),
@@ -232,7 +235,7 @@ def _spread(config: DictConfig, key: str, value: Any) -> dict[str, Any]:
         bool(takers),
         f"there is no key {key}{_nearest(key, known)}: see the recipe's keys in `torch-thor train --list`",
     )
-    return {"optimizers": {name: {key: value} for name in takers}}
+    return {"optimizers": {name: _nested(key, value) for name in takers}}
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
@@ -242,16 +245,41 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
-    unknown = [name for name in change.get("optimizers") or () if name not in OPTIMIZERS]
+    unknown = [name for name in _settings_in(change) if name not in OPTIMIZERS]
     require(not unknown, f"optimizers.{', '.join(unknown)}: no such optimizer; use one of {', '.join(OPTIMIZERS)}")
     try:
-        return cast(DictConfig, OmegaConf.merge(config, OmegaConf.create(change)))
+        return cast(DictConfig, OmegaConf.merge(_without_replaced(config, change), OmegaConf.create(change)))
     except (ConfigKeyError, ConfigAttributeError) as error:
         known = list(_flat(OmegaConf.to_container(config)))
         raise UserError(f"there is no key {error.full_key}{_nearest(str(error.full_key), known)}") from error
+    except TypeError as error:  # what OmegaConf says of a mapping in the place of a list
+        raise UserError(f"{next(iter(_flat(change)))}: {error}") from error
     except OmegaConfBaseException as error:
         key = error.full_key or next(iter(_flat(change)))
         raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
+
+
+def _settings_in(change: dict[str, Any]) -> dict[str, Any]:
+    settings = change.get("optimizers")
+    return settings if isinstance(settings, dict) else {}
+
+
+def _without_replaced(config: DictConfig, change: dict[str, Any]) -> DictConfig:
+    # OmegaConf merges a mapping into a mapping and takes no word for a list. A setting that may be either, and a
+    # mapping that says its kind, are given as a whole: what stood there goes.
+    config = copy.deepcopy(config)
+    for name, settings in _settings_in(change).items():
+        for key, value in settings.items() if isinstance(settings, dict) else ():
+            if (
+                key in WHOLE_SETTINGS
+                and key in config.optimizers[name]
+                and (not isinstance(value, dict) or "kind" in value)
+            ):
+                own = config.optimizers[name]
+                with read_write(own), open_dict(own):
+                    own.pop(key)  # only a new node may be of another type
+                    own[key] = None
+    return config
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a person looks at when training is over: a table and the curves."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,12 @@ SMOOTHING = 0.9  # the training loss is drawn as a running average with this dec
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What the trace rule did to one layer."""
+    """What the trace rule did to one layer: how often it took new factors, kept its own, or failed to invert."""
 
     layer: str
     refreshes: int
+    kept: int
+    failed: int
     stopped: bool
 
 
@@ -32,17 +35,20 @@ class Summary:
     refreshed: tuple[Refreshed, ...]
 
 
-def refreshed_layers(optimizer: torch.optim.Optimizer) -> tuple[Refreshed, ...]:
+def refreshed_layers(optimizer: torch.optim.Optimizer, record: Record) -> tuple[Refreshed, ...]:
     """What was refreshed, layer by layer.
 
     Args:
         optimizer: Any optimizer.
+        record: Its run.
 
     Returns:
         One entry for each layer with curvature; empty for first-order optimizers.
     """
+    counts = Counter((point.layer, point.decision) for point in record.refreshes)
     return tuple(
-        Refreshed(name, int(layer.refreshes), bool(layer.stopped)) for name, layer in curvature_of(optimizer).items()
+        Refreshed(name, layer.refreshes, counts[name, "keep"], counts[name, "failed"], layer.stopped)
+        for name, layer in curvature_of(optimizer).items()
     )
 
 
@@ -69,7 +75,8 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
     table.add_row("an ordinary step, median", *(_milliseconds(s.record, refresh=False) for s in summaries))
     table.add_row("a refresh step, median", *(_milliseconds(s.record, refresh=True) for s in summaries))
     table.add_row("refresh steps", *(str(sum(p.refresh for p in s.record.steps)) for s in summaries))
-    table.add_row("layers refreshed", *(_layers(s.refreshed) for s in summaries))
+    table.add_row("layers refreshed, of those due", *(_refreshes(s) for s in summaries))
+    table.add_row("layers stopped", *(_stopped(s.refreshed) for s in summaries))
     return table
 
 
@@ -83,10 +90,12 @@ def refresh_table(summary: Summary) -> Table:
         A table for a Rich console.
     """
     table = Table("layer", title=f"What {summary.name} refreshed", title_justify="left")
-    table.add_column("refreshes", justify="right")
+    for column in ("refreshes", "kept", "failed"):
+        table.add_column(column, justify="right")
     table.add_column("stopped")
     for layer in summary.refreshed:
-        table.add_row(layer.layer, str(layer.refreshes), "yes" if layer.stopped else "no")
+        counts = (str(layer.refreshes), str(layer.kept), str(layer.failed))
+        table.add_row(layer.layer, *counts, "yes" if layer.stopped else "no")
     return table
 
 
@@ -141,8 +150,12 @@ def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
         "targets": {key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()},
         "ordinary_step_seconds": record.median_duration(refresh=False),
         "refresh_step_seconds": record.median_duration(refresh=True),
-        "refreshed": {item.layer: {"refreshes": item.refreshes, "stopped": item.stopped} for item in summary.refreshed},
+        "refreshed": {item.layer: _counts(item) for item in summary.refreshed},
     }
+
+
+def _counts(item: Refreshed) -> dict[str, int | bool]:
+    return {"refreshes": item.refreshes, "kept": item.kept, "failed": item.failed, "stopped": item.stopped}
 
 
 def _reached(record: Record, target: float) -> str:
@@ -155,11 +168,13 @@ def _milliseconds(record: Record, *, refresh: bool) -> str:
     return "none" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
-def _layers(refreshed: Sequence[Refreshed]) -> str:
-    if not refreshed:
-        return "none"
-    stopped = sum(layer.stopped for layer in refreshed)
-    return f"{len(refreshed)}, of which {stopped} stopped" if stopped else str(len(refreshed))
+def _refreshes(summary: Summary) -> str:
+    due = len(summary.record.refreshes)
+    return f"{sum(layer.refreshes for layer in summary.refreshed)} of {due}" if due else "none"
+
+
+def _stopped(refreshed: Sequence[Refreshed]) -> str:
+    return f"{sum(layer.stopped for layer in refreshed)} of {len(refreshed)}" if refreshed else "none"
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

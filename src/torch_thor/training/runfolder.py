@@ -1,7 +1,7 @@
 """A run's folder: whose it is, what stands in it, and when it may be written to.
 
 recipe.yaml  curves.png  summary.json
-<optimizer>/metrics.jsonl  <optimizer>/checkpoints/  <optimizer>/tensorboard/
+<optimizer>/metrics.jsonl  <optimizer>/checkpoints/  <optimizer>/tensorboard/  <optimizer>/refreshes.png
 """
 
 import shutil
@@ -59,6 +59,17 @@ class RunFolder:
             The path of their folder.
         """
         return self.path / optimizer / "tensorboard"
+
+    def refreshes(self, optimizer: str) -> Path:
+        """The picture of what one optimizer refreshed.
+
+        Args:
+            optimizer: Its name.
+
+        Returns:
+            The path.
+        """
+        return self.path / optimizer / "refreshes.png"
 
     def stored_recipe(self) -> Recipe | None:
         """The recipe that this folder was made with.
