@@ -96,7 +96,7 @@ def assert_same(a, b, where=""):
 
 def untimed(record):
     steps = [replace(point, seconds=0, duration=0) for point in record.steps]
-    return steps, [replace(point, seconds=0) for point in record.evaluations]
+    return steps, record.refreshes, [replace(point, seconds=0) for point in record.evaluations]
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))

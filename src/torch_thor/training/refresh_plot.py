@@ -1,5 +1,6 @@
 """What the trace rule did, as a picture: which layer took, kept or stopped when, and the traces that it looked at."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -57,6 +58,5 @@ def draw_refreshes(record: Record, layers: Sequence[str], path: Path) -> None:
 
 def _spans(points: Sequence[RefreshPoint], end: int) -> Iterator[tuple[int, int]]:
     """Where each decision holds: start and length in steps, up to the layer's next one."""
-    steps = [point.step for point in points]
-    for start, following in zip(steps, [*steps[1:], end], strict=True):
+    for start, following in itertools.pairwise([*(point.step for point in points), end]):
         yield start, following - start

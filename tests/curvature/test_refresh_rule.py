@@ -1,0 +1,267 @@
+"""The trace rule in itself, what it tells, and what a stopped layer still costs: nothing."""
+
+import copy
+import dataclasses
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tiny import assert_same_bits, batches, mlp, train, weights
+from torch_thor import THOR
+from torch_thor.curvature.capture import Capture, inert_hook
+from torch_thor.curvature.refresh import Decision, RefreshEvent, decide, trace_change
+
+STREAM = batches(10)
+STOP_AT_ONCE = (1e9, 1e8)  # Δ is never above ω1, and always below ω2
+TAKE_ALL = (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "thresholds", "decision"),
+    [
+        (0.01, (0.01, 0.001), Decision.KEEP),  # Δ = ω1
+        (math.nextafter(0.01, 1), (0.01, 0.001), Decision.UPDATE),
+        (0.001, (0.01, 0.001), Decision.KEEP),  # Δ = ω2
+        (math.nextafter(0.001, 0), (0.01, 0.001), Decision.STOP),
+        (0.5, (0.5, 0.5), Decision.KEEP),  # ω1 = Δ = ω2
+        (0.0, (0.0, 0.0), Decision.KEEP),
+        (math.ulp(0.0), (0.0, 0.0), Decision.UPDATE),
+        (math.inf, (1e300, 0.0), Decision.UPDATE),
+    ],
+)
+def test_the_borders_belong_to_keep(change, thresholds, decision):
+    assert decide(change, thresholds) is decision
+
+
+@pytest.mark.parametrize(("now", "before", "change"), [(3, 2, 0.5), (1, 2, 0.5), (-3, 2, 0.5), (2, -2, 0)])
+def test_relative_change_of_absolute_traces(now, before, change):
+    assert trace_change(now, before) == change
+
+
+def test_from_nothing_is_an_infinite_change():
+    assert trace_change(1.0, 0.0) == math.inf
+
+
+# -------------------------------------------------------------------------------------- what it tells
+
+
+class Scalar:
+    """One weight, shown the input √a and the gradient 1: tr(F + λI) = a + 0.5."""
+
+    def __init__(self, **options):
+        self.model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
+        options = {"lr": 0.0, "damping": 0.5, "update_interval": 1, "momentum": 0.0, **options}
+        self.optimizer = THOR(self.model, **options)
+
+    def show(self, a):
+        self.model(torch.tensor([[a**0.5]], dtype=torch.float64)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.optimizer.last_refresh
+
+
+def test_events_of_a_run():
+    layer = Scalar(trace_thresholds=(0.01, 0.001), update_interval=2)
+    told = [layer.show(a) for a in (1.0, 9.0, 4.0, 9.0, 4.02, 9.0, 4.001, 9.0, 9.0)]
+    near = {"rel": 1e-9}
+    assert [len(events) for events in told] == [1, 0, 1, 0, 1, 0, 1, 0, 0]
+    events = [event for events in told for event in events]
+    assert [(e.layer, e.step, e.decision) for e in events] == [
+        ("0", 0, Decision.UPDATE), ("0", 2, Decision.UPDATE), ("0", 4, Decision.KEEP), ("0", 6, Decision.STOP),
+    ]  # fmt: skip
+    assert [e.trace for e in events] == pytest.approx([1.5, 4.5, 4.52, 4.501], **near)
+    assert events[0].trace_change is None
+    assert [e.trace_change for e in events[1:]] == pytest.approx([3 / 1.5, 0.02 / 4.5, 0.001 / 4.5], rel=1e-6)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        events[0].step = 3
+
+
+def test_events_agree_with_the_layers():
+    model = mlp()
+    optimizer = THOR(model, lr=0.1, update_interval=1, trace_thresholds=(0.1, 0.02))
+    seen = {name: [] for name in optimizer.curvature}
+    for batch in STREAM:
+        train(model, optimizer, [batch])
+        for event in optimizer.last_refresh:
+            seen[event.layer].append(event)
+    decisions = {event.decision for events in seen.values() for event in events}
+    assert decisions == {Decision.UPDATE, Decision.KEEP, Decision.STOP}  # else this test shows little
+    for name, layer in optimizer.curvature.items():
+        assert sum(event.decision is Decision.UPDATE for event in seen[name]) == layer.refreshes
+        assert (seen[name][-1].decision is Decision.STOP) == layer.stopped
+        assert seen[name][-1].trace_change == layer.last_trace_change
+
+
+def poisoned(model, optimizer, what):
+    """A step whose statistics of the first layer hold a NaN, or a factor that no damping makes definite."""
+    x, labels = STREAM[0]
+    nn.functional.cross_entropy(model(x), labels).backward()
+    for part in optimizer.curvature["0"]._sums[0].parts():
+        part.fill_(math.nan) if what == "nan" else part.neg_().mul_(1e6)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {event.layer: event for event in optimizer.last_refresh}
+
+
+@pytest.mark.filterwarnings("ignore:THOR, step")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("what", ["nan", "indefinite"])
+def test_failed_refreshes_say_so(what, first):
+    model = mlp()
+    optimizer = THOR(model, update_interval=1, trace_thresholds=TAKE_ALL)
+    train(model, optimizer, STREAM[: 0 if first else 2])
+    done = optimizer.curvature["0"].refreshes
+    told = poisoned(model, optimizer, what)
+    assert [told[name].decision for name in told] == [Decision.FAILED, Decision.UPDATE, Decision.UPDATE]
+    assert told["0"].step == (0 if first else 2)
+    assert (told["0"].trace_change is None) == (first or what == "nan")
+    assert math.isnan(told["0"].trace) == (what == "nan")
+    assert optimizer.curvature["0"].refreshes == done
+
+
+def test_what_told_nothing_tells_nothing():
+    """A step that is refused or skipped, a loaded state and a copy decide nothing."""
+    model = mlp()
+    optimizer = THOR(model, update_interval=1, nonfinite="skip")
+    assert optimizer.last_refresh == ()
+    train(model, optimizer, STREAM[:1])
+    assert len(optimizer.last_refresh) == 3
+    assert all(isinstance(event, RefreshEvent) for event in optimizer.last_refresh)
+    assert copy.deepcopy(optimizer).last_refresh == ()
+    assert "last_refresh" not in str(optimizer.state_dict().keys())
+    (model(STREAM[1][0]) * math.inf).sum().backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert optimizer.last_refresh == ()
+
+
+# ----------------------------------------------------------------------------- what a stopped layer costs
+
+
+def hooked(model, names=("0", "2", "4")):
+    """The layers that have a hook which is not one of a copy."""
+    modules = {name: model.get_submodule(name) for name in names}
+    return {name for name, m in modules.items() if any(hook is not inert_hook for hook in m._forward_hooks.values())}
+
+
+def stopping(model, *names):
+    """THOR that stops the named layers at their second refresh."""
+    groups = [
+        {
+            "params": list(model.get_submodule(name).parameters()),
+            "trace_thresholds": STOP_AT_ONCE if name in names else TAKE_ALL,
+        }
+        for name in ("0", "2", "4")
+    ]
+    return THOR(groups, model=model, lr=0.1, update_interval=2)
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        ((), {"0", "2", "4"}),
+        (("2",), {"0", "4"}),
+        (("2", "4"), {"0"}),
+        (("0",), {"0", "2", "4"}),  # it counts the loss terms for the others
+        (("0", "2"), {"0", "4"}),
+        (("0", "2", "4"), set()),  # nothing to count for
+    ],
+)
+def test_a_stopped_layer_has_no_hook(names, left):
+    model = mlp()
+    optimizer = stopping(model, *names)
+    train(model, optimizer, STREAM[:2])
+    assert hooked(model) == {"0", "2", "4"}
+    train(model, optimizer, STREAM[2:3])
+    assert {name for name, layer in optimizer.curvature.items() if layer.stopped} == set(names)
+    assert hooked(model) == left
+    train(model, optimizer, STREAM[3:])
+    assert hooked(model) == left
+
+
+@pytest.mark.parametrize("names", [("2",), ("0", "2"), ("0", "2", "4")])
+def test_without_hooks_the_bits_are_the_same(names, monkeypatch):
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+    train(model, stopping(model, *names), STREAM)
+    assert len(hooked(model)) < 3
+    whole = Capture.hook_layers
+    monkeypatch.setattr(Capture, "hook_layers", lambda self: None if self._handles else whole(self))
+    other = stopping(twin, *names)
+    train(twin, other, STREAM)
+    assert hooked(twin) == {"0", "2", "4"}  # else nothing was compared
+    assert other.curvature["2"].stopped
+    assert_same_bits(weights(model), weights(twin))
+
+
+def test_a_stopped_layer_gathers_nothing(monkeypatch):
+    model = mlp()
+    optimizer = stopping(model, "0", "2")
+    train(model, optimizer, STREAM[:3])
+    gathered = []
+    for name, layer in optimizer.curvature.items():
+        monkeypatch.setattr(layer, "gather", lambda x, g, name=name: gathered.append(name))
+    model(STREAM[3][0]).square().mean().backward()
+    optimizer.zero_grad()
+    train(model, optimizer, STREAM[3:4])
+    with pytest.warns(RuntimeWarning, match="no statistics"):  # the last layer's are swallowed above
+        train(model, optimizer, STREAM[4:5])
+    assert gathered == ["4"]
+
+
+def test_loading_a_stopped_state_takes_the_hooks_off_and_an_older_one_puts_them_back():
+    model = mlp()
+    optimizer = stopping(model, "0", "2", "4")
+    train(model, optimizer, STREAM[:1])
+    early = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, STREAM[1:3])
+    late = optimizer.state_dict()
+    fresh = mlp()
+    other = stopping(fresh, "0", "2", "4")
+    other.load_state_dict(late)
+    assert hooked(fresh) == set()
+    other.load_state_dict(early)
+    assert hooked(fresh) == {"0", "2", "4"}
+    train(fresh, other, STREAM[1:3])
+    assert [layer.stopped for layer in other.curvature.values()] == [True, True, True]
+    assert hooked(fresh) == set()
+
+
+def test_after_loading_the_first_layer_is_found_before_hooks_go():
+    """Which layer counts the loss terms is no state: until the next refresh has told, all keep their hooks."""
+    model, fresh = mlp(), mlp()
+    optimizer, other = stopping(model, "0", "2"), stopping(fresh, "0", "2")
+    train(model, optimizer, STREAM[:3])
+    fresh.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    assert hooked(fresh) == {"0", "2", "4"}
+    train(fresh, other, STREAM[3:5])
+    train(model, optimizer, STREAM[3:5])
+    assert hooked(fresh) == hooked(model) == {"0", "4"}
+    assert_same_bits(weights(fresh), weights(model))
+
+
+def test_copies_of_stopped_optimizers_have_no_hooks():
+    model = mlp()
+    optimizer = stopping(model, "0", "2", "4")
+    train(model, optimizer, STREAM[:3])
+    twin, other = copy.deepcopy((model, optimizer))
+    assert hooked(twin) == set()
+    train(model, optimizer, STREAM[3:])
+    train(twin, other, STREAM[3:])
+    assert_same_bits(weights(model), weights(twin))
+
+
+def test_hooks_keep_no_optimizer_alive():
+    model = mlp()
+    optimizer = stopping(model, "2")
+    train(model, optimizer, STREAM[:3])
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert hooked(model) == set()
