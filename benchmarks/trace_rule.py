@@ -23,7 +23,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "trace_rule"
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "refreshes.png"
-DRAWN = ("thor_stop", 0)
+DRAWN = ("thor_stop", 1)
 BASELINE = "thor_nt"
 SETTINGS = ("thor", "thor_stop", "thor_nt")  # as THOR.preset names them
 SEEDS = (0, 1, 2)
