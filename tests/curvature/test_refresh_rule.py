@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import gc
 import math
-import weakref
 
 import pytest
 import torch
@@ -12,8 +10,9 @@ from torch import nn
 
 from tiny import assert_same_bits, batches, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.curvature.capture import Capture, inert_hook
+from torch_thor.curvature.capture import Capture
 from torch_thor.curvature.refresh import Decision, RefreshEvent, decide, trace_change
+from torch_thor.curvature.sources import inert_hook
 
 STREAM = batches(10)
 STOP_AT_ONCE = (1e9, 1e8)  # Δ is never above ω1, and always below ω2
@@ -143,7 +142,7 @@ def test_what_told_nothing_tells_nothing():
 
 
 def hooked(model, names=("0", "2", "4")):
-    """The layers that have a hook which is not one of a copy."""
+    """The layers that have a forward hook which is not one of a copy."""
     modules = {name: model.get_submodule(name) for name in names}
     return {name for name, m in modules.items() if any(hook is not inert_hook for hook in m._forward_hooks.values())}
 
@@ -171,15 +170,17 @@ def stopping(model, *names):
         (("0", "2", "4"), set()),  # nothing to count for
     ],
 )
-def test_a_stopped_layer_has_no_hook(names, left):
+def test_a_stopped_layer_has_no_hook_when_others_refresh(names, left):
     model = mlp()
     optimizer = stopping(model, *names)
     train(model, optimizer, STREAM[:2])
-    assert hooked(model) == {"0", "2", "4"}
+    assert hooked(model) == {"0", "2", "4"}  # the step to come decides
     train(model, optimizer, STREAM[2:3])
     assert {name for name, layer in optimizer.curvature.items() if layer.stopped} == set(names)
+    assert hooked(model) == set()
+    train(model, optimizer, STREAM[3:4])
     assert hooked(model) == left
-    train(model, optimizer, STREAM[3:])
+    train(model, optimizer, STREAM[4:])
     assert hooked(model) == left
 
 
@@ -189,8 +190,14 @@ def test_without_hooks_the_bits_are_the_same(names, monkeypatch):
     twin.load_state_dict(model.state_dict())
     train(model, stopping(model, *names), STREAM)
     assert len(hooked(model)) < 3
-    whole = Capture.hook_layers
-    monkeypatch.setattr(Capture, "hook_layers", lambda self: None if self._handles else whole(self))
+    attach = Capture.attach
+
+    def hooks_everywhere(self):
+        attach(self)
+        for source in self._sources:
+            source.attach(self, True)
+
+    monkeypatch.setattr(Capture, "attach", hooks_everywhere)
     other = stopping(twin, *names)
     train(twin, other, STREAM)
     assert hooked(twin) == {"0", "2", "4"}  # else nothing was compared
@@ -201,46 +208,41 @@ def test_without_hooks_the_bits_are_the_same(names, monkeypatch):
 def test_a_stopped_layer_gathers_nothing(monkeypatch):
     model = mlp()
     optimizer = stopping(model, "0", "2")
-    train(model, optimizer, STREAM[:3])
+    train(model, optimizer, STREAM[:4])
     gathered = []
     for name, layer in optimizer.curvature.items():
-        monkeypatch.setattr(layer, "gather", lambda x, g, name=name: gathered.append(name))
-    model(STREAM[3][0]).square().mean().backward()
-    optimizer.zero_grad()
-    train(model, optimizer, STREAM[3:4])
-    with pytest.warns(RuntimeWarning, match="no statistics"):  # the last layer's are swallowed above
-        train(model, optimizer, STREAM[4:5])
-    assert gathered == ["4"]
+        gather = layer.gather
+        monkeypatch.setattr(layer, "gather", lambda *a, name=name, gather=gather: (gathered.append(name), gather(*a)))
+    train(model, optimizer, STREAM[4:])
+    assert gathered == ["4", "4", "4"]  # steps 4, 6 and 8
 
 
 def test_loading_a_stopped_state_takes_the_hooks_off_and_an_older_one_puts_them_back():
-    model = mlp()
-    optimizer = stopping(model, "0", "2", "4")
-    train(model, optimizer, STREAM[:1])
+    model, fresh = mlp(), mlp()
+    optimizer, other = stopping(model, "0", "2", "4"), stopping(fresh, "0", "2", "4")
+    train(model, optimizer, STREAM[:2])
     early = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, STREAM[1:3])
-    late = optimizer.state_dict()
-    fresh = mlp()
-    other = stopping(fresh, "0", "2", "4")
-    other.load_state_dict(late)
+    train(model, optimizer, STREAM[2:4])
+    assert hooked(fresh) == {"0", "2", "4"}
+    other.load_state_dict(optimizer.state_dict())
     assert hooked(fresh) == set()
     other.load_state_dict(early)
     assert hooked(fresh) == {"0", "2", "4"}
-    train(fresh, other, STREAM[1:3])
+    train(fresh, other, STREAM[2:4])
     assert [layer.stopped for layer in other.curvature.values()] == [True, True, True]
     assert hooked(fresh) == set()
 
 
-def test_after_loading_the_first_layer_is_found_before_hooks_go():
-    """Which layer counts the loss terms is no state: until the next refresh has told, all keep their hooks."""
+def test_after_loading_every_layer_counts_until_the_first_is_known():
+    """Which layer counts the loss terms is no state: the next refresh tells."""
     model, fresh = mlp(), mlp()
     optimizer, other = stopping(model, "0", "2"), stopping(fresh, "0", "2")
-    train(model, optimizer, STREAM[:3])
+    train(model, optimizer, STREAM[:4])
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())
     assert hooked(fresh) == {"0", "2", "4"}
-    train(fresh, other, STREAM[3:5])
-    train(model, optimizer, STREAM[3:5])
+    train(fresh, other, STREAM[4:6])
+    train(model, optimizer, STREAM[4:6])
     assert hooked(fresh) == hooked(model) == {"0", "4"}
     assert_same_bits(weights(fresh), weights(model))
 
@@ -248,20 +250,9 @@ def test_after_loading_the_first_layer_is_found_before_hooks_go():
 def test_copies_of_stopped_optimizers_have_no_hooks():
     model = mlp()
     optimizer = stopping(model, "0", "2", "4")
-    train(model, optimizer, STREAM[:3])
+    train(model, optimizer, STREAM[:4])
     twin, other = copy.deepcopy((model, optimizer))
     assert hooked(twin) == set()
-    train(model, optimizer, STREAM[3:])
-    train(twin, other, STREAM[3:])
+    train(model, optimizer, STREAM[4:])
+    train(twin, other, STREAM[4:])
     assert_same_bits(weights(model), weights(twin))
-
-
-def test_hooks_keep_no_optimizer_alive():
-    model = mlp()
-    optimizer = stopping(model, "2")
-    train(model, optimizer, STREAM[:3])
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    assert hooked(model) == set()
