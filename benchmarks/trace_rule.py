@@ -188,7 +188,7 @@ def draw(setting: str, seed: int, path: Path) -> None:
     layers = run["layers"]
     points = [RefreshPoint(step, layers[i], decision, *rest) for step, i, decision, *rest in run["refreshes"]]
     steps = [StepPoint(i, loss, 0.0, 0.0, 0.0, refresh=False) for i, loss in enumerate(run["loss"], start=1)]
-    draw_refreshes(Record(steps, points), layers, path)
+    draw_refreshes(Record(steps, refreshes=points), layers, path)
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def test_numbers_that_json_lacks_are_null(data):
             if point.step == 2:  # before the pass of step 3, whose statistics then hold NaN
                 layer = run.optimizer.curvature["conv1"]
                 gather = layer.gather
-                layer.gather = lambda x, g: gather(x * torch.nan, g)
+                layer.gather = lambda kind, x, *rest: gather(kind, x * torch.nan, *rest)
 
     with pytest.warns(RuntimeWarning, match="NaN"):
         train(run, [Poison()])
@@ -144,7 +144,7 @@ def test_picture_shows_every_decision_where_it_held(tmp_path, monkeypatch):
     ]  # fmt: skip
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.touch()))
-    draw_refreshes(Record(steps, refreshes), ["a", "b", "never"], tmp_path / "refreshes.png")
+    draw_refreshes(Record(steps, refreshes=refreshes), ["a", "b", "never"], tmp_path / "refreshes.png")
     assert [path.name for path in tmp_path.iterdir()] == ["refreshes.png"]
     rows, traces = drawn[0].axes
     spans = []
@@ -171,7 +171,9 @@ def test_picture_of_very_many_layers(tmp_path):
     """No names that nobody can read, and a size that a screen takes."""
     layers = [f"layer{i}" for i in range(200)]
     refreshes = [RefreshPoint(1, layer, "update", None, 1.0 + i) for i, layer in enumerate(layers)]
-    draw_refreshes(Record([StepPoint(1, 1.0, 0.1, 0.0, 0.0, refresh=True)], refreshes), layers, tmp_path / "r.png")
+    draw_refreshes(
+        Record([StepPoint(1, 1.0, 0.1, 0.0, 0.0, refresh=True)], refreshes=refreshes), layers, tmp_path / "r.png"
+    )
     width, height = (int.from_bytes((tmp_path / "r.png").read_bytes()[i : i + 4], "big") for i in (16, 20))
     assert max(width, height) < 2000
 

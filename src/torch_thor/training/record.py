@@ -59,8 +59,8 @@ class Record:
     """The points of one run, in order."""
 
     steps: list[StepPoint] = field(default_factory=list)
-    refreshes: list[RefreshPoint] = field(default_factory=list)
     evaluations: list[EvalPoint] = field(default_factory=list)
+    refreshes: list[RefreshPoint] = field(default_factory=list)
 
     def first_reaching(self, target: float) -> EvalPoint | None:
         """The first evaluation whose top-1 accuracy is at least `target`.
@@ -96,8 +96,8 @@ class Record:
         """
         return Record(
             [p for p in self.steps if p.step <= step],
-            [p for p in self.refreshes if p.step <= step],
             [p for p in self.evaluations if p.step <= step],
+            [p for p in self.refreshes if p.step <= step],
         )
 
     def points(self) -> list[Point]:
