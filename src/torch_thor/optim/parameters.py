@@ -1,10 +1,13 @@
-"""Which parameter is which: names, groups and layers, looked up by today's parameter objects.
+"""Which parameter is which: names, groups, state and layers, looked up by today's parameter objects.
 
 Wrappers such as FSDP2 and Accelerate put new parameter objects into modules and groups after the optimizer was made,
 so nothing here outlives a step: names hold, identities do not.
+
+Layers look here for their state and split dimension, not at the optimizer: with no way back to it, one that is dropped
+is gone at once, and its hooks with it, while whoever holds a layer's curvature can still read it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +41,18 @@ class ParameterIndex:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
+        self.states: MutableMapping[Tensor, Any] = {}
+        self._given: list[Group] = []
         self._names: dict[int, str] = {}
+        self.survey(model)
+
+    def survey(self, model: nn.Module) -> None:
+        """Look up the names of the parameters, and which modules own them.
+
+        Args:
+            model: the model; it may have new layers.
+        """
+        self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
         self._elementwise: frozenset[str] = frozenset()
@@ -59,12 +72,14 @@ class ParameterIndex:
                 self._shares.setdefault(name, []).append(Share(layer, piece, piece is layer.weight_piece))
         self._elementwise = frozenset(elementwise)
 
-    def update(self, groups: list[Group]) -> None:
+    def update(self, groups: list[Group], states: MutableMapping[Tensor, Any]) -> None:
         """Look up today's parameter objects.
 
         Args:
             groups: the optimizer's parameter groups.
+            states: its state.
         """
+        self._given, self.states = groups, states
         self._names = {}
         for name, module in self._owners.items():
             parameter = module._parameters.get(name.rpartition(".")[2])
@@ -83,16 +98,19 @@ class ParameterIndex:
         """
         return self._names.get(id(parameter), f"<parameter of shape {tuple(parameter.shape)}>")
 
-    def knows(self, parameter: Tensor) -> bool:
-        """Return whether a parameter stands in a group.
+    def split_dim(self, weight: Tensor) -> int | None:
+        """Return the block size of a weight's factors.
 
         Args:
-            parameter: any tensor.
+            weight: one of today's parameters.
 
         Returns:
-            Whether :meth:`group` will find it.
+            The size, None for unsplit factors.
         """
-        return id(parameter) in self._groups
+        if id(weight) not in self._groups:  # gathered in a forward pass after a wrapper replaced the parameters
+            self.update(self._given, self.states)
+        split_dim: int | None = self.group(weight)["split_dim"]
+        return split_dim
 
     def group(self, parameter: Tensor) -> Group:
         """Return a parameter's group.

@@ -7,7 +7,6 @@ stands in :mod:`torch_thor.curvature`.
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -265,7 +264,7 @@ class THOR(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_group(group)  # again: a schedule may have run damping down to 0
-        self._index.update(self.param_groups)
+        self._index.update(self.param_groups, self.state)
         scale = LossScale(self, self.grad_scaler)
         if scale.found_inf:
             self._capture.discard()
@@ -439,8 +438,8 @@ class THOR(torch.optim.Optimizer):
                 f"THOR the weights of its layers. What it found:\n{table(found.entries, '-')}"
             )
         self._covered = found.entries
-        # weak: an optimizer that is dropped is gone at once, and its hooks with it, not when cycles are collected
-        this = weakref.ref(self)
+        index = self._index
+        index.survey(self.model)
         self._layers = {
             name: self._layers.get(name)
             or LayerCurvature(
@@ -448,25 +447,18 @@ class THOR(torch.optim.Optimizer):
                 layer.kind,
                 layer.weight,
                 layer.biases,
-                lambda: _alive(this).state,
-                lambda weight: _alive(this)._split_dim(weight),
+                lambda: index.states,
+                index.split_dim,
                 layer.prefix,
             )
             for name, layer in found.layers.items()
         }
-        self._index = ParameterIndex(self.model)
         self._index.set_layers(self._layers, found.elementwise)
-        self._index.update(self.param_groups)
+        self._index.update(self.param_groups, self.state)
         self._capture.remove()
         self._capture = Capture(sources_of(found.layers, self._layers))
         self._attached = True
         self._arm()
-
-    def _split_dim(self, weight: Tensor) -> int | None:
-        if not self._index.knows(weight):  # gathered in a forward pass after a wrapper replaced the parameters
-            self._index.update(self.param_groups)
-        split_dim: int | None = self._index.group(weight)["split_dim"]
-        return split_dim
 
     def _decays(self, parameter: nn.Parameter) -> bool:
         return self.decay_filter is None or bool(self.decay_filter(self._index.name(parameter), parameter))
@@ -551,7 +543,7 @@ class THOR(torch.optim.Optimizer):
                 group.setdefault(key, value)
             group["update_interval"] = interval
         restore_tensors(self.state, self.param_groups, state_dict)
-        self._index.update(self.param_groups)
+        self._index.update(self.param_groups, self.state)
         self._capture.discard()
         check_factors(self._layers.values())
         self._arm()
@@ -564,10 +556,3 @@ class THOR(torch.optim.Optimizer):
         if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
             self._reset()
             self._attach()
-
-
-def _alive(optimizer: "weakref.ref[THOR]") -> THOR:
-    found = optimizer()
-    if found is None:
-        raise RuntimeError("the optimizer that this layer's curvature belongs to is gone; keep a reference to it")
-    return found
