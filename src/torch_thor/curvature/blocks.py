@@ -122,6 +122,29 @@ class BlockDiagonal:
         """
         return BlockDiagonal(self.layout, parts[0], parts[1] if len(parts) > 1 else None)
 
+    def cut(self, split_dim: int | None) -> "BlockDiagonal":
+        """Return the same matrix cut into smaller blocks: what lies between the new blocks is dropped.
+
+        Args:
+            split_dim: the new block size; it divides the block size, or there is one block a group. None, or a size
+                that is no smaller, changes nothing.
+
+        Returns:
+            A matrix with storage of its own; ``self`` where nothing changes.
+
+        Raises:
+            ValueError: the cuts would not fall together.
+        """
+        layout, new = self.layout, BlockLayout.of(self.layout.groups, self.layout.size, split_dim)
+        if new.block >= layout.block:
+            return self
+        if layout.block % new.block and layout.full_blocks > 1:
+            raise ValueError(f"blocks of {layout.block} cannot be cut into blocks of {new.block}: give a divisor")
+        pieces = [_diagonal_blocks(part, new.block) for part in self.parts()]
+        per_group = [blocks.reshape(layout.groups, -1, new.block, new.block) for blocks, _ in pieces]
+        # only the last stored part can leave a rest: every other one is a multiple of the new size
+        return BlockDiagonal(new, torch.cat(per_group, dim=1).flatten(0, 1), pieces[-1][1])
+
     def add_second_moment_(self, samples: Tensor) -> None:
         """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block.
 
@@ -205,3 +228,12 @@ class BlockDiagonal:
         per_group = self.blocks.unflatten(0, (self.layout.groups, self.layout.full_blocks))
         tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]
         return [torch.block_diag(*blocks, *tail) for blocks, tail in zip(per_group, tails, strict=True)]
+
+
+def _diagonal_blocks(matrices: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
+    """Return the diagonal blocks ``(count * k, size, size)`` of ``(count, n, n)``, and the rest where ``n % size``."""
+    count, n, _ = matrices.shape
+    full = n // size * size
+    cut = matrices[:, :full, :full].reshape(count, n // size, size, n // size, size)
+    blocks = cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
+    return blocks, matrices[:, full:, full:].clone() if full < n else None

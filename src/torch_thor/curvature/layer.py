@@ -310,6 +310,20 @@ class LayerCurvature:
             return False
         return bool((gradient._values() if gradient.is_sparse else self.weight_piece.of(gradient)).any())
 
+    def gathered(self) -> tuple[BlockDiagonal, BlockDiagonal] | None:
+        """Return the sums ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far.
+
+        Returns:
+            The sums, unscaled, or None where no row came by.
+        """
+        return self._sums if self.rows else None
+
+    def cut_gathered(self) -> None:
+        """Cut the sums of this step anew, after the split dimension has become smaller."""
+        if self._sums is not None:
+            a_layout, g_layout = self.layouts()
+            self._sums = self._sums[0].cut(a_layout.block), self._sums[1].cut(g_layout.block)
+
     def forget(self) -> None:
         """Drop the statistics of this step."""
         self._sums, self.rows, self.seen = None, 0, False

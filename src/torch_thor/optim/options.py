@@ -101,9 +101,9 @@ def check_group(group: Mapping[str, Any]) -> None:
     _require(
         "split_dim",
         split_dim,
-        split_dim is None or (_whole(split_dim) and split_dim >= 1),
-        "a whole number ≥ 1, or None for unsplit factors",
-        'use 128, the paper\'s choice for ResNet-50 ("auto" is not in this version)',
+        split_dim is None or split_dim == "auto" or (_whole(split_dim) and split_dim >= 1),
+        'a whole number ≥ 1, None for unsplit factors, or "auto"',
+        "use 128, the paper's choice for ResNet-50",
     )
     interval = group["update_interval"]
     if not callable(interval):

@@ -98,20 +98,6 @@ class ParameterIndex:
         """
         return self._names.get(id(parameter), f"<parameter of shape {tuple(parameter.shape)}>")
 
-    def split_dim(self, weight: Tensor) -> int | None:
-        """Return the block size of a weight's factors.
-
-        Args:
-            weight: one of today's parameters.
-
-        Returns:
-            The size, None for unsplit factors.
-        """
-        if id(weight) not in self._groups:  # gathered in a forward pass after a wrapper replaced the parameters
-            self.update(self._given, self.states)
-        split_dim: int | None = self.group(weight)["split_dim"]
-        return split_dim
-
     def group(self, parameter: Tensor) -> Group:
         """Return a parameter's group.
 
@@ -124,6 +110,8 @@ class ParameterIndex:
         Raises:
             RuntimeError: it stands in none: a module's parameter was replaced behind the optimizer's back.
         """
+        if id(parameter) not in self._groups:  # asked in a forward pass, after a wrapper replaced the parameters?
+            self.update(self._given, self.states)
         if id(parameter) not in self._groups:
             raise RuntimeError(
                 f"parameter {self.name(parameter)!r} is in none of the optimizer's parameter groups: it was replaced "

@@ -23,6 +23,7 @@ from torch_thor.curvature.selection import Selection
 from torch_thor.curvature.sources import sources_of
 from torch_thor.curvature.survey import survey
 from torch_thor.optim import clock
+from torch_thor.optim.auto_split import AutoSplit, block_size
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
 from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, numbers_of, some
 from torch_thor.optim.options import (
@@ -81,7 +82,9 @@ class THOR(torch.optim.Optimizer):
             each parameter group and may be changed there: the next refresh asks it.
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh a layer whose trace changed by more than
             ω1 takes new factors, by less than ω2 stops for good, else keeps what it has. ``(0, 0)`` takes them always.
-        split_dim: block size of the factors (section 3.3), None for full factors.
+        split_dim: block size of the factors (section 3.3), None for full factors. ``"auto"`` chooses it for this model
+            and device in the first step (:func:`torch_thor.choose_split_dim`, from that step's statistics), keeps the
+            choice in the user's cache and finds it there the next time. The number then stands in the parameter group.
         factor_decay: weight of the old factors in a running average; 0, as the paper has it, keeps the latest only.
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al., ICLR
             2017). None switches it off.
@@ -117,7 +120,7 @@ class THOR(torch.optim.Optimizer):
         decay_filter: DecayFilter | None = None,
         update_interval: UpdateInterval = 100,
         trace_thresholds: tuple[float, float] = (0.01, 0.0),
-        split_dim: int | None = 128,
+        split_dim: int | str | None = 128,
         factor_decay: float = 0.0,
         kl_clip: float | None = None,
         loss_reduction: str = "mean",
@@ -175,6 +178,7 @@ class THOR(torch.optim.Optimizer):
         check_group(defaults)
         super().__init__(params, defaults)
         self._attach()
+        self._auto_split().from_cache()
 
     # ---- what users look at -------------------------------------------------------------------------------------
 
@@ -265,6 +269,8 @@ class THOR(torch.optim.Optimizer):
         for group in self.param_groups:
             check_group(group)  # again: a schedule may have run damping down to 0
         self._index.update(self.param_groups, self.state)
+        auto = self._auto_split()
+        auto.from_cache()
         scale = LossScale(self, self.grad_scaler)
         if scale.found_inf:
             self._capture.discard()
@@ -282,6 +288,7 @@ class THOR(torch.optim.Optimizer):
             raise FloatingPointError(nonfinite_message(self.param_groups[0]["step"], self._nonfinite_names()))
         self._check_statistics()
         # From here on nothing raises: a step is taken as a whole or not at all.
+        auto.from_statistics()
         if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
             return loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
         self._refresh(terms, output_scale)
@@ -448,7 +455,7 @@ class THOR(torch.optim.Optimizer):
                 layer.weight,
                 layer.biases,
                 lambda: index.states,
-                index.split_dim,
+                lambda weight: block_size(index.group(weight)),
                 layer.prefix,
             )
             for name, layer in found.layers.items()
@@ -459,6 +466,9 @@ class THOR(torch.optim.Optimizer):
         self._capture = Capture(sources_of(found.layers, self._layers))
         self._attached = True
         self._arm()
+
+    def _auto_split(self) -> AutoSplit:
+        return AutoSplit(self.param_groups, self._layers, self._index)
 
     def _decays(self, parameter: nn.Parameter) -> bool:
         return self.decay_filter is None or bool(self.decay_filter(self._index.name(parameter), parameter))

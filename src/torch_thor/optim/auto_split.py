@@ -1,0 +1,108 @@
+"""``split_dim="auto"``: from the word in a parameter group to a number that stands there for good."""
+
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim.parameters import Group, ParameterIndex
+from torch_thor.split import cache
+from torch_thor.split.choice import candidates, choose
+from torch_thor.split.observe import LARGEST, losses_of
+
+AUTO = "auto"
+FALLBACK = 128  # the paper's choice for ResNet-50
+
+
+def block_size(group: Group) -> int | None:
+    """Return the block size to cut a group's factors with at this time.
+
+    Args:
+        group: a parameter group.
+
+    Returns:
+        The group's number, None for unsplit; while "auto" is undecided, 8192: the choice needs factors uncut.
+    """
+    split_dim: int | str | None = group["split_dim"]
+    return split_dim if split_dim is None or isinstance(split_dim, int) else LARGEST
+
+
+class AutoSplit:
+    """Decides for the layers whose group says "auto".
+
+    Args:
+        groups: the optimizer's parameter groups.
+        layers: its layers, by name.
+        index: knows the group of each.
+    """
+
+    def __init__(self, groups: list[Group], layers: Mapping[str, LayerCurvature], index: ParameterIndex) -> None:
+        self._groups = [group for group in groups if group["split_dim"] == AUTO]
+        self._layers: dict[str, LayerCurvature] = {}
+        if self._groups:
+            self._layers = {k: one for k, one in layers.items() if index.group(one.weight)["split_dim"] == AUTO}
+
+    def from_cache(self) -> None:
+        """Take the number that an earlier training has left for this model, device and version.
+
+        Raises:
+            ValueError: several processes train together, and each would measure a number of its own.
+        """
+        if not self._groups:
+            return
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            processes = torch.distributed.get_world_size()
+            if processes > 1:
+                raise ValueError(
+                    f"split_dim='auto' with {processes} processes: each would measure a number of its own, and they "
+                    f"must agree; run choose_split_dim (or torch-thor split-dim) once and pass the number"
+                )
+        found = cache.load(self._layers) if self._layers else FALLBACK
+        if found is not None:
+            self._settle(found)
+
+    def from_statistics(self) -> None:
+        """Choose from the uncut statistics of this step, and keep the choice; raises nothing."""
+        if not self._groups:
+            return
+        split_dims = candidates(self._layers.values())
+        try:
+            losses = {}
+            for name, layer in self._layers.items():
+                sums = layer.gathered()
+                if sums is not None:
+                    losses[name] = losses_of(sums, split_dims, layer)
+            choice = choose(self._layers, losses, split_dims) if losses else None
+        except (ValueError, RuntimeError) as error:  # statistics that overflowed; no memory for the largest candidate
+            self._complain(str(error))
+            return
+        if choice is None:
+            self._complain("the first step brought no statistics")
+            return
+        self._settle(choice.split_dim)
+        try:
+            cache.store(self._layers, choice)
+        except OSError as error:
+            warnings.warn(
+                f"THOR: split_dim='auto' chose {choice.split_dim}, and could not keep it for the next training: "
+                f"{error}; set TORCH_THOR_CACHE to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _settle(self, split_dim: int) -> None:
+        for group in self._groups:
+            group["split_dim"] = split_dim
+        for layer in self._layers.values():
+            layer.cut_gathered()
+        self._groups = []
+
+    def _complain(self, reason: str) -> None:
+        self._settle(FALLBACK)
+        warnings.warn(
+            f"THOR: split_dim='auto' takes {FALLBACK}, the paper's choice for ResNet-50, because {reason}; pass a "
+            f"number to choose yourself (torch-thor split-dim measures one)",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,101 @@
+"""Choices kept on disk, one file for each model, device and version.
+
+Files stand in ``TORCH_THOR_CACHE``, else in ``torch-thor`` of ``XDG_CACHE_HOME``, else of ``~/.cache``. One file a
+choice, renamed into place, so that processes cannot spoil each other's.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.precision import factor_dtype
+from torch_thor.split.choice import SplitChoice
+from torch_thor.split.machine import device_name
+
+
+def cache_folder() -> Path:
+    """Return where choices are kept; it need not exist.
+
+    Returns:
+        The folder.
+    """
+    if os.environ.get("TORCH_THOR_CACHE"):
+        return Path(os.environ["TORCH_THOR_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "torch-thor"
+
+
+def identity(layers: Mapping[str, LayerCurvature]) -> dict[str, Any]:
+    """Return what a choice holds for: the layers and their sizes, the device, the versions.
+
+    Args:
+        layers: the layers that are split, by name.
+
+    Returns:
+        Plain values.
+    """
+    from torch_thor import __version__  # at the time of the call: torch_thor imports this module
+
+    weight = next(iter(layers.values())).weight
+    return {
+        "layers": [
+            [name, one.kind.label, one.kind.groups, one.kind.inputs, one.kind.outputs] for name, one in layers.items()
+        ],
+        "dtype": str(factor_dtype(weight.dtype)),
+        "device": device_name(weight.device),
+        "torch": torch.__version__,
+        "torch_thor": __version__,
+    }
+
+
+def load(layers: Mapping[str, LayerCurvature]) -> int | None:
+    """Return the split dimension kept for these layers, on their device, under these versions.
+
+    Args:
+        layers: the layers that are split, by name.
+
+    Returns:
+        The split dimension; None where there is none, or its file is damaged.
+    """
+    key = identity(layers)
+    try:
+        stored = json.loads(_path(key).read_text())
+        split_dim = stored["choice"]["split_dim"] if stored["key"] == key else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return split_dim if type(split_dim) is int and split_dim >= 1 else None
+
+
+def store(layers: Mapping[str, LayerCurvature], choice: SplitChoice) -> None:
+    """Keep a choice.
+
+    Args:
+        layers: the layers that are split, by name.
+        choice: the choice.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    key = identity(layers)
+    path = _path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".writing", delete=False) as file:
+        try:
+            json.dump({"key": key, "choice": choice.as_dict()}, file)
+            file.close()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _path(key: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"split_dim-{digest[:24]}.json"

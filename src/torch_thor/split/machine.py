@@ -1,0 +1,30 @@
+"""The name of what a measurement belongs to."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device as people know it.
+
+    Args:
+        device: a device.
+
+    Returns:
+        The GPU's name; the processor's with the number of threads that torch uses.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return f"{device.type} of {platform.machine()}"
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,173 @@
+"""What cutting loses of each factor of a model, from one forward and backward pass over a sample batch.
+
+The pass runs on a copy of the model, and a layer's uncut factors live only from the moment its last gradient arrives
+until their losses are known: at most one layer's factors exist at a time where every layer is called once.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.coverage import survey
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.split.spectral import spectral_losses
+
+# A larger matrix (a vocabulary's) is taken as blocks of this size to begin with: 256 MB each, and nobody inverts more.
+LARGEST = 8192
+
+LossFn = Callable[..., Tensor]
+Losses = dict[str, dict[str, tuple[float, ...]]]
+
+
+def losses_of(
+    factors: tuple[Any, Any], split_dims: Sequence[int], layer: LayerCurvature
+) -> dict[str, tuple[float, ...]]:
+    """Return the spectral losses of one layer's factors.
+
+    Args:
+        factors: A and G, uncut, up to a number.
+        split_dims: the candidates.
+        layer: whose they are, for the message.
+
+    Returns:
+        ``{"A": ..., "G": ...}``, one loss a candidate. A factor that is not cut (an embedding's diagonal) is left out.
+
+    Raises:
+        ValueError: a factor holds NaN or inf.
+    """
+    losses = {}
+    for key, factor in zip("AG", factors, strict=True):
+        if not isinstance(factor, BlockDiagonal):
+            continue
+        if not bool(torch.stack([part.isfinite().all() for part in factor.parts()]).all()):
+            raise ValueError(
+                f"factor {key} of layer {layer.name!r} holds NaN or inf; check the model and its sample batch"
+            )
+        losses[key] = spectral_losses(factor, split_dims)
+    return losses
+
+
+class Observer:
+    """A copy of a model whose layers are watched.
+
+    Args:
+        model: the model; it is not changed.
+        device: where to run.
+
+    Raises:
+        ValueError: nothing in the model is preconditioned.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = copy.deepcopy(model).to(device)
+        self._device = device
+        _, found = survey(self._model, [p for p in self._model.parameters() if p.requires_grad])
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no layer that THOR preconditions (nn.Linear, nn.Conv2d, trained), so "
+                f"there is nothing to split"
+            )
+        self.layers = {
+            name: LayerCurvature(name, module, kind, dict, lambda _: LARGEST) for name, (module, kind) in found.items()
+        }
+
+    def spectral_losses(self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]) -> Losses:
+        """Run the sample batch forward and backward.
+
+        Args:
+            sample_batch: ``(inputs, targets)``, or inputs alone.
+            loss_fn: as for :func:`torch_thor.choose_split_dim`.
+            split_dims: the candidates.
+
+        Returns:
+            Layer name -> factor -> a loss a candidate. Layers that the batch does not reach are missing.
+
+        Raises:
+            ValueError: no layer got a gradient, or a factor is not finite.
+        """
+        result: Losses = {}
+        waiting = dict.fromkeys(self.layers, 0)
+
+        def finish(layer: LayerCurvature) -> None:
+            factors = layer.fresh_factors(1.0)
+            if factors is not None:
+                result[layer.name] = losses_of(factors, split_dims, layer)
+
+        def watch(layer: LayerCurvature, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not (isinstance(output, Tensor) and output.requires_grad):
+                return
+            x = (args[0] if args else kwargs["input"]).detach()
+            waiting[layer.name] += 1
+
+            def on_gradient(g: Tensor) -> None:
+                layer.gather(x, g)
+                waiting[layer.name] -= 1
+                if not waiting[layer.name]:
+                    finish(layer)
+
+            output.register_hook(on_gradient)
+
+        for layer in self.layers.values():
+            layer.module.register_forward_hook(_bound(watch, layer), with_kwargs=True)
+        inputs, targets = _to(_parted(sample_batch), self._device)
+        with _same_random_numbers(self._device), torch.enable_grad():
+            _loss(_forward(self._model, inputs), targets, loss_fn).backward()
+        for layer in self.layers.values():  # called where no gradient came by, too
+            finish(layer)
+        if not result:
+            raise ValueError("the loss of the sample batch has no gradient in any layer that THOR preconditions")
+        return {name: result[name] for name in self.layers if name in result}
+
+
+def _bound(watch: Callable[..., None], layer: LayerCurvature) -> Callable[..., None]:
+    return lambda *call: watch(layer, *call)
+
+
+def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Leave the generators of the CPU and of the device as they were."""
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def _parted(sample_batch: Any) -> tuple[Any, Any]:
+    """Return (inputs, targets or None)."""
+    if isinstance(sample_batch, tuple | list) and len(sample_batch) == 2:
+        return sample_batch[0], sample_batch[1]
+    return sample_batch, None
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _to(one, device) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(_to(one, device) for one in value)
+    return value
+
+
+def _forward(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _loss(output: Any, targets: Any, loss_fn: LossFn | None) -> Tensor:
+    if loss_fn is not None:
+        return loss_fn(output) if targets is None else loss_fn(output, targets)
+    scores = getattr(output, "logits", output)
+    if targets is None:
+        if not (isinstance(scores, Tensor) and scores.dim() == 2):
+            raise ValueError(
+                "without targets the model must return class scores (N, classes), from which labels are drawn; pass "
+                "sample_batch=(inputs, targets), or loss_fn="
+            )
+        targets = torch.multinomial(scores.detach().float().softmax(-1), 1)[:, 0]
+    return F.cross_entropy(scores, targets)

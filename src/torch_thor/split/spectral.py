@@ -1,0 +1,99 @@
+"""Spectral norms of factors, and what cutting a factor into blocks loses of it.
+
+A factor is symmetric and positive semidefinite, so its spectral norm is its largest eigenvalue, and that of a
+block-diagonal matrix is the largest among its blocks. Lanczos' method finds it for all blocks of one size at once:
+``torch.lobpcg`` fails on rank-one and zero matrices, and a batched eigendecomposition costs hundreds of times more.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.precision import ieee_float32
+
+# Far below the 1 % that the choice asks about. The residual bounds the error, which is most often its square.
+TOLERANCE = 1e-3
+# Enough without any gap: the expected relative error is below 0.103 (ln(n (m-1)^2) / (m-1))^2, for n = 8192 rows and
+# m = 256 steps 0.0007 (Kuczynski and Wozniakowski, SIAM J. Matrix Anal. Appl. 1992, theorem 3.2).
+MAX_STEPS = 256
+_CHECK_EVERY = 8
+
+
+@torch.no_grad()
+def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tensor:
+    """Return the largest eigenvalue of symmetric positive semidefinite matrices, by Lanczos' method.
+
+    Every new basis vector is orthogonalised against all former ones, twice, so that rounding makes no spurious
+    eigenvalues. The start vector is random, with a generator of its own: the caller's random numbers are untouched.
+
+    Args:
+        matrices: ``(count, n, n)``, float32 or float64.
+        tolerance: bound of the residual ``|M x - θ x| / θ`` at which to stop.
+
+    Returns:
+        ``(count,)``.
+    """
+    count, n, _ = matrices.shape
+    scale = matrices.diagonal(dim1=-2, dim2=-1).amax(-1)  # λ_max / n ≤ scale ≤ λ_max: no overflow, no underflow
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
+    steps = min(n, MAX_STEPS)
+    start = torch.randn(count, n, generator=torch.Generator().manual_seed(0), dtype=matrices.dtype)
+    vector = torch.nn.functional.normalize(start, dim=-1).to(matrices.device)
+    basis = matrices.new_zeros(count, steps, n)
+    tridiagonal = matrices.new_zeros(count, steps + 1, steps + 1)
+    noise = 10 * torch.finfo(matrices.dtype).eps
+    ritz = matrices.new_zeros(count)
+    with ieee_float32(matrices.device.type):
+        for step in range(steps):
+            basis[:, step] = vector
+            known = basis[:, : step + 1]
+            image = torch.bmm(matrices, vector[:, :, None])[..., 0] / scale
+            tridiagonal[:, step, step] = (image * vector).sum(-1)
+            length = image.norm(dim=-1)
+            for _ in range(2):
+                image = image - torch.bmm(known.mT, torch.bmm(known, image[:, :, None]))[..., 0]
+            rest = image.norm(dim=-1)
+            if (step + 1) % _CHECK_EVERY == 0 or step + 1 == steps:
+                values, vectors = torch.linalg.eigh(tridiagonal[:, : step + 1, : step + 1].cpu())
+                ritz = values[:, -1].to(matrices)
+                residual = rest * vectors[:, -1, -1].abs().to(matrices)
+                if bool((residual <= tolerance * ritz).all()):  # the one wait for the device in eight steps
+                    break
+            # where the vectors so far span an invariant subspace what is left is noise: go on with zeros
+            rest = torch.where(rest > noise * length, rest, torch.zeros_like(rest))
+            tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = rest
+            vector = torch.where(rest[:, None] > 0, image / rest[:, None], torch.zeros_like(image))
+    return ritz * scale[:, 0]
+
+
+def spectral_norm(matrix: BlockDiagonal) -> Tensor:
+    """Return the spectral norm of a block-diagonal positive semidefinite matrix.
+
+    Args:
+        matrix: a factor; the groups of a convolution count as blocks of one matrix.
+
+    Returns:
+        A number, on the matrix's device.
+    """
+    return torch.stack([largest_eigenvalues(part).amax() for part in matrix.parts()]).amax()
+
+
+def spectral_losses(matrix: BlockDiagonal, split_dims: Sequence[int]) -> tuple[float, ...]:
+    """Return ``L = 1 - |Â|₂ / |A|₂`` for every way to cut a factor.
+
+    Args:
+        matrix: the factor A, uncut.
+        split_dims: block sizes of Â.
+
+    Returns:
+        One loss in [0, 1] a size: 0 where nothing is cut, and where the factor is zero; NaN where it is not finite.
+    """
+    whole = spectral_norm(matrix)
+    cut = [size < matrix.layout.block for size in split_dims]
+    norms = torch.stack(
+        [spectral_norm(matrix.cut(size)) if is_cut else whole for size, is_cut in zip(split_dims, cut, strict=True)]
+    )
+    losses = torch.where(whole == 0, torch.zeros_like(norms), 1 - norms / whole)
+    return tuple(losses.clamp(0, 1).tolist())
