@@ -140,6 +140,68 @@ def evaluate(
     Console().print(table)
 
 
+@app.command(
+    "split-dim",
+    help="""Choose THOR's split dimension for a model on this device.
+
+Cuts every factor into blocks of 1, 16, 32, ..., measures what is lost and how long inverting takes, and chooses
+where the two curves cross. Prints tables; writes `split_dim.png` and `split_dim.json`.
+
+Examples:
+
+- `torch-thor split-dim resnet50`
+
+- `torch-thor split-dim timm:vit_tiny_patch16_224 --device cuda --data photographs/`
+
+- `torch-thor split-dim mine.py:build`, a function that returns a model, `(model, sample_batch)` or
+`(model, sample_batch, loss_fn)`
+""",
+)
+def split_dim(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A torchvision or timm name (timm:NAME), or FILE.py:FUNCTION.")
+    ],
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto takes a GPU if there is one.")] = "auto",
+    batch: Annotated[int, typer.Option("--batch", help="Images of the sample.")] = 32,
+    pixels: Annotated[int, typer.Option("--pixels", help="Their height and width.")] = 224,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="A folder of images (default: two photographs).", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights and crops.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Where results go (default: runs/split-dim-MODEL).", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the results that are there.")] = False,
+) -> None:
+    """Choose THOR's split dimension for a model on this device.
+
+    Args:
+        model: A name, or a function in a file.
+        device: Where to measure.
+        batch: Images of the sample.
+        pixels: Their height and width.
+        data: A folder of images.
+        seed: Of weights and crops.
+        out: Where results go.
+        overwrite: Replace results that are there.
+    """
+    from torch_thor.training.split_report import report_split_dim
+
+    folder = out or Path("runs") / f"split-dim-{Path(model).name.replace(':', '-')}"
+    report_split_dim(
+        model,
+        folder,
+        Console(),
+        device=device,
+        batch=batch,
+        pixels=pixels,
+        data=data,
+        seed=seed,
+        overwrite=overwrite,
+    )
+
+
 def _complain(line: str) -> None:
     sys.stderr.write(f"torch-thor: {line}\n")
 
