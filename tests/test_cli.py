@@ -260,3 +260,119 @@ def test_fashion_mnist_trains_from_a_folder_of_its_files(run, tmp_path):
     assert (code, err) == (0, "")
     assert "muon: step 4 of 4" in out
     assert run("eval", "runs/fashion-mnist")[0] == 0
+
+
+def test_a_recipe_may_ask_for_the_split_dimension_to_be_measured(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_THOR_CACHE", str(tmp_path / "cache"))
+    words = ["train", "digits", "optimizer=thor", "epochs=1", "split_dim=auto"]
+    assert run(*words)[0] == 0
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    code, _, err = run(*words[:-1], "split_dim=automatic", "--out", "other")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "split_dim" in err
+
+
+MINE = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
+
+def with_batch():
+    return nn.Linear(20, 2), (torch.randn(9, 20), torch.zeros(9, dtype=torch.long))
+
+def with_loss():
+    return nn.Linear(20, 2), torch.randn(9, 20), lambda output: output.square().sum()
+
+def words():
+    return "a model"
+
+def broken():
+    raise KeyError("weights")
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+def test_split_dim_prints_tables_and_writes_figure_and_numbers(run, mine):
+    code, out, err = run("split-dim", "mine.py:net", "--batch", 4, "--pixels", 24, "--device", "cpu", "--out", "mine")
+    assert (code, err) == (0, "")
+    numbers = json.loads((mine / "mine" / "split_dim.json").read_text())
+    assert numbers["candidates"] == [1, 16, 32]
+    assert numbers["split_dim"] in numbers["candidates"]
+    assert (numbers["batch"], numbers["pixels"], numbers["seed"]) == (4, 24, 0)
+    assert list(numbers["losses"]) == ["0", "4"]
+    for said in ("photographs in scikit-learn", "<- chosen", f"split_dim={numbers['split_dim']}", "p_1 / p_s", "mine"):
+        assert said in out
+    index = numbers["candidates"].index(numbers["split_dim"])
+    assert f"{numbers['losses']['0']['A'][index]:.1%}" in out
+    assert (mine / "mine" / "split_dim.png").read_bytes().startswith(b"\x89PNG")
+    before = contents(mine / "mine")
+    assert_refused(run("split-dim", "mine.py:net", "--out", "mine"), "--overwrite")
+    assert contents(mine / "mine") == before
+    assert run("split-dim", "mine.py:with_batch", "--out", "mine", "--overwrite")[0] == 0
+    assert json.loads((mine / "mine" / "split_dim.json").read_text())["batch"] is None
+
+
+@pytest.mark.parametrize("function", ["with_batch", "with_loss"])
+def test_split_dim_takes_a_batch_and_a_loss_of_ones_own(run, mine, function):
+    code, out, _ = run("split-dim", f"mine.py:{function}", "--device", "cpu")
+    assert code == 0
+    assert f"the batch that mine.py:{function} returned" in out
+    assert list(json.loads((mine / f"runs/split-dim-mine.py-{function}/split_dim.json").read_text())["losses"]) == [""]
+
+
+def test_split_dim_takes_images_of_ones_own(run, mine):
+    from PIL import Image
+
+    (mine / "photos" / "deep").mkdir(parents=True)
+    Image.new("RGB", (40, 30), "red").save(mine / "photos" / "one.png")
+    Image.new("L", (30, 40), 100).save(mine / "photos" / "deep" / "two.JPG", format="JPEG")
+    words = ["split-dim", "mine.py:net", "--data", "photos", "--pixels", 16, "--device", "cpu"]
+    code, out, _ = run(*words, "--batch", 2)
+    assert code == 0
+    assert "crops of 2 images of photos" in out
+    assert_refused(run(*words, "--batch", 3, "--out", "b"), "holds 2 images: give --batch 2")
+    (mine / "photos" / "three.png").write_text("no image")
+    assert_refused(run(*words, "--batch", 3, "--out", "b"), "three.png cannot be read")
+
+
+@pytest.mark.parametrize(("name", "layer"), [("squeezenet1_1", "classifier.1"), ("timm:resnet10t", "fc")])
+def test_split_dim_takes_names(run, monkeypatch, tmp_path, name, layer):
+    if name.startswith("timm:"):
+        pytest.importorskip("timm")
+    import torch_thor.split.choice as choice
+
+    monkeypatch.setattr(choice, "inverse_seconds", lambda sizes, split_dims, **_: tuple(map(float, split_dims)))
+    words = ["split-dim", name, "--batch", 2, "--pixels", 64, "--device", "cpu", "--out", "out"]
+    assert run(*words)[0] == 0
+    assert layer in json.loads((tmp_path / "out" / "split_dim.json").read_text())["losses"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["resnet5"], "did you mean resnet50?"),
+        (["mine.py:nothing"], "mine.py:nothing failed: AttributeError"),
+        (["mine.py:broken"], "mine.py:broken failed: KeyError"),
+        (["mine.py:words"], "mine.py:words returned str: return a model"),
+        (["yours.py:net"], "yours.py does not exist"),
+        (["mine.py:net", "--pixels", "1"], "could not be measured"),
+        (["mine.py:net", "--batch", "0"], "--batch 0"),
+        (["mine.py:net", "--data", "nowhere"], "--data nowhere is no folder"),
+        (["mine.py:net", "--device", "gpu7"], "device=gpu7"),
+    ],
+)
+def test_split_dim_mistakes_are_one_line_and_leave_nothing_behind(run, mine, words, said):
+    assert_refused(run("split-dim", *words), said)
+    assert [path.name for path in mine.iterdir() if path.name != "__pycache__"] == ["mine.py"]
+
+
+def test_a_name_that_timm_may_know_without_timm(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)  # as where it is not installed
+    assert_refused(run("split-dim", "convnextv2_atto"), "pip install 'torch-thor[timm]'")

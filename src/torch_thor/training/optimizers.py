@@ -89,7 +89,7 @@ class THORSettings(OptimizerSettings):
         update_interval: Steps between refreshes of the curvature: a number, or a mapping with `kind` (`constant`,
             `piecewise`, `geometric`) and the arguments of that class of `torch_thor.intervals`.
         trace_thresholds: (ω1, ω2) of the trace rule, or the name of one of `THOR.preset`'s settings.
-        split_dim: Size of the blocks that factors are split into; `None` leaves them whole.
+        split_dim: Size of the blocks that factors are split into; `None` leaves them whole, `auto` measures.
         factor_decay: Decay of the running average of the factors.
         kl_clip: Limit on the step's length in the Fisher norm; `None` is no limit.
     """
@@ -100,7 +100,7 @@ class THORSettings(OptimizerSettings):
     nesterov: bool = False
     update_interval: Any = 100
     trace_thresholds: Any = (0.01, 0.0)
-    split_dim: int | None = 128
+    split_dim: int | str | None = 128
     factor_decay: float = 0.0
     kl_clip: float | None = None
 

@@ -1,0 +1,247 @@
+"""split_dim="auto": the first step decides, as if the number had been given; the next training finds it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_thor.split.choice as choice_module
+from torch_thor import THOR, choose_split_dim
+from torch_thor.curvature.layer import LayerCurvature
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_THOR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Times that make the curves cross between 16 and 32, whatever runs beside; and how often they were asked for."""
+    asked = []
+
+    def seconds(sizes, split_dims, **_):
+        asked.append(tuple(split_dims))
+        return tuple(0.1 if size == 1 else 0.2 if size <= 16 else 100.0 for size in split_dims)
+
+    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
+    return asked
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(6, 8, 3, groups=2),
+        nn.Tanh(),
+        nn.Conv2d(8, 40, 2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(40 * 4, 5),
+    ).double()
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(count):
+        images = torch.randn(12, 6, 5, 5, generator=generator, dtype=torch.float64)
+        yield images, torch.randint(0, 5, (12,), generator=generator)
+
+
+def train(model, optimizer, count, micro_batches=1):
+    for images, labels in batches(count):
+        for part in range(micro_batches):
+            loss = F.cross_entropy(model(images[part::micro_batches]), labels[part::micro_batches])
+            (loss / micro_batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def weights_with(split_dim, count=5, micro_batches=1, **options):
+    model = network()
+    optimizer = THOR(model, split_dim=split_dim, update_interval=2, trace_thresholds=(0.0, 0.0), **options)
+    return train(model, optimizer, count, micro_batches), optimizer
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_trains_as_if_the_number_had_been_given(measured, micro_batches):
+    auto, optimizer = weights_with("auto", micro_batches=micro_batches)
+    chosen = optimizer.param_groups[0]["split_dim"]
+    assert chosen == 16
+    expected, with_number = weights_with(chosen, micro_batches=micro_batches)
+    torch.testing.assert_close(auto, expected, rtol=1e-9, atol=1e-12)
+    another, _ = weights_with(32, micro_batches=micro_batches)
+    assert not torch.allclose(auto, another, rtol=1e-4)
+    for left, right in zip(optimizer.state.values(), with_number.state.values(), strict=True):
+        assert {k: v.shape for k, v in left.items() if torch.is_tensor(v)} == {
+            k: v.shape for k, v in right.items() if torch.is_tensor(v)
+        }
+
+
+def test_is_the_choice_of_choose_split_dim(measured):
+    model = network()
+    choice = choose_split_dim(model, next(batches(1)))
+    _, optimizer = weights_with("auto", count=1)
+    assert optimizer.param_groups[0]["split_dim"] == choice.split_dim == 16
+    assert measured[0] == measured[1] == choice.candidates == (1, 16, 32, 64, 128, 160)
+
+
+def test_the_first_training_measures_once_and_the_next_one_not(measured):
+    first, _ = weights_with("auto")
+    assert len(measured) == 1
+    optimizer = THOR(network(), split_dim="auto")
+    assert optimizer.param_groups[0]["split_dim"] == 16
+    second, _ = weights_with("auto")
+    assert len(measured) == 1
+    torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+    wider = nn.Sequential(nn.Linear(70, 5)).double()
+    assert THOR(wider, split_dim="auto").param_groups[0]["split_dim"] == "auto"
+
+
+def test_a_choice_that_appears_before_the_first_step_is_taken(measured):
+    waiting_model = network()
+    waiting = THOR(waiting_model, split_dim="auto", update_interval=2, trace_thresholds=(0.0, 0.0))
+    expected, _ = weights_with("auto")
+    assert waiting.param_groups[0]["split_dim"] == "auto"
+    torch.testing.assert_close(train(waiting_model, waiting, 5), expected, rtol=1e-9, atol=1e-12)
+    assert len(measured) == 1
+
+
+def test_only_the_groups_that_ask_for_it(measured):
+    model = network()
+    groups = [
+        {"params": model[0].parameters(), "split_dim": 3},
+        {"params": model[2].parameters()},
+        {"params": model[5].parameters(), "split_dim": None},
+    ]
+    optimizer = THOR(groups, model=model, split_dim="auto")
+    train(model, optimizer, 1)
+    assert [group["split_dim"] for group in optimizer.param_groups] == [3, 32, None]
+    assert measured == [(1, 16, 32, 40)]
+    assert optimizer.state[model[2].weight]["G"].shape == (1, 32, 32)
+    assert optimizer.state[model[2].weight]["G_tail"].shape == (1, 8, 8)
+    assert optimizer.state[model[5].weight]["A"].shape == (1, 160, 160)
+
+
+def test_checkpoints_carry_the_number(measured, folder):
+    model = network()
+    optimizer = THOR(model, split_dim="auto", update_interval=2)
+    train(model, optimizer, 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = train(model, optimizer, 3)
+    for file in folder.iterdir():
+        file.unlink()  # another machine
+    resumed_model = network()
+    resumed = THOR(resumed_model, split_dim="auto", update_interval=2)
+    assert resumed.param_groups[0]["split_dim"] == "auto"
+    resumed_model.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    assert resumed.param_groups[0]["split_dim"] == 16
+    assert torch.equal(train(resumed_model, resumed, 3), expected)
+    assert len(measured) == 1
+
+
+def test_a_refused_step_decides_nothing(measured):
+    model = network()
+    optimizer = THOR(model, split_dim="auto", nonfinite="skip")
+    images, labels = next(batches(1))
+    (F.cross_entropy(model(images), labels) * torch.inf).backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["split_dim"] == "auto"
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    assert optimizer.param_groups[0]["split_dim"] == 16
+
+
+def test_without_statistics_the_papers_number_and_a_warning(measured):
+    model = nn.Linear(300, 4)
+    optimizer = THOR(model, split_dim="auto")
+    model.weight.grad = torch.ones_like(model.weight)
+    with (
+        pytest.warns(RuntimeWarning, match="'auto' takes 128.*brought no statistics"),
+        pytest.warns(RuntimeWarning, match="it has a gradient and no statistics"),
+    ):
+        optimizer.step()
+    assert optimizer.param_groups[0]["split_dim"] == 128
+    assert measured == []
+
+
+def test_no_memory_for_the_largest_candidate_is_no_error(monkeypatch):
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(choice_module, "inverse_seconds", exhausted)
+    with pytest.warns(RuntimeWarning, match="'auto' takes 128.*out of memory"):
+        auto, optimizer = weights_with("auto")
+    assert optimizer.param_groups[0]["split_dim"] == 128
+    torch.testing.assert_close(auto, weights_with(128)[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(measured, folder):
+    folder.write_text("a file in the place of the folder")
+    with pytest.warns(RuntimeWarning, match="chose 16, and could not keep it.*TORCH_THOR_CACHE"):
+        _, optimizer = weights_with("auto")
+    assert optimizer.param_groups[0]["split_dim"] == 16
+
+
+def test_several_processes_are_told_to_agree_first(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"split_dim='auto' with 2 processes.*pass the number"):
+        THOR(network(), split_dim="auto")
+    THOR(network(), split_dim=16)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    THOR(network(), split_dim="auto")
+
+
+def test_processes_that_join_later_are_told_so_before_anything_changes(monkeypatch, measured):
+    model = network()
+    optimizer = THOR(model, split_dim="auto")
+    before = train(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="2 processes"):
+        train(model, optimizer, 1)
+    assert torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+def test_a_later_group_is_decided_when_it_comes(measured):
+    model = network()
+    optimizer = THOR(model[0].parameters(), model=model, split_dim=3)
+    train(model, optimizer, 1)
+    optimizer.add_param_group({"params": model[2].parameters(), "split_dim": "auto"})
+    train(model, optimizer, 1)
+    assert [group["split_dim"] for group in optimizer.param_groups] == [3, 32]
+
+
+def test_a_vocabulary_is_never_whole(monkeypatch, measured):
+    # 8192 rows are the largest block; here 8, so that the test stays small
+    from torch_thor.optim import auto_split
+    from torch_thor.split import choice
+
+    monkeypatch.setattr(auto_split, "LARGEST", 8)
+    monkeypatch.setattr(choice, "LARGEST", 8)
+    widest = []
+    really = LayerCurvature.gather
+
+    def gather(layer, x, g):
+        really(layer, x, g)
+        widest.append(max(part.shape[-1] for sums in layer.gathered() for part in sums.parts()))
+
+    monkeypatch.setattr(LayerCurvature, "gather", gather)
+    model = nn.Linear(21, 4)
+    optimizer = THOR(model, split_dim="auto")
+    F.cross_entropy(model(torch.randn(9, 21)), torch.zeros(9, dtype=torch.long)).backward()
+    optimizer.step()
+    assert widest == [8]
+    assert measured == [(1, 8)]
+    assert optimizer.param_groups[0]["split_dim"] in {1, 8}
+
+
+@pytest.mark.parametrize("value", ["Auto", "", 0, 1.5, True, ["auto"]])
+def test_other_words_are_refused(value):
+    with pytest.raises(ValueError, match='a whole number ≥ 1, None for unsplit factors, or "auto"'):
+        THOR(network(), split_dim=value)

@@ -1,0 +1,300 @@
+"""The crossing by hand, the losses of whole models against dense ones, and a model that comes back as it was."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_thor.split.choice as choice_module
+from torch_thor import SplitChoice, choose_split_dim
+from torch_thor.curvature.kinds import kind_of
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.split.choice import candidates, find_crossing, nearest
+from torch_thor.split.observe import losses_of
+
+
+@pytest.mark.parametrize(
+    ("split_dims", "performance", "information", "expected"),
+    [
+        ((1, 16, 64), (1.0, 0.75, 0.25), (0.0, 0.25, 0.75), 32.0),  # half way between 2^4 and 2^6
+        ((1, 16, 32), (1.0, 0.5, 0.2), (0.1, 0.4, 0.5), 2 ** (4 + 0.1 / 0.4)),
+        ((1, 16, 32), (1.0, 0.5, 0.2), (0.1, 0.5, 0.6), 16.0),  # level at a candidate
+        ((1, 16), (1.0, 0.5), (1.0, 1.0), 1.0),  # nothing is lost at all
+        ((1, 16, 32), (1.0, 3.0, 1.5), (0.1, 0.2, 1.0), None),  # even unsplit is cheap
+        ((1, 16, 32), (1.0, 0.9, 1.0), (0.1, 0.2, 1.0), None),  # level at the end
+        ((1,), (1.0,), (1.0,), None),
+        # noise: below at 16, above again at 32, below for good at 64
+        ((1, 16, 32, 64), (1.0, 0.3, 0.5, 0.2), (0.0, 0.4, 0.4, 0.5), 2**5.25),
+    ],
+)
+def test_crossing(split_dims, performance, information, expected):
+    found = find_crossing(split_dims, performance, information)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(("crossing", "expected"), [(106.0, 128), (91.0, 128), (90.0, 64), (1.0, 1), (4608.0, 4608)])
+def test_nearest_candidate(crossing, expected):
+    assert nearest((1, 16, 32, 64, 128, 4608), crossing) == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [
+        (1, 1, (1,)),
+        (5, 3, (1, 5)),
+        (16, 3, (1, 16)),
+        (3, 17, (1, 16, 17)),
+        (100, 10, (1, 16, 32, 64, 100)),
+        (9000, 1, (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
+    ],
+)
+def test_candidates(inputs, outputs, expected):
+    module = nn.Linear(inputs, outputs, device="meta")
+    assert candidates([LayerCurvature("", module, kind_of(module), dict, lambda _: None)]) == expected
+
+
+class Net(nn.Module):
+    """A convolution with groups, one without, BatchNorm, dropout, and a layer that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 20, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(20, 8, 2, groups=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.3)
+        self.twice = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images):
+        x = self.norm(F.relu(self.grouped(F.relu(self.conv(images)))))
+        x = self.drop(x).mean((2, 3))
+        return self.head(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+BATCH = (6, 4, 9, 9)
+
+
+def sample():
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(BATCH, generator=generator, dtype=torch.float64) + 0.5
+    return images, torch.randint(0, 3, (6,), generator=generator)
+
+
+def rows_of(model, images, labels):
+    """Every layer's rows of a and g, (groups, rows, features), with hooks and unfold of our own."""
+    rows = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | nn.Conv2d):
+            continue
+
+        def keep(module, args, output, name=name):
+            x, groups = args[0].detach(), getattr(module, "groups", 1)
+            if isinstance(module, nn.Conv2d):
+                x = F.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride)
+                a = x.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
+            else:
+                a = x[None]
+
+            def arrived(g):
+                g = g.flatten(2).transpose(1, 2).flatten(0, 1) if g.dim() == 4 else g
+                rows.setdefault(name, []).append((a, g.unflatten(-1, (groups, -1)).transpose(0, 1)))
+
+            output.register_hook(arrived)
+
+        module.register_forward_hook(keep)
+    F.cross_entropy(model(images), labels).backward()
+    return {name: [torch.cat(each, dim=1) for each in zip(*pairs, strict=True)] for name, pairs in rows.items()}
+
+
+def dense_loss(rows, split_dim):
+    """1 - |Â| / |A| from the definition, groups one below the other."""
+    whole = torch.block_diag(*[x.T @ x for x in rows])
+    index = torch.cat([torch.arange(rows.shape[-1]) // split_dim + 1000 * g for g in range(len(rows))])
+    cut = torch.where(index[:, None] == index[None, :], whole, torch.zeros_like(whole))
+    return 1 - float(torch.linalg.matrix_norm(cut, ord=2) / torch.linalg.matrix_norm(whole, ord=2))
+
+
+def test_losses_shares_and_choice_of_a_model(monkeypatch):
+    model = Net().double()
+    images, labels = sample()
+    with torch.random.fork_rng():
+        rows = rows_of(copy.deepcopy(model), images, labels)
+    asked = []
+
+    def seconds(sizes, split_dims, **options):
+        asked.append((sorted(sizes), split_dims, options))
+        return (0.1, 0.2, 0.4, 0.5)
+
+    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
+    found = choose_split_dim(model, (images, labels))
+    assert isinstance(found, SplitChoice)
+    assert found.candidates == (1, 16, 32, 40)
+    assert list(found.losses) == ["conv", "grouped", "twice", "head"]
+    sizes = [(1, 36), (1, 20), (2, 40), (2, 4), (1, 8), (1, 8), (1, 8), (1, 3)]
+    assert asked == [(sorted(sizes), (1, 16, 32, 40), {"dtype": torch.float64, "device": torch.device("cpu")})]
+    kept = []
+    for name, factors in found.losses.items():
+        assert list(factors) == ["A", "G"]
+        for key, each in zip("AG", rows[name], strict=True):
+            expected = [dense_loss(each, s) for s in found.candidates]
+            assert factors[key] == pytest.approx(expected, abs=2e-3), (name, key)
+            kept.append([loss < 0.01 for loss in expected])
+    assert found.information == tuple(sum(column) / 8 for column in zip(*kept, strict=True))
+    assert found.performance == pytest.approx((1.0, 0.5, 0.25, 0.2))
+    assert found.seconds == (0.1, 0.2, 0.4, 0.5)
+    # by hand: kept are 0, 5/8 (A and G of twice and head but for G of conv 20 > 16), ..., so they cross below 16
+    assert found.information[0] <= 0.25
+    assert found.information[1:] == (0.625, 0.75, 1.0)
+    p, i = found.performance, found.information
+    assert found.crossing == pytest.approx(16 ** ((p[0] - i[0]) / (p[0] - i[0] - p[1] + i[1])))
+    assert found.split_dim == 16
+
+
+def quick(monkeypatch):
+    monkeypatch.setattr(choice_module, "inverse_seconds", lambda sizes, split_dims, **_: tuple(map(float, split_dims)))
+
+
+def everything_of(model):
+    kept = {f"state.{k}": v.clone() for k, v in model.state_dict().items()}
+    kept |= {f"grad.{k}": None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()}
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
+    return kept, hooks, [id(p) for p in model.parameters()], torch.get_rng_state()
+
+
+def assert_unchanged(before, after):
+    assert before[1:3] == after[1:3]
+    assert torch.equal(before[3], after[3])
+    assert before[0].keys() == after[0].keys()
+    for key, value in before[0].items():
+        assert (value is None) == (after[0][key] is None), key
+        assert value is None or torch.equal(value, after[0][key]), key
+
+
+def failing(output, targets):
+    raise ZeroDivisionError("in the loss")
+
+
+@pytest.mark.parametrize("loss_fn", [None, failing])
+def test_the_model_and_the_random_numbers_stay_as_they_were(monkeypatch, loss_fn):
+    quick(monkeypatch)
+    model = Net().double()
+    images, labels = sample()
+    F.cross_entropy(model(images), labels).backward()  # gradients that must stay
+    model.conv.bias.grad = None
+    model.norm.eval()  # modes need not be the same everywhere
+    model.head.register_forward_hook(lambda *_: None)
+    before = everything_of(model)
+    with torch.no_grad():
+        if loss_fn is None:
+            choose_split_dim(model, (images, labels))
+        else:
+            with pytest.raises(ZeroDivisionError):
+                choose_split_dim(model, (images, labels), loss_fn=loss_fn)
+    assert_unchanged(before, everything_of(model))
+
+
+def test_at_most_one_layers_factors_are_alive(monkeypatch):
+    quick(monkeypatch)
+    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)])
+    alive, most = [set(), 0], []
+    really = LayerCurvature.gather, LayerCurvature.fresh_factors
+
+    def gather(layer, x, g):
+        really[0](layer, x, g)
+        alive[0].add(layer.name)
+        most.append(len(alive[0]))
+
+    def fresh_factors(layer, scale):
+        alive[0].discard(layer.name)
+        return really[1](layer, scale)
+
+    monkeypatch.setattr(LayerCurvature, "gather", gather)
+    monkeypatch.setattr(LayerCurvature, "fresh_factors", fresh_factors)
+    found = choose_split_dim(model, torch.randn(5, 9))
+    assert len(found.losses) == 4
+    assert most == [1, 1, 1, 1]
+
+
+class Worded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x, *, scale):
+        return {"loss": self.fc(input=x * scale).square().sum()}
+
+
+def losses_with(model, batch, **options):
+    return choose_split_dim(model, batch, "cpu", **options).losses
+
+
+def test_inputs_by_name_by_position_and_losses_of_ones_own(monkeypatch):
+    quick(monkeypatch)
+    x = torch.randn(5, 6)
+    worded = Worded()
+    by_name = losses_with(worded, {"x": x / 2, "scale": 2.0}, loss_fn=lambda output: output["loss"])
+    linear = nn.Sequential(worded.fc)
+    alone = losses_with(linear, x, loss_fn=lambda output: output.square().sum())
+    by_position = losses_with(linear, ((x,), torch.zeros(5, 2)), loss_fn=lambda y, t: (y - t).square().sum())
+    assert by_name["fc"] == alone["0"] == by_position["0"]
+
+
+def test_labels_are_drawn_where_there_are_none(monkeypatch):
+    quick(monkeypatch)
+    model = nn.Linear(4, 2)
+    nn.init.zeros_(model.weight)
+    model.bias.data = torch.tensor([50.0, -50.0])  # class 0 is certain, and a drawn label leaves no gradient
+    x = torch.randn(8, 4)
+    drawn = losses_with(model, x)[""]["G"]
+    asked = losses_with(model, (x, torch.ones(8, dtype=torch.long)))[""]["G"]
+    assert drawn == (0.0, 0.0)
+    assert asked[0] == pytest.approx(0.5, abs=1e-5)  # G of two classes is c * [[1, -1], [-1, 1]]
+
+
+def test_frozen_layers_are_no_part_of_it(monkeypatch):
+    quick(monkeypatch)
+    model = nn.Sequential(nn.Linear(40, 4), nn.Linear(4, 2))
+    model[0].weight.requires_grad_(False)
+    found = choose_split_dim(model, torch.randn(5, 40))
+    assert list(found.losses) == ["1"]
+    assert found.candidates == (1, 4)
+
+
+def test_a_factor_that_is_no_matrix_is_left_out():
+    module = nn.Linear(3, 2)
+    layer = LayerCurvature("fc", module, kind_of(module), dict, lambda _: None)
+    layer.gather(torch.ones(1, 3), torch.ones(1, 2))
+    _, g = layer.fresh_factors(1.0)
+    assert losses_of((torch.ones(3), g), (1, 2), layer) == {"G": pytest.approx((0.5, 0.0), abs=1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss_fn", "said"),
+    [
+        (nn.ReLU(), torch.ones(2, 3), None, "no parameters"),
+        (nn.Embedding(3, 2, padding_idx=0), torch.ones(2, 3), None, "no layer that THOR preconditions"),
+        (nn.Linear(3, 2), torch.full((2, 3), torch.inf), torch.sum, "factor A of layer '' holds NaN or inf"),
+        (nn.Conv2d(3, 2, 1), torch.ones(2, 3, 4, 4), None, "without targets the model must return class scores"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_clear_error(model, batch, loss_fn, said):
+    with pytest.raises(ValueError, match=said):
+        choose_split_dim(model, batch, loss_fn=loss_fn)
+
+
+def test_a_loss_that_reaches_no_layer_is_an_error():
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    with pytest.raises(ValueError, match="no gradient in any layer"):
+        choose_split_dim(model, torch.ones(2, 3), loss_fn=lambda y: model.training * torch.ones(1, requires_grad=True))
+
+
+def test_measured_for_real():
+    model = nn.Sequential(nn.Linear(50, 20), nn.Tanh(), nn.Linear(20, 4))
+    found = choose_split_dim(model, torch.randn(64, 50))
+    assert found.split_dim in found.candidates == (1, 16, 32, 50)
+    assert all(each > 0 for each in found.seconds)
+    assert found.performance == tuple(found.seconds[0] / each for each in found.seconds)
+    assert found.information[-1] == 1.0
+    assert "thread" in found.device
