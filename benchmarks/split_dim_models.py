@@ -11,11 +11,11 @@ from torch.nn import functional
 from torch_thor.training.data import load_data
 from torch_thor.training.recipe import load_recipe
 
-STEPS, BATCH, PIXELS = 60, 32, 96
+STEPS, BATCH, PIXELS = 40, 32, 64
 
 
 def resnet50_fashion_mnist() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Train torchvision's ResNet-50 for 60 steps of SGD on Fashion-MNIST, enlarged to 96 x 96 in three channels.
+    """Train torchvision's ResNet-50 for 40 steps of SGD on Fashion-MNIST, enlarged to 64 x 64 in three channels.
 
     Returns:
         The model and the next 32 images with their labels.
