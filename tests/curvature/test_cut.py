@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature, Piece
 
 
 def matrix_of(groups, size, block):
@@ -56,14 +56,14 @@ def test_nothing_to_cut():
 
 def test_gathered_sums_are_cut_with_the_split_dimension():
     module, split = nn.Linear(7, 5).double(), {"dim": None}
-    layer = LayerCurvature("fc", module, kind_of(module), dict, lambda _: split["dim"])
+    layer = LayerCurvature("fc", kind_of(module), Piece(module, "weight"), [], dict, lambda _: split["dim"])
     assert layer.gathered() is None
     x, g = torch.randn(4, 7, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    layer.gather(x, g)
+    layer.gather(layer.kind, x, g)
     split["dim"] = 3
     layer.cut_gathered()
     a, b = layer.gathered()
     torch.testing.assert_close(a.dense()[0], masked(x.T @ x, 3))
     torch.testing.assert_close(b.dense()[0], masked(g.T @ g, 3))
-    layer.gather(x, g)  # a second micro-batch finds blocks of the new size
+    layer.gather(layer.kind, x, g)  # a second micro-batch finds blocks of the new size
     torch.testing.assert_close(layer.gathered()[0].dense()[0], masked(2 * x.T @ x, 3))

@@ -8,11 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_thor.split.choice as choice_module
-from torch_thor import SplitChoice, choose_split_dim
+from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature, Piece
 from torch_thor.split.choice import candidates, find_crossing, nearest
-from torch_thor.split.observe import losses_of
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,8 @@ def test_nearest_candidate(crossing, expected):
 )
 def test_candidates(inputs, outputs, expected):
     module = nn.Linear(inputs, outputs, device="meta")
-    assert candidates([LayerCurvature("", module, kind_of(module), dict, lambda _: None)]) == expected
+    layer = LayerCurvature("", kind_of(module), Piece(module, "weight"), [], dict, lambda _: None)
+    assert candidates([layer]) == expected
 
 
 class Net(nn.Module):
@@ -201,8 +201,8 @@ def test_at_most_one_layers_factors_are_alive(monkeypatch):
     alive, most = [set(), 0], []
     really = LayerCurvature.gather, LayerCurvature.fresh_factors
 
-    def gather(layer, x, g):
-        really[0](layer, x, g)
+    def gather(layer, kind, x, g):
+        really[0](layer, kind, x, g)
         alive[0].add(layer.name)
         most.append(len(alive[0]))
 
@@ -262,19 +262,57 @@ def test_frozen_layers_are_no_part_of_it(monkeypatch):
     assert found.candidates == (1, 4)
 
 
-def test_a_factor_that_is_no_matrix_is_left_out():
-    module = nn.Linear(3, 2)
-    layer = LayerCurvature("fc", module, kind_of(module), dict, lambda _: None)
-    layer.gather(torch.ones(1, 3), torch.ones(1, 2))
-    _, g = layer.fresh_factors(1.0)
-    assert losses_of((torch.ones(3), g), (1, 2), layer) == {"G": pytest.approx((0.5, 0.0), abs=1e-6)}
+def test_a_diagonal_factor_is_left_out(monkeypatch):
+    asked = []
+
+    def seconds(sizes, split_dims, **_):
+        asked.append(sorted(sizes))
+        return tuple(map(float, split_dims))
+
+    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
+    model = nn.Sequential(nn.Embedding(500, 20), nn.Flatten(), nn.Linear(60, 4))
+    found = choose_split_dim(model, torch.randint(0, 500, (7, 3)))
+    assert found.candidates == (1, 16, 32, 60)
+    assert {name: list(factors) for name, factors in found.losses.items()} == {"0": ["G"], "2": ["A", "G"]}
+    assert asked == [[(1, 4), (1, 20), (1, 60)]]
+
+
+def test_attention_and_tied_weights_are_seen(monkeypatch):
+    quick(monkeypatch)
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(30, 8)
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.head = nn.Linear(8, 30, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, tokens):
+            x = self.embed(tokens)
+            return self.head(self.attend(x, x, x, need_weights=False)[0]).mean(1)
+
+    model = Tied()
+    found = choose_split_dim(model, torch.randint(0, 30, (5, 4)))
+    assert set(found.losses) == set(THOR(model).curvature)
+    assert len(found.losses) >= 5
+
+
+def test_a_model_that_an_optimizer_watches(monkeypatch):
+    quick(monkeypatch)
+    model, x = nn.Linear(20, 3), torch.randn(6, 20)
+    labels = torch.tensor([0, 1, 2, 0, 1, 2])
+    expected = choose_split_dim(model, (x, labels)).losses
+    optimizer = THOR(model)
+    assert choose_split_dim(model, (x, labels)).losses == expected
+    assert optimizer.curvature[""].rows == 0
 
 
 @pytest.mark.parametrize(
     ("model", "batch", "loss_fn", "said"),
     [
         (nn.ReLU(), torch.ones(2, 3), None, "no parameters"),
-        (nn.Embedding(3, 2, padding_idx=0), torch.ones(2, 3), None, "no layer that THOR preconditions"),
+        (nn.BatchNorm1d(3), torch.ones(2, 3), None, "no layer that THOR preconditions"),
         (nn.Linear(3, 2), torch.full((2, 3), torch.inf), torch.sum, "factor A of layer '' holds NaN or inf"),
         (nn.Conv2d(3, 2, 1), torch.ones(2, 3, 4, 4), None, "without targets the model must return class scores"),
     ],

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from torch_thor.curvature.inverse import damped_inverses
 from torch_thor.split import timing
 
 CPU = torch.device("cpu")
@@ -16,14 +15,13 @@ def scripted(monkeypatch):
     def install(script):
         clock, calls = [0.0], []
 
-        def invert(factors):
-            shapes = [tuple(tuple(part.shape) for part in factor.parts()) for factor, _ in factors]
-            size = max(shape[0][-1] for shape in shapes)
-            calls.append((size, shapes))
-            clock[0] += script[size].pop(0) if len(script[size]) > 1 else script[size][0]
+        def invert(blocks):
+            left = script[blocks.shape[-1]]
+            clock[0] += left.pop(0) if len(left) > 1 else left[0]
+            calls.append(tuple(blocks.shape))
 
         monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
-        monkeypatch.setattr(timing, "damped_inverses", invert)
+        monkeypatch.setattr(timing, "_invert", invert)
         return calls
 
     return install
@@ -33,13 +31,12 @@ def measure(sizes, split_dims):
     return timing.inverse_seconds(sizes, split_dims, dtype=torch.float32, device=CPU)
 
 
-def test_all_blocks_of_the_model_are_inverted_at_once(scripted):
-    calls = scripted({1: [1.0], 4: [1.0], 10: [1.0]})
-    measure([(1, 10), (3, 6)], (1, 4, 10))
-    shapes = dict(calls)
-    assert shapes[1] == [((10, 1, 1),), ((18, 1, 1),)]
-    assert shapes[4] == [((2, 4, 4), (1, 2, 2)), ((3, 4, 4), (3, 2, 2))]
-    assert shapes[10] == [((1, 10, 10),), ((3, 6, 6),)]
+def test_all_blocks_of_one_size_are_inverted_at_once(scripted):
+    calls = scripted({1: [5.0], 2: [7.0], 4: [11.0], 6: [13.0], 10: [17.0]})
+    assert measure([(1, 10), (3, 6), (1, 4)], (1, 4, 10)) == (5.0, 7.0 + 11.0, 11.0 + 13.0 + 17.0)
+    assert calls[0] == (10 + 18 + 4, 1, 1)
+    assert sorted(calls[1:3]) == [(4, 2, 2), (6, 4, 4)]
+    assert sorted(calls[3:6]) == [(1, 4, 4), (1, 10, 10), (3, 6, 6)]
 
 
 def test_the_median_without_the_first_round(scripted):
@@ -50,15 +47,13 @@ def test_the_median_without_the_first_round(scripted):
 def test_slow_candidates_are_timed_three_times_and_quick_ones_more_often_in_turns(scripted):
     calls = scripted({1: [0.2], 4: [10.0], 8: [1e-5]})
     assert measure([(1, 8)], (1, 4, 8)) == pytest.approx((0.2, 10.0, 1e-5), rel=1e-3)
-    order = [size for size, _ in calls]
+    order = [size for _, size, _ in calls]
     assert {size: order.count(size) for size in (1, 4, 8)} == {1: 1 + 10, 4: 1 + 3, 8: 1 + 25}
     assert order[:12] == [1, 4, 8] * 4
 
 
-def test_the_blocks_can_be_inverted(monkeypatch):
-    results = []
-    monkeypatch.setattr(timing, "damped_inverses", lambda factors: results.extend(damped_inverses(factors)))
-    (seconds,) = measure([(2, 130)], (64,))
-    assert seconds > 0
-    assert results
-    assert not any(one.raised or one.failed for one in results)
+@pytest.mark.parametrize("size", [1, 5, 64])
+def test_what_is_timed_is_the_inverse(size):
+    blocks = timing._positive_definite(3, size, torch.float64, CPU)
+    expected = torch.eye(size, dtype=torch.float64).expand(3, size, size)
+    torch.testing.assert_close(timing._invert(blocks) @ blocks, expected)

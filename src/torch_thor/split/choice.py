@@ -1,7 +1,7 @@
 """The four steps that choose a split dimension, and their result."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def choose_split_dim(
     return choose(observer.layers, losses, split_dims)
 
 
-def candidates(layers: Any) -> tuple[int, ...]:
+def candidates(layers: Iterable[LayerCurvature]) -> tuple[int, ...]:
     """Return the block sizes to try: 1, powers of two from 16, and the largest factor.
 
     Args:
@@ -102,10 +102,16 @@ def candidates(layers: Any) -> tuple[int, ...]:
     Returns:
         Rising block sizes; the last one cuts nothing, or is 8192.
     """
-    sizes = (size for layer in layers for size in (layer.kind.inputs, layer.kind.outputs))
-    largest = min(max(sizes), LARGEST)
+    largest = min(max(rows for _, rows in _sizes(layers)), LARGEST)
     powers = [2**k for k in range(4, LARGEST.bit_length())]
     return tuple(dict.fromkeys([1, *(size for size in powers if size < largest), largest]))
+
+
+def _sizes(layers: Iterable[LayerCurvature]) -> list[tuple[int, int]]:
+    """Return (groups, rows) of every factor that is a matrix; an embedding's A is a diagonal."""
+    kinds = [layer.kind for layer in layers]
+    rows = [(kind.groups, kind.inputs) for kind in kinds if not kind.diagonal_input]
+    return rows + [(kind.groups, kind.outputs) for kind in kinds]
 
 
 def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Sequence[int]) -> SplitChoice:
@@ -120,7 +126,7 @@ def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Seq
         The choice.
     """
     weight = next(iter(layers.values())).weight
-    sizes = [(layer.kind.groups, rows) for layer in layers.values() for rows in (layer.kind.inputs, layer.kind.outputs)]
+    sizes = _sizes(layers.values())
     seconds = inverse_seconds(sizes, split_dims, dtype=factor_dtype(weight.dtype), device=weight.device)
     performance = tuple(seconds[0] / each for each in seconds)
     kept = [[loss < MAX_LOSS for loss in factor] for layer in losses.values() for factor in layer.values()]

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.coverage import survey
+from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.sources import sources_of
+from torch_thor.curvature.survey import survey
 from torch_thor.split.spectral import spectral_losses
 
 # A larger matrix (a vocabulary's) is taken as blocks of this size to begin with: 256 MB each, and nobody inverts more.
@@ -26,24 +28,24 @@ Losses = dict[str, dict[str, tuple[float, ...]]]
 
 
 def losses_of(
-    factors: tuple[Any, Any], split_dims: Sequence[int], layer: LayerCurvature
+    factors: tuple[BlockDiagonal, BlockDiagonal], split_dims: Sequence[int], layer: LayerCurvature
 ) -> dict[str, tuple[float, ...]]:
     """Return the spectral losses of one layer's factors.
 
     Args:
         factors: A and G, uncut, up to a number.
         split_dims: the candidates.
-        layer: whose they are, for the message.
+        layer: whose they are.
 
     Returns:
-        ``{"A": ..., "G": ...}``, one loss a candidate. A factor that is not cut (an embedding's diagonal) is left out.
+        ``{"A": ..., "G": ...}``, one loss a candidate. A diagonal A (an embedding's), which nothing cuts, is left out.
 
     Raises:
         ValueError: a factor holds NaN or inf.
     """
     losses = {}
     for key, factor in zip("AG", factors, strict=True):
-        if not isinstance(factor, BlockDiagonal):
+        if key == "A" and layer.kind.diagonal_input:
             continue
         if not bool(torch.stack([part.isfinite().all() for part in factor.parts()]).all()):
             raise ValueError(
@@ -54,7 +56,7 @@ def losses_of(
 
 
 class Observer:
-    """A copy of a model whose layers are watched.
+    """A copy of a model whose layers are watched: a :class:`torch_thor.curvature.sources.Watcher`.
 
     Args:
         model: the model; it is not changed.
@@ -67,15 +69,45 @@ class Observer:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
-        _, found = survey(self._model, [p for p in self._model.parameters() if p.requires_grad])
+        found = survey(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
         if not found:
             raise ValueError(
-                f"{type(model).__name__} has no layer that THOR preconditions (nn.Linear, nn.Conv2d, trained), so "
+                f"{type(model).__name__} has no layer that THOR preconditions with Kronecker factors and trains, so "
                 f"there is nothing to split"
             )
         self.layers = {
-            name: LayerCurvature(name, module, kind, dict, lambda _: LARGEST) for name, (module, kind) in found.items()
+            name: LayerCurvature(name, one.kind, one.weight, one.biases, dict, lambda _: LARGEST, one.prefix)
+            for name, one in found.items()
         }
+        self._split_dims: Sequence[int] = ()
+        self._waiting = dict.fromkeys(self.layers, 0)  # calls whose gradient has not come by yet
+        self._losses: Losses = {}
+        self._sources = sources_of(found, self.layers)
+        for source in self._sources:
+            source.clean()  # of an optimizer's hooks, which the copy has taken along
+            source.attach(self, True)
+
+    def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
+        """Gather a layer's rows when the gradient of its output arrives.
+
+        Args:
+            layer: the layer.
+            kind: the geometry of the module that has just run.
+            x: its input.
+            output: its output.
+        """
+        if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
+            return
+        x = x.detach()
+        self._waiting[layer.name] += 1
+
+        def on_gradient(g: Tensor) -> None:
+            layer.gather(kind, x, g)
+            self._waiting[layer.name] -= 1
+            if not self._waiting[layer.name]:
+                self._finish(layer)
+
+        output.register_hook(on_gradient)
 
     def spectral_losses(self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]) -> Losses:
         """Run the sample batch forward and backward.
@@ -91,42 +123,20 @@ class Observer:
         Raises:
             ValueError: no layer got a gradient, or a factor is not finite.
         """
-        result: Losses = {}
-        waiting = dict.fromkeys(self.layers, 0)
-
-        def finish(layer: LayerCurvature) -> None:
-            factors = layer.fresh_factors(1.0)
-            if factors is not None:
-                result[layer.name] = losses_of(factors, split_dims, layer)
-
-        def watch(layer: LayerCurvature, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not (isinstance(output, Tensor) and output.requires_grad):
-                return
-            x = (args[0] if args else kwargs["input"]).detach()
-            waiting[layer.name] += 1
-
-            def on_gradient(g: Tensor) -> None:
-                layer.gather(x, g)
-                waiting[layer.name] -= 1
-                if not waiting[layer.name]:
-                    finish(layer)
-
-            output.register_hook(on_gradient)
-
-        for layer in self.layers.values():
-            layer.module.register_forward_hook(_bound(watch, layer), with_kwargs=True)
+        self._split_dims = split_dims
         inputs, targets = _to(_parted(sample_batch), self._device)
         with _same_random_numbers(self._device), torch.enable_grad():
             _loss(_forward(self._model, inputs), targets, loss_fn).backward()
-        for layer in self.layers.values():  # called where no gradient came by, too
-            finish(layer)
-        if not result:
+        for layer in self.layers.values():  # where a call of several got no gradient
+            self._finish(layer)
+        if not self._losses:
             raise ValueError("the loss of the sample batch has no gradient in any layer that THOR preconditions")
-        return {name: result[name] for name in self.layers if name in result}
+        return {name: self._losses[name] for name in self.layers if name in self._losses}
 
-
-def _bound(watch: Callable[..., None], layer: LayerCurvature) -> Callable[..., None]:
-    return lambda *call: watch(layer, *call)
+    def _finish(self, layer: LayerCurvature) -> None:
+        factors = layer.fresh_factors(1.0)
+        if factors is not None:
+            self._losses[layer.name] = losses_of(factors, self._split_dims, layer)
 
 
 def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
