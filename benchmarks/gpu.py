@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from machine import describe
 from reference import ReferenceTHOR
-from torch_thor import THOR
+from torch_thor import THOR, SplitChoice, choose_split_dim
+from torch_thor.training.split_subject import sample_images
 
 BUDGET = 540.0  # seconds, of which compiling may take most
 NEVER = 10**9
@@ -151,6 +152,24 @@ def inverse_times(device: torch.device, sizes: dict[int, int]) -> dict[int, dict
     return result
 
 
+def split_choice(device: torch.device, real: bool) -> tuple[SplitChoice, str]:
+    """Choose the split dimension of ResNet-50 on the device.
+
+    Args:
+        device: where to measure.
+        real: False for a small network instead.
+
+    Returns:
+        The choice, and what the sample was.
+    """
+    try:
+        images, source = sample_images(32 if real else 2, 224 if real else 64, None, 0)
+    except ModuleNotFoundError:  # scikit-learn, whose photographs these are
+        images, source = torch.rand(32 if real else 2, 3, 224, 224), "random numbers: scikit-learn is missing"
+    model = torchvision.models.get_model("resnet50" if real else "squeezenet1_1")
+    return choose_split_dim(model, images, device), source
+
+
 def main() -> None:
     """Run what the time allows, in the order of importance."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -182,6 +201,10 @@ def main() -> None:
     note("\n| block | count | Cholesky inverse, ms | eigendecomposition, ms |\n|---|---|---|---|")
     for size, row in result["inverse"].items():
         note(f"| {size} | {row['blocks']} | {row['cholesky'] * 1e3:.2f} | {row['eigh'] * 1e3:.2f} |")
+    save()
+    choice, source = split_choice(device, real)
+    result["split_dim"] = {"sample": source, **choice.as_dict()}
+    note(f"\nSplit dimension ({source}): the curves cross at {choice.crossing}, which gives {choice.split_dim}")
     save()
 
     def thor(interval: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
