@@ -19,7 +19,7 @@ WRONG = [
     ("update_interval", True),
     ("trace_thresholds", (0.001, 0.01)), ("trace_thresholds", (-0.1, -0.2)), ("trace_thresholds", (0.1,)),
     ("trace_thresholds", 0.01), ("trace_thresholds", (0.01, float("nan"))),
-    ("split_dim", 0), ("split_dim", -128), ("split_dim", 12.5), ("split_dim", "auto"), ("split_dim", "all"),
+    ("split_dim", 0), ("split_dim", -128), ("split_dim", 12.5), ("split_dim", "automatic"), ("split_dim", "all"),
     ("factor_decay", 1.0), ("factor_decay", -0.5),
     ("kl_clip", 0.0), ("kl_clip", -1.0), ("kl_clip", "yes"),
     ("loss_reduction", "none"), ("loss_reduction", None),
