@@ -84,7 +84,6 @@ class Observer:
         self._losses: Losses = {}
         self._sources = sources_of(found, self.layers)
         for source in self._sources:
-            source.clean()  # of an optimizer's hooks, which the copy has taken along
             source.attach(self, True)
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:

@@ -1,6 +1,7 @@
 """`torch-thor split-dim`: measure, print the tables, write the figure and the numbers."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +166,15 @@ def draw_choice(choice: SplitChoice, title: str, path: Path) -> None:
         label = f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}"
         axes.axvline(choice.crossing, color="grey", linestyle="--", label=label)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(choice.candidates, [str(size) for size in choice.candidates], rotation=45)
+    following = (*choice.candidates[1:], math.inf)
+    names = [
+        "" if after < 1.3 * size else str(size) for size, after in zip(choice.candidates, following, strict=True)
+    ]  # 4096 and 4608 would lie on each other
+    axes.set_xticks(choice.candidates, names)
     axes.minorticks_off()
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center")
     temporary = path.with_suffix(".writing.png")
     figure.savefig(temporary, dpi=120)
     temporary.rename(path)
