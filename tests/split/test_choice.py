@@ -253,6 +253,28 @@ def test_labels_are_drawn_where_there_are_none(monkeypatch):
     assert asked[0] == pytest.approx(0.5, abs=1e-5)  # G of two classes is c * [[1, -1], [-1, 1]]
 
 
+def test_where_inverting_costs_nothing_nothing_is_cut(monkeypatch):
+    monkeypatch.setattr(choice_module, "inverse_seconds", lambda sizes, split_dims, **_: (0.1,) * len(split_dims))
+    found = choose_split_dim(nn.Linear(40, 4), torch.randn(9, 40))
+    assert (found.crossing, found.split_dim) == (None, 40)
+
+
+def test_a_call_that_the_loss_does_not_reach(monkeypatch):
+    quick(monkeypatch)
+
+    class Wasteful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(20, 3)
+
+        def forward(self, x):
+            self.fc(x.flip(0))
+            return self.fc(x)
+
+    model, x, labels = Wasteful(), torch.randn(6, 20), torch.tensor([0, 1, 2, 0, 1, 2])
+    assert losses_with(model, (x, labels))["fc"] == losses_with(model.fc, (x, labels))[""]
+
+
 def test_frozen_layers_are_no_part_of_it(monkeypatch):
     quick(monkeypatch)
     model = nn.Sequential(nn.Linear(40, 4), nn.Linear(4, 2))
