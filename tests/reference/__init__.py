@@ -1,0 +1,35 @@
+"""THOR, slow and obvious, in float64: the oracle of the fast implementation.
+
+Written from the mathematics alone, with explicit loops, dense matrices and `numpy.linalg`. It uses no hook,
+no `unfold`, no Cholesky and no batching, and torch only for the gradients of the loss.
+
+Legend:
+    x       what goes into a layer             y       what comes out of it
+    a       a row of the input (a patch)       g       gradient of ONE loss term by the matching row of y
+    R       rows of a layer in one step        N       loss terms in one step             T = R / N
+    A, G    second moments of a and g          λ       damping
+    d       the direction: W ← W − lr · (momentum of d)
+"""
+
+from reference.attention import attention_by_hand, attention_layers
+from reference.factors import Curvature, Factors, damped, factors_of, keep_blocks, second_moment
+from reference.layers import Layer, layers_of
+from reference.optimizer import ReferenceTHOR, by_stages, gradients
+from reference.rows import rows_of
+
+__all__ = [
+    "Curvature",
+    "Factors",
+    "Layer",
+    "ReferenceTHOR",
+    "attention_by_hand",
+    "attention_layers",
+    "by_stages",
+    "damped",
+    "factors_of",
+    "gradients",
+    "keep_blocks",
+    "layers_of",
+    "rows_of",
+    "second_moment",
+]

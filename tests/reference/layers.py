@@ -1,0 +1,103 @@
+"""Where a layer's matrices lie among the parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import nn
+
+from reference.rows import CALLED, TRANSPOSED, is_gpt2_linear, places
+
+NORMS = (
+    nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm1d
+    | nn.InstanceNorm2d
+)  # fmt: skip
+
+
+@dataclass
+class Layer:
+    """One layer: its weight (some rows of a parameter), its biases, and whose calls give its rows.
+
+    `module` says how the weight lies in memory; None is a plain (out, in).
+    """
+
+    module: nn.Module | None
+    weight: str
+    rows: slice = field(default_factory=lambda: slice(None))
+    biases: dict[str, slice] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def input_split(self) -> int | None:
+        """A of an embedding is diagonal whatever the split."""
+        return 1 if isinstance(self.module, nn.Embedding) else None
+
+    def matrices(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """(out, in), one a group; columns in the order of the rows of the input."""
+        module = self.module
+        if isinstance(module, nn.Embedding) or is_gpt2_linear(module):
+            return [tensor.T]
+        if not isinstance(module, TRANSPOSED):
+            return np.split(tensor.reshape(len(tensor), -1), getattr(module, "groups", 1))
+        found = []
+        for group in np.split(tensor, module.groups):  # of input channels, which come first
+            columns = [group[(channel, slice(None), *tap)] for channel, tap in self._columns()]
+            found.append(np.stack(columns, axis=1))
+        return found
+
+    def tensor(self, matrices: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """The way back."""
+        module = self.module
+        if isinstance(module, nn.Embedding) or is_gpt2_linear(module):
+            return matrices[0].T
+        if not isinstance(module, TRANSPOSED):
+            return np.concatenate(matrices).reshape(shape)
+        groups = []
+        for matrix in matrices:
+            group = np.zeros((shape[0] // module.groups, *shape[1:]))
+            for column, (channel, tap) in zip(matrix.T, self._columns(), strict=True):
+                group[(channel, slice(None), *tap)] = column
+            groups.append(group)
+        return np.concatenate(groups)
+
+    def _columns(self) -> list[tuple[int, tuple[int, ...]]]:
+        width = self.module.in_channels // self.module.groups
+        return [(channel, tap) for channel in range(width) for tap in places(self.module.kernel_size)]
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """A shared parameter has the first of its names."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def layers_of(
+    model: nn.Module, names: Iterable[str] | None = None, pooled: Mapping[str, Iterable[str]] | None = None
+) -> dict[str, Layer]:
+    """The modules that are layers; `pooled` says which other modules, of the same weight, share a layer's rows."""
+    modules, known = dict(model.named_modules()), parameter_names(model)
+    pooled = pooled or {}
+    others = {other for more in pooled.values() for other in more}
+    if names is None:
+        names = [
+            name
+            for name, module in modules.items()
+            if (isinstance(module, CALLED) or is_gpt2_linear(module))
+            and module.weight.requires_grad
+            and name not in others
+        ]
+    layers = {}
+    for name in names:
+        calls = [name, *pooled.get(name, ())]
+        biases = {known[id(modules[c].bias)]: slice(None) for c in calls if getattr(modules[c], "bias", None) is not None}
+        layers[name] = Layer(modules[name], known[id(modules[name].weight)], biases=biases, calls=calls)
+    return layers
+
+
+def norm_parameters(model: nn.Module) -> set[str]:
+    """Names of the affine parameters of norms."""
+    known = parameter_names(model)
+    return {
+        known[id(p)] for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)
+    }  # fmt: skip

@@ -1,0 +1,197 @@
+"""Gradients, refreshes and the update of all parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from reference.factors import Curvature, factors_of_rows
+from reference.layers import layers_of, norm_parameters
+from reference.rows import CALLED, is_gpt2_linear, rows_of
+
+Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # what ran -> (x, gradient of the loss by y), one a use
+
+
+def by_stages(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor, torch.Tensor]]]:
+    """The forward of an `nn.Sequential`, stage by stage: (output, [(name, x, y) of every stage])."""
+    seen = []
+    for name, stage in model.named_children():
+        y = stage(x)
+        seen.append((name, x, y))
+        x = y
+    return x, seen
+
+
+def gradients(
+    model: nn.Module, x: torch.Tensor, loss: Callable, forward=by_stages
+) -> tuple[dict[str, np.ndarray], Uses]:
+    """Gradients of all parameters; input and output gradient of every use of every layer."""
+    output, seen = forward(model, x)
+    modules = dict(model.named_modules())
+    # a name that is no called module's is a projection's inside an attention
+    parents = {name for name, m in modules.items() if not isinstance(m, CALLED) and not is_gpt2_linear(m)}
+    seen = [(name, a, y) for name, a, y in seen if name not in parents]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    seen = [(name, a, y) for name, a, y in seen if y.requires_grad]  # nothing trainable before: no gradient
+    wanted = [*parameters.values(), *(y for _, _, y in seen)]
+    found = torch.autograd.grad(loss(output), wanted, allow_unused=True)
+    grads = {
+        name: grad.numpy().copy()
+        for name, grad in zip(parameters, found[: len(parameters)], strict=True)
+        if grad is not None
+    }
+    uses: Uses = {}
+    for (name, a, _), grad_y in zip(seen, found[len(parameters) :], strict=True):
+        if grad_y is not None:
+            uses.setdefault(name, []).append((a.detach().numpy().copy(), grad_y.numpy().copy()))
+    return grads, uses
+
+
+class ReferenceTHOR:
+    """THOR over a float64 copy of a model, with the names and defaults of the fast one.
+
+    `groups` maps a parameter name to the options that differ for it. `preconditioned` names the modules that
+    get a natural gradient (default: all that are layers and have a trainable weight), `pooled` those whose rows go to
+    another, which has the same weight; `layers` makes from the model whatever other layers there are (attention's).
+    Parameters of norms have their own diagonal, but for those named in `plain_norms`; the rest is plain SGD.
+    """
+
+    defaults: dict[str, Any] = {  # noqa: RUF012
+        "lr": 0.05,
+        "damping": 0.03,
+        "momentum": 0.9,
+        "nesterov": False,
+        "weight_decay": 0.0,
+        "decay_filter": None,
+        "update_interval": 100,
+        "trace_thresholds": (0.01, 0.0),
+        "split_dim": 128,
+        "factor_decay": 0.0,
+        "kl_clip": None,
+        "loss_reduction": "mean",
+        "loss_terms": None,
+    }
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        forward=by_stages,
+        groups=None,
+        preconditioned=None,
+        pooled=None,
+        layers=None,
+        plain_norms=(),
+        **options: Any,
+    ):
+        assert not set(options) - set(self.defaults)
+        self.model = copy.deepcopy(model).double()
+        self.forward = forward
+        self.options = {**self.defaults, **options}
+        self.groups = groups or {}
+        self.layers = layers_of(self.model, preconditioned, pooled)
+        if layers is not None:
+            inside = {name for name in self.layers if name.endswith("out_proj")}  # a module that attention never calls
+            self.layers = {n: layer for n, layer in self.layers.items() if n not in inside} | layers(self.model)
+        self.elementwise = norm_parameters(self.model) - set(plain_norms)
+        self.curvature = {name: Curvature(layer=layer) for name, layer in self.layers.items()}
+        self.buffers: dict[str, np.ndarray] = {}
+        self.clock = 0
+        self.due = 0
+        self.loss_terms = 0
+
+    def option(self, parameter: str, name: str) -> Any:
+        return self.groups.get(parameter, {}).get(name, self.options[name])
+
+    def step(self, *batches: tuple[Any, Callable[[torch.Tensor], torch.Tensor]], mask=None) -> None:
+        """One step over micro-batches (x, loss of the output), whose gradients add up."""
+        grads: dict[str, np.ndarray] = {}
+        uses: Uses = {}
+        terms = 0
+        for x, loss in batches:
+            more_grads, more_uses = gradients(self.model, x, loss, self.forward)
+            for name, grad in more_grads.items():
+                grads[name] = grads[name] + grad if name in grads else grad
+            for name, pairs in more_uses.items():
+                uses.setdefault(name, []).extend(pairs)
+            terms += len(x[0] if isinstance(x, tuple) else x)
+        if self.options["loss_terms"] is not None:
+            terms = self.options["loss_terms"]
+        if self.clock == self.due:
+            self.loss_terms = terms
+            self._refresh(uses, terms, None if mask is None else mask.numpy())
+            interval = self.options["update_interval"]
+            self.due = self.clock + (interval(self.clock) if callable(interval) else interval)
+        self._update(grads)
+        self.clock += 1
+
+    def _refresh(self, uses: Uses, terms: int, mask: np.ndarray | None) -> None:
+        modules = dict(self.model.named_modules())
+        for name, curvature in self.curvature.items():
+            layer = self.layers[name]
+            per_use = [
+                rows_of(None if layer.module is None else modules[call], x, grad_y, mask)
+                for call in layer.calls
+                for x, grad_y in uses.get(call, ())
+            ]
+            if not per_use:
+                continue
+            option = {key: self.option(layer.weight, key) for key in self.options}
+            g_scale = terms if option["loss_reduction"] == "mean" else 1
+            split = option["split_dim"]
+            fresh = factors_of_rows(per_use, terms, g_scale, layer.input_split or split, split)
+            curvature.refresh(fresh, option["damping"], option["trace_thresholds"], option["factor_decay"])
+
+    def _natural(self, parameter: str, grad: np.ndarray) -> np.ndarray | None:
+        """The natural gradient of a parameter, piece by piece; None if no layer with factors has one of it."""
+        found = None
+        for name, curvature in self.curvature.items():
+            layer = self.layers[name]
+            mine = layer.rows if parameter == layer.weight else layer.biases.get(parameter)
+            if mine is None or curvature.taken is None:
+                continue
+            found = grad.copy() if found is None else found
+            solve = curvature.weight_direction if parameter == layer.weight else curvature.bias_direction
+            found[mine] = solve(grad[mine])
+        return found
+
+    def _diagonal(self, parameter: str, grad: np.ndarray) -> np.ndarray:
+        """∇ / (N ∇² + √λ) for a mean over N terms; the ∇ of a sum is N times that of the mean."""
+        N = self.loss_terms
+        of_mean = grad if self.options["loss_reduction"] == "mean" else grad / N
+        return grad / (N * of_mean**2 + np.sqrt(self.option(parameter, "damping")))
+
+    def _update(self, grads: dict[str, np.ndarray]) -> None:
+        values = {name: p.detach().numpy() for name, p in self.model.named_parameters()}  # views: written in place
+        directions = {}
+        clipped_sum = 0.0
+        natural = []
+        for name, grad in grads.items():
+            d = self._natural(name, grad)
+            if d is not None:
+                natural.append(name)
+            else:
+                d = self._diagonal(name, grad) if name in self.elementwise else grad
+            admitted = self.options["decay_filter"]
+            if admitted is None or admitted(name, dict(self.model.named_parameters())[name]):
+                d = d + self.option(name, "weight_decay") * values[name]
+            directions[name] = d
+        if self.options["kl_clip"] is not None:
+            for name in natural:
+                clipped_sum += self.option(name, "lr") ** 2 * float(np.sum(directions[name] * grads[name]))
+            if clipped_sum > 0:
+                shrink = min(1.0, float(np.sqrt(self.options["kl_clip"] / clipped_sum)))
+                for name in natural:
+                    directions[name] = shrink * directions[name]
+        for name, d in directions.items():
+            momentum = self.option(name, "momentum")
+            if momentum:
+                v = momentum * self.buffers[name] + d if name in self.buffers else d.copy()
+                self.buffers[name] = v
+                d = d + momentum * v if self.option(name, "nesterov") else v
+            values[name] -= self.option(name, "lr") * d
