@@ -1,43 +1,14 @@
 """Factors and damped inverses of one refresh, against dense float64 algebra and against curvlinops."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from reference import by_stages, damped, factors_of, gradients
+from comparing import assert_matches_reference, refreshed
 from tiny import CONVOLUTIONS, as_list, batches, conv_model, cross_entropy, mlp
 from torch_thor import THOR
-
-DAMPING = 0.07
-
-
-def refreshed(model, x, loss, **options):
-    """THOR after one step that moves nothing."""
-    optimizer = THOR(model, lr=0.0, damping=DAMPING, **options)
-    loss(model(x)).backward()
-    optimizer.step()
-    return optimizer
-
-
-def assert_matches_reference(model, x, loss, *, terms, split_dim, scale=None, forward=by_stages, **options):
-    """Factors, inverses and T of every linear and conv layer are what the explicit loops give."""
-    optimizer = refreshed(model, x, loss, split_dim=split_dim, **options)
-    _, uses = gradients(model, x, loss, forward)
-    assert set(optimizer.curvature) == set(uses)
-    for name, pairs in uses.items():
-        expected = factors_of(model.get_submodule(name), pairs, terms, scale or terms, split_dim)
-        got = optimizer.curvature[name]
-        assert got.rows_per_term == pytest.approx(expected.rows_per_term, rel=1e-12)
-        for dense, inverse, wanted in zip(got.factors(), got.inverses(), (expected.A, expected.G), strict=True):
-            assert len(as_list(dense)) == len(as_list(inverse)) == len(wanted)
-            for factor, inverted, want in zip(as_list(dense), as_list(inverse), wanted, strict=True):
-                np.testing.assert_allclose(factor.numpy(), want, rtol=1e-10, atol=1e-13)
-                want_inverse = np.linalg.inv(damped(want, DAMPING, expected.rows_per_term))
-                np.testing.assert_allclose(inverted.numpy(), want_inverse, rtol=1e-9, atol=1e-9)
-
 
 @pytest.mark.parametrize("split_dim", [None, 5, 128])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
