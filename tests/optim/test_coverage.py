@@ -43,6 +43,7 @@ class Everything(nn.Module):
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
         self.grouped = nn.Conv2d(4, 8, 3, padding=1, groups=2)
         self.conv1d = nn.Conv1d(8, 4, 2)
+        self.transposed = nn.ConvTranspose1d(4, 4, 3)
         self.batch_norm = nn.BatchNorm1d(4)
         self.unused = nn.Linear(3, 3)
 
@@ -52,62 +53,78 @@ class Everything(nn.Module):
         h = self.named(torch.tanh(self.scaled(self.frozen(self.linear(h)))))
         h = self.bilinear(h, h) * self.scale
         image = self.grouped(torch.tanh(self.conv(h[:, None, None, :])))
-        return self.batch_norm(self.conv1d(image.mean(2)).mean(2))
+        return self.batch_norm(self.transposed(self.conv1d(image.mean(2))).mean(2))
 
 
+# name: kind and factor sizes; groups where there are several
 PRECONDITIONED = {
-    "linear.weight": (8, 6),
-    "linear.bias": (6,),
-    "named.weight": (6, 6),
-    "conv.weight": (9, 4),
-    "conv.bias": (4,),
-    "grouped.weight": (18, 4),
-    "grouped.bias": (4,),
-    "unused.weight": (3, 3),
-    "unused.bias": (3,),
+    "embedding.weight": ("Embedding", (11, 8)),
+    "attention.in_proj_weight": ("MultiheadAttention", (8, 8), 3),
+    "attention.in_proj_bias": ("MultiheadAttention", (8,), 3),
+    "attention.out_proj.weight": ("MultiheadAttention", (8, 8)),
+    "attention.out_proj.bias": ("MultiheadAttention", (8,)),
+    "linear.weight": ("Linear", (8, 6)),
+    "linear.bias": ("Linear", (6,)),
+    "named.weight": ("Linear", (6, 6)),
+    "conv.weight": ("Conv2d", (9, 4)),
+    "conv.bias": ("Conv2d", (4,)),
+    "grouped.weight": ("Conv2d", (18, 4), 2),
+    "grouped.bias": ("Conv2d", (4,), 2),
+    "conv1d.weight": ("Conv1d", (16, 4)),
+    "conv1d.bias": ("Conv1d", (4,)),
+    "transposed.weight": ("ConvTranspose1d", (12, 4)),
+    "transposed.bias": ("ConvTranspose1d", (4,)),
+    "unused.weight": ("Linear", (3, 3)),
+    "unused.bias": ("Linear", (3,)),
 }
-PLAIN = [
-    "embedding.weight", "attention.in_proj_weight", "attention.in_proj_bias", "attention.out_proj.weight",
-    "attention.out_proj.bias", "layer_norm.weight", "layer_norm.bias", "scaled.weight", "scaled.bias",
-    "bilinear.weight", "bilinear.bias", "scale", "conv1d.weight", "conv1d.bias", "batch_norm.weight",
-    "batch_norm.bias",
-]  # fmt: skip
+DIAGONAL = {
+    "layer_norm.weight": "LayerNorm",
+    "layer_norm.bias": "LayerNorm",
+    "batch_norm.weight": "BatchNorm1d",
+    "batch_norm.bias": "BatchNorm1d",
+}
+# name: a word of the reason
+PLAIN = {
+    "scaled.weight": "overrides the forward of Linear",
+    "scaled.bias": "overrides the forward of Linear",
+    "bilinear.weight": "no curvature for Bilinear",
+    "bilinear.bias": "no curvature for Bilinear",
+    "scale": "Everything",
+}
+LAYERS = {
+    "embedding", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj", "linear", "named",
+    "conv", "grouped", "conv1d", "transposed", "unused",
+}  # fmt: skip
 
 
 def test_every_parameter_is_listed_once_and_in_order():
     model = Everything()
     entries = THOR(model).coverage()
     assert [entry.name for entry in entries] == [name for name, _ in model.named_parameters()]
+    assert {*PRECONDITIONED, *DIAGONAL, *PLAIN, "frozen.weight", "frozen.bias"} == {entry.name for entry in entries}
 
 
 @pytest.mark.parametrize("name", PRECONDITIONED)
 def test_preconditioned(name):
     entry = covered(THOR(Everything()))[name]
+    kind, sizes, groups = (*PRECONDITIONED[name], 1)[:3]
     assert entry.preconditioned
     assert entry.reason is None
-    assert tuple(entry.factor_sizes) == PRECONDITIONED[name]
-    assert entry.kind == ("Conv2d" if "conv" in name or "grouped" in name else "Linear")
+    assert (entry.kind, tuple(entry.factor_sizes), entry.groups) == (kind, sizes, groups)
+
+
+@pytest.mark.parametrize("name", DIAGONAL)
+def test_norms_have_a_diagonal(name):
+    entry = covered(THOR(Everything()))[name]
+    assert entry.preconditioned
+    assert (entry.kind, entry.factor_sizes, entry.note) == (DIAGONAL[name], None, "diagonal")
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_with_a_reason(name):
     entry = covered(THOR(Everything()))[name]
     assert not entry.preconditioned
-    assert len(entry.reason) > 5
-
-
-@pytest.mark.parametrize(
-    ("name", "word"),
-    [
-        ("attention.in_proj_weight", "MultiheadAttention"),
-        ("attention.out_proj.weight", "MultiheadAttention"),
-        ("embedding.weight", "Embedding"),
-        ("layer_norm.weight", "LayerNorm"),
-        ("scaled.weight", "forward"),
-    ],
-)
-def test_reason_says_why(name, word):
-    assert word in covered(THOR(Everything()))[name].reason
+    assert PLAIN[name] in entry.reason
 
 
 def test_everything_trains_without_a_warning_for_what_runs():
@@ -123,21 +140,20 @@ def test_everything_trains_without_a_warning_for_what_runs():
         still = name.startswith(("frozen", "unused"))
         assert torch.equal(parameter, before[name]) == still, name
     ran = {name for name, curvature in optimizer.curvature.items() if curvature.refreshes}
-    assert ran == {"linear", "named", "conv", "grouped"}
+    assert ran == LAYERS - {"unused"}
 
 
 def test_print_shows_it_all():
     text = repr(THOR(Everything()))
-    for name in [*PRECONDITIONED, *PLAIN]:
+    for name in [*PRECONDITIONED, *DIAGONAL, *PLAIN]:
         assert name in text, name
-    for word in ("damping", "MultiheadAttention", "LayerNorm", "Conv2d"):
+    for word in ("damping", "MultiheadAttention", "LayerNorm", "Conv2d", "8 x 8 x 3 groups", "diagonal", "11 x 8"):
         assert word in text
 
 
 def test_curvature_has_the_preconditioned_layers_by_module_name():
     optimizer = THOR(Everything())
-    assert set(optimizer.curvature) >= {"linear", "named", "conv", "grouped", "unused"}
-    assert not set(optimizer.curvature) & {"attention.out_proj", "scaled", "embedding", "bilinear", "conv1d"}
+    assert set(optimizer.curvature) - {"frozen"} == LAYERS
     with pytest.raises(TypeError):
         optimizer.curvature["linear"] = None
 
@@ -149,48 +165,6 @@ def test_a_model_that_is_a_layer_itself():
     assert [entry.name for entry in optimizer.coverage()] == ["weight", "bias"]
     assert all(entry.preconditioned for entry in optimizer.coverage())
     assert optimizer.curvature[""].refreshes == 1
-
-
-class Tied(nn.Module):
-    """Input embedding and output layer share one matrix."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(self.embedding(x))))
-
-
-def test_tied_weight_is_listed_once_and_trained_plain():
-    """Its gradient is a sum of two layers': no single pair of factors describes it."""
-    model = Tied()
-    optimizer = THOR(model)
-    entries = [entry for entry in optimizer.coverage() if entry.name in ("embedding.weight", "head.weight")]
-    assert len(entries) == 1
-    assert not entries[0].preconditioned
-    assert "embedding.weight" in entries[0].reason
-    assert "head.weight" in entries[0].reason
-    assert set(optimizer.curvature) == {"body"}
-    before = model.head.weight.detach().clone()
-    model(torch.tensor([1, 2, 3])).square().mean().backward()
-    grad = model.head.weight.grad.clone()
-    optimizer.step()
-    torch.testing.assert_close(model.head.weight.detach(), before - 0.05 * grad)
-
-
-def test_two_linear_layers_that_share_a_weight():
-    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
-    model[2].weight = model[0].weight
-    optimizer = THOR(model)
-    assert "0" not in optimizer.curvature
-    assert "2" not in optimizer.curvature
-    assert "shared" in covered(optimizer)["0.weight"].reason
-    assert not covered(optimizer)["0.bias"].preconditioned
-    train(model, optimizer, batches(2, dtype=torch.float32))
 
 
 def test_one_layer_under_two_names_is_one_layer():
@@ -221,37 +195,43 @@ def test_part_of_the_model_in_the_groups():
     "model",
     [
         nn.Sequential(nn.LayerNorm(4)),
-        nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)),
-        nn.MultiheadAttention(8, 2),
-        nn.Sequential(nn.Conv1d(2, 2, 1)),
+        nn.Bilinear(4, 4, 4),
+        nn.LSTM(4, 4),
+        nn.Sequential(Everything.Scaled(4, 4)),
+        nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True)),
     ],
-    ids=["norm", "embedding", "attention", "conv1d"],
+    ids=["norm", "bilinear", "recurrent", "overridden", "scaled_by_frequency"],
 )
 def test_nothing_to_precondition_is_an_error(model):
     with pytest.raises(ValueError, match="SGD"):
         THOR(model)
 
 
+class Doubled(nn.MultiheadAttention):
+    """An attention in name only."""
+
+    def forward(self, *args, **kwargs):
+        output, weights = super().forward(*args, **kwargs)
+        return 2 * output, weights
+
+
+def test_attention_with_another_forward_is_plain_and_trains():
+    model = nn.ModuleDict({"attention": Doubled(8, 2, batch_first=True), "linear": nn.Linear(8, 3)})
+    optimizer = THOR(model)
+    assert set(optimizer.curvature) == {"linear"}
+    for name, entry in covered(optimizer).items():
+        assert entry.preconditioned == name.startswith("linear"), name
+        assert entry.preconditioned or "Doubled overrides the forward of MultiheadAttention" in entry.reason
+    x = torch.randn(2, 4, 8)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model["linear"](model["attention"](x, x, x)[0]).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_lazy_layer_is_named():
     with pytest.raises(ValueError, match=r"1\.weight"):
         THOR(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3)))
-
-
-def test_transformer_encoder_layer_trains_in_both_modes():
-    """Its attention runs fused: in training the two linear layers fire, in evaluation perhaps nothing does."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-    optimizer = THOR(layer, update_interval=1)
-    x = torch.randn(3, 4, 8)
-    layer.eval()
-    with torch.no_grad():
-        layer(x)
-    layer.train()
-    for _ in range(2):
-        layer(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert set(optimizer.curvature) == {"linear1", "linear2"}
-    assert optimizer.curvature["linear1"].rows_per_term == 4
 
 
 @pytest.mark.parametrize("how", ["weight_norm", "old_weight_norm", "spectral_norm", "pruned"])
