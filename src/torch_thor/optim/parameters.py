@@ -64,11 +64,12 @@ class ParameterIndex:
             layers: by name.
             elementwise: names of parameters.
         """
-        names = {(id(module), name.rpartition(".")[2]): name for name, module in self._owners.items()}
+        # by identity: a layer may be known by another of a shared parameter's names than the model's first
+        names = {id(module._parameters[name.rpartition(".")[2]]): name for name, module in self._owners.items()}
         self._shares = {}
         for layer in layers.values():
             for piece in (layer.weight_piece, *layer.biases):
-                name = names[id(piece.module), piece.attribute]
+                name = names[id(piece.parameter)]
                 self._shares.setdefault(name, []).append(Share(layer, piece, piece is layer.weight_piece))
         self._elementwise = frozenset(elementwise)
 

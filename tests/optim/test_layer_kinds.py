@@ -1,0 +1,309 @@
+"""Steps of small models of every kind of layer, weight by weight, against the reference."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from comparing import assert_same_weights, compare
+from reference import ReferenceTHOR, attention_by_hand, attention_layers
+from tiny import cross_entropy
+from torch_thor import THOR
+
+
+class SelfAttention(nn.Module):
+    """An attention that sees one tensor."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, **options)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Mean(nn.Module):
+    """Over everything between the batch and the features."""
+
+    def forward(self, x):
+        return x.flatten(1, -2).mean(1)
+
+
+def by_parts(model, x):
+    """`by_stages`, with attention spelt out."""
+    seen = []
+    for name, stage in model.named_children():
+        if isinstance(stage, SelfAttention):
+            y, _, more = attention_by_hand(stage.attention, f"{name}.attention", x, x, x)
+            seen += more
+        else:
+            y = stage(x)
+            seen.append((name, x, y))
+        x = y
+    return x, seen
+
+
+def attentions(model):
+    """The reference's layers of every attention in the model."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found |= attention_layers(model, name)
+    return found
+
+
+def convolutional(layer, width):
+    """A layer between two linear ones would hide little; between a convolution and a head it meets gradients."""
+    return nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(width, 3))
+
+
+TOKENS = "tokens"
+# name: (model, shape of its input without the batch, or TOKENS)
+MODELS = {
+    "conv1d": lambda: (convolutional(nn.Conv1d(2, 4, 3, stride=2, padding=1, groups=2), 12), (2, 5)),
+    "conv3d": lambda: (convolutional(nn.Conv3d(2, 3, (1, 2, 2)), 12), (2, 2, 3, 2)),
+    "transposed_1d": lambda: (
+        convolutional(nn.ConvTranspose1d(4, 4, 3, stride=2, output_padding=1, groups=2), 32),
+        (4, 3),
+    ),
+    "transposed_2d": lambda: (convolutional(nn.ConvTranspose2d(2, 3, (3, 2), padding=(1, 0)), 18), (2, 2, 2)),
+    "transposed_2d_one_output": lambda: (convolutional(nn.ConvTranspose2d(2, 1, 2, stride=2), 16), (2, 2, 2)),
+    "transposed_3d": lambda: (convolutional(nn.ConvTranspose3d(2, 2, (1, 2, 1), bias=False), 12), (2, 1, 2, 2)),
+    "embedding": lambda: (nn.Sequential(nn.Embedding(7, 4), nn.Tanh(), nn.Linear(4, 3)), TOKENS),
+    "embedding_padding": lambda: (nn.Sequential(nn.Embedding(7, 4, padding_idx=2), Mean(), nn.Linear(4, 3)), TOKENS),
+    "hugging_face": lambda: (nn.Sequential(Conv1D(6, 4), nn.Tanh(), Conv1D(3, 6)), (3, 4)),
+    "attention": lambda: (nn.Sequential(SelfAttention(batch_first=True), Mean(), nn.Linear(4, 3)), (3, 4)),
+    "attention_no_bias": lambda: (nn.Sequential(SelfAttention(batch_first=True, bias=False), Mean()), (3, 4)),
+    "attention_separate": lambda: (
+        nn.Sequential(SelfAttention(batch_first=True, kdim=4, vdim=4, add_bias_kv=True), Mean(), nn.Linear(4, 3)),
+        (3, 4),
+    ),
+    "layer_norm": lambda: (nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)), (4,)),
+    "layer_norm_2d": lambda: (
+        nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((3, 4), bias=False), nn.Tanh(), Mean()),
+        (3, 4),
+    ),
+    "rms_norm": lambda: (nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 3)), (4,)),
+    "group_norm": lambda: (
+        nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)),
+        (2, 4),
+    ),
+    "batch_norms": lambda: (
+        nn.Sequential(
+            nn.Conv2d(2, 3, 2, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4, bias=False),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 3),
+        ),
+        (2, 3, 3),
+    ),
+    "instance_norm": lambda: (
+        nn.Sequential(
+            nn.Conv1d(2, 3, 2, bias=False), nn.InstanceNorm1d(3, affine=True), nn.Flatten(), nn.Tanh(), nn.Linear(9, 3)
+        ),
+        (2, 4),
+    ),
+    "transformer": lambda: (
+        nn.Sequential(
+            nn.Embedding(7, 4), SelfAttention(batch_first=True), nn.LayerNorm(4), nn.Linear(4, 5), nn.Tanh(),
+            nn.Linear(5, 4), nn.RMSNorm(4), Mean(), nn.Linear(4, 3),
+        ),
+        TOKENS,
+    ),
+}  # fmt: skip
+
+SETTINGS = {
+    "plain": {"momentum": 0.0},
+    "everything": {
+        "momentum": 0.8,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "decay_filter": lambda name, p: p.ndim > 1,
+        "kl_clip": 1e-3,
+        "update_interval": 3,
+        "split_dim": 3,
+    },
+    "in_place": {"weight_decay": 0.05, "update_interval": 2, "factor_decay": 0.4, "trace_thresholds": (0.0, 0.0)},
+    "trace_rule": {"update_interval": 1, "trace_thresholds": (0.2, 0.05), "split_dim": None, "lr": 0.02},
+}
+
+
+def build(name, count, batch=5):
+    """(a float64 model, a stream of batches for it)."""
+    model, shape = MODELS[name]()
+    model.double()
+
+    def x():
+        return torch.randint(7, (batch, 3)) if shape is TOKENS else torch.randn(batch, *shape).double()
+
+    labels = model(x()).shape[:-1]
+    return model, [(x(), cross_entropy(torch.randint(3, labels))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_step(name):
+    model, stream = build(name, 1)
+    compare(model, stream, forward=by_parts, reference_options={"layers": attentions}, **SETTINGS["plain"])
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps(name, settings):
+    model, stream = build(name, 10)
+    optimizer, reference = compare(
+        model, stream, forward=by_parts, reference_options={"layers": attentions}, rtol=1e-7, **SETTINGS[settings]
+    )
+    assert set(optimizer.curvature) == set(reference.curvature)
+    for layer, curvature in reference.curvature.items():
+        assert optimizer.curvature[layer].refreshes == curvature.refreshes
+        assert optimizer.curvature[layer].stopped == curvature.stopped
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradient_accumulation(name):
+    """Uneven micro-batches of a mean: rows of all of them, each with its share of the loss."""
+    model, _ = build(name, 0)
+    reference = ReferenceTHOR(model, forward=by_parts, layers=attentions, update_interval=2)
+    optimizer = THOR(model, update_interval=2)
+    for step in range(3):
+        _, shape = MODELS[name]()
+        batches = []
+        for size in (3, 2):
+            x = torch.randint(7, (size, 3)) if shape is TOKENS else torch.randn(size, *shape).double()
+            loss = cross_entropy(torch.randint(3, model(x).shape[:-1]))
+            batches.append((x, lambda y, loss=loss, size=size: loss(y) * size / 5))
+        for x, loss in batches:
+            loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(*batches)
+        assert_same_weights(model, reference, step)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norms", "transformer"])
+def test_sum_and_mean_differ_by_the_learning_rate_alone(name):
+    """The diagonal too: with ∇ of the sum N times larger, N ∇² / N² is the same Fisher."""
+    mean, _ = build(name, 0)
+    total, _ = build(name, 0)
+    total.load_state_dict(mean.state_dict())
+    _, stream = build(name, 4)
+    optimizers = (
+        THOR(mean, lr=0.05, update_interval=2, kl_clip=None),
+        THOR(total, lr=0.01, update_interval=2, loss_reduction="sum"),
+    )
+    for x, loss in stream:
+        loss(mean(x)).backward()
+        (5 * loss(total(x))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for one, other in zip(mean.parameters(), total.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-11)
+
+
+def test_norm_by_hand():
+    """γ = 1 sees the normalised ±1; loss = mean of c y with c = (2, 6): ∇γ = (2 · −1 + 6 · 1) / 2 = 2, ∇β = 4, N = 2.
+
+    λ = 0.25: d = ∇ / (2 ∇² + 0.5), so 2 / 8.5 for γ and 4 / 32.5 for β.
+    """
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, eps=1e-14)).double()
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    optimizer = THOR(model, lr=1.0, damping=0.25, momentum=0.0)
+    y = model(torch.tensor([[-3.0], [5.0]]).double())
+    (y * torch.tensor([[2.0], [6.0]])).mean().backward()
+    optimizer.step()
+    assert model[1].weight.item() == pytest.approx(1 - 2 / 8.5)
+    assert model[1].bias.item() == pytest.approx(-4 / 32.5)
+
+
+def test_norm_uses_the_loss_terms_of_the_latest_refresh():
+    """Between refreshes nothing is counted: a smaller last batch does not change N."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).double()
+    reference, optimizer = ReferenceTHOR(model, update_interval=3), THOR(model, update_interval=3)
+    for step, size in enumerate((8, 2, 5, 3, 7)):
+        x, loss = torch.randn(size, 4).double(), cross_entropy(torch.randint(3, (size,)))
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step)
+    assert optimizer.param_groups[0]["last_loss_terms"] == 3 == reference.loss_terms
+
+
+def test_clip_leaves_norms_alone():
+    """κ so small that preconditioned layers hardly move: norms move as if there were none."""
+    model, twin = (build("layer_norm", 0)[0] for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    [(x, loss)] = build("layer_norm", 1)[1]
+    before = model[0].weight.detach().clone()
+    for one, clip in ((model, 1e-20), (twin, None)):
+        optimizer = THOR(one, kl_clip=clip)
+        loss(one(x)).backward()
+        optimizer.step()
+    assert torch.equal(model[1].weight, twin[1].weight)
+    torch.testing.assert_close(model[0].weight, before, rtol=0, atol=1e-6)
+    assert not torch.equal(model[0].weight, twin[0].weight)
+
+
+# ------------------------------------------------------------------------------- several calls
+
+
+SAME_SIZE = {
+    "conv1d": lambda: nn.Conv1d(4, 4, 3, padding=1),
+    "conv_groups": lambda: nn.Conv1d(4, 4, 3, padding=1, groups=2),
+    "transposed": lambda: nn.ConvTranspose1d(4, 4, 3, padding=1),
+    "linear": lambda: nn.Linear(4, 4),
+    "hugging_face": lambda: Conv1D(4, 4),
+    "norm": lambda: nn.LayerNorm(4),
+}
+
+
+class Repeated(nn.Module):
+    """One module three times in one forward."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.parts(x)[0]
+
+    def parts(self, x):
+        seen = []
+        for _ in range(3):
+            y = self.layer(x)
+            seen.append(("layer", x, y))
+            x = torch.tanh(y)
+        x = x.flatten(1)
+        y = self.head(x)
+        return y, [*seen, ("head", x, y)]
+
+
+@pytest.mark.parametrize("name", SAME_SIZE)
+def test_module_called_several_times(name):
+    model = Repeated(SAME_SIZE[name]()).double()
+    stream = [(torch.randn(5, 4, 4).double(), cross_entropy(torch.randint(3, (5,)))) for _ in range(5)]
+    compare(model, stream, forward=lambda model, x: model.parts(x), update_interval=2)
+
+
+class Siamese(nn.Module):
+    """An embedding that looks up two things."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.parts(x)[0]
+
+    def parts(self, x):
+        left, right = x[:, :2], x[:, 2:]
+        one, two = self.embedding(left), self.embedding(right)
+        h = one.mean(1) * two.mean(1)
+        y = self.head(h)
+        return y, [("embedding", left, one), ("embedding", right, two), ("head", h, y)]
+
+
+def test_embedding_called_twice():
+    stream = [(torch.randint(7, (5, 5)), cross_entropy(torch.randint(3, (5,)))) for _ in range(5)]
+    compare(Siamese().double(), stream, forward=lambda model, x: model.parts(x), update_interval=2)
