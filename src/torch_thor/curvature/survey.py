@@ -240,16 +240,24 @@ def _entry(
     weighted = [layer for layer in layers if layer.weight.parameter is parameter]
     biased = [layer for layer in layers if any(b.parameter is parameter for b in layer.biases)]
     others = [o.name for o in owners[1:]]
-    note = f"shared with {', '.join(repr(o) for o in others)}" if others else None
+    notes = [f"shared with {', '.join(repr(o) for o in others)}"] if others else []
+    if isinstance(owner.module, nn.MultiheadAttention):
+        parts = [f"{owner.module_name}.{part}_proj".lstrip(".") for part in PROJECTIONS]
+        notes += [f"plain momentum for {part!r}: {unwanted[part]}" for part in parts if part in unwanted]
+    note = "; ".join(notes) or None
     if weighted:
         kind = weighted[0].kind
         return Covered(name, shape, kind.label, (kind.inputs, kind.outputs), kind.groups * len(weighted), note=note)
     if biased:
         kind = biased[0].kind
-        return Covered(name, shape, kind.label, (kind.outputs,), kind.groups * len(biased))
+        return Covered(name, shape, kind.label, (kind.outputs,), kind.groups * len(biased), note=note)
     if name in elementwise:
         return Covered(name, shape, label, note="diagonal")
     reason = reasons.get(id(parameter)) or unwanted.get(owner.module_name)
+    weight = getattr(owner.module, "weight", None)
+    tied = [layer.name for layer in layers if owner.attribute == "bias" and layer.weight.parameter is weight]
+    if tied and not others:
+        reason = reason or f"the weight of its layer is preconditioned as that of {tied[0]!r}, which has another G"
     return Covered(name, shape, label, reason=reason or _why_plain(owner, shared=len(owners) > 1))
 
 

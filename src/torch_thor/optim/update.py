@@ -150,6 +150,8 @@ def _update_in_place(natural: Part) -> None:
 
 def _accumulate_natural_gradients_(part: Part, into: list[Tensor], decay: float) -> None:
     for shares, gradient, target in zip(part.shares, part.given_gradients, into, strict=True):
+        for rows in _rows_of_nobody(shares, len(target)):
+            target[rows].mul_(decay).add_(gradient[rows])
         for share in shares:
             ours, theirs = share.piece.of(gradient), share.piece.of(target)
             if not share.layer.refreshes:  # one projection of a fused weight may have none while the others do
@@ -158,6 +160,15 @@ def _accumulate_natural_gradients_(part: Part, into: list[Tensor], decay: float)
                 share.layer.accumulate_natural_gradient_(ours, theirs, decay)
             else:
                 share.layer.accumulate_natural_bias_gradient_(ours, theirs, decay)
+
+
+def _rows_of_nobody(shares: list[Share], length: int) -> list[slice]:
+    """Return the rows of a parameter that no layer has: a projection of a fused weight that was left out."""
+    taken = sorted((s.piece.rows.start, s.piece.rows.stop) for s in shares if s.piece.rows is not None)
+    if not taken:
+        return []
+    starts, stops = [0, *(stop for _, stop in taken)], [*(start for start, _ in taken), length]
+    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _add_weight_decay_(part: Part, directions: list[Tensor]) -> None:
