@@ -1,0 +1,315 @@
+"""What `nn.MultiheadAttention` computes is what it computes without THOR, on refresh steps and on ordinary ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+from tiny import assert_same_bits, weights
+from torch_thor import THOR
+
+E, HEADS, N, L = 8, 2, 3, 4
+
+
+class Model(nn.Module):
+    """An attention between linear layers; gives the attention's weights too."""
+
+    def __init__(self, call=None, **options):
+        super().__init__()
+        self.first, self.last = nn.Linear(E, E), nn.Linear(E, 3)
+        self.attention = nn.MultiheadAttention(E, HEADS, **options)
+        self.call = call or {}
+
+    def forward(self, x):
+        x = self.first(x)
+        y, shares = self.attention(x, x, x, **self.call)
+        return self.last(y), shares
+
+
+CASES = {
+    "plain": {"batch_first": True},
+    "sequence_first": {},
+    "no_bias": {"batch_first": True, "bias": False},
+    "separate": {"batch_first": True, "kdim": E, "vdim": E, "add_bias_kv": True, "add_zero_attn": True},
+    "no_weights": {"batch_first": True, "call": {"need_weights": False}},
+    "a_head_each": {"batch_first": True, "call": {"average_attn_weights": False}},
+    "mask": {"batch_first": True, "call": {"attn_mask": torch.ones(L, L, dtype=torch.bool).triu(1)}},
+    "dropout": {"batch_first": True, "dropout": 0.4},
+    "dropout_no_weights": {"dropout": 0.4, "call": {"need_weights": False}},
+}
+
+
+def passed(model, x):
+    """(output, attention weights, gradients by all parameters and by the input) of one pass."""
+    torch.manual_seed(5)
+    x = x.clone().requires_grad_()
+    output, shares = model(x)
+    grads = torch.autograd.grad((output**3).mean(), [x, *model.parameters()])
+    return output.detach(), shares, grads
+
+
+def assert_same_pass(left, right, **tolerance):
+    for one, other in zip((left[0], *left[2]), (right[0], *right[2]), strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, **tolerance)
+    assert (left[1] is None) == (right[1] is None)
+    if left[1] is not None:
+        torch.testing.assert_close(left[1], right[1], **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, {"rtol": 1e-12, "atol": 1e-14}), (torch.float32, {"rtol": 1e-5, "atol": 1e-7})],
+    ids=["float64", "float32"],
+)
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_refresh_step_computes_what_the_bare_model_computes(name, batched, dtype, tolerance):
+    """Up to rounding on a refresh step; bit for bit when it is over. Dropout draws the same numbers."""
+    model = Model(**CASES[name]).to(dtype)
+    bare = copy.deepcopy(model)
+    x = torch.randn(N, L, E, dtype=dtype) if batched else torch.randn(L, E, dtype=dtype)
+    if not model.attention.batch_first and batched:
+        x = x.transpose(0, 1)
+    optimizer = THOR(model, lr=0.0, update_interval=1000)
+    assert_same_pass(passed(model, x), passed(bare, x), **tolerance)
+    (model(x)[0] ** 3).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
+    assert_same_pass(passed(model, x), passed(bare, x), rtol=0, atol=0)
+
+
+def test_masks_and_inputs_are_not_written_to():
+    mask = torch.randn(L, L)
+    model = Model(batch_first=True, call={"attn_mask": mask})
+    x, before = torch.randn(N, L, E), mask.clone()
+    kept = x.clone()
+    optimizer = THOR(model)
+    model(x)[0].square().mean().backward()
+    optimizer.step()
+    assert torch.equal(mask, before)
+    assert torch.equal(x, kept)
+
+
+def test_hooks_are_there_on_refresh_steps_only():
+    model = Model(batch_first=True)
+    optimizer = THOR(model, update_interval=3)
+    x = torch.randn(N, L, E)
+    for step in range(7):
+        assert bool(model.attention._forward_pre_hooks) == (step % 3 == 0)
+        assert bool(model.attention._forward_hooks) == (step % 3 == 0)
+        model(x)[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_functions_of_others_pass_through():
+    """The attention inside attention's window: a mode of the user's own still sees every function."""
+
+    class Counting(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls += func is torch.nn.functional.multi_head_attention_forward
+            return func(*args, **(kwargs or {}))
+
+    model = Model(batch_first=True)
+    optimizer = THOR(model)
+    with Counting() as mode:
+        model(torch.randn(N, L, E))[0].square().mean().backward()
+    optimizer.step()
+    assert mode.calls == 1
+    assert optimizer.curvature["attention.q_proj"].refreshes == 1
+
+
+@pytest.mark.parametrize("where", ["inside", "key", "another_hook"])
+def test_error_in_the_forward_leaves_nothing_behind(where):
+    model = Model(batch_first=True)
+    twin = copy.deepcopy(model)
+    optimizers = THOR(model), THOR(twin)
+    x = torch.randn(N, L, E)
+    if where == "inside":
+        with pytest.raises((AssertionError, RuntimeError)):
+            model.attention(x, x, x, attn_mask=torch.zeros(L + 1, L))
+    elif where == "key":
+        with pytest.raises((AssertionError, RuntimeError)):
+            model.attention(x, x[..., 1:], x)
+    else:
+
+        def fails(module, args):
+            raise RuntimeError("not ours")
+
+        handle = model.attention.register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="not ours"):
+            model(x)
+        handle.remove()
+    assert not _get_current_function_mode_stack()
+    for one, optimizer in zip((model, twin), optimizers, strict=True):
+        one(x)[0].square().mean().backward()
+        optimizer.step()
+    assert not _get_current_function_mode_stack()
+    assert optimizers[0].curvature["attention.q_proj"].rows_per_term == L
+    assert_same_bits(weights(model), weights(twin))
+
+
+def test_attention_inside_attention():
+    """A module that calls attention in attention's own forward: a stack, not a flag."""
+
+    class Nested(nn.MultiheadAttention):
+        inner = None
+
+    model = nn.ModuleDict({"outer": Nested(E, HEADS, batch_first=True), "inner": nn.MultiheadAttention(E, HEADS)})
+
+    def call_inner(module, args):
+        x = args[0]
+        return (x + model["inner"](x, x, x, need_weights=False)[0], *args[1:])
+
+    optimizer = THOR(model)
+    model["outer"].register_forward_pre_hook(call_inner)  # after ours, so inside its window
+    x = torch.randn(N, L, E)
+    model["outer"](x, x, x)[0].square().mean().backward()
+    optimizer.step()
+    assert {name: c.refreshes for name, c in optimizer.curvature.items()} == dict.fromkeys(optimizer.curvature, 1)
+    assert len(optimizer.curvature) == 8
+
+
+@pytest.mark.parametrize("frozen", ["in_proj_weight", "out_proj.weight"])
+def test_frozen_projections(frozen):
+    model = Model(batch_first=True)
+    model.attention.get_parameter(frozen).requires_grad_(False)
+    before = weights(model)
+    optimizer = THOR(model, update_interval=2)
+    for _ in range(3):
+        model(torch.randn(N, L, E))[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name == f"attention.{frozen}"), name
+
+
+# ------------------------------------------------------------------------- the transformer's fast path
+
+
+def encoder(norm_first=False):
+    return nn.TransformerEncoderLayer(E, HEADS, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+
+
+LAYERS = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "linear1", "linear2",
+}  # fmt: skip
+
+
+def uses_fast_path(layer, x, monkeypatch):
+    """Whether evaluation goes through the fused kernel."""
+    calls = []
+    fused = torch._transformer_encoder_layer_fwd
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fused(*args))
+        layer(x)
+    return bool(calls)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_encoder_layer_evaluates_alike_with_and_without(norm_first, monkeypatch):
+    """The fused kernel on ordinary steps; on refresh steps torch takes the slow way, because hooks are there."""
+    layer = encoder(norm_first)
+    bare = copy.deepcopy(layer)
+    optimizer = THOR(layer, lr=0.0, update_interval=2, trace_thresholds=(0.0, 0.0))
+    for step in range(3):
+        x = torch.randn(N, L, E)
+        for one in (layer, bare):
+            one.eval()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(layer(x), bare(x), rtol=1e-5, atol=1e-6)
+                assert uses_fast_path(layer, x, monkeypatch) == (step % 2 == 1)
+                assert uses_fast_path(bare, x, monkeypatch)
+        for one in (layer, bare):
+            one.train()
+        torch.testing.assert_close(layer(x), bare(x), rtol=1e-5, atol=1e-6)
+        (layer(x) ** 3).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {1 + step // 2}
+    assert set(optimizer.curvature) == LAYERS
+    assert optimizer.curvature["linear1"].rows_per_term == optimizer.curvature["self_attn.q_proj"].rows_per_term == L
+
+
+def test_evaluation_mode_with_gradients():
+    """Fine-tuning with `model.eval()`: gradients are wanted, so are statistics."""
+    layer = encoder().eval()
+    optimizer = THOR(layer)
+    layer(torch.randn(N, L, E)).square().mean().backward()
+    optimizer.step()
+    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
+
+
+def test_frozen_copy_evaluates_between_steps():
+    """Evaluation between the two passes of a refresh step is no part of its statistics."""
+    layer, twin = encoder(), encoder()
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(N, L, E)
+    for one, evaluates in ((layer, True), (twin, False)):
+        optimizer = THOR(one)
+        loss = (one(x) ** 3).mean()
+        if evaluates:
+            one.eval()
+            with torch.no_grad():
+                one(100 * x)
+            one.train()
+        loss.backward()
+        optimizer.step()
+    assert_same_bits(weights(layer), weights(twin))
+
+
+def test_whole_transformer_trains():
+    """Encoder and decoder, self and cross attention, norms: nothing is silent, everything moves."""
+    model = nn.Transformer(E, HEADS, 1, 1, 16, dropout=0.0, batch_first=True)
+    optimizer = THOR(model, update_interval=2, lr=0.01)
+    assert all(entry.preconditioned for entry in optimizer.coverage())
+    source, target = torch.randn(N, 5, E), torch.randn(N, L, E)
+    mask = nn.Transformer.generate_square_subsequent_mask(L)
+    losses = []
+    for _ in range(10):
+        loss = (model(source, target, tgt_mask=mask, tgt_is_causal=True) - target).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(curvature.refreshes >= 1 for curvature in optimizer.curvature.values())
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["plain", "separate", "no_weights", "sequence_first"])
+def test_bfloat16_autocast(name):
+    """Projections run in bfloat16, factors stay float32, and the output's dtype is the bare model's."""
+    model = Model(**CASES[name])
+    bare = copy.deepcopy(model)
+    optimizer = THOR(model, update_interval=2)
+    x = torch.randn(N, L, E)
+    with torch.autocast("cpu", torch.bfloat16):
+        output, plain = model(x)[0], bare(x)[0]
+    assert output.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(output, plain, rtol=0.1, atol=0.05)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x)[0].float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for curvature in optimizer.curvature.values():
+        assert curvature.refreshes >= 1
+        assert all(f.dtype == torch.float32 and f.isfinite().all() for f in curvature.factors())
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_bfloat16_model():
+    model = Model(batch_first=True).to(torch.bfloat16)
+    optimizer = THOR(model, lr=0.01)
+    model(torch.randn(N, L, E, dtype=torch.bfloat16))[0].square().mean().backward()
+    optimizer.step()
+    assert all(curvature.factors()[0].dtype == torch.float32 for curvature in optimizer.curvature.values())
+    assert all(p.isfinite().all() and p.dtype == torch.bfloat16 for p in model.parameters())

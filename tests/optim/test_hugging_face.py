@@ -1,0 +1,231 @@
+"""Models of transformers and peft, tiny and with random weights: what they get, and that it trains."""
+
+import pytest
+import torch
+from torch import nn
+
+from comparing import assert_same_weights
+from reference import ReferenceTHOR
+from torch_thor import THOR
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+SIZES = {"vocab_size": 19, "attn_implementation": "eager"}
+
+
+def gpt2(**options):
+    config = transformers.GPT2Config(
+        **SIZES, n_positions=8, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=1, **options,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    config = transformers.BertConfig(
+        **SIZES, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12,
+        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        **SIZES, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=12, max_position_embeddings=8, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def lora(model, **options):
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, **options))
+
+
+# name: (model, its preconditioned layers)
+GPT2_LAYERS = {
+    "transformer.wte", "transformer.wpe", "transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_proj",
+    "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj",
+}  # fmt: skip
+BERT_LAYERS = {
+    "bert.embeddings.word_embeddings", "bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings",
+    "bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.0.attention.self.key",
+    "bert.encoder.layer.0.attention.self.value", "bert.encoder.layer.0.attention.output.dense",
+    "bert.encoder.layer.0.intermediate.dense", "bert.encoder.layer.0.output.dense", "cls.predictions.transform.dense",
+}  # fmt: skip
+LLAMA_LAYERS = {"model.embed_tokens", "lm_head"} | {
+    f"model.layers.0.{part}_proj"
+    for part in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+}
+MODELS = {"gpt2": (gpt2, GPT2_LAYERS), "bert": (bert, BERT_LAYERS), "llama": (llama, LLAMA_LAYERS)}
+
+
+def tokens(batch=4, length=6):
+    return torch.randint(3, 19, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def train(model, optimizer, steps=10):
+    """Learn one batch by heart; return the losses."""
+    x, losses = tokens(), []
+    for _ in range(steps):
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_is_covered(name):
+    build, layers = MODELS[name]
+    optimizer = THOR(build())
+    assert set(optimizer.curvature) == layers
+    plain = {entry.name for entry in optimizer.coverage() if not entry.preconditioned}
+    assert plain == ({"cls.predictions.bias"} if name == "bert" else set())
+    diagonal = {entry.name for entry in optimizer.coverage() if entry.note == "diagonal"}
+    assert diagonal == {entry.name for entry in optimizer.coverage() if "norm" in entry.name.lower() or "ln_" in entry.name}
+    assert diagonal
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_learn(name):
+    build, _ = MODELS[name]
+    model = build()
+    optimizer = THOR(model, lr=0.05, damping=0.1, update_interval=3, loss_terms=lambda: 4 * 5)
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(curvature.refreshes >= 1 for curvature in optimizer.curvature.values())
+
+
+@pytest.mark.parametrize(("name", "embedding"), [("gpt2", "transformer.wte"), ("bert", "bert.embeddings.word_embeddings")])
+def test_tied_decoder_is_the_embedding_and_takes_one_step(name, embedding):
+    model = MODELS[name][0]()
+    optimizer = THOR(model, lr=0.05 * 1e12, damping=1e12, momentum=0.0)
+    weight = model.get_parameter(f"{embedding}.weight")
+    assert model.get_output_embeddings().weight is weight
+    entries = [entry for entry in optimizer.coverage() if entry.name == f"{embedding}.weight"]
+    assert len(entries) == 1
+    assert entries[0].kind == "Embedding"
+    assert "shared with" in entries[0].note
+    before = weight.detach().clone()
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    grad = weight.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), before - 0.05 * grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_padding_is_left_out(kind):
+    """`row_mask` is the attention mask; rows of padding are in no factor."""
+    model = gpt2()
+    model.set_attn_implementation(kind)
+    optimizer = THOR(model, lr=0.0)
+    x, mask = tokens(), torch.ones(4, 6, dtype=torch.long)
+    mask[0, 4:] = mask[2, 1:] = 0
+    optimizer.row_mask = mask.bool()
+    optimizer.loss_terms = 13
+    model(input_ids=x, attention_mask=mask, labels=x.masked_fill(mask == 0, -100)).loss.backward()
+    optimizer.step()
+    rows = {name: c.rows_per_term * 13 for name, c in optimizer.curvature.items()}
+    # position ids are (1, L): one row each, since they are the same for every sentence
+    assert rows.pop("transformer.wpe") == pytest.approx(6)
+    assert rows == pytest.approx(dict.fromkeys(rows, 17.0))
+
+
+class Equivalent(nn.Module):
+    """GPT-2's feed-forward block, with either kind of linear layer."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.norm, self.c_fc, self.c_proj = nn.LayerNorm(5), linear(5, 9), linear(9, 4)
+
+    def forward(self, x):
+        return self.parts(x)[0]
+
+    def parts(self, x):
+        h = self.norm(x)
+        y = self.c_fc(h)
+        t = torch.tanh(y)
+        z = self.c_proj(t)
+        return z, [("c_fc", h, y), ("c_proj", t, z)]
+
+
+@pytest.mark.parametrize("options", [{}, {"split_dim": 4, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3}])
+def test_conv1d_steps_as_the_linear_layer_it_is(options):
+    """Same weights, transposed: ten steps are the linear model's, and the reference's."""
+    Conv1D = transformers.pytorch_utils.Conv1D
+    linear, conv = Equivalent(nn.Linear).double(), Equivalent(lambda i, o: Conv1D(o, i)).double()
+    with torch.no_grad():
+        for part in ("c_fc", "c_proj"):
+            conv.get_submodule(part).weight.copy_(linear.get_submodule(part).weight.T)
+            conv.get_submodule(part).bias.copy_(linear.get_submodule(part).bias)
+    reference = ReferenceTHOR(conv, forward=lambda model, x: model.parts(x), update_interval=3, **options)
+    optimizers = [THOR(model, update_interval=3, **options) for model in (linear, conv)]
+    for step in range(10):
+        x, labels = torch.randn(4, 3, 5).double(), torch.randint(4, (12,))
+
+        def loss(output, labels=labels):
+            return nn.functional.cross_entropy(output.flatten(0, 1), labels)
+
+        for model, optimizer in zip((linear, conv), optimizers, strict=True):
+            loss(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(conv, reference, step)
+        for part in ("c_fc", "c_proj"):
+            torch.testing.assert_close(conv.get_submodule(part).weight.T, linear.get_submodule(part).weight)
+
+
+# ------------------------------------------------------------------------------------------- LoRA
+
+
+ADAPTED = {
+    "gpt2": (lambda: lora(gpt2(), target_modules=["c_attn"], fan_in_fan_out=True), {"h.0.attn.c_attn"}),
+    "llama": (
+        lambda: lora(llama(), target_modules=["q_proj", "v_proj"]),
+        {"layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_alone_are_preconditioned(name):
+    """The base is frozen: no statistics, no step; A and B of every adapter are linear layers."""
+    build, adapted = ADAPTED[name]
+    model = build()
+    optimizer = THOR([p for p in model.parameters() if p.requires_grad], model=model, update_interval=3, lr=0.05)
+    found = {layer.partition("model.")[2].partition("model.")[2] or layer for layer in optimizer.curvature}
+    assert {layer.removeprefix("transformer.").removeprefix("model.") for layer in found} == {
+        f"{layer}.lora_{part}.default" for layer in adapted for part in "AB"
+    }
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    assert all(curvature.refreshes >= 1 for curvature in optimizer.curvature.values())
+    for n, parameter in model.named_parameters():
+        assert parameter.isfinite().all()
+        assert torch.equal(parameter, before[n]) == ("lora" not in n), n
+
+
+def test_whole_model_with_a_frozen_base():
+    """`THOR(model)`: what is frozen is left alone, and does not keep anything from running."""
+    model = ADAPTED["llama"][0]()
+    optimizer = THOR(model, update_interval=3)
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    ran = {layer for layer, curvature in optimizer.curvature.items() if curvature.refreshes}
+    assert len(ran) == 4
+    assert all("lora" in layer for layer in ran)
+
+
+def test_modules_to_save_are_trained_whole():
+    """peft copies a module that is to be trained beside its adapters; the copy is the one that runs."""
+    model = lora(llama(), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    optimizer = THOR([p for p in model.parameters() if p.requires_grad], model=model, lr=0.05)
+    assert any(layer.endswith("lm_head.modules_to_save.default") for layer in optimizer.curvature)
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
