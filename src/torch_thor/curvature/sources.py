@@ -167,7 +167,7 @@ class AttentionSource(_HookedSource):
     def _hooks(self, watcher: Watcher) -> list[RemovableHandle]:
         return [
             self.module.register_forward_pre_hook(_EnterAttention(watcher, self)),
-            self.module.register_forward_hook(_LeaveAttention(watcher, self), always_call=True),
+            self.module.register_forward_hook(_LeaveAttention(watcher, self), with_kwargs=True, always_call=True),
         ]
 
 
@@ -177,6 +177,8 @@ class _EnterAttention(_Hook):
             return
         watcher, source = self._watcher(), self._source()
         if watcher is None or not isinstance(source, AttentionSource) or not torch.is_grad_enabled():
+            return
+        if not any(layer.armed for layer in source.layers):  # loss terms are counted without opening: same bits
             return
 
         def watch(projection: str, x: Tensor, y: Tensor) -> None:
@@ -190,13 +192,20 @@ class _EnterAttention(_Hook):
 
 
 class _LeaveAttention(_Hook):
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        source = self._source()
+        watcher, source = self._watcher(), self._source()
         # grad mode may not change in between: enter and leave see the same
-        if isinstance(source, AttentionSource) and source.open and torch.is_grad_enabled():
+        if not isinstance(source, AttentionSource) or not torch.is_grad_enabled():
+            return
+        if source.open:
             source.open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        elif watcher is not None and output is not None:  # None: its forward raised
+            query = args[0] if args else kwargs["query"]
+            batch_first = query if module.batch_first or query.dim() < 3 else query.transpose(0, 1)
+            for layer in source.layers:
+                watcher.watch(layer, layer.kind, batch_first, output[0])
 
 
 def sources_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[Source]:
