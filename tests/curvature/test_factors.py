@@ -10,6 +10,7 @@ from comparing import assert_matches_reference, refreshed
 from tiny import CONVOLUTIONS, as_list, batches, conv_model, cross_entropy, mlp
 from torch_thor import THOR
 
+
 @pytest.mark.parametrize("split_dim", [None, 5, 128])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions(name, split_dim):

@@ -226,6 +226,4 @@ def test_any_attention(heads, size, lengths, batch, widths, split_dim, need_weig
     for length, width in zip((lengths[0], lengths[1], lengths[1]), (heads * size, *widths), strict=True):
         shape = (batch, length) if flags["batch_first"] else (length, batch)
         made.append(torch.randn(*shape, width or heads * size, dtype=torch.float64))
-    assert_matches_reference(
-        model, tuple(made), loss_of(batch), terms=batch, split_dim=split_dim, forward=by_hand
-    )
+    assert_matches_reference(model, tuple(made), loss_of(batch), terms=batch, split_dim=split_dim, forward=by_hand)

@@ -20,7 +20,9 @@ def loss_of(terms):
 
 def language_model(**options):
     """Tokens → vectors → classes."""
-    return nn.Sequential(nn.Embedding(11, 4, **options), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return nn.Sequential(
+        nn.Embedding(11, 4, **options), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+    ).double()
 
 
 # ---------------------------------------------------------------------------------------- embedding
@@ -135,9 +137,7 @@ def test_masked_rows_leave_both_factors(split_dim):
     x, labels, mask = sentences()
     model, loss, terms = language_model(), masked_loss(labels, mask), int(mask.sum())
     optimizer = masked_step(model, x, loss, mask, loss_terms=terms, split_dim=split_dim)
-    assert_matches_reference(
-        model, x, loss, terms=terms, split_dim=split_dim, optimizer=optimizer, mask=mask.numpy()
-    )
+    assert_matches_reference(model, x, loss, terms=terms, split_dim=split_dim, optimizer=optimizer, mask=mask.numpy())
     assert all(curvature.rows_per_term == 1 for curvature in optimizer.curvature.values())
 
 
@@ -220,7 +220,9 @@ def test_mask_holds_for_layers_of_its_shape_only():
     model, loss = Classifier().double(), cross_entropy(torch.tensor([0, 2, 1]))
     optimizer = masked_step(model, x, loss, mask)
     _, uses = gradients(model, x, loss, by_hand)
-    assert_factors(optimizer.curvature["embedding"], factors_of(model.embedding, uses["embedding"], 3, 3, 128, mask.numpy()))
+    assert_factors(
+        optimizer.curvature["embedding"], factors_of(model.embedding, uses["embedding"], 3, 3, 128, mask.numpy())
+    )
     assert_factors(optimizer.curvature["head"], factors_of(model.head, uses["head"], 3, 3, 128))
 
 

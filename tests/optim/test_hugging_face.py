@@ -1,15 +1,15 @@
 """Models of transformers and peft, tiny and with random weights: what they get, and that it trains."""
 
+import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
-from comparing import assert_same_weights
+from comparing import assert_same_weights, compare
 from reference import ReferenceTHOR
+from tiny import cross_entropy
 from torch_thor import THOR
-
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 SIZES = {"vocab_size": 19, "attn_implementation": "eager"}
 
@@ -84,7 +84,9 @@ def test_every_layer_is_covered(name):
     plain = {entry.name for entry in optimizer.coverage() if not entry.preconditioned}
     assert plain == ({"cls.predictions.bias"} if name == "bert" else set())
     diagonal = {entry.name for entry in optimizer.coverage() if entry.note == "diagonal"}
-    assert diagonal == {entry.name for entry in optimizer.coverage() if "norm" in entry.name.lower() or "ln_" in entry.name}
+    assert diagonal == {
+        entry.name for entry in optimizer.coverage() if "norm" in entry.name.lower() or "ln_" in entry.name
+    }
     assert diagonal
 
 
@@ -99,7 +101,9 @@ def test_ten_steps_learn(name):
     assert all(curvature.refreshes >= 1 for curvature in optimizer.curvature.values())
 
 
-@pytest.mark.parametrize(("name", "embedding"), [("gpt2", "transformer.wte"), ("bert", "bert.embeddings.word_embeddings")])
+@pytest.mark.parametrize(
+    ("name", "embedding"), [("gpt2", "transformer.wte"), ("bert", "bert.embeddings.word_embeddings")]
+)
 def test_tied_decoder_is_the_embedding_and_takes_one_step(name, embedding):
     model = MODELS[name][0]()
     optimizer = THOR(model, lr=0.05 * 1e12, damping=1e12, momentum=0.0)
@@ -114,6 +118,23 @@ def test_tied_decoder_is_the_embedding_and_takes_one_step(name, embedding):
     grad = weight.grad.clone()
     optimizer.step()
     torch.testing.assert_close(weight.detach(), before - 0.05 * grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_of_the_library_have_their_diagonal(name):
+    """Its own RMSNorm too: ∇ / (N ∇² + √λ), from the gradient alone."""
+    model = MODELS[name][0]()
+    optimizer = THOR(model, lr=0.1, damping=0.04, momentum=0.0, loss_terms=20)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    norms = {entry.name for entry in optimizer.coverage() if entry.note == "diagonal"}
+    expected = {}
+    for parameter_name, p in model.named_parameters():
+        if parameter_name in norms:
+            expected[parameter_name] = p.detach() - 0.1 * p.grad / (20 * p.grad**2 + 0.2)
+    optimizer.step()
+    assert expected
+    for parameter_name, value in expected.items():
+        torch.testing.assert_close(model.get_parameter(parameter_name).detach(), value)
 
 
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
@@ -189,6 +210,43 @@ ADAPTED = {
         {"layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"},
     ),
 }
+
+
+class Small(nn.Module):
+    """What peft puts an adapter into."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def adapted_by_hand(model, x):
+    """The adapted layer is base(x) + α / r · B A x."""
+    A, B = model.body.lora_A["default"], model.body.lora_B["default"]
+    narrow = A(x)
+    wide = B(narrow)
+    h = torch.tanh(model.body.base_layer(x) + 2.0 * wide)
+    y = model.head(h)
+    return y, [("body.lora_A.default", x, narrow), ("body.lora_B.default", narrow, wide), ("head", h, y)]
+
+
+def test_adapters_against_the_reference():
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["body"], init_lora_weights=False)
+    model = peft.inject_adapter_in_model(config, Small()).double()
+    model.head.requires_grad_(True)
+    optimizer, reference = compare(
+        model,
+        [(torch.randn(6, 5).double(), cross_entropy(torch.randint(3, (6,)))) for _ in range(10)],
+        forward=adapted_by_hand,
+        update_interval=3,
+        weight_decay=0.1,
+        nesterov=True,
+    )
+    ran = {name for name, curvature in optimizer.curvature.items() if curvature.refreshes}
+    assert ran == set(reference.curvature) == {"body.lora_A.default", "body.lora_B.default", "head"}
 
 
 @pytest.mark.parametrize("name", ADAPTED)

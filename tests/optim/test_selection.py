@@ -222,7 +222,9 @@ def tokens(count):
     return [tuple(torch.randint(7, (5, 3), generator=generator) for _ in range(2)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("selection", [{"skip": heads_and_norms}, {"only": ["blocks.*.mlp", "embedding"]}], ids=["skip", "only"])
+@pytest.mark.parametrize(
+    "selection", [{"skip": heads_and_norms}, {"only": ["blocks.*.mlp", "embedding"]}], ids=["skip", "only"]
+)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_selection_is_copied_with_the_optimizer(how, selection):
     model = Model()
@@ -269,7 +271,7 @@ def test_skip_makes_room_for_a_layer_used_in_a_way_of_its_own():
             return nn.functional.linear(torch.tanh(self.used(x)), self.bypassed.weight, self.bypassed.bias)
 
     model = Bypassed().double()
-    with pytest.raises(RuntimeError, match="bypassed.*skip="):
+    with pytest.raises(RuntimeError, match=r"bypassed.*skip="):
         train(model, THOR(model), batches(1))
     model = Bypassed().double()
     optimizer = THOR(model, skip="bypassed")

@@ -1,15 +1,15 @@
-"""Stop anywhere, go on, with every kind of layer: fused attention, embeddings, transposed convolutions, tied weights."""
+"""Stop anywhere, go on, every kind of layer: fused attention, embeddings, transposed convolutions, a tied weight."""
 
 import copy
 import pickle
 
 import pytest
 import torch
+from test_state import assert_same_state, round_trip
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from test_state import assert_same_state, round_trip
 from tiny import assert_same_bits, train, weights
 from torch_thor import THOR
 
@@ -108,7 +108,7 @@ def test_copy_of_the_model_on_a_refresh_step_has_no_hooks_that_work():
 
 
 def test_state_of_each_kind():
-    """A fused weight holds three layers' factors, an embedding's A its diagonal alone; norms and bias_k momentum only."""
+    """A fused weight holds three layers' factors, an embedding's A its diagonal; norms have momentum only."""
     model = build()
     optimizer = THOR(model)
     train(model, optimizer, STREAM[:1])

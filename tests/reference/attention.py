@@ -39,7 +39,7 @@ def scores_to_add(mask: torch.Tensor | None) -> torch.Tensor | float:
 
 
 def attention_by_hand(module, name, query, key, value, *, key_padding_mask=None, attn_mask=None):
-    """(output, weights averaged over the heads, [(layer name, x, y)]), of (N, L, E) or (L, E) as the module takes it."""
+    """(output, weights averaged over the heads, [(layer name, x, y)]); inputs are shaped as the module takes them."""
     dot = f"{name}." if name else ""
     alone = query.dim() == 2
     swap = not module.batch_first and not alone

@@ -90,7 +90,9 @@ def layers_of(
     layers = {}
     for name in names:
         calls = [name, *pooled.get(name, ())]
-        biases = {known[id(modules[c].bias)]: slice(None) for c in calls if getattr(modules[c], "bias", None) is not None}
+        biases = {
+            known[id(modules[c].bias)]: slice(None) for c in calls if getattr(modules[c], "bias", None) is not None
+        }
         layers[name] = Layer(modules[name], known[id(modules[name].weight)], biases=biases, calls=calls)
     return layers
 
