@@ -155,13 +155,36 @@ def test_error_in_the_forward_leaves_nothing_behind(where):
     assert_same_bits(weights(model), weights(twin))
 
 
+def test_interrupt_leaves_nothing_behind(monkeypatch):
+    """Ctrl-C in a notebook: torch runs no hook then, and the cell is run again."""
+    model = Model(batch_first=True)
+    twin = copy.deepcopy(model)
+    optimizers = THOR(model), THOR(twin)
+    x = torch.randn(N, L, E)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.nn.functional, "softmax", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    for one, optimizer in zip((model, twin), optimizers, strict=True):
+        one(x)[0].square().mean().backward()
+        optimizer.step()
+    assert not _get_current_function_mode_stack()
+    assert_same_bits(weights(model), weights(twin))
+
+
 def test_attention_inside_attention():
     """A module that calls attention in attention's own forward: a stack, not a flag."""
 
-    class Nested(nn.MultiheadAttention):
-        inner = None
-
-    model = nn.ModuleDict({"outer": Nested(E, HEADS, batch_first=True), "inner": nn.MultiheadAttention(E, HEADS)})
+    model = nn.ModuleDict(
+        {
+            "outer": nn.MultiheadAttention(E, HEADS, batch_first=True),
+            "inner": nn.MultiheadAttention(E, HEADS, batch_first=True),
+        }
+    )
 
     def call_inner(module, args):
         x = args[0]
@@ -174,6 +197,8 @@ def test_attention_inside_attention():
     optimizer.step()
     assert {name: c.refreshes for name, c in optimizer.curvature.items()} == dict.fromkeys(optimizer.curvature, 1)
     assert len(optimizer.curvature) == 8
+    rows = {name: curvature.rows_per_term * N for name, curvature in optimizer.curvature.items()}
+    assert rows == dict.fromkeys(rows, N * L)
 
 
 @pytest.mark.parametrize("frozen", ["in_proj_weight", "out_proj.weight"])

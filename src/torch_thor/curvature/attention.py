@@ -36,6 +36,9 @@ _POSITIONS = (
 )
 
 
+_OPENED = "_torch_thor_opened"
+
+
 class OpenAttention(TorchFunctionMode):
     """While it is active, the attention function runs with its projections outside.
 
@@ -47,6 +50,7 @@ class OpenAttention(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
+        self._spent = False  # one forward calls the function once; what an interrupt left behind must see no other's
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,14 +66,18 @@ class OpenAttention(TorchFunctionMode):
         Returns:
             Its result.
         """
-        if func is not F.multi_head_attention_forward:
+        if func is not F.multi_head_attention_forward or self._spent:
             return func(*args, **(kwargs or {}))
         given = {**dict(zip(_POSITIONS, args, strict=False)), **(kwargs or {})}
+        if getattr(given["out_proj_weight"], _OPENED, False):  # by the mode of an attention inside this one
+            return func(*args, **(kwargs or {}))
+        self._spent = True
         weights, biases = _projections(given)
         for name, argument, weight, bias in zip(PROJECTIONS, ("query", "key", "value"), weights, biases, strict=True):
             given[argument] = self._project(name, given[argument], weight, bias)
         out_weight, out_bias = given["out_proj_weight"], given["out_proj_bias"]
         identity = torch.eye(len(out_weight), dtype=given["query"].dtype, device=out_weight.device)
+        setattr(identity, _OPENED, True)
         given.update(in_proj_weight=None, in_proj_bias=None, use_separate_proj_weight=True)
         given.update(q_proj_weight=identity, k_proj_weight=identity, v_proj_weight=identity)
         given.update(out_proj_weight=identity, out_proj_bias=None)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
 from torch_thor.curvature.attention import OpenAttention
@@ -162,7 +163,7 @@ class AttentionSource(_HookedSource):
     def __init__(self, module: nn.Module, layers: dict[str, LayerCurvature]) -> None:
         super().__init__(module, list(layers.values()))
         self.by_projection = layers
-        self.open: list[OpenAttention] = []  # a stack: attention may run inside attention
+        self.open: list[OpenAttention] = []
 
     def _hooks(self, watcher: Watcher) -> list[RemovableHandle]:
         return [
@@ -180,6 +181,10 @@ class _EnterAttention(_Hook):
             return
         if not any(layer.armed for layer in source.layers):  # loss terms are counted without opening: same bits
             return
+        while source.open:  # Ctrl-C inside its forward: torch runs no hook then, and the mode is still there
+            stale = source.open.pop()
+            if _get_current_function_mode() is stale:
+                stale.__exit__(None, None, None)
 
         def watch(projection: str, x: Tensor, y: Tensor) -> None:
             layer = source.by_projection.get(projection)
