@@ -188,8 +188,10 @@ def test_attention_inside_attention():
 
     def call_inner(module, args):
         x = args[0]
-        return (x + model["inner"](x, x, x, need_weights=False)[0], *args[1:])
+        queries.append(x + model["inner"](x, x, x, need_weights=False)[0])
+        return (queries[0], *args[1:])
 
+    queries = []
     optimizer = THOR(model)
     model["outer"].register_forward_pre_hook(call_inner)  # after ours, so inside its window
     x = torch.randn(N, L, E)
@@ -199,6 +201,9 @@ def test_attention_inside_attention():
     assert len(optimizer.curvature) == 8
     rows = {name: curvature.rows_per_term * N for name, curvature in optimizer.curvature.items()}
     assert rows == dict.fromkeys(rows, N * L)
+    for name, seen in (("outer.q_proj", queries[0]), ("outer.k_proj", x), ("inner.q_proj", x)):
+        a = seen.detach().flatten(0, 1)
+        torch.testing.assert_close(optimizer.curvature[name].factors()[0], a.T @ a / len(a))
 
 
 @pytest.mark.parametrize("frozen", ["in_proj_weight", "out_proj.weight"])
