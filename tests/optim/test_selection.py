@@ -277,3 +277,12 @@ def test_skip_makes_room_for_a_layer_used_in_a_way_of_its_own():
     optimizer = THOR(model, skip="bypassed")
     train(model, optimizer, batches(2))
     assert optimizer.curvature["used"].refreshes == 1
+
+
+def test_case_counts():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.Query, self.query = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    assert set(THOR(Model(), skip="Q*").curvature) == {"query"}
