@@ -10,10 +10,10 @@ from tiny import mlp
 from torch_thor import THOR
 
 WRONG = [
-    ("lr", -0.1), ("lr", float("nan")), ("lr", float("inf")), ("lr", "fast"), ("lr", None),
+    ("lr", -0.1), ("lr", float("nan")), ("lr", float("inf")), ("lr", "fast"),
     ("lr", torch.tensor([0.1, 0.2])),
-    ("damping", 0.0), ("damping", -1.0), ("damping", float("nan")), ("damping", None),
-    ("momentum", 1.0), ("momentum", -0.1), ("momentum", 1.5), ("momentum", None),
+    ("damping", 0.0), ("damping", -1.0), ("damping", float("nan")),
+    ("momentum", 1.0), ("momentum", -0.1), ("momentum", 1.5),
     ("weight_decay", -1e-4), ("weight_decay", float("inf")),
     ("update_interval", 0), ("update_interval", -5), ("update_interval", 2.5), ("update_interval", "epoch"),
     ("update_interval", True),
@@ -24,7 +24,7 @@ WRONG = [
     ("kl_clip", 0.0), ("kl_clip", -1.0), ("kl_clip", "yes"),
     ("loss_reduction", "none"), ("loss_reduction", None),
     ("loss_terms", 0), ("loss_terms", -3), ("loss_terms", 2.5), ("loss_terms", "tokens"),
-    ("scaling", "spectral"), ("scaling", 1.0),
+    ("scaling", "muon"), ("scaling", 1.0), ("scaling", ["spectral"]),
     ("nonfinite", "ignore"), ("nonfinite", None),
     ("nesterov", "yes"),
     ("decay_filter", "bias"),

@@ -5,7 +5,7 @@ of hundreds of small ones, which is what the split is for (Chen et al. 2021, sec
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,22 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float]]) -> list[Inve
     Returns:
         One result a factor, in order.
     """
+    return solve_blocks([(f, f.blocks.new_full((f.layout.groups,), shift)) for f, shift in factors], _invert_batch)
+
+
+def solve_blocks(
+    factors: Sequence[tuple[BlockDiagonal, Tensor]], solve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> list[Inverse]:
+    """Solve every block of every factor, those of one size in one batch.
+
+    Args:
+        factors: pairs of a factor and what is added to the diagonal of each of its groups, ``(groups,)``.
+        solve: from blocks ``(count, s, s)`` and their damping ``(count,)`` to the blocks' solutions and, for each, the
+            index of the damping raise that worked (``len(DAMPING_RAISES)``: none).
+
+    Returns:
+        One result a factor, in order.
+    """
     batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, int]]] = defaultdict(list)
     for i, (factor, _) in enumerate(factors):
         for j, part in enumerate(factor.parts()):
@@ -52,10 +68,13 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float]]) -> list[Inve
         parts = [factors[i][0].parts()[j] for i, j in members]
         lengths = [len(part) for part in parts]
         damping = torch.cat(
-            [part.new_full((len(part),), factors[i][1]) for part, (i, _) in zip(parts, members, strict=True)]
+            [
+                factors[i][1].repeat_interleave(len(part) // factors[i][0].layout.groups)
+                for part, (i, _) in zip(parts, members, strict=True)
+            ]
         )
         with ieee_float32(device.type):
-            inverse, level = _invert_batch(torch.cat(parts), damping)
+            inverse, level = solve(torch.cat(parts), damping)
         for member, piece, its_level in zip(members, inverse.split(lengths), level.split(lengths), strict=True):
             inverted[member] = piece
             levels[member] = its_level.amax()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.inverse import damped_inverses
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.roots import damped_inverse_roots
 
 
 class Decision(enum.Enum):
@@ -96,7 +97,9 @@ class Candidate:
     decay: float
 
 
-def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> tuple[RefreshEvent, ...]:
+def refresh(
+    candidates: Sequence[Candidate], report: Callable[[LayerCurvature, str], None], *, root: int | None = None
+) -> tuple[RefreshEvent, ...]:
     """Decide layer by layer, then invert what was taken, all layers in one go.
 
     Factors with NaN or inf are never inverted, and a layer whose block stays indefinite at a hundred times its damping
@@ -105,14 +108,15 @@ def refresh(candidates: Sequence[Candidate], report: Callable[[LayerCurvature, s
     Args:
         candidates: the layers that are due and have statistics.
         report: called with a layer and a sentence on what went wrong with it.
+        root: p, to take inverse p-th roots, with damping relative to each factor, in the place of inverses.
 
     Returns:
         What was done with each candidate, in their order.
     """
-    traces = _fisher_traces(candidates)
+    traces = _fisher_traces(candidates, root)
     judged = [_judge(c, now, before, report) for c, (now, before) in zip(candidates, traces, strict=True)]
     failed = _invert(
-        [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE], report
+        [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE], report, root
     )
     return tuple(
         RefreshEvent(c.layer.name, c.step, Decision.FAILED if c.layer in failed else decision, change, now)
@@ -139,12 +143,15 @@ def _judge(
     return decision, change
 
 
-def _invert(taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], None]) -> set[LayerCurvature]:
+def _invert(
+    taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], None], root: int | None
+) -> set[LayerCurvature]:
     """Invert and put to use; return the layers whose factors could not be inverted."""
     failed = set()
     averaged = [tuple(_average(c, key, new) for key, new in zip("AG", c.factors, strict=True)) for c in taken]
-    shifts = [math.sqrt(c.damping / c.rows_per_term) for c in taken]
-    inverses = damped_inverses([(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair])
+    shifts = [c.damping if root else math.sqrt(c.damping / c.rows_per_term) for c in taken]
+    damped = [(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair]
+    inverses = damped_inverse_roots(damped, root) if root else damped_inverses(damped)
     for i, (candidate, (a, g)) in enumerate(zip(taken, averaged, strict=True)):
         layer = candidate.layer
         a_inverse, g_inverse = inverses[2 * i : 2 * i + 2]
@@ -169,7 +176,7 @@ def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagona
     return new.with_parts([n.lerp(o, candidate.decay) for n, o in zip(new.parts(), old.parts(), strict=True)])
 
 
-def _fisher_traces(candidates: Sequence[Candidate]) -> list[tuple[float, float]]:
+def _fisher_traces(candidates: Sequence[Candidate], root: int | None) -> list[tuple[float, float]]:
     """Return tr(F + λI) of the new factors and of those in use, with one wait for the device for all layers."""
     traces: list[Tensor] = []
     for c in candidates:
@@ -182,7 +189,8 @@ def _fisher_traces(candidates: Sequence[Candidate]) -> list[tuple[float, float]]
     on_host = iter(flat.cpu().split([len(t) for t in traces]))
     result = []
     for c in candidates:
-        now = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.damping)
-        before = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.damping)
+        damping = 0.0 if root else c.damping  # relative damping scales both traces alike
+        now = c.layer.trace_of_fisher((next(on_host), next(on_host)), damping)
+        before = c.layer.trace_of_fisher((next(on_host), next(on_host)), damping)
         result.append((now, before))
     return result

@@ -70,7 +70,14 @@ class _Owner:
         return f"{self.module_name}.{self.attribute}".lstrip(".")
 
 
-def survey(model: nn.Module, trained: Iterable[Tensor], *, skip: Selection = None, only: Selection = None) -> Survey:
+def survey(
+    model: nn.Module,
+    trained: Iterable[Tensor],
+    *,
+    skip: Selection = None,
+    only: Selection = None,
+    elementwise_too: bool = True,
+) -> Survey:
     """Look at every parameter of a model.
 
     Args:
@@ -78,6 +85,7 @@ def survey(model: nn.Module, trained: Iterable[Tensor], *, skip: Selection = Non
         trained: the parameters that the optimizer has.
         skip: layers to leave out.
         only: layers to keep.
+        elementwise_too: False leaves out what has no two full factors: embeddings, norms and biases.
 
     Returns:
         What each parameter gets.
@@ -104,6 +112,10 @@ def survey(model: nn.Module, trained: Iterable[Tensor], *, skip: Selection = Non
     for name in unwanted.keys() & layers.keys():
         reasons.setdefault(id(layers[name].weight.parameter), unwanted[name])
         del layers[name]
+    if not elementwise_too:
+        layers = _matrices_alone(layers, reasons)
+        reasons.update({id(p): "no matrix" for norm in norms.values() for p in norm.parameters(recurse=False)})
+        norms = {}
     elementwise = {
         f"{name}.{attribute}".lstrip(".")
         for name, module in norms.items()
@@ -116,6 +128,18 @@ def survey(model: nn.Module, trained: Iterable[Tensor], *, skip: Selection = Non
         for name, parameter in model.named_parameters()
     ]
     return Survey(entries, layers, elementwise)
+
+
+def _matrices_alone(layers: dict[str, Layer], reasons: dict[int, str]) -> dict[str, Layer]:
+    kept = {}
+    for name, layer in layers.items():
+        if layer.kind.diagonal_input:
+            reasons.setdefault(id(layer.weight.parameter), "the input factor is diagonal")
+        else:
+            kept[name] = layer
+            reasons.update({id(bias.parameter): "no matrix" for bias in layer.biases})
+            layer.biases.clear()
+    return kept
 
 
 def _untrainable(model: nn.Module, trained: Iterable[Tensor]) -> dict[int, str]:

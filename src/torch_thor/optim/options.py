@@ -1,7 +1,7 @@
 """What a parameter group of THOR may hold, checked once for every group."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,27 @@ def preset_thresholds(name: str) -> tuple[float, float]:
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
     return PRESETS[name]
+
+
+# What an option that is left out (None) stands for, by ``scaling``.
+SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
+    None: {
+        "lr": 0.05,
+        "damping": 0.03,
+        "momentum": 0.9,
+        "nesterov": False,
+        "update_interval": 100,
+        "factor_decay": 0.0,
+    },
+    "spectral": {
+        "lr": 0.04,
+        "damping": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "update_interval": 10,
+        "factor_decay": 0.5,
+    },
+}
 
 
 def _number(value: Any) -> float | None:
@@ -63,6 +84,40 @@ def check_interval(name: str, value: Any) -> int:
     return int(value)
 
 
+def with_defaults(given: Mapping[str, Any], scaling: str | None) -> dict[str, Any]:
+    """Fill in the options that were left out, as ``scaling`` has them.
+
+    Args:
+        given: options of a parameter group; None where left out.
+        scaling: None or ``"spectral"``.
+
+    Returns:
+        The options.
+    """
+    usual = SCALED_DEFAULTS[scaling]
+    filled = {key: usual.get(key) if value is None else value for key, value in given.items()}
+    if given["nesterov"] is None and not filled["momentum"]:
+        filled["nesterov"] = False
+    return filled
+
+
+def check_scaling(groups: Sequence[Mapping[str, Any]], scaling: str | None) -> None:
+    """Check that groups have the scaling that their optimizer was made with.
+
+    Args:
+        groups: parameter groups, given or loaded.
+        scaling: the optimizer's.
+    """
+    for group in groups:
+        _require(
+            "scaling",
+            group["scaling"],
+            group["scaling"] == scaling,
+            f"{scaling!r} in every parameter group, as the optimizer was made",
+            "what the factors are kept as hangs on it: make another optimizer",
+        )
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Check every option of a parameter group.
 
@@ -97,6 +152,13 @@ def check_group(group: Mapping[str, Any]) -> None:
     )
     if group["kl_clip"] is not None:
         _in_range("kl_clip", group["kl_clip"], lambda v: v > 0, "None or a number > 0", "None switches it off")
+        _require(
+            "kl_clip",
+            group["kl_clip"],
+            group["scaling"] is None,
+            "None with scaling='spectral', whose steps have a fixed length",
+            "leave it out",
+        )
     split_dim = group["split_dim"]
     _require(
         "split_dim",
@@ -166,14 +228,20 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_t
     Args:
         loss_reduction: ``"mean"`` or ``"sum"``.
         nonfinite: ``"raise"`` or ``"skip"``.
-        scaling: None.
+        scaling: None or ``"spectral"``.
         loss_terms: None, a number or a callable.
         decay_filter: None or a callable.
     """
     named = (("loss_reduction", loss_reduction, ("mean", "sum")), ("nonfinite", nonfinite, ("raise", "skip")))
     for name, value, known in named:
         _require(name, value, value in known, f"one of {known}", f"use {known[0]!r}, the default")
-    _require("scaling", scaling, scaling is None, "None", "leave it out: this version has THOR's own step length only")
+    _require(
+        "scaling",
+        scaling,
+        scaling is None or scaling == "spectral",
+        "None or 'spectral'",
+        "None is THOR's own step length, 'spectral' the scale-free one",
+    )
     if loss_terms is not None and not callable(loss_terms):
         check_loss_terms(loss_terms)
     _require(

@@ -31,9 +31,12 @@ from torch_thor.optim.options import (
     check_group,
     check_loss_terms,
     check_optimizer,
+    check_scaling,
     preset_thresholds,
+    with_defaults,
 )
 from torch_thor.optim.parameters import ParameterIndex, with_gradient
+from torch_thor.optim.spectral import ROOT, complete_state, spectral_update
 from torch_thor.optim.update import update
 
 DecayFilter = Callable[[str, nn.Parameter], bool]
@@ -42,6 +45,7 @@ LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 # What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
 _COPIED = (
     "model",
+    "scaling",
     "decay_filter",
     "loss_reduction",
     "loss_terms",
@@ -69,28 +73,32 @@ class THOR(torch.optim.Optimizer):
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
         model: the model, where ``params`` are parameters.
-        lr: learning rate, a float or a one-element tensor. THOR's steps are natural-gradient steps: their length
-            hangs on lr and damping together, and SGD's lr is no guide.
-        damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors. Schedule it like lr: it stands in every
-            parameter group. Inverses have the damping of the refresh that made them.
-        momentum: μ in [0, 1).
-        nesterov: step along ``d + μ v`` instead of ``v``.
+        lr: learning rate, a float or a one-element tensor; None: 0.05 (0.04 with ``scaling="spectral"``). THOR's steps
+            are natural-gradient steps: their length hangs on lr and damping together, and SGD's lr is no guide.
+        damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors; None: 0.03 (spectral: 0.1). Schedule it
+            like lr: it stands in every parameter group. Inverses have the damping of the refresh that made them.
+        momentum: μ in [0, 1); None: 0.9 (spectral: 0.95).
+        nesterov: step along ``d + μ v`` instead of ``v``; None: False (spectral: True).
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned).
         decay_filter: ``(name, parameter) -> bool``, which parameters decay; None: all.
         update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals`, or any callable, from
             the step of a refresh (counted from 0) to the steps until the next. The first step refreshes. It stands in
-            each parameter group and may be changed there: the next refresh asks it.
+            each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral: 10).
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh a layer whose trace changed by more than
             ω1 takes new factors, by less than ω2 stops for good, else keeps what it has. ``(0, 0)`` takes them always.
         split_dim: block size of the factors (section 3.3), None for full factors. ``"auto"`` chooses it for this model
             and device in the first step (:func:`torch_thor.choose_split_dim`, from that step's statistics), keeps the
             choice in the user's cache and finds it there the next time. The number then stands in the parameter group.
         factor_decay: weight of the old factors in a running average; 0, as the paper has it, keeps the latest only.
+            None: 0 (spectral: 0.5).
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al., ICLR
             2017). None switches it off.
         loss_reduction: ``"mean"`` where the loss is the mean over the mini-batch's loss terms, ``"sum"`` where it is
             their sum.
-        scaling: None; other values are not in this version.
+        scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
+            inverse fourth roots of the factors, orthogonalised and given a norm of its own, so that lr means the same
+            on every layer and task; decoupled weight decay; AdamW for what is no matrix
+            (:mod:`torch_thor.optim.spectral`). λ is then relative to the mean diagonal of each factor.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
             callable that returns it, or None for the leading dimension of the input of the first layer in each backward
             pass, summed over the passes of a step. Give it where that is not what the loss averages over (tokens,
@@ -112,19 +120,19 @@ class THOR(torch.optim.Optimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.05,
-        damping: float | Tensor = 0.03,
-        momentum: float = 0.9,
-        nesterov: bool = False,
+        lr: float | Tensor | None = None,
+        damping: float | Tensor | None = None,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
         weight_decay: float = 0.0,
         decay_filter: DecayFilter | None = None,
-        update_interval: UpdateInterval = 100,
+        update_interval: UpdateInterval | None = None,
         trace_thresholds: tuple[float, float] = (0.01, 0.0),
         split_dim: int | str | None = 128,
-        factor_decay: float = 0.0,
+        factor_decay: float | None = None,
         kl_clip: float | None = None,
         loss_reduction: str = "mean",
-        scaling: None = None,
+        scaling: str | None = None,
         *,
         model: nn.Module | None = None,
         loss_terms: LossTerms = None,
@@ -150,6 +158,7 @@ class THOR(torch.optim.Optimizer):
             decay_filter=decay_filter,
         )
         self.model = model
+        self.scaling = scaling
         self.decay_filter = decay_filter
         self.loss_reduction = loss_reduction
         self.loss_terms = loss_terms
@@ -171,10 +180,12 @@ class THOR(torch.optim.Optimizer):
             "split_dim": split_dim,
             "factor_decay": factor_decay,
             "kl_clip": kl_clip,
+            "scaling": scaling,
             "step": 0,  # the clock of the group, and the step of its next refresh: in the group, where DCP sees them
             "next_refresh": 0,
             "last_loss_terms": 0,  # N of the latest refresh, which the diagonal of norms needs in between
         }
+        defaults = with_defaults(defaults, scaling)
         check_group(defaults)
         super().__init__(params, defaults)
         self._attach()
@@ -242,7 +253,7 @@ class THOR(torch.optim.Optimizer):
         split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
         return (
             f"{super().__repr__()}\n{covered:,} of {total:,} parameters in {len(self._layers)} layers are "
-            f"preconditioned:\n{table(self._covered, split)}"
+            f"preconditioned:\n{table(self._covered, split, 'AdamW' if self.scaling else 'plain momentum')}"
         )
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -296,7 +307,10 @@ class THOR(torch.optim.Optimizer):
         for group in self.param_groups:
             group["last_loss_terms"] = terms
         diagonal_scale = 1 / terms if terms and self.loss_reduction == "sum" else terms
-        update(self.param_groups, self._index, self._momentum_buffer, self._decays, diagonal_scale)
+        if self.scaling == "spectral":
+            spectral_update(self.param_groups, self._index, self._state_of, self._decays)
+        else:
+            update(self.param_groups, self._index, self._momentum_buffer, self._decays, diagonal_scale)
         clock.advance(self.param_groups, refreshes)
         for layer in self._layers.values():
             if clock.refreshes_next(self._index.group(layer.weight)):
@@ -340,7 +354,8 @@ class THOR(torch.optim.Optimizer):
                     decay=float(group["factor_decay"]),
                 )
             )
-        self._last_refresh = refresh(candidates, self._report)
+        root = ROOT if self.scaling == "spectral" else None
+        self._last_refresh = refresh(candidates, self._report, root=root)
         self._capture.discard()
 
     def _arm(self) -> None:
@@ -437,7 +452,11 @@ class THOR(torch.optim.Optimizer):
     def _attach(self) -> None:
         """Find out what every parameter gets, and watch the layers."""
         found = survey(
-            self.model, [p for group in self.param_groups for p in group["params"]], skip=self.skip, only=self.only
+            self.model,
+            [p for group in self.param_groups for p in group["params"]],
+            skip=self.skip,
+            only=self.only,
+            elementwise_too=self.scaling is None,
         )
         if not found.layers:
             raise ValueError(
@@ -480,6 +499,12 @@ class THOR(torch.optim.Optimizer):
         buffer: Tensor = state["momentum_buffer"]
         return buffer
 
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of the scale-free step, made where there is none."""
+        state: dict[str, Any] = self.state[parameter]
+        complete_state(self._index, parameter, state)
+        return state
+
     def _materialise(self) -> bool:
         """Make all state at the first step; return whether there was none."""
         # At the first step, so that a checkpoint has the same keys on every rank and at every time; not at
@@ -490,7 +515,10 @@ class THOR(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
                     self.state[parameter]["preconditioned"] = int(bool(self._index.shares(parameter)))
-                    if group["momentum"] and parameter.requires_grad:
+                    if self.scaling == "spectral":
+                        if parameter.requires_grad:
+                            self._state_of(parameter)
+                    elif group["momentum"] and parameter.requires_grad:
                         self._momentum_buffer(parameter)
         for layer in self._layers.values():
             layer.materialise()
@@ -509,7 +537,9 @@ class THOR(torch.optim.Optimizer):
         Raises:
             ValueError: an option is out of range, or a parameter is not the model's.
         """
-        check_group({**self.defaults, **param_group})
+        complete = {**self.defaults, **param_group}
+        check_scaling([complete], self.scaling)
+        check_group(complete)
         super().add_param_group(param_group)
         ours = {id(p) for p in self.model.parameters()}
         strangers = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in ours]
@@ -555,6 +585,7 @@ class THOR(torch.optim.Optimizer):
         restore_tensors(self.state, self.param_groups, state_dict)
         self._index.update(self.param_groups, self.state)
         self._capture.discard()
+        check_scaling(self.param_groups, self.scaling)
         check_factors(self._layers.values())
         self._arm()
 

@@ -112,6 +112,18 @@ class THORSettings(OptimizerSettings):
         thresholds_of(self.trace_thresholds)
 
 
+@dataclass(frozen=True)
+class SpectralSettings(THORSettings):
+    """`THOR` with `scaling="spectral"`; `damping` is relative to the factors."""
+
+    lr: float = 0.04
+    damping: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    update_interval: Any = 10
+    factor_decay: float = 0.5
+
+
 INTERVALS: dict[str, type[intervals.Constant | intervals.Piecewise | intervals.Geometric]] = {
     "constant": intervals.Constant,
     "piecewise": intervals.Piecewise,
@@ -185,11 +197,15 @@ def _muon(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
     return MuonAdamW(model.parameters(), **asdict(settings))
 
 
-def _thor(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
-    options = asdict(settings)
+def _thor(model: nn.Module, settings: Any, scaling: str | None = None) -> torch.optim.Optimizer:
+    options = {**asdict(settings), "scaling": scaling}
     options["update_interval"] = interval_of(settings.update_interval)
     options["trace_thresholds"] = thresholds_of(settings.trace_thresholds)
     return THOR(model, **options)
+
+
+def _spectral(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    return _thor(model, settings, scaling="spectral")
 
 
 @dataclass(frozen=True)
@@ -202,6 +218,7 @@ class Entry:
 
 OPTIMIZERS: dict[str, Entry] = {
     "thor": Entry(THORSettings, _thor),
+    "thor-spectral": Entry(SpectralSettings, _spectral),
     "sgd": Entry(SGDSettings, _sgd),
     "adamw": Entry(AdamWSettings, _adamw),
     "muon": Entry(MuonSettings, _muon),

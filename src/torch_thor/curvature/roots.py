@@ -1,0 +1,64 @@
+"""Damped inverse roots of many block-diagonal factors at once, for the scale-free step.
+
+By eigendecomposition, all blocks of one size in one batch. The damping of a factor is relative to the mean of its own
+diagonal, so that the loss's scale does nothing to a root's shape: a factor c times as large has a p-th inverse root
+c^(-1/p) times as large.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.inverse import DAMPING_RAISES, Inverse, solve_blocks
+
+
+def damped_inverse_roots(factors: Sequence[tuple[BlockDiagonal, float]], root: int) -> list[Inverse]:
+    """Take the inverse p-th root of every block of every factor.
+
+    Args:
+        factors: pairs of a factor ``M`` and the damping λ, a share of the mean of M's diagonal (each group's own).
+        root: p.
+
+    Returns:
+        One result a factor, in order: ``(M + λ m I)^(-1/p)`` with ``m = tr(M) / n``.
+    """
+    relative = [(factor, _relative(factor, damping)) for factor, damping in factors]
+    return solve_blocks(relative, partial(_root_batch, root))
+
+
+def _relative(factor: BlockDiagonal, damping: float) -> Tensor:
+    means = factor.group_traces() / factor.layout.size
+    # a factor of zeros (a layer whose gradient has vanished) gets the root λ^(-1/p), not a division by 0
+    return damping * torch.where(means > 0, means, torch.ones_like(means))
+
+
+def _root_batch(root: int, blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the roots ``(count, s, s)`` and, for each block, the index of the damping raise that worked."""
+    values, vectors = _eigh(blocks)
+    raises = torch.tensor(DAMPING_RAISES, dtype=blocks.dtype, device=blocks.device)
+    # rounding may leave an eigenvalue below 0: what a Cholesky factorisation would fail on is told from the least one
+    positive = values[:, :1] + damping[:, None] * raises > 0
+    level = torch.where(positive.any(-1), positive.int().argmax(-1), len(DAMPING_RAISES))
+    shift = damping * raises[level.clamp(max=len(DAMPING_RAISES) - 1)]
+    roots = (vectors * (values + shift[:, None]).pow(-1 / root)[:, None, :]) @ vectors.mT
+    good = roots.isfinite().flatten(1).all(-1)
+    return roots, torch.where(good, level, len(DAMPING_RAISES))
+
+
+def _eigh(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    if blocks.shape[-1] == 1:
+        return blocks[..., 0], torch.ones_like(blocks)
+    try:
+        values, vectors = torch.linalg.eigh(blocks)
+    except RuntimeError:  # what torch's LinAlgError is
+        # one block that does not converge fails the batch: take them one by one, and leave NaN where it happens again
+        values, vectors = blocks.new_full(blocks.shape[:-1], torch.nan), torch.full_like(blocks, torch.nan)
+        for i, block in enumerate(blocks):
+            try:
+                values[i], vectors[i] = torch.linalg.eigh(block)
+            except RuntimeError:
+                continue
+    return values, vectors
