@@ -123,7 +123,14 @@ def test_complex_and_integer_parameters_are_listed_and_trained_as_sgd_does():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1}, {"kl_clip": 1e-3}, {"skip": "0"}],
+    [
+        {},
+        {"momentum": 0.0},
+        {"nesterov": True, "weight_decay": 0.1},
+        {"kl_clip": 1e-3},
+        {"skip": "0"},
+        {"scaling": "spectral"},
+    ],
     ids=str,
 )
 def test_sparse_gradients_equal_dense_ones(options):

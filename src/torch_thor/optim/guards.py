@@ -1,12 +1,14 @@
-"""What a step asks of its gradients before it touches anything: are they finite, dense, and scaled by how much?"""
+"""What a step asks before it touches anything: are the gradients finite, and did the statistics come?"""
 
-import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+
+from torch_thor.curvature.capture import Capture
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
 
 
 def numbers_of(gradient: Tensor) -> Tensor:
@@ -47,6 +49,84 @@ def largest_norm(gradients: Sequence[Tensor]) -> float:
     return largest
 
 
+def largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
+    """Return the largest norm of a gradient; inf if a natural gradient, at most |∇| / λ, could overflow.
+
+    Args:
+        groups: parameter groups.
+        index: knows the parameters' names.
+
+    Returns:
+        The norm, NaN or inf where a gradient holds one.
+
+    Raises:
+        RuntimeError: a gradient is neither dense nor sparse COO.
+    """
+    gradients = []
+    for _, parameter, gradient in with_gradient(groups):
+        if gradient.layout not in (torch.strided, torch.sparse_coo):
+            raise RuntimeError(
+                f"parameter {index.name(parameter)!r} has a gradient of layout {gradient.layout}; THOR takes dense and "
+                f"sparse COO gradients"
+            )
+        if gradient.numel():
+            gradients.append(numbers_of(gradient))
+    largest = largest_norm(gradients)
+    damping = min(float(group["damping"]) for group in groups)
+    return math.inf if largest / damping > torch.finfo(torch.float32).max else largest
+
+
+def nonfinite_names(groups: list[Group], index: ParameterIndex) -> list[str]:
+    """Return the parameters whose gradients hold NaN or inf.
+
+    Args:
+        groups: parameter groups.
+        index: knows the parameters' names.
+
+    Returns:
+        Their names.
+    """
+    return [index.name(p) for _, p, g in with_gradient(groups) if not bool(numbers_of(g).isfinite().all())]
+
+
+def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> None:
+    """Refuse a refresh whose statistics never came, with the cause.
+
+    Args:
+        layers: the preconditioned layers.
+        capture: who gathers their statistics; it forgets them where this raises.
+
+    Raises:
+        RuntimeError: a layer that is due has a gradient and no statistics, or the row mask fits no layer.
+    """
+    silent = [
+        layer.name for layer in layers if layer.armed and layer.watched and not layer.seen and layer.has_gradient()
+    ]
+    inside = [name for name in silent if name in capture.inside_transform]
+    mask = capture.row_mask
+    unused = mask is not None and not capture.mask_taken and any(layer.rows for layer in layers)
+    if not silent and not unused:
+        return
+    capture.discard()
+    if inside:
+        raise RuntimeError(
+            f"layers {some(inside)} ran inside a torch.func transform, where their statistics cannot be seen; take "
+            f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
+        )
+    if silent:
+        raise RuntimeError(
+            f"layers {some(silent)} have gradients and no statistics, because their forward was not seen: their "
+            f"weights were used without calling the module, the gradients were not made by loss.backward() (or "
+            f"before THOR was made), or a compiled or copied model ran in the place of the one that THOR has. Call "
+            f"the modules, or leave the layers out with skip="
+        )
+    assert mask is not None
+    raise RuntimeError(
+        f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading dimensions of the layers' "
+        f"inputs, (N, L); set it before each forward pass, and to None where there is no padding"
+    )
+
+
 def nonfinite_message(step: int, names: Sequence[str]) -> str:
     """Return the text of the error for a step that is refused.
 
@@ -75,67 +155,3 @@ def some(names: Sequence[str], most: int = 5) -> str:
         ``"a, b and 3 more"``.
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-class LossScale:
-    """What a GradScaler has told of the step that is being taken.
-
-    GradScaler hands an optimizer that sets ``_step_supports_amp_scaling`` two tensors as attributes, ``grad_scale`` and
-    ``found_inf``, in the place of unscaling and skipping itself: the only way to learn the scale of the captured output
-    gradients from a plain ``scaler.step(optimizer)``. Where the user has called ``scaler.unscale_`` it hands over no
-    scale, and the scaler itself is asked.
-
-    Args:
-        optimizer: where GradScaler puts its attributes.
-        grad_scaler: the scaler, if the user gave it.
-    """
-
-    def __init__(self, optimizer: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
-        self._scaler = grad_scaler
-        self._in_use = hasattr(optimizer, "found_inf")
-        self._found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-        self.of_gradients: Tensor | None = getattr(optimizer, "grad_scale", None)
-
-    @property
-    def found_inf(self) -> bool:
-        """Whether the scaler wants the step skipped (a wait for the device, which the scaler would do otherwise)."""
-        return self._found_inf is not None and float(self._found_inf) > 0
-
-    def of_outputs(self) -> float:
-        """Return by how much the captured output gradients are scaled.
-
-        Returns:
-            The scale, 1 without a scaler.
-
-        Raises:
-            RuntimeError: the gradients were unscaled beforehand, by something that is not torch's GradScaler.
-        """
-        if self._scaler is not None:
-            return float(self._scaler.get_scale())
-        if self.of_gradients is not None:
-            return float(self.of_gradients)
-        if self._in_use:
-            scaler = _calling_scaler()
-            if scaler is not None:
-                return float(scaler.get_scale())
-            raise RuntimeError(
-                "gradients were unscaled before step(), by a scaler that THOR cannot ask for the scale of the "
-                "statistics that it captured; make it with THOR(..., grad_scaler=scaler), or set optimizer.grad_scaler"
-            )
-        return 1.0
-
-
-def _calling_scaler() -> torch.amp.GradScaler | None:
-    """Return the GradScaler in whose ``step`` we are.
-
-    After ``scaler.unscale_(optimizer)`` GradScaler hands over its verdict and no scale (torch 2.9 to 2.15), nor itself,
-    but for a keyword that it deprecates. It is on the call stack all the same, and asking it there spares everybody who
-    clips gradients an argument that no other optimizer wants.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler):
-            return caller
-        frame = frame.f_back
-    return None

@@ -25,7 +25,14 @@ from torch_thor.curvature.survey import survey
 from torch_thor.optim import clock
 from torch_thor.optim.auto_split import AutoSplit, block_size
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
-from torch_thor.optim.guards import LossScale, largest_norm, nonfinite_message, numbers_of, some
+from torch_thor.optim.guards import (
+    check_statistics,
+    largest_gradient,
+    nonfinite_message,
+    nonfinite_names,
+    some,
+)
+from torch_thor.optim.loss_scale import LossScale
 from torch_thor.optim.options import (
     UpdateInterval,
     check_group,
@@ -290,14 +297,16 @@ class THOR(torch.optim.Optimizer):
         output_scale = (terms if self.loss_reduction == "mean" else 1) / self._scale_of_statistics(scale)
         refreshes = clock.next_refreshes(self.param_groups)
         self._unscale(scale)
-        largest = self._largest_gradient()
+        largest = largest_gradient(self.param_groups, self._index)
         if not math.isfinite(largest):
             self._capture.discard()
             if self.nonfinite == "skip":
                 self.skipped_steps += 1
                 return loss
-            raise FloatingPointError(nonfinite_message(self.param_groups[0]["step"], self._nonfinite_names()))
-        self._check_statistics()
+            raise FloatingPointError(
+                nonfinite_message(self.param_groups[0]["step"], nonfinite_names(self.param_groups, self._index))
+            )
+        check_statistics(self._layers.values(), self._capture)
         # From here on nothing raises: a step is taken as a whole or not at all.
         auto.from_statistics()
         if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
@@ -379,57 +388,6 @@ class THOR(torch.optim.Optimizer):
             inverse = scale.of_gradients.double().reciprocal().float()
             for _, _, gradient in with_gradient(self.param_groups):
                 gradient.mul_(inverse.to(gradient.device))
-
-    def _largest_gradient(self) -> float:
-        """Return the largest norm of a gradient; inf if a natural gradient, at most |∇| / λ, could overflow."""
-        gradients = []
-        for _, parameter, gradient in with_gradient(self.param_groups):
-            if gradient.layout not in (torch.strided, torch.sparse_coo):
-                raise RuntimeError(
-                    f"parameter {self._index.name(parameter)!r} has a gradient of layout {gradient.layout}; THOR takes "
-                    f"dense and sparse COO gradients"
-                )
-            if gradient.numel():
-                gradients.append(numbers_of(gradient))
-        largest = largest_norm(gradients)
-        damping = min(float(group["damping"]) for group in self.param_groups)
-        return math.inf if largest / damping > torch.finfo(torch.float32).max else largest
-
-    def _check_statistics(self) -> None:
-        """Refuse a refresh whose statistics never came, with the cause."""
-        silent = [
-            layer.name
-            for layer in self._layers.values()
-            if layer.armed and layer.watched and not layer.seen and layer.has_gradient()
-        ]
-        inside = [name for name in silent if name in self._capture.inside_transform]
-        mask = self._capture.row_mask
-        unused = mask is not None and not self._capture.mask_taken
-        gathered = any(layer.rows for layer in self._layers.values())
-        if not silent and not (unused and gathered):
-            return
-        self._capture.discard()
-        if inside:
-            raise RuntimeError(
-                f"layers {some(inside)} ran inside a torch.func transform, where their statistics cannot be seen; take "
-                f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
-            )
-        if silent:
-            raise RuntimeError(
-                f"layers {some(silent)} have gradients and no statistics, because their forward was not seen: their "
-                f"weights were used without calling the module, the gradients were not made by loss.backward() (or "
-                f"before THOR was made), or a compiled or copied model ran in the place of the one that THOR has. Call "
-                f"the modules, or leave the layers out with skip="
-            )
-        assert mask is not None
-        raise RuntimeError(
-            f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading dimensions of the layers' "
-            f"inputs, (N, L); set it before each forward pass, and to None where there is no padding"
-        )
-
-    def _nonfinite_names(self) -> list[str]:
-        found = with_gradient(self.param_groups)
-        return [self._index.name(p) for _, p, gradient in found if not bool(numbers_of(gradient).isfinite().all())]
 
     def _report(self, layer: LayerCurvature, what: str) -> None:
         """Warn, once a layer and kind of trouble."""
