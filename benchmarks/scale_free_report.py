@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from contenders import HEAT_LRS, PEERS, THOR_DAMPING, THOR_DAMPINGS, THOR_LRS
+from contenders import HEAT_LRS, PEERS, THOR_DAMPINGS
 from scale_free import RESULTS, SEEDS, TUNING_SEED, Job, best, confirmation, halved, heat_map, thor_lr, tuning
 from tasks import TASKS
 
@@ -170,18 +170,3 @@ def draw() -> None:
         axis.set(xlabel="lr", ylabel="damping", title=f"{task}: {spec.metric}, seed {TUNING_SEED}")
         figure.colorbar(image)
     figure.savefig(PICTURES / "scale_free_heat.png", dpi=110)
-
-
-def spread(task: str) -> tuple[float, float]:
-    """Return the learning rates around the best in which THOR ends within 2 % of its best figure.
-
-    Args:
-        task: key of ``TASKS``.
-
-    Returns:
-        The smallest and the largest.
-    """
-    jobs = [Job(task, "thor", lr, TUNING_SEED, THOR_DAMPING) for lr in THOR_LRS]
-    top = best(jobs).final()
-    within = [job.lr for job in jobs if abs(job.final() - top) <= 0.02 * abs(top)]
-    return min(within), max(within)
