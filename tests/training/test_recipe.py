@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from torch_thor.training.errors import UserError
+from torch_thor.training.models import build_model
 from torch_thor.training.optimizers import OPTIMIZERS, THORSettings
 from torch_thor.training.recipe import differences, load_recipe, override, parse_recipe, recipe_names, recipe_yaml
 
@@ -114,3 +115,14 @@ def test_differences_are_listed_by_key():
     assert differences(recipe, recipe) == []
     changed = override(recipe, ["seed=9", "optimizers.sgd.momentum=0.5"])
     assert differences(recipe, changed) == ["seed: 0 -> 9", "optimizers.sgd.momentum: 0.9 -> 0.5"]
+
+
+def test_layers_to_leave_out_reach_the_optimizer():
+    def optimizer(patterns):
+        recipe = load_recipe("fashion-mnist", ["optimizer=thor", f"skip={patterns}"])
+        return OPTIMIZERS["thor"].build(build_model(recipe.model, 1, 10), recipe.optimizers["thor"])
+
+    reasons = {entry.name: entry.reason for entry in optimizer("['*norm*', '*.shortcut.1']").coverage()}
+    assert all((reason is not None) == ("norm" in name or "shortcut.1" in name) for name, reason in reasons.items())
+    with pytest.raises(UserError, match="'nrom' matches no layer"):
+        optimizer("[nrom]")

@@ -92,6 +92,7 @@ class THORSettings(OptimizerSettings):
         split_dim: Size of the blocks that factors are split into; `None` leaves them whole, `auto` measures.
         factor_decay: Decay of the running average of the factors.
         kl_clip: Limit on the step's length in the Fisher norm; `None` is no limit.
+        skip: Layers to leave to SGD with momentum, by name or pattern: `[head, "*norm*"]`.
     """
 
     lr: float = 0.05
@@ -103,6 +104,7 @@ class THORSettings(OptimizerSettings):
     split_dim: int | str | None = 128
     factor_decay: float = 0.0
     kl_clip: float | None = None
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,7 +203,11 @@ def _thor(model: nn.Module, settings: Any, scaling: str | None = None) -> torch.
     options = {**asdict(settings), "scaling": scaling}
     options["update_interval"] = interval_of(settings.update_interval)
     options["trace_thresholds"] = thresholds_of(settings.trace_thresholds)
-    return THOR(model, **options)
+    options["skip"] = settings.skip or None
+    try:
+        return THOR(model, **options)
+    except ValueError as error:  # a pattern that matches no layer of this network
+        raise UserError(str(error)) from error
 
 
 def _spectral(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
