@@ -46,7 +46,7 @@ def _matching(argument: str, selection: Selection, candidates: Mapping[str, nn.M
         )
     found: set[str] = set()
     for pattern in patterns:
-        matched = {name for name in candidates if any(fnmatchcase(part, pattern) for part in _self_and_parents(name))}
+        matched = {name for name in candidates if any(fnmatchcase(part, pattern) for part in self_and_parents(name))}
         if not matched:
             names = list(candidates)
             raise ValueError(
@@ -57,6 +57,14 @@ def _matching(argument: str, selection: Selection, candidates: Mapping[str, nn.M
     return found
 
 
-def _self_and_parents(name: str) -> list[str]:
+def self_and_parents(name: str) -> list[str]:
+    """Return a dotted name and those of everything that it stands in.
+
+    Args:
+        name: ``"a.b.c"``.
+
+    Returns:
+        ``["a", "a.b", "a.b.c"]``.
+    """
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]

@@ -1,10 +1,11 @@
 """What a parameter group of THOR may hold, checked once for every group."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from torch_thor.optim.checks import in_range, number, require, whole
 
 UpdateInterval = int | Callable[[int], int]
 
@@ -49,27 +50,6 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
 }
 
 
-def _number(value: Any) -> float | None:
-    """Return a plain number or a one-element tensor as a float, else None."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _require(name: str, value: Any, holds: bool, rule: str, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value!r}: {name} must be {rule}; {remedy}")
-
-
-def _in_range(name: str, value: Any, test: Callable[[float], bool], rule: str, remedy: str) -> None:
-    number = _number(value)
-    _require(name, value, number is not None and math.isfinite(number) and test(number), rule, remedy)
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def check_interval(name: str, value: Any) -> int:
     """Check a number of steps, given by the user or by the user's callable.
 
@@ -80,7 +60,7 @@ def check_interval(name: str, value: Any) -> int:
     Returns:
         The number.
     """
-    _require(name, value, _whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step")
+    require(name, value, whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step")
     return int(value)
 
 
@@ -109,7 +89,7 @@ def check_scaling(groups: Sequence[Mapping[str, Any]], scaling: str | None) -> N
         scaling: the optimizer's.
     """
     for group in groups:
-        _require(
+        require(
             "scaling",
             group["scaling"],
             group["scaling"] == scaling,
@@ -124,26 +104,26 @@ def check_group(group: Mapping[str, Any]) -> None:
     Args:
         group: the group, defaults filled in.
     """
-    _in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", "start from 0.05")
-    _in_range(
+    in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", "start from 0.05")
+    in_range(
         "damping",
         group["damping"],
         lambda v: v > 0,
         "a finite number > 0",
         "it keeps the factors invertible: start from 0.03, and schedule it down, not to zero",
     )
-    _in_range("momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off")
-    _in_range("weight_decay", group["weight_decay"], lambda v: v >= 0, "a finite number ≥ 0", "0 switches it off")
-    _in_range(
+    in_range("momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off")
+    in_range("weight_decay", group["weight_decay"], lambda v: v >= 0, "a finite number ≥ 0", "0 switches it off")
+    in_range(
         "factor_decay",
         group["factor_decay"],
         lambda v: 0 <= v < 1,
         "in [0, 1)",
         "0 takes the latest factors only",
     )
-    nesterov, momentum = group["nesterov"], _number(group["momentum"])
-    _require("nesterov", nesterov, isinstance(nesterov, bool), "True or False", "leave it out for False")
-    _require(
+    nesterov, momentum = group["nesterov"], number(group["momentum"])
+    require("nesterov", nesterov, isinstance(nesterov, bool), "True or False", "leave it out for False")
+    require(
         "nesterov",
         nesterov,
         not (nesterov and momentum == 0),
@@ -151,8 +131,8 @@ def check_group(group: Mapping[str, Any]) -> None:
         "give a momentum > 0",
     )
     if group["kl_clip"] is not None:
-        _in_range("kl_clip", group["kl_clip"], lambda v: v > 0, "None or a number > 0", "None switches it off")
-        _require(
+        in_range("kl_clip", group["kl_clip"], lambda v: v > 0, "None or a number > 0", "None switches it off")
+        require(
             "kl_clip",
             group["kl_clip"],
             group["scaling"] is None,
@@ -160,10 +140,10 @@ def check_group(group: Mapping[str, Any]) -> None:
             "leave it out",
         )
     split_dim = group["split_dim"]
-    _require(
+    require(
         "split_dim",
         split_dim,
-        split_dim is None or split_dim == "auto" or (_whole(split_dim) and split_dim >= 1),
+        split_dim is None or split_dim == "auto" or (whole(split_dim) and split_dim >= 1),
         'a whole number ≥ 1, None for unsplit factors, or "auto"',
         "use 128, the paper's choice for ResNet-50",
     )
@@ -183,8 +163,8 @@ def check_thresholds(thresholds: Any) -> tuple[float, float]:
         The pair.
     """
     pair = isinstance(thresholds, tuple | list) and len(thresholds) == 2
-    numbers = [_number(t) for t in thresholds] if pair else []
-    _require(
+    numbers = [number(t) for t in thresholds] if pair else []
+    require(
         "trace_thresholds",
         thresholds,
         pair and all(n is not None and n >= 0 for n in numbers),
@@ -192,7 +172,7 @@ def check_thresholds(thresholds: Any) -> tuple[float, float]:
         "the paper's THOR is (0.01, 0.0)",
     )
     upper, lower = (float(t) for t in thresholds)
-    _require(
+    require(
         "trace_thresholds",
         thresholds,
         lower <= upper,
@@ -212,10 +192,10 @@ def check_loss_terms(value: Any) -> int:
         The number.
     """
     is_count = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
-    _require(
+    require(
         "loss_terms",
         value,
-        (is_count or _whole(value)) and value >= 1,
+        (is_count or whole(value)) and value >= 1,
         "a whole number ≥ 1, the terms that the loss of one step averages over",
         "None takes the leading dimension of the batch",
     )
@@ -234,8 +214,8 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_t
     """
     named = (("loss_reduction", loss_reduction, ("mean", "sum")), ("nonfinite", nonfinite, ("raise", "skip")))
     for name, value, known in named:
-        _require(name, value, value in known, f"one of {known}", f"use {known[0]!r}, the default")
-    _require(
+        require(name, value, value in known, f"one of {known}", f"use {known[0]!r}, the default")
+    require(
         "scaling",
         scaling,
         scaling is None or scaling == "spectral",
@@ -244,7 +224,7 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_t
     )
     if loss_terms is not None and not callable(loss_terms):
         check_loss_terms(loss_terms)
-    _require(
+    require(
         "decay_filter",
         decay_filter,
         decay_filter is None or callable(decay_filter),

@@ -8,7 +8,7 @@ from torch_thor.curvature.kinds.convolution import ConvKind, ConvTransposeKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind
 from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind
 
-__all__ = ["PROJECTIONS", "Kind", "ProjectionKind", "kind_of", "parent_of", "why_not"]
+__all__ = ["PROJECTIONS", "Kind", "ProjectionKind", "is_hugging_face_conv1d", "kind_of", "parent_of", "why_not"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -50,7 +50,7 @@ def why_not(module: nn.Module) -> str | None:
         The reason; None where :func:`kind_of` has a kind.
     """
     label = type(module).__name__
-    if _is_hugging_face_conv1d(module):
+    if is_hugging_face_conv1d(module):
         return None
     parent = parent_of(module)
     if parent is None:
@@ -76,6 +76,14 @@ def parent_of(module: nn.Module) -> type[nn.Module] | None:
     return next((known for known in _KNOWN if isinstance(module, known)), None)
 
 
-def _is_hugging_face_conv1d(module: nn.Module) -> bool:
+def is_hugging_face_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is the linear layer of GPT-2, whose weight is ``(in, out)``.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Whether it is.
+    """
     # by name: transformers is no dependency, and looking must not import it
     return type(module).__module__.partition(".")[0] == "transformers" and type(module).__name__ == "Conv1D"

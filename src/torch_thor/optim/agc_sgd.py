@@ -1,0 +1,191 @@
+"""AGC-SGD: SGD with momentum on adaptively clipped gradients, for networks without norms (Brock et al., ICML 2021)."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+
+from torch_thor.optim.agc import ClipStatistics, add_statistics, check_clipping, clip_factors, excluded_from_clipping
+from torch_thor.optim.checks import check_flags, in_range, require
+from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer
+from torch_thor.optim.units import ROWS, Clippable, UnitLayout, layouts_of
+
+
+class AGCSGD(ExcludingOptimizer):
+    """SGD with momentum on gradients that are clipped unit by unit against the norms of their weights.
+
+    For a unit i of a weight W (an output: a row of a linear layer's weight, a filter of a convolution's; a bias or a
+    gain as a whole) with gradient G and Frobenius norms: if ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then
+    ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Then weight decay (``+ weight_decay · W``, not clipped) and momentum,
+    which are those of :class:`torch.optim.SGD`, dampening and Nesterov included; with ``clip_factor=float("inf")`` the
+    whole step is that of :class:`torch.optim.SGD`, bit for bit. ``p.grad`` is not changed.
+
+    The last fully connected layer is not clipped (section 4.1). Since it is found in the model, the optimizer needs
+    the model, or ``exclude=()``. Under a GradScaler nothing is to be done: it hands over unscaled gradients.
+
+    Args:
+        params: the model; or parameters or parameter groups of it, together with ``model``; or, with ``exclude=()``,
+            parameters alone, whose units are all taken along dim 0.
+        lr: learning rate, a float or a one-element tensor; SGD's.
+        momentum: μ in [0, 1).
+        dampening: τ in ``v ← μ v + (1 − τ) d``, from the second step on.
+        weight_decay: added to the clipped gradient as ``weight_decay · W``.
+        nesterov: step along ``d + μ v`` instead of ``v``.
+        clip_factor: λ. The paper's grid at batch size 4096 ends at 0.01; smaller batches take larger ones.
+        eps: ε, the weight norm that a unit has at least, so that units at zero can move.
+        model: the model, where ``params`` are parameters.
+        exclude: what is not clipped: names or patterns as :mod:`fnmatch` has them, of parameters or of the modules that
+            hold them; modules; a list of these; or a callable ``(name, parameter) -> bool``. None is the ``nn.Linear``
+            that was registered last, weight and bias; ``()`` nothing.
+        maximize: climb instead of descend.
+        foreach: whether tensors are handled together; None leaves the choice to torch, as for its SGD (and clips
+            together), False handles one at a time, with less memory for the clipped copies.
+
+    Raises:
+        ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not the model's.
+        TypeError: the model is missing.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        clip_factor: float = 0.01,
+        eps: float = 1e-3,
+        model: nn.Module | None = None,
+        exclude: Exclude = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+    ) -> None:
+        if model is None and exclude is None and not isinstance(params, nn.Module):
+            raise TypeError(
+                "AGC leaves the last fully connected layer alone, so AGCSGD must know the model; pass "
+                "AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or exclude=() to clip every parameter"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "clip_factor": clip_factor,
+            "eps": eps,
+            "maximize": maximize,
+            "foreach": foreach,
+        }
+        self._layouts: list[list[UnitLayout]] = []
+        self._clip_statistics: ClipStatistics | None = None
+        super().__init__(params, defaults, model, exclude)
+
+    @property
+    def clip_statistics(self) -> ClipStatistics | None:
+        """How many units the latest step clipped, on the device; None before the first. Not in checkpoints."""
+        return self._clip_statistics
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called first, with gradients enabled.
+
+        Returns:
+            The closure's loss, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # refuses before anything moves
+        parts = []
+        for i, group in enumerate(self.param_groups):
+            at_a_time = 1 if group["foreach"] is False else max(1, len(found[i]))
+            for start in range(0, len(found[i]), at_a_time):
+                parts.append(self._update(i, found[i][start : start + at_a_time]))
+        self._clip_statistics = add_statistics(parts)
+        return loss
+
+    def _update(self, group_index: int, found: list[tuple[int, Tensor, Tensor]]) -> ClipStatistics:
+        group = self.param_groups[group_index]
+        params = [parameter for _, parameter, _ in found]
+        gradients, statistics = self._clipped(group_index, found)
+        buffers: list[Tensor | None] = [None] * len(params)
+        if group["momentum"]:
+            buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
+        sgd(
+            params,
+            gradients,
+            buffers,
+            foreach=group["foreach"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"]:
+            for parameter, buffer in zip(params, buffers, strict=True):
+                self.state[parameter]["momentum_buffer"] = buffer
+        return statistics
+
+    def _clipped(
+        self, group_index: int, found: list[tuple[int, Tensor, Tensor]]
+    ) -> tuple[list[Tensor], ClipStatistics]:
+        """Return clipped copies of the gradients, and those that are not clipped."""
+        group = self.param_groups[group_index]
+        excluded, layouts = self._excluded[group_index], self._layouts[group_index]
+        gradients = [gradient for _, _, gradient in found]
+        places, entries = [], []
+        for place, (position, parameter, gradient) in enumerate(found):
+            if not excluded[position] and gradient.numel():
+                places.append(place)
+                entries.append(Clippable(parameter, gradient, layouts[position]))
+            elif group["nesterov"]:  # torch's foreach SGD adds the momentum into what it is given
+                gradients[place] = gradient.clone()
+        factors, statistics = clip_factors(
+            entries, group["clip_factor"], group["eps"], together=group["foreach"] is not False
+        )
+        if entries:
+            products = torch._foreach_mul([entry.gradient for entry in entries], factors)
+            for place, product in zip(places, products, strict=True):
+                gradients[place] = product.to(gradients[place].dtype)  # factors of bfloat16 gradients are float32
+        return gradients, statistics
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        check_flags(group, "nesterov", "maximize")
+        check_clipping(group)
+        in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", "start from SGD's")
+        in_range("momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off")
+        in_range("dampening", group["dampening"], lambda v: 0 <= v <= 1, "in [0, 1]", "0 switches it off")
+        in_range("weight_decay", group["weight_decay"], lambda v: v >= 0, "a finite number ≥ 0", "0 switches it off")
+        require(
+            "nesterov",
+            group["nesterov"],
+            not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0),
+            "False where momentum is 0 or dampening is not",
+            "give a momentum > 0 and no dampening",
+        )
+
+    def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
+        return set() if self.model is None else excluded_from_clipping(self.model, None)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own.
+
+        Args:
+            param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
+        """
+        super().add_param_group(param_group)
+        layouts = {} if self.model is None else layouts_of(self.model)
+        self._layouts.append([layouts.get(id(p), ROWS) for p in self.param_groups[-1]["params"]])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_layouts": self._layouts, "_clip_statistics": self._clip_statistics}
