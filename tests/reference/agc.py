@@ -4,6 +4,7 @@ A number of a weight belongs to the output that changes with it: the weight is s
 layer is run on ones. Nothing here knows where PyTorch keeps the outputs of which layer.
 """
 
+import copy
 import math
 
 import numpy as np
@@ -14,7 +15,7 @@ def output_of_each_number(module, size):
     """For each number of `module.weight`, in its shape, the output channel that it feeds; `size` is the input's."""
     channel_dim = 1 if len(size) > 2 else -1
     found = np.zeros(module.weight.shape, dtype=int)
-    kept = module.state_dict()
+    module = copy.deepcopy(module)
     with torch.no_grad():
         if module.bias is not None:
             module.bias.zero_()
@@ -24,7 +25,6 @@ def output_of_each_number(module, size):
             output = module(torch.ones(size, dtype=module.weight.dtype)).movedim(channel_dim, 0).flatten(1)
             (channel,) = [c for c, values in enumerate(output) if values.any()]
             found[index] = channel
-    module.load_state_dict(kept)
     return found
 
 

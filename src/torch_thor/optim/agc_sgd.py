@@ -82,6 +82,7 @@ class AGCSGD(ExcludingOptimizer):
         }
         self._layouts: list[list[UnitLayout]] = []
         self._clip_statistics: ClipStatistics | None = None
+        self._state_is_placeholder = False
         super().__init__(params, defaults, model, exclude)
 
     @property
@@ -104,6 +105,12 @@ class AGCSGD(ExcludingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # refuses before anything moves
+        if self._state_is_placeholder:
+            self.state.clear()
+            self._state_is_placeholder = False
+        if not self.state and self._asks_for_state(found):
+            self._make_placeholder(found)
+            return loss
         parts = []
         for i, group in enumerate(self.param_groups):
             at_a_time = 1 if group["foreach"] is False else max(1, len(found[i]))
@@ -111,6 +118,13 @@ class AGCSGD(ExcludingOptimizer):
                 parts.append(self._update(i, found[i][start : start + at_a_time]))
         self._clip_statistics = add_statistics(parts)
         return loss
+
+    def _make_placeholder(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> None:
+        # torch's SGD would take a step here, and have weight decay in its momentum before the first gradient
+        for group, one in zip(self.param_groups, found, strict=True):
+            for _, parameter, gradient in one if group["momentum"] else ():
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)
+        self._state_is_placeholder = bool(self.state)
 
     def _update(self, group_index: int, found: list[tuple[int, Tensor, Tensor]]) -> ClipStatistics:
         group = self.param_groups[group_index]
@@ -187,5 +201,15 @@ class AGCSGD(ExcludingOptimizer):
         layouts = {} if self.model is None else layouts_of(self.model)
         self._layouts.append([layouts.get(id(p), ROWS) for p in self.param_groups[-1]["params"]])
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; what is not clipped stays as this optimizer was made.
+
+        Args:
+            state_dict: what ``state_dict()`` gave, of this optimizer or of :class:`torch.optim.SGD`.
+        """
+        super().load_state_dict(state_dict)
+        self._state_is_placeholder = False
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_layouts": self._layouts, "_clip_statistics": self._clip_statistics}
+        own = {name: getattr(self, name) for name in ("_layouts", "_clip_statistics", "_state_is_placeholder")}
+        return {**super().__getstate__(), **own}

@@ -191,6 +191,13 @@ class ExcludingOptimizer(torch.optim.Optimizer):
                 )
             yield position, parameter, gradient
 
+    def _asks_for_state(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
+        """Whether a step without state before it is torch.distributed.checkpoint's: lr 0, and all gradients 0."""
+        # waits for the device where lr is 0: once, in a training that warms up from there
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        return not any(bool(gradient.any()) for one in found for _, _, gradient in one)
+
     # ---- checkpoints and copies --------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

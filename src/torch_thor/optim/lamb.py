@@ -86,7 +86,7 @@ class LAMB(ExcludingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # refuses before anything moves
-        if self._materialise() and self._is_no_step(found):
+        if self._materialise() and self._asks_for_state(found):
             return loss
         for i, group in enumerate(self.param_groups):
             for part, adapted in self._parts(i, found[i]):
@@ -126,13 +126,6 @@ class LAMB(ExcludingOptimizer):
                     if parameter.requires_grad:
                         self._state_of(parameter)
         return fresh
-
-    def _is_no_step(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
-        """Whether torch.distributed.checkpoint asks for the state: lr 0, all gradients 0, before any step."""
-        # waits for the device, once in a training that starts at lr 0; t must not count what was no step
-        if any(float(group["lr"]) != 0 for group in self.param_groups):
-            return False
-        return not any(bool(gradient.any()) for one in found for _, _, gradient in one)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         check_flags(group, "maximize")

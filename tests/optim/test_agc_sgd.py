@@ -1,0 +1,227 @@
+"""AGCSGD: by hand, as torch's SGD where nothing is clipped, and as SGD on the gradients of the loops."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from test_agc import NoWaiting
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers.pytorch_utils import Conv1D
+
+from reference.agc import clipped, output_of_each_number, rows_of_dim_0
+from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
+from torch_thor import AGCSGD
+
+INF = float("inf")
+SETTINGS = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "nesterov_decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    "maximize": {"momentum": 0.9, "maximize": True, "weight_decay": 0.1},
+}
+
+
+def test_two_steps_by_hand():
+    """λ = 0.1, lr = 0.5, μ = 0.9, weight decay 0.2, one unit W = (3, 4).
+
+    1: G = (6, 8), limit 0.5: G ← (0.3, 0.4). d = G + 0.2 W = (0.9, 1.2) = v. W ← (2.55, 3.4), of norm 4.25.
+    2: G = (0, 1), limit 0.425: G ← (0, 0.425). d = (0.51, 1.105). v = (1.32, 2.185). W ← (1.89, 2.3075).
+    """
+    p = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    optimizer = AGCSGD([p], lr=0.5, momentum=0.9, weight_decay=0.2, clip_factor=0.1, exclude=())
+    for gradient, expected in (([6.0, 8.0], [2.55, 3.4]), ([0.0, 1.0], [1.89, 2.3075])):
+        p.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        assert p.tolist() == [pytest.approx(expected, rel=1e-13)]
+        assert p.grad.tolist() == [gradient]
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv1d(1, 4, 2), nn.PReLU(), nn.ConvTranspose1d(4, 6, 2, groups=2), nn.Flatten(), nn.LayerNorm(30),
+        nn.Linear(30, 6), Conv1D(5, 6), nn.Linear(5, 3),
+    ).to(dtype)  # fmt: skip
+
+
+def stream(count, dtype=torch.float32):
+    return [(x[:, None], labels) for x, labels in batches(count, dtype=dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_without_clipping_it_is_torchs_sgd_to_the_bit(name, foreach, dtype):
+    """Torch's foreach Nesterov adds into p.grad: harmless to the steps compared here."""
+    model, twin = network(dtype), network(dtype)
+    optimizer = AGCSGD(model, lr=0.01, clip_factor=INF, foreach=foreach, **SETTINGS[name])
+    other = torch.optim.SGD(twin.parameters(), lr=0.01, foreach=foreach, **SETTINGS[name])
+    train(model, optimizer, stream(5, dtype))
+    train(twin, other, stream(5, dtype))
+    assert_same_bits(weights(model), weights(twin))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert optimizer.state[p].keys() == other.state[q].keys()
+        for key, value in other.state[q].items():
+            assert torch.equal(optimizer.state[p][key], value)
+
+
+def test_channels_last_is_torchs_sgd_to_the_bit():
+    models = [nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optimizers = [AGCSGD(models[0], clip_factor=INF, **options), torch.optim.SGD(models[1].parameters(), **options)]
+    for step in range(4):
+        x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(memory_format=torch.channels_last)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bits(*(weights(model) for model in models))
+    buffers = [o.state[m.weight]["momentum_buffer"] for o, m in zip(optimizers, models, strict=True)]
+    assert buffers[0].stride() == buffers[1].stride() == models[0].weight.stride()
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_is_sgd_on_the_gradients_of_the_loops(name, foreach):
+    """Convolutions of both kinds and GPT-2's layer along their outputs; the last Linear is not clipped."""
+    model, twin = network(torch.float64), network(torch.float64)
+    sizes = {"0": (1, 1, 5), "2": (1, 4, 4), "5": (1, 30), "6": (1, 6)}
+    outputs = {f"{n}.weight": output_of_each_number(twin[int(n)], size) for n, size in sizes.items()}
+    options = {"lr": 0.05, **SETTINGS[name]}
+    optimizer = AGCSGD(model, clip_factor=0.03, foreach=foreach, **options)
+    other = torch.optim.SGD(twin.parameters(), **options)
+    assert optimizer.excluded == ("7.weight", "7.bias")
+    shares = []
+    for x, labels in stream(5, torch.float64):
+        train(model, optimizer, [(x, labels)])
+        cross_entropy(labels)(twin(x)).backward()
+        count, units = 0, 0
+        for key, p in twin.named_parameters():
+            if key.startswith("7."):
+                continue
+            where = outputs.get(key, rows_of_dim_0(p.shape))
+            numbers, more = clipped(p.detach().numpy(), p.grad.numpy(), where, 0.03, 1e-3)
+            p.grad = torch.tensor(numbers)
+            count, units = count + more, units + int(where.max()) + 1
+        other.step()
+        other.zero_grad()
+        assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (count, units)
+        shares.append(float(optimizer.clip_statistics.share))
+        for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            np.testing.assert_allclose(p.detach().numpy(), q.detach().numpy(), rtol=1e-9, atol=1e-12, err_msg=key)
+    assert all(0.1 < share < 0.95 for share in shares)
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("exclude", [(), None, "*"])
+@pytest.mark.parametrize("clip_factor", [0.01, INF])
+def test_nesterov_leaves_gradients_alone(clip_factor, exclude, foreach):
+    """Clipped or not: torch's foreach SGD adds the momentum into what it is given."""
+    model = mlp()
+    optimizer = AGCSGD(model, momentum=0.9, nesterov=True, clip_factor=clip_factor, exclude=exclude, foreach=foreach)
+    for x, labels in batches(2):
+        cross_entropy(labels)(model(x)).backward()
+        before = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(p.grad, value) for p, value in zip(model.parameters(), before, strict=True))
+
+
+def test_groups_have_clip_factors_of_their_own():
+    model = mlp()
+    groups = [
+        {"params": model[0].parameters(), "clip_factor": INF},
+        {"params": model[2].parameters(), "clip_factor": 1e-9},
+        {"params": model[4].parameters()},
+    ]
+    optimizer = AGCSGD(groups, model=model, lr=0.1)
+    assert optimizer.clip_statistics is None
+    train(model, optimizer, batches(1))
+    assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (7, 7 + 1 + 6 + 1)
+
+
+def test_the_last_linear_is_found_or_asked_for():
+    model = mlp()
+    assert AGCSGD(model).excluded == ("4.weight", "4.bias")
+    assert AGCSGD(model[0].parameters(), model=model).excluded == ()
+    assert AGCSGD(model[4].named_parameters(prefix="4"), model=model).excluded == ("4.weight", "4.bias")
+    assert AGCSGD(model.parameters(), exclude=()).excluded == ()
+    assert AGCSGD(nn.Sequential(nn.Conv2d(1, 1, 1))).excluded == ()
+    for params in (model.parameters(), model.named_parameters(), [{"params": list(model.parameters())}]):
+        with pytest.raises(TypeError, match=r"must know the model.*model=model.*exclude=\(\)"):
+            AGCSGD(params)
+
+
+def test_a_layer_added_later_has_its_own_units():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = AGCSGD(model, clip_factor=1e-6, lr=1.0)
+    model.append(nn.ConvTranspose1d(3, 2, 1, bias=False))
+    optimizer.add_param_group({"params": model[2].parameters()})
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    optimizer.step()
+    assert optimizer.clip_statistics.units == 2
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_asking_a_fresh_optimizer_for_its_state_is_no_step(tensor_lr):
+    """With torch's SGD weight decay is in the momentum afterwards, and dampening holds for the first step too."""
+    models = [mlp(), mlp()]
+    models[1].load_state_dict(models[0].state_dict())
+    options = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
+    optimizers = [AGCSGD(m, lr=torch.tensor(0.1) if tensor_lr else 0.1, **options) for m in models]
+    state = get_optimizer_state_dict(models[0], optimizers[0])["state"]
+    assert state.keys() == dict(models[0].named_parameters()).keys()
+    assert not any(one["momentum_buffer"].any() for one in state.values())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, batches(3))
+    assert_same_bits(*(weights(model) for model in models))
+
+
+def test_nothing_waits_for_the_device():
+    model = network()
+    optimizer = AGCSGD(model, momentum=0.9, nesterov=True, foreach=True)
+    for x, labels in stream(2):
+        cross_entropy(labels)(model(x)).backward()
+        with NoWaiting():
+            optimizer.step()
+
+
+def test_a_checkpoint_of_sgd_goes_on():
+    model = mlp()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8)
+    train(model, sgd, batches(2))
+    twin = copy.deepcopy(model)
+    optimizer = AGCSGD(twin, lr=0.1, clip_factor=INF, eps=0.5)
+    optimizer.load_state_dict(sgd.state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["clip_factor"], group["eps"]) == (0.3, 0.8, INF, 0.5)
+    train(model, sgd, batches(4)[2:])
+    train(twin, optimizer, batches(4)[2:])
+    assert_same_bits(weights(model), weights(twin))
+
+
+def test_complex_parameters():
+    p = nn.Parameter(torch.tensor([[3 + 4j]], dtype=torch.complex128))
+    p.grad = torch.tensor([[2j]], dtype=torch.complex128)
+    AGCSGD([p], lr=1.0, clip_factor=0.1, exclude=()).step()
+    assert complex(p.detach()) == pytest.approx(3 + 3.5j)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"momentum": 1.0}, r"momentum=1\.0: momentum must be in \[0, 1\)"),
+        ({"momentum": 0.9, "dampening": 2}, "dampening=2"),
+        ({"nesterov": True}, "nesterov=True: nesterov must be False where momentum is 0"),
+        ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "no dampening"),
+        ({"nesterov": 1, "momentum": 0.9}, "nesterov=1"),
+        ({"clip_factor": 0}, "clip_factor=0"),
+    ],
+)
+def test_wrong_options(options, said):
+    with pytest.raises(ValueError, match=said):
+        AGCSGD(mlp(), **options)

@@ -1,0 +1,227 @@
+"""LAMB: by hand, against a loop in numpy, beside timm's, and what of it is Adam's."""
+
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+from timm.optim import Lamb
+from torch import nn
+
+from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
+from torch_thor import LAMB
+
+
+class ByTheBook:
+    """Algorithm 2 of the paper, one parameter, in numpy; `adapted=False` has neither decay nor ratio."""
+
+    def __init__(self, x, *, lr, betas, eps, weight_decay, adapted):
+        self.x, self.lr, self.betas, self.eps, self.adapted = np.array(x, dtype=float), lr, betas, eps, adapted
+        self.weight_decay = weight_decay if adapted else 0.0
+        self.m, self.v, self.t = np.zeros_like(self.x), np.zeros_like(self.x), 0
+
+    def step(self, g):
+        b1, b2 = self.betas
+        self.t += 1
+        self.m = b1 * self.m + (1 - b1) * g
+        self.v = b2 * self.v + (1 - b2) * g**2
+        r = (self.m / (1 - b1**self.t)) / (np.sqrt(self.v / (1 - b2**self.t)) + self.eps)
+        u = r + self.weight_decay * self.x
+        of_x, of_u = np.sqrt((self.x**2).sum()), np.sqrt((u**2).sum())
+        ratio = of_x / of_u if self.adapted and of_x > 0 and of_u > 0 else 1.0
+        self.x = self.x - self.lr * ratio * u
+
+
+def test_two_steps_by_hand():
+    """lr = 0.1, β = (0.5, 0.75), ε = 1, λ = 0.5, x = (3, 4), g = (1, -1), then (0, 0).
+
+    1: m̂ = g, v̂ = 1, r = g / 2 = (0.5, -0.5), u = r + x / 2 = (2, 1.5), ‖x‖ / ‖u‖ = 5 / 2.5 = 2: x ← (2.6, 3.7).
+    2: m = (0.25, -0.25), m̂ = m / 0.75 = (1, -1) / 3; v = 0.1875, v̂ = v / 0.4375 = 3 / 7; r = ±(1/3) / (√(3/7) + 1).
+    """
+    p = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    optimizer = LAMB([p], lr=0.1, betas=(0.5, 0.75), eps=1.0, weight_decay=0.5)
+    p.grad = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    optimizer.step()
+    assert p.tolist() == [pytest.approx([2.6, 3.7], rel=1e-14)]
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    r = (1 / 3) / (math.sqrt(3 / 7) + 1)
+    u = [r + 1.3, -r + 1.85]
+    ratio = math.hypot(2.6, 3.7) / math.hypot(*u)
+    assert p.tolist() == [pytest.approx([2.6 - 0.1 * ratio * u[0], 3.7 - 0.1 * ratio * u[1]], rel=1e-12)]
+
+
+def test_a_bias_is_adams_by_default():
+    """u = g / (|g| + ε) at the first step, whatever x is."""
+    p = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    p.grad = torch.tensor([1.0, -3.0], dtype=torch.float64)
+    LAMB([p], lr=0.1, eps=1.0, weight_decay=0.5).step()
+    assert p.tolist() == pytest.approx([3 - 0.05, 4 + 0.075], rel=1e-14)
+
+
+@pytest.mark.parametrize(("x", "g"), [([[0.0, 0.0]], [[1.0, 1.0]]), ([[3.0, 4.0]], [[0.0, 0.0]])])
+def test_the_ratio_is_one_where_a_norm_is_zero(x, g):
+    p = nn.Parameter(torch.tensor(x, dtype=torch.float64))
+    p.grad = torch.tensor(g, dtype=torch.float64)
+    LAMB([p], lr=0.1, eps=1.0, weight_decay=0.0).step()
+    assert p.tolist() == [pytest.approx([a - 0.1 * b / 2 for a, b in zip(x[0], g[0], strict=True)])]
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("exclude", [None, (), ["0", "*.bias"], lambda name, p: p.dim() > 1], ids=str)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_equals_the_loop(weight_decay, exclude, foreach):
+    """Some gradients are missing at times: every parameter counts its own steps."""
+    model = nn.Sequential(nn.Conv1d(1, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 3)).double()
+    options = {"lr": 0.03, "betas": (0.7, 0.9), "eps": 1e-3, "weight_decay": weight_decay}
+    optimizer = LAMB(model, exclude=exclude, foreach=foreach, **options)
+    excluded = {
+        None: {"0.bias", "1.weight", "1.bias", "3.bias"},
+        (): set(),
+        "patterns": {"0.weight", "0.bias", "1.bias", "3.bias"},
+        "rule": {"0.weight", "3.weight"},
+    }["rule" if callable(exclude) else "patterns" if isinstance(exclude, list) else exclude]
+    assert set(optimizer.excluded) == excluded
+    books = {
+        name: ByTheBook(p.detach().numpy(), adapted=name not in excluded, **options)
+        for name, p in model.named_parameters()
+    }
+    for step, (x, labels) in enumerate(batches(7)):
+        cross_entropy(labels)(model(x[:, None])).backward()
+        if step in (0, 3):
+            model[0].weight.grad = model[3].bias.grad = None
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                books[name].step(p.grad.numpy().copy())
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            np.testing.assert_allclose(p.detach().numpy(), books[name].x, rtol=1e-10, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_equals_timms(always):
+    """timm's applies the ratio to what decays, or, with `always_adapt`, to everything."""
+    torch.manual_seed(0)
+    models = [timm.create_model("test_vit", num_classes=5) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-5}
+    ours = LAMB(models[0], weight_decay=0.1, exclude=() if always else None, **options)
+    groups = [
+        {"params": [p for p in models[1].parameters() if always or p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in models[1].parameters() if not always and p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    theirs = Lamb(groups, max_grad_norm=None, always_adapt=always, **options)
+    for step in range(4):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            generator = torch.Generator().manual_seed(step)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_everything_excluded_is_adam():
+    models = [mlp(), mlp()]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = LAMB(models[0], lr=0.01, eps=1e-8, weight_decay=0.5, exclude="*")
+    theirs = torch.optim.Adam(models[1].parameters(), lr=0.01)
+    for model, optimizer in zip(models, (ours, theirs), strict=True):
+        train(model, optimizer, batches(6))
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_is_lr_times_the_weights_norm():
+    """The trust ratio's point: any loss scale, any layer."""
+    for scale in (1e-3, 1.0, 1e3):
+        model = mlp()
+        before = weights(model)
+        x, labels = batches(1)[0]
+        (scale * cross_entropy(labels)(model(x))).backward()
+        LAMB(model, lr=0.01, eps=1e-12).step()
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                assert float((p.detach() - before[name]).norm() / before[name].norm()) == pytest.approx(0.01, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_have_float32_moments_and_norms(dtype):
+    """The same numbers as float32 parameters that are rounded after each step."""
+    model, wide = mlp(dtype=dtype), mlp(dtype=torch.float32)
+    wide.load_state_dict(model.state_dict())
+    optimizer, other = LAMB(model, lr=0.05), LAMB(wide, lr=0.05)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            q.grad = p.grad.float()
+        optimizer.step()
+        other.step()
+        with torch.no_grad():
+            for q in wide.parameters():
+                q.copy_(q.to(dtype))
+    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(p.float(), q)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert optimizer.state[p][key].dtype == torch.float32
+            assert torch.equal(optimizer.state[p][key], other.state[q][key])
+
+
+def test_a_checkpoint_of_adamw_goes_on():
+    """Moments and steps are AdamW's; in float32, also where AdamW had them in bfloat16."""
+    model = mlp(dtype=torch.bfloat16)
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
+    train(model, adamw, batches(3, dtype=torch.bfloat16))
+    optimizer = LAMB(model, lr=0.02, exclude=())
+    optimizer.load_state_dict(adamw.state_dict())
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    for p in model.parameters():
+        assert torch.equal(optimizer.state[p]["exp_avg"], adamw.state[p]["exp_avg"].float())
+        assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
+    train(model, optimizer, batches(1, dtype=torch.bfloat16))
+    assert float(optimizer.state[model[0].weight]["step"]) == 4
+
+
+def test_complex_parameters_are_pairs_of_real_ones():
+    p = nn.Parameter(torch.randn(3, 2, dtype=torch.complex128))
+    pairs = nn.Parameter(torch.view_as_real(p.detach()).clone())
+    optimizer, other = LAMB([p], lr=0.1), LAMB([pairs], lr=0.1)
+    for _ in range(3):
+        p.grad = torch.randn(3, 2, dtype=torch.complex128)
+        pairs.grad = torch.view_as_real(p.grad).clone()
+        optimizer.step()
+        other.step()
+    assert torch.equal(torch.view_as_real(p), pairs)
+
+
+def test_state_is_made_for_all_at_the_first_step_and_for_late_comers():
+    model = mlp()
+    model[4].requires_grad_(False)
+    optimizer = LAMB(model)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    optimizer.step()
+    steps = {name: float(optimizer.state[p]["step"]) for name, p in model.named_parameters() if p in optimizer.state}
+    assert steps == {"0.weight": 1, "0.bias": 0, "2.weight": 0, "2.bias": 0}
+    model[4].requires_grad_(True)
+    train(model, optimizer, batches(1))
+    assert float(optimizer.state[model[4].weight]["step"]) == 1
+
+
+def test_a_first_step_of_warm_up_from_zero_counts():
+    models = [mlp(), mlp()]
+    models[1].load_state_dict(models[0].state_dict())
+    for lr, model in zip((0.0, torch.tensor(0.0)), models, strict=True):
+        optimizer = LAMB(model, lr=lr)
+        before = weights(model)
+        train(model, optimizer, batches(1))
+        assert_same_bits(weights(model), before)
+        assert float(optimizer.state[model[0].weight]["step"]) == 1
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), 0.9, (0.9,), ("a", 0.9), (float("nan"), 0.9)], ids=str)
+def test_wrong_betas(betas):
+    with pytest.raises(ValueError, match="betas="):
+        LAMB(mlp(), betas=betas)
