@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_thor.optim import THOR, intervals
+from torch_thor.optim import AGCSGD, LAMB, THOR, intervals
 from torch_thor.optim.options import check_interval, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.muon import MuonAdamW
@@ -47,6 +47,19 @@ class SGDSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True)
+class AGCSGDSettings(SGDSettings):
+    """`AGCSGD`: SGD on adaptively clipped gradients.
+
+    Args:
+        clip_factor: The largest ratio of a unit's gradient norm to its weight norm.
+        eps: The weight norm that a unit has at least.
+    """
+
+    clip_factor: float = 0.01
+    eps: float = 1e-3
+
+
+@dataclass(frozen=True)
 class AdamWSettings(OptimizerSettings):
     """`torch.optim.AdamW`.
 
@@ -59,6 +72,18 @@ class AdamWSettings(OptimizerSettings):
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.999
+
+
+@dataclass(frozen=True)
+class LAMBSettings(AdamWSettings):
+    """`LAMB`, without decay and trust ratio for biases and gains.
+
+    Args:
+        eps: Added to the root of the second moment.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -195,6 +220,15 @@ def _adamw(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), settings.lr, betas, weight_decay=settings.weight_decay)
 
 
+def _agc_sgd(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    return AGCSGD(model, **asdict(settings))
+
+
+def _lamb(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    betas = (settings.beta1, settings.beta2)
+    return LAMB(model, settings.lr, betas, settings.eps, settings.weight_decay)
+
+
 def _muon(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
     return MuonAdamW(model.parameters(), **asdict(settings))
 
@@ -228,6 +262,8 @@ OPTIMIZERS: dict[str, Entry] = {
     "sgd": Entry(SGDSettings, _sgd),
     "adamw": Entry(AdamWSettings, _adamw),
     "muon": Entry(MuonSettings, _muon),
+    "lamb": Entry(LAMBSettings, _lamb),
+    "agc-sgd": Entry(AGCSGDSettings, _agc_sgd),
 }
 
 

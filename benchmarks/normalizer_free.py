@@ -1,0 +1,213 @@
+"""Networks without normalisation: learning rates at which SGD diverges, and small batches beside BatchNorm.
+
+    python benchmarks/normalizer_free.py              # what is missing under results/normalizer_free, then the table
+    python benchmarks/normalizer_free.py --table      # the table alone, from the raw data
+    python benchmarks/normalizer_free.py --free nf_resnet50 --norm resnet50 --size 64 --device cuda
+
+Fashion-MNIST, networks of timm. Two questions, a JSON file for each run:
+
+1. Learning rates. The network without norms, batch 128, SGD and AGC-SGD with the same momentum, at learning rates a
+   factor of two apart. Diverged is: the loss is no longer finite, or at the end not below that of guessing.
+2. Batch size. The network without norms with AGC-SGD and its relative with BatchNorm with SGD, at batch sizes 128
+   and 16, as many epochs, the learning rate in proportion to the batch. What each loses from 128 to 16.
+
+Constant learning rates, one seed unless ``--seeds`` says more. What it is not: tuned, or a comparison of the two networks
+with each other, which differ in more than the norms.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "normalizer_free"
+RATES = [0.05, 0.1, 0.2, 0.4, 0.8]
+BATCHES = [128, 16]
+RATE_AT_128 = 0.05
+MOMENTUM = 0.9
+CLIP_FACTOR = {128: 0.02, 16: 0.04}  # the paper's λ grows as the batch shrinks (its section 4.1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Args:
+        question: ``"rates"`` or ``"batches"``.
+        model: a name of timm's.
+        optimizer: ``"sgd"`` or ``"agc-sgd"``.
+        batch: batch size.
+        lr: learning rate.
+        images: how many training images are seen.
+        size: height and width that images are resized to.
+        seed: of weights and order.
+        device: where.
+    """
+
+    question: str
+    model: str
+    optimizer: str
+    batch: int
+    lr: float
+    images: int
+    size: int
+    seed: int
+    device: str
+
+    @property
+    def path(self) -> Path:
+        """Where its raw data stands."""
+        name = f"{self.question}-{self.model}-{self.optimizer}-b{self.batch}-lr{self.lr:g}-seed{self.seed}.json"
+        return RESULTS / name
+
+
+def runs(options: argparse.Namespace) -> list[Run]:
+    """List the trainings.
+
+    Args:
+        options: the command line.
+
+    Returns:
+        Both questions' runs.
+    """
+    found = []
+    for seed in range(options.seeds):
+        rest = {"images": options.images, "size": options.size, "seed": seed, "device": options.device}
+        found += [Run("rates", options.free, o, 128, lr, **rest) for o in ("sgd", "agc-sgd") for lr in RATES]
+        for model, optimizer in ((options.free, "agc-sgd"), (options.norm, "sgd")):
+            found += [Run("batches", model, optimizer, b, RATE_AT_128 * b / 128, **rest) for b in BATCHES]
+    return found
+
+
+def train_one(run: Run) -> None:
+    """Train once, in this process, and write the raw data.
+
+    Args:
+        run: what.
+    """
+    import timm
+    import torch
+    from torch.nn.functional import cross_entropy, interpolate
+
+    from machine import describe
+    from torch_thor import AGCSGD
+    from torch_thor.training.data import DataSpec, epoch_order, load_data
+
+    if run.device == "cpu":
+        torch.set_num_threads(1)
+    data = load_data(DataSpec("fashion-mnist"))
+    torch.manual_seed(run.seed)
+    model = timm.create_model(run.model, num_classes=data.classes, in_chans=1).to(run.device)
+    if run.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=MOMENTUM)
+    else:
+        optimizer = AGCSGD(model, lr=run.lr, momentum=MOMENTUM, clip_factor=CLIP_FACTOR[run.batch])
+
+    def batch(images: torch.Tensor) -> torch.Tensor:
+        images = images.to(run.device)
+        return images if images.shape[-1] == run.size else interpolate(images, (run.size, run.size), mode="bilinear")
+
+    losses: list[float] = []
+    shares: list[float] = []
+    order = torch.cat([epoch_order(len(data.train_labels), run.seed, e) for e in range(1 + run.images // 60_000)])
+    start = time.perf_counter()
+    for chosen in order[: run.images].split(run.batch):
+        loss = cross_entropy(model(batch(data.train_images[chosen])), data.train_labels[chosen].to(run.device))
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(optimizer, AGCSGD) and optimizer.clip_statistics is not None:
+            shares.append(float(optimizer.clip_statistics.share))
+    seconds = time.perf_counter() - start
+    model.eval()
+    correct = 0
+    with torch.no_grad():
+        pairs = zip(data.test_images.split(500), data.test_labels.split(500), strict=True)
+        for images, labels in pairs:
+            correct += int((model(batch(images)).argmax(1).cpu() == labels).sum())
+    end = statistics.fmean(losses[-max(1, len(losses) // 20) :])
+    result = {
+        **asdict(run),
+        "momentum": MOMENTUM,
+        "clip_factor": CLIP_FACTOR[run.batch] if run.optimizer == "agc-sgd" else None,
+        "diverged": not end < math.log(data.classes),
+        "final_loss": end if math.isfinite(end) else None,
+        "accuracy": correct / len(data.test_labels),
+        "share_of_units_clipped": statistics.fmean(shares) if shares else None,
+        "loss": [round(value, 5) if math.isfinite(value) else None for value in losses],
+        "seconds": round(seconds, 1),
+        "timm": timm.__version__,
+        "machine": describe(),
+    }
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = run.path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result) + "\n")
+    temporary.rename(run.path)
+
+
+def table(planned: list[Run]) -> str:
+    """Return the results as Markdown, from the runs there are.
+
+    Args:
+        planned: the runs.
+
+    Returns:
+        Two tables.
+    """
+    done: list[dict[str, Any]] = [json.loads(run.path.read_text()) for run in planned if run.path.exists()]
+    lines = [
+        "| network | optimizer | batch | lr | diverged | accuracy (each seed) | units clipped |",
+        *["|---" * 7 + "|"],
+    ]
+    for run in dict.fromkeys((r.question, r.model, r.optimizer, r.batch, r.lr) for r in planned):
+        each = [d for d in done if (d["question"], d["model"], d["optimizer"], d["batch"], d["lr"]) == run]
+        if not each:
+            continue
+        _, model, optimizer, batch, lr = run
+        diverged = f"{sum(d['diverged'] for d in each)} of {len(each)}"
+        accuracy = ", ".join(f"{d['accuracy']:.3f}" for d in each)
+        shares = [d["share_of_units_clipped"] for d in each if d["share_of_units_clipped"] is not None]
+        share = f"{statistics.fmean(shares):.0%}" if shares else "-"
+        lines.append(f"| {model} | {optimizer} | {batch} | {lr:g} | {diverged} | {accuracy} | {share} |")
+    text = "\n".join(lines)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "table.md").write_text(text + "\n")
+    return text
+
+
+def main() -> None:
+    """Run what is missing and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the table from the raw data")
+    parser.add_argument("--free", default="test_nfnet", help="the network without norms: nf_resnet50, nfnet_f0, ...")
+    parser.add_argument("--norm", default="test_resnet", help="its relative with BatchNorm")
+    parser.add_argument("--images", type=int, default=30_000, help="training images that a run sees")
+    parser.add_argument("--size", type=int, default=28, help="height and width of the images")
+    parser.add_argument("--seeds", type=int, default=1, help="how many seeds")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--one", help="train once (used by this script)")
+    options = parser.parse_args()
+    if options.one:
+        train_one(Run(**json.loads(options.one)))
+        return
+    planned = runs(options)
+    for run in planned:
+        if not options.table and not run.path.exists():
+            words = [sys.executable, __file__, "--one", json.dumps(asdict(run))]
+            subprocess.run(words, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+            print("done", run.path.name, flush=True)
+    print(table(planned))
+
+
+if __name__ == "__main__":
+    main()
