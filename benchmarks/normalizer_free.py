@@ -11,8 +11,8 @@ Fashion-MNIST, networks of timm. Two questions, a JSON file for each run:
 2. Batch size. The network without norms with AGC-SGD and its relative with BatchNorm with SGD, at batch sizes 128
    and 16, as many epochs, the learning rate in proportion to the batch. What each loses from 128 to 16.
 
-Constant learning rates, one seed unless ``--seeds`` says more. What it is not: tuned, or a comparison of the two networks
-with each other, which differ in more than the norms.
+Constant learning rates, one seed unless ``--seeds`` says more. What it is not: tuned, or a comparison of the two
+networks with each other, which differ in more than the norms.
 """
 
 import argparse
