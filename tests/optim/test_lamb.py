@@ -69,7 +69,9 @@ def test_the_ratio_is_one_where_a_norm_is_zero(x, g):
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("exclude", [None, (), ["0", "*.bias"], lambda name, p: p.dim() > 1], ids=str)
+@pytest.mark.parametrize(
+    "exclude", [None, (), ["0", "*.bias"], lambda name, p: p.dim() > 1], ids=["default", "none", "patterns", "callable"]
+)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_equals_the_loop(weight_decay, exclude, foreach):
     """Some gradients are missing at times: every parameter counts its own steps."""
