@@ -8,6 +8,7 @@ from torch_thor.training.errors import UserError
 from torch_thor.training.models import build_model
 from torch_thor.training.optimizers import OPTIMIZERS, THORSettings
 from torch_thor.training.recipe import differences, load_recipe, override, parse_recipe, recipe_names, recipe_yaml
+from torch_thor.training.schedules import ScheduleSpec
 
 MINIMAL = "data: {name: digits}\nepochs: 3\n"
 
@@ -73,7 +74,9 @@ def test_one_optimizer_by_name():
         ("targets=[95]", r"targets=\[95\.0\] must lie in"),
         ("model=resnet51", "model=resnet51 is no network"),
         ("data.name=mnist", r"data\.name=mnist is no data set"),
-        ("schedule.kind=step", "kind=step is no schedule"),
+        ("schedule.kind=stpe", "kind=stpe is no schedule"),
+        ("schedule.kind=step", "kind=step needs milestones"),
+        ("schedule.horizon_epochs=-1", "horizon_epochs=-1"),
         ("schedule=3", "schedule: "),
         ("epochs=[1", "epochs=.1"),
         ("=3", "is no override"),
@@ -126,3 +129,15 @@ def test_layers_to_leave_out_reach_the_optimizer():
     assert all((reason is not None) == ("norm" in name or "shortcut.1" in name) for name, reason in reasons.items())
     with pytest.raises(UserError, match="'nrom' matches no layer"):
         optimizer("[nrom]")
+
+
+def test_the_reference_schedules_of_resnet50_in_a_recipe():
+    text = MINIMAL + (
+        "schedule: {kind: thor-lr, decay: 4.0839, decay_epochs: 39, horizon_epochs: 53}\n"
+        "damping_schedule: {kind: step, milestones: [1, 2], gamma: 0.5}\n"
+    )
+    recipe = parse_recipe(text, "x", ["label_smoothing=0.1", "damping_schedule.milestones=[1,2.5]"])
+    assert recipe.schedule == ScheduleSpec("thor-lr", decay=4.0839, decay_epochs=39, horizon_epochs=53)
+    assert recipe.damping_schedule == ScheduleSpec("step", milestones=(1, 2.5), gamma=0.5)
+    assert recipe.label_smoothing == 0.1
+    assert parse_recipe(recipe_yaml(recipe), "x", []) == recipe

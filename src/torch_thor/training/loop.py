@@ -36,6 +36,9 @@ class Run:
             f"batch_size={plan.batch_size} is larger than the training set ({len(data.train_images)} images)",
         )
         self.total_steps = self.steps_per_epoch * plan.epochs
+        self.schedules = {"lr": plan.schedule, "damping": plan.damping_schedule}
+        for key, schedule in self.schedules.items():
+            schedules.check(optimizer, key, schedule, self.steps_per_epoch, self.total_steps)
         self.eval_interval = plan.eval_interval or self.steps_per_epoch
         self.step = 0
         self.seconds = 0.0
@@ -142,12 +145,8 @@ def train(run: Run, callbacks: Sequence[Callback] = ()) -> Record:
 
 def _step(run: Run) -> StepPoint:
     plan, data, optimizer = run.plan, run.data, run.optimizer
-    schedules.apply(optimizer, "lr", schedules.factor(plan.schedule, run.step, run.steps_per_epoch, run.total_steps))
-    schedules.apply(
-        optimizer,
-        "damping",
-        schedules.factor(plan.damping_schedule, run.step, run.steps_per_epoch, run.total_steps),
-    )
+    for key, schedule in run.schedules.items():
+        schedules.apply(optimizer, key, schedule, run.step, run.steps_per_epoch, run.total_steps)
     refresh = refresh_due(optimizer)
     started = time.perf_counter()
     chosen = run.batch()
