@@ -6,9 +6,10 @@ import pytest
 
 from torch_thor.training.errors import UserError
 from torch_thor.training.models import build_model
-from torch_thor.training.optimizers import OPTIMIZERS, THORSettings
+from torch_thor.training.optimizers import OPTIMIZERS
 from torch_thor.training.recipe import differences, load_recipe, override, parse_recipe, recipe_names, recipe_yaml
 from torch_thor.training.schedules import ScheduleSpec
+from torch_thor.training.thor_settings import THORSettings
 
 MINIMAL = "data: {name: digits}\nepochs: 3\n"
 

@@ -18,7 +18,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from torch_thor.training.data import DataSpec
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.models import MODELS
-from torch_thor.training.optimizers import OPTIMIZERS, OptimizerSettings, default_settings
+from torch_thor.training.optimizer_settings import OptimizerSettings
+from torch_thor.training.optimizers import OPTIMIZERS, default_settings
 from torch_thor.training.plan import Plan
 
 DEFAULT_RECIPE = "digits"
