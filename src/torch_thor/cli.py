@@ -158,9 +158,7 @@ Examples:
 """,
 )
 def split_dim(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A torchvision or timm name (timm:NAME), or FILE.py:FUNCTION.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")],
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto takes a GPU if there is one.")] = "auto",
     batch: Annotated[int, typer.Option("--batch", help="Images of the sample.")] = 32,
     pixels: Annotated[int, typer.Option("--pixels", help="Their height and width.")] = 224,

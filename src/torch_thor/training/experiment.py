@@ -23,7 +23,7 @@ from torch_thor.training.errors import UserError, require
 from torch_thor.training.evaluation import Score, evaluate
 from torch_thor.training.loop import Run, resolve_device, train
 from torch_thor.training.metrics import MetricsFile
-from torch_thor.training.models import build_model
+from torch_thor.training.models import build_model, check_fits
 from torch_thor.training.optimizers import build_optimizer
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
 from torch_thor.training.refresh_plot import draw_refreshes
@@ -107,6 +107,7 @@ def new_run(recipe: Recipe, optimizer: str, data: DataBundle) -> Run:
     model = build_model(recipe.model, data.channels, data.classes)
     # convolutions are faster in channels_last, on a CPU too, and for every optimizer alike
     model = model.to(data.train_images.device).to(memory_format=torch.channels_last)
+    check_fits(recipe.model, model, data.train_images.shape[1:], data.classes)
     return Run(model, build_optimizer(optimizer, model, recipe.optimizers[optimizer]), data, recipe)
 
 

@@ -1,12 +1,17 @@
-"""The networks of the small recipes. Each one is built from (channels of the images, number of classes)."""
+"""The networks that a recipe can name: the small ones here, torchvision's and timm's.
+
+Each one is built from (channels of the images, number of classes).
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor.training.errors import require
+from torch_thor.training.errors import UserError, require
+from torch_thor.training.library_models import LibraryModel, find_model
 
 
 class BasicBlock(nn.Module):
@@ -106,16 +111,73 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
+def check_name(name: str) -> None:
+    """Refuse what is no network to train.
+
+    Args:
+        name: As `build_model` takes it.
+
+    Raises:
+        UserError: If it is neither ours nor a classifier of torchvision's or timm's.
+    """
+    if name in MODELS:
+        return
+    try:
+        found = _in_library(name)
+    except UserError as error:
+        raise UserError(f"model={name} is no network: {error}") from error
+    found.check_classifier()
+
+
+def _in_library(name: str) -> LibraryModel:
+    return find_model(name, list(MODELS), f"ours are {', '.join(MODELS)}")
+
+
 def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
     """Build a network with torch's global random numbers (seed them first).
 
     Args:
-        name: A key of `MODELS`.
+        name: A key of `MODELS`, or a name of torchvision's or timm's.
         in_channels: Channels of the images.
         classes: Number of classes.
 
     Returns:
         The network, on the CPU, in training mode.
     """
-    require(name in MODELS, f"model={name} is no network: use one of {', '.join(MODELS)}")
-    return MODELS[name](in_channels, classes)
+    check_name(name)
+    if name in MODELS:
+        return MODELS[name](in_channels, classes)
+    return _in_library(name).build_classifier(in_channels, classes)
+
+
+@torch.no_grad()
+def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes: int) -> None:
+    """Refuse a network that cannot take the images; its weights, running averages and mode stay.
+
+    Args:
+        name: What the recipe calls it.
+        model: The network, on its device.
+        image_shape: (C, H, W).
+        classes: Number of classes.
+
+    Raises:
+        UserError: If it fails on such images, or returns anything but scores (N, classes).
+    """
+    size = " x ".join(str(length) for length in image_shape)
+    parameter = next(model.parameters())
+    images = torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device)
+    training = model.training
+    try:
+        scores = model.eval()(images)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"model={name} does not take the data's images ({size}): {line}; use another model, or other data"
+        ) from error
+    finally:
+        model.train(training)
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    require(
+        shape == (2, classes),
+        f"model={name} gives {shape} for 2 images ({size}) and not scores (2, {classes}): use a classifier",
+    )

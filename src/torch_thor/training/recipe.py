@@ -4,7 +4,6 @@ A recipe is a `Plan` with names: which data, which network, which optimizers, an
 """
 
 import copy
-import difflib
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -17,7 +16,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from torch_thor.training.data import DataSpec
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.models import MODELS
+from torch_thor.training.library_models import nearest
+from torch_thor.training.models import check_name
 from torch_thor.training.optimizer_settings import OptimizerSettings
 from torch_thor.training.optimizers import OPTIMIZERS, default_settings
 from torch_thor.training.plan import Plan
@@ -34,7 +34,8 @@ class Recipe(Plan):
         name: The recipe's name: its file's, without `.yaml`.
         about: One line for `torch-thor train --list`.
         data: The data set.
-        model: The network.
+        model: The network: small-cnn, small-resnet, or an image classifier of torchvision's or timm's
+            (`torchvision:NAME`, `timm:NAME`, or bare), with random weights.
         optimizer: The optimizers to train with, one after the other.
         optimizers: Settings of every optimizer, whether it is trained with or not.
         targets: Top-1 accuracies (in (0, 1]) that the final table counts steps and seconds to.
@@ -61,7 +62,7 @@ class Recipe(Plan):
             self.threads is None or self.threads >= 1,
             f"threads={self.threads} must be 1 or more; null leaves torch's choice",
         )
-        require(self.model in MODELS, f"model={self.model} is no network: use one of {', '.join(MODELS)}")
+        check_name(self.model)
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
         for name in (*self.optimizer, *self.optimizers):
             require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
@@ -130,7 +131,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
         )
         return parse_recipe(path.read_text(encoding="utf-8"), path.stem, overrides or [])
     names = recipe_names()
-    require(name in names, f"there is no recipe {name}{_nearest(name, names)}: the recipes are {', '.join(names)}")
+    require(name in names, f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}")
     text = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8")
     return parse_recipe(text, name, overrides or [])
 
@@ -234,7 +235,7 @@ def _spread(config: DictConfig, key: str, value: Any) -> dict[str, Any]:
     ]
     require(
         bool(takers),
-        f"there is no key {key}{_nearest(key, known)}: see the recipe's keys in `torch-thor train --list`",
+        f"there is no key {key}{nearest(key, known)}: see the recipe's keys in `torch-thor train --list`",
     )
     return {"optimizers": {name: _nested(key, value) for name in takers}}
 
@@ -252,7 +253,7 @@ def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
         return cast(DictConfig, OmegaConf.merge(_without_replaced(config, change), OmegaConf.create(change)))
     except (ConfigKeyError, ConfigAttributeError) as error:
         known = list(_flat(OmegaConf.to_container(config)))
-        raise UserError(f"there is no key {error.full_key}{_nearest(str(error.full_key), known)}") from error
+        raise UserError(f"there is no key {error.full_key}{nearest(str(error.full_key), known)}") from error
     except TypeError as error:  # what OmegaConf says of a mapping in the place of a list
         raise UserError(f"{next(iter(_flat(change)))}: {error}") from error
     except OmegaConfBaseException as error:
@@ -287,8 +288,3 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
     return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}{name}.").items()}
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {matches[0]}?)" if matches else ""

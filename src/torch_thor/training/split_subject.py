@@ -1,6 +1,5 @@
 """What `torch-thor split-dim` looks at: a model by name or from a file, and a sample batch of real images."""
 
-import difflib
 import importlib.util
 import random
 from collections.abc import Callable
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.training.errors import UserError, require
+from torch_thor.training.library_models import find_model
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as reference trainings normalise
-TIMM = "timm:"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def load_subject(word: str, seed: int) -> Subject:
     """Build the model that a user names.
 
     Args:
-        word: A torchvision or timm name (`timm:NAME` where both know it), or `FILE.py:FUNCTION`.
+        word: A torchvision or timm name (`torchvision:NAME`, `timm:NAME`, or bare), or `FILE.py:FUNCTION`.
         seed: Of the random initialisation.
 
     Returns:
@@ -49,36 +48,7 @@ def load_subject(word: str, seed: int) -> Subject:
     path, colon, function = word.rpartition(":")
     if colon and path.endswith(".py"):
         return _from_file(word, Path(path), function)
-    return Subject(word, _by_name(word))
-
-
-def _by_name(word: str) -> nn.Module:
-    import torchvision
-
-    known = torchvision.models.list_models()
-    if word in known:
-        model: nn.Module = torchvision.models.get_model(word, weights=None)
-        return model
-    name = word.removeprefix(TIMM)
-    try:
-        import timm
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{word} is no torchvision model{_nearest(word, known)}, and timm, which may know it, is missing: install "
-            f"it with `pip install 'torch-thor[timm]'`"
-        ) from error
-    if not timm.is_model(name):
-        raise UserError(
-            f"{word} is neither a torchvision nor a timm model{_nearest(name, [*known, *timm.list_models()])}; for one "
-            f"of your own give FILE.py:FUNCTION"
-        )
-    built: nn.Module = timm.create_model(name, pretrained=False)
-    return built
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    return Subject(word, find_model(word, [], "for one of your own give FILE.py:FUNCTION").build())
 
 
 def _from_file(word: str, path: Path, function: str) -> Subject:
