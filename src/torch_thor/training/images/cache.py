@@ -1,0 +1,195 @@
+"""A cache of decoded evaluation images: cropped, uint8, one memory-mapped file.
+
+Evaluation crops never change, so decoding them at each evaluation is the same work again. The cache is a folder
+
+    <what>-<key>/images.u8    (N, size, size, 3), uint8
+    <what>-<key>/index.json   what it was made from, and the images that could not be read
+
+whose key is a digest over the crop and over path, size and modification time of every file. It is written under another
+name, flushed, and renamed. When a file changes the key does, and the stale folder is removed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_thor.training.errors import UserError
+from torch_thor.training.images.decoding import BrokenImageError
+from torch_thor.training.images.folder import FolderSource
+from torch_thor.training.images.reading import Workers, raw_loader
+from torch_thor.training.images.transforms import EvaluationTransform
+
+FORMAT = 1
+IMAGES, INDEX = "images.u8", "index.json"
+BATCH = 64
+
+
+class CachedSource:
+    """Evaluation images, already cropped.
+
+    Args:
+        source: Where they came from.
+        folder: The cache's folder.
+        size: Side of an image, in pixels.
+        broken: Reason for each image that could not be read.
+    """
+
+    def __init__(self, source: FolderSource, folder: Path, size: int, broken: dict[int, str]) -> None:
+        self.source, self.folder, self.size, self.broken = source, folder, size, broken
+        self.labels, self.classes = source.labels, source.classes
+        count = len(source.labels)
+        path = str(folder / IMAGES)
+        flat = torch.from_file(path, shared=False, size=count * size * size * 3, dtype=torch.uint8)
+        self.images = flat.view(count, size, size, 3).permute(0, 3, 1, 2)
+
+    def load(self, index: int) -> Tensor:
+        """Read one image.
+
+        Args:
+            index: In [0, N).
+
+        Returns:
+            (3, size, size), uint8.
+
+        Raises:
+            BrokenImageError: If the image could not be read when the cache was made.
+        """
+        if index in self.broken:
+            raise BrokenImageError(self.broken[index])
+        return self.images[index]
+
+    def where(self, index: int) -> str:
+        """Path of the file that an image was made from.
+
+        Args:
+            index: In [0, N).
+
+        Returns:
+            The full path.
+        """
+        return self.source.where(index)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"source": self.source, "folder": self.folder, "size": self.size, "broken": self.broken}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # a started worker maps the file itself; gigabytes do not travel
+
+
+@dataclass
+class Uncropped:
+    """What is left to do to a cached image: nothing.
+
+    Args:
+        size: Side of an image, in pixels.
+    """
+
+    size: int
+
+    def __call__(self, image: Tensor, epoch: int, index: int) -> Tensor:
+        """Give the image back.
+
+        Args:
+            image: (3, size, size), uint8.
+            epoch: Makes no difference.
+            index: Makes no difference.
+
+        Returns:
+            The image.
+        """
+        return image
+
+
+def open_cache(
+    folder: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers, say: Callable[[str], None]
+) -> CachedSource:
+    """Open the cache of an evaluation set; make it first where it is missing or stale.
+
+    Of several processes on a machine one makes it while the others wait.
+
+    Args:
+        folder: Where caches lie; made if it is missing.
+        source: The evaluation images.
+        crop: What is done to each.
+        workers: The processes that decode.
+        say: Told, in one line, when a cache is made.
+
+    Returns:
+        The same images, cropped.
+    """
+    what = _digest(str(source.root.resolve()), str(crop.size), str(crop.resize))
+    final = folder / f"{what}-{_key(source, crop)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder / f"{what}.lock"):
+        if not _whole(final, len(source.labels) * crop.size * crop.size * 3):
+            for stale in folder.glob(f"{what}-*"):  # also what a killed process left behind
+                shutil.rmtree(stale)
+            _make(final, source, crop, workers, say)
+    index = json.loads((final / INDEX).read_text(encoding="utf-8"))
+    return CachedSource(source, final, crop.size, {int(number): reason for number, reason in index["broken"].items()})
+
+
+def _whole(final: Path, size: int) -> bool:
+    return (final / INDEX).is_file() and (final / IMAGES).is_file() and (final / IMAGES).stat().st_size == size
+
+
+def _make(
+    final: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers, say: Callable[[str], None]
+) -> None:
+    count, pixels = len(source.labels), crop.size * crop.size * 3
+    free = shutil.disk_usage(final.parent).free
+    if free < count * pixels:
+        raise UserError(
+            f"the cache of {count} decoded images needs {count * pixels / 1e9:.1f} GB, {final.parent} has "
+            f"{free / 1e9:.1f} GB free: choose another data.cache, or null for none"
+        )
+    say(f"{source.root}: decoding {count} images into {final} ({count * pixels / 1e9:.1f} GB), once")
+    temporary = final.with_name(f"{final.name}.writing")
+    temporary.mkdir()
+    images = torch.from_file(str(temporary / IMAGES), shared=True, size=count * pixels, dtype=torch.uint8)
+    rows = images.view(count, crop.size, crop.size, 3)
+    broken: dict[int, str] = {}
+    parts = [range(first, min(first + BATCH, count)) for first in range(0, count, BATCH)]
+    keys = [[(0, index) for index in part] for part in parts]
+    for part, batch in zip(parts, raw_loader(source, crop, keys, workers), strict=True):
+        broken.update(batch.broken)
+        kept = [index for index in part if index not in broken]
+        rows[kept] = batch.images.permute(0, 2, 3, 1)
+    index = {"format": FORMAT, "root": str(source.root), "size": crop.size, "resize": crop.resize, "broken": broken}
+    (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    for name in (IMAGES, INDEX):
+        with (temporary / name).open("rb+") as file:
+            os.fsync(file.fileno())
+    temporary.rename(final)
+
+
+def _key(source: FolderSource, crop: EvaluationTransform) -> str:
+    parts = [str(FORMAT), str(crop.size), str(crop.resize)]
+    for index in range(len(source.labels)):
+        try:
+            state = Path(source.where(index)).stat()
+            parts.append(f"{source.name(index)}\0{state.st_size}\0{state.st_mtime_ns}")
+        except OSError:  # it will be a broken image
+            parts.append(source.name(index))
+    return _digest(*parts)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    import fcntl  # Windows has none, and reads images without a cache
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, also by a process that dies
+        yield

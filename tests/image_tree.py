@@ -1,0 +1,34 @@
+"""A small ImageNet: photographs and digits as JPEGs of different sizes, with the odd files that the real one has."""
+
+from PIL import Image
+from sklearn.datasets import load_digits, load_sample_images
+
+CLASSES = ("china", "digit", "flower")
+
+
+def pictures():
+    china, flower = (Image.fromarray(image) for image in load_sample_images().images)
+    digits = [Image.fromarray((image * 15).astype("uint8")).convert("RGB") for image in load_digits().images[:9]]
+    for number in range(9):
+        box = (20 * number, 10 * number, 20 * number + 120 + 7 * number, 10 * number + 150 - 9 * number)
+        yield "china", number, china.crop(box)
+        yield "flower", number, flower.crop(box)
+        yield "digit", number, digits[number].resize((64, 48), Image.Resampling.BICUBIC)
+
+
+def write_tree(root, train="train", evaluation="val"):
+    """16 training images that can be read and 2 that cannot, 9 evaluation images."""
+    for name, number, picture in pictures():
+        folder = root / (train if number < 6 else evaluation) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        picture.save(folder / f"{name}_{number}.JPEG", quality=90)
+    odd = root / train
+    grey, cmyk, rgba = odd / "china/china_1.JPEG", odd / "flower/flower_1.JPEG", odd / "digit/digit_1.JPEG"
+    Image.open(grey).convert("L").save(grey)
+    Image.open(cmyk).convert("CMYK").save(cmyk)
+    Image.open(rgba).convert("RGBA").save(rgba.with_suffix(".png"))
+    rgba.unlink()
+    (odd / "china/china_2.JPEG").write_bytes(b"this is no image" * 20)
+    cut = odd / "flower/flower_2.JPEG"
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    return root
