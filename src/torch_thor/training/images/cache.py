@@ -129,21 +129,27 @@ def open_cache(
     final = folder / f"{what}-{_key(source, crop)}"
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder / f"{what}.lock"):
-        if not _whole(final, len(source.labels) * crop.size * crop.size * 3):
+        broken = _read_index(final, len(source.labels) * crop.size * crop.size * 3)
+        if broken is None:
             for stale in folder.glob(f"{what}-*"):  # also what a killed process left behind
                 shutil.rmtree(stale)
-            _make(final, source, crop, workers, say)
-    index = json.loads((final / INDEX).read_text(encoding="utf-8"))
-    return CachedSource(source, final, crop.size, {int(number): reason for number, reason in index["broken"].items()})
+            broken = _make(final, source, crop, workers, say)
+    return CachedSource(source, final, crop.size, broken)
 
 
-def _whole(final: Path, size: int) -> bool:
-    return (final / INDEX).is_file() and (final / IMAGES).is_file() and (final / IMAGES).stat().st_size == size
+def _read_index(final: Path, size: int) -> dict[int, str] | None:
+    # the broken images of a whole cache; a folder that someone else's hand or disk has damaged is not whole
+    try:
+        index = json.loads((final / INDEX).read_text(encoding="utf-8"))
+        broken = {int(number): str(reason) for number, reason in index["broken"].items()}
+        return broken if (final / IMAGES).stat().st_size == size else None
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _make(
     final: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers, say: Callable[[str], None]
-) -> None:
+) -> dict[int, str]:
     count, pixels = len(source.labels), crop.size * crop.size * 3
     free = shutil.disk_usage(final.parent).free
     if free < count * pixels:
@@ -169,6 +175,7 @@ def _make(
         with (temporary / name).open("rb+") as file:
             os.fsync(file.fileno())
     temporary.rename(final)
+    return broken
 
 
 def _key(source: FolderSource, crop: EvaluationTransform) -> str:
