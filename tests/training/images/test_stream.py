@@ -179,10 +179,23 @@ def test_the_share_is_that_of_an_epoch_not_of_the_run():
         broken.begin(epoch, start=0)
         broken.add(epoch, "a", "b", images=10)
     assert broken.count == 5
-    broken.begin(4, start=3)  # resumed in the middle: the count goes on, the same image counts once
-    broken.add(4, "a", "b", images=10)
+    broken.add(4, "a", "b", images=10)  # the same image counts once
+    broken.begin(4, start=3)  # resumed in the middle: the count goes on
     with pytest.raises(UserError, match="2 of an epoch's 10 images"):
         broken.add(9, "a", "b", images=10)
+
+
+def test_each_epoch_counts_its_own(imagenet):
+    stream = opened(imagenet, batch_size=7).train  # 14 of 18 images, so that some epochs leave a broken one out
+    names = [stream.loader.source.where(index) for index in range(18)]
+    bad = {index for index, name in enumerate(names) if name.endswith(("china_2.JPEG", "flower_2.JPEG"))}
+    counts = set()
+    for epoch in range(8):
+        list(stream)
+        due = bad & {index for batch in stream.order.epoch(epoch) for index in batch}
+        assert stream.loader.broken.in_epoch == due
+        counts.add(len(due))
+    assert len(counts) > 1
 
 
 def test_a_training_batch_without_any_image_is_an_error(imagenet):

@@ -1,0 +1,164 @@
+"""Images a second that one core reads, decodes and crops, and how many cores feed one GPU.
+
+    python benchmarks/decode.py                                    # photographs of scikit-learn, cut to ImageNet's size
+    python benchmarks/decode.py --folder /data/imagenet/train      # the files themselves
+    python benchmarks/decode.py --workers 0 4 8 16 --gpu-rate 2800 # with a GPU's measured images a second
+
+Each stage is timed in one process with one thread, round after round, so that a machine whose speed drifts slows all
+alike; the figure is the median over the rounds, in seconds of the processor, so that other programs do not count (nor
+does waiting for a disk: the files are in memory after the first round). Then the loader itself is timed by the clock
+with each number of workers: there other programs do count.
+Cores = the GPU's images a second / images a second a core of `read, decode, training crop`.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from machine import describe
+from torch_thor.training.images.decoding import decode_rgb
+from torch_thor.training.images.folder import FolderSource, list_images
+from torch_thor.training.images.reading import Workers, raw_loader
+from torch_thor.training.images.shards import TrainingOrder
+from torch_thor.training.images.transforms import IMAGENET, EvaluationTransform, TrainingTransform
+
+RESULTS = Path(__file__).parent / "results"
+WIDTH, HEIGHT, QUALITY = 500, 375, 97  # ImageNet's most frequent size, and near its mean of 110 kB a file
+TRAINING = "read, decode, training crop"
+
+
+def write_photographs(folder: Path, count: int) -> None:
+    """Cut JPEGs of ImageNet's size out of scikit-learn's two photographs.
+
+    Args:
+        folder: Where they go, half to each of two classes.
+        count: How many.
+    """
+    from sklearn.datasets import load_sample_images  # only without --folder
+
+    for name, pixels in zip(("china", "flower"), load_sample_images().images, strict=True):
+        (folder / name).mkdir()
+        picture = Image.fromarray(pixels)
+        for number in range(count // 2):
+            left, top = 3 * number % (picture.width - WIDTH), number % (picture.height - HEIGHT)
+            cut = picture.crop((left, top, left + WIDTH, top + HEIGHT))
+            cut.save(folder / name / f"{number}.JPEG", quality=QUALITY)
+
+
+def time_stages(source: FolderSource, count: int, rounds: int) -> dict[str, float]:
+    """Time each stage on one core.
+
+    Args:
+        source: The images.
+        count: How many to take.
+        rounds: How often.
+
+    Returns:
+        Median images a second.
+    """
+    step = max(1, len(source.labels) // count)
+    chosen = list(range(0, len(source.labels), step))[:count]
+    train, evaluation = TrainingTransform(IMAGENET, seed=0), EvaluationTransform(IMAGENET)
+    contents = [Path(source.where(index)).read_bytes() for index in chosen]
+    stages: dict[str, Callable[[int, int], object]] = {
+        "read": lambda _, index: Path(source.where(index)).read_bytes(),
+        "decode": lambda place, _: decode_rgb(contents[place]),
+        TRAINING: lambda _, index: train(source.load(index), 0, index),
+        "read, decode, evaluation crop": lambda _, index: evaluation(source.load(index), 0, index),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in stages}
+    for turn in range(rounds + 1):
+        for name, stage in stages.items():
+            started = time.process_time()
+            for place, index in enumerate(chosen):
+                stage(place, index)
+            if turn:  # the first is a warm-up: files come into memory
+                rates[name].append(len(chosen) / (time.process_time() - started))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def time_loader(source: FolderSource, workers: int, batch_size: int, batches: int) -> float:
+    """Time the loader that trainings use.
+
+    Args:
+        source: The images.
+        workers: Processes that read; 0 is the timing process itself.
+        batch_size: Images in a batch.
+        batches: Batches to time, after the workers have started.
+
+    Returns:
+        Images a second.
+    """
+    order = TrainingOrder(len(source.labels), batch_size, seed=0)
+    warm_up = max(1, 3 * workers)  # what is prefetched while nobody waits must not be counted
+    epochs = math.ceil((warm_up + batches) / order.batches)
+    keys = [[(epoch, index) for index in batch] for epoch in range(epochs) for batch in order.epoch(epoch)]
+    loader = raw_loader(source, TrainingTransform(IMAGENET, seed=0), keys, Workers(count=workers))
+    started, images = 0.0, 0
+    for number, batch in enumerate(loader):
+        if number >= warm_up + batches:
+            break
+        if number >= warm_up:
+            images += len(batch.labels)
+        if number == warm_up - 1:
+            started = time.perf_counter()
+        finished = time.perf_counter()
+    return images / (finished - started)
+
+
+def main() -> None:
+    """Time everything, print a table and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="a folder with a folder of images for each class")
+    parser.add_argument("--images", type=int, default=200, help="images a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--gpu-rate", type=float, nargs="+", default=[1000.0, 2000.0, 3000.0], help="images a second")
+    parser.add_argument("--out", type=Path, default=RESULTS / "decode.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # torchvision points to its successor at every image
+    warnings.filterwarnings("ignore", message="The image decoding", category=DeprecationWarning)
+    with tempfile.TemporaryDirectory() as temporary:
+        if options.folder is None:
+            write_photographs(Path(temporary), options.images)
+        source = list_images(options.folder or Path(temporary))
+        sizes = [Path(source.where(index)).stat().st_size for index in range(min(options.images, len(source.labels)))]
+        rates = time_stages(source, options.images, options.rounds)
+        loaders = {count: time_loader(source, count, options.batch, options.batches) for count in options.workers}
+    cores = {f"{rate:g}": math.ceil(rate / rates[TRAINING]) for rate in options.gpu_rate}
+
+    print(f"{os.cpu_count()} cores, {statistics.mean(sizes) / 1000:.0f} kB a file")
+    for name, rate in rates.items():
+        print(f"  {name:<30} {rate:8.0f} images a second a core")
+    for count, rate in loaders.items():
+        print(f"  loader, {count:>2} workers             {rate:8.0f} images a second")
+    for rate, count in cores.items():
+        print(f"  a GPU of {rate:>5} images a second is fed by {count} cores")
+    result = {
+        "machine": describe(),
+        "settings": {key: value for key, value in vars(options).items() if key not in {"folder", "out"}},
+        "files": "own folder" if options.folder else "photographs of scikit-learn",
+        "mean_bytes": statistics.mean(sizes),
+        "images_a_second_a_core": rates,
+        "images_a_second_of_the_loader": loaders,
+        "cores_for_a_gpu_of": cores,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
