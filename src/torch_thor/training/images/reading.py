@@ -142,7 +142,6 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    # A worker inherits the handlers with which the training process waits for a good moment to stop. It must not wait:
-    # Ctrl-C is the training process's business, and being told to end means ending.
+    # Ctrl-C reaches every process of a terminal, and what to do then is the training process's business. (SIGTERM is
+    # torch's: it ends a worker without an error, whatever handler the training process has.)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
