@@ -82,6 +82,31 @@ class Kind(Protocol):
         ...
 
 
+class MatrixWeight:
+    """The weight is one matrix, as it lies in memory."""
+
+    def to_matrix(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the weight's shape as a batch of one matrix.
+
+        Args:
+            tensor: ``(rows, columns)``.
+
+        Returns:
+            ``(1, rows, columns)``.
+        """
+        return tensor.contiguous()[None]
+
+    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
+        """Write a matrix back.
+
+        Args:
+            matrix: what :meth:`to_matrix` gave, changed.
+            tensor: what it was given.
+        """
+        if not shares_memory(matrix, tensor):
+            tensor.copy_(matrix[0])
+
+
 def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:
     """Return whether a matrix is a view of a tensor.
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.kinds.base import shares_memory
+from torch_thor.curvature.kinds.base import MatrixWeight
 
 
-class EmbeddingKind:
+class EmbeddingKind(MatrixWeight):
     """``nn.Embedding``: the rows of ``a`` are one-hot, so A = diag(count / R) and no row is ever formed.
 
     Tokens equal to ``padding_idx`` get no gradient and are no rows.
@@ -73,24 +73,3 @@ class EmbeddingKind:
         a.blocks.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
         g.add_second_moment_(outputs.to(g.blocks.dtype).mT[None])
         return len(tokens)
-
-    def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as a batch of one matrix.
-
-        Args:
-            tensor: ``(num_embeddings, embedding_dim)``.
-
-        Returns:
-            ``(1, num_embeddings, embedding_dim)``.
-        """
-        return tensor.contiguous()[None]
-
-    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write a matrix back.
-
-        Args:
-            matrix: what :meth:`to_matrix` gave, changed.
-            tensor: what it was given.
-        """
-        if not shares_memory(matrix, tensor):
-            tensor.copy_(matrix[0])

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.kinds.base import shares_memory
+from torch_thor.curvature.kinds.base import MatrixWeight
 
 
-class LinearKind:
+class LinearKind(MatrixWeight):
     """``nn.Linear``: every leading index is a row.
 
     Args:
@@ -67,27 +67,6 @@ class LinearKind:
         a.add_second_moment_(inputs.to(a.blocks.dtype).mT[None])
         g.add_second_moment_(outputs.to(g.blocks.dtype).mT[None])
         return len(inputs)
-
-    def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as a batch of one matrix.
-
-        Args:
-            tensor: as the weight lies in memory.
-
-        Returns:
-            ``(1, rows, columns)``.
-        """
-        return tensor.contiguous()[None]
-
-    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write a matrix back.
-
-        Args:
-            matrix: what :meth:`to_matrix` gave, changed.
-            tensor: what it was given.
-        """
-        if not shares_memory(matrix, tensor):
-            tensor.copy_(matrix[0])
 
 
 class TransposedLinearKind(LinearKind):
