@@ -50,8 +50,8 @@ def spectral_update(
     for group in groups:
         rest: list[nn.Parameter] = []
         for _, parameter, gradient in with_gradient([group]):
-            decay = float(group["weight_decay"]) if decays(parameter) else 0.0
-            parameter.mul_(1 - float(group["lr"]) * decay)
+            if group["weight_decay"] and decays(parameter):
+                parameter.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
             if is_matrix(index, parameter):
                 buffer = states(parameter)["momentum_buffer"]
                 _matrix_step_(parameter, gradient, buffer, index.shares(parameter), group)
