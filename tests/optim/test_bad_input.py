@@ -88,6 +88,15 @@ def test_a_batch_of_padding_alone_keeps_what_there_is():
     assert optimizer.curvature["1"].refreshes == 1
 
 
+def test_the_row_mask_stays_when_a_group_comes_in_between():
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
+    optimizer = THOR(model[0].parameters(), model=model)
+    optimizer.row_mask = torch.arange(6).lt(4).expand(4, 6)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    step(model, optimizer, torch.randint(7, (4, 6)))
+    assert {c.rows_per_term for c in optimizer.curvature.values()} == {4.0}
+
+
 class Odd(nn.Module):
     """A layer beside a complex and an integer parameter."""
 

@@ -311,7 +311,9 @@ class THOR(torch.optim.Optimizer):
         auto.from_statistics()
         if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
             return loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
-        self._refresh(terms, output_scale)
+        waiting = any(layer.armed for layer in self._layers.values())
+        if waiting:
+            self._refresh(terms, output_scale)
         terms = terms or self.param_groups[0]["last_loss_terms"]
         for group in self.param_groups:
             group["last_loss_terms"] = terms
@@ -321,10 +323,13 @@ class THOR(torch.optim.Optimizer):
         else:
             update(self.param_groups, self._index, self._momentum_buffer, self._decays, diagonal_scale)
         clock.advance(self.param_groups, refreshes)
-        for layer in self._layers.values():
-            if clock.refreshes_next(self._index.group(layer.weight)):
-                layer.set_due(True)
-        self._capture.attach()
+        due = any(clock.refreshes_next(group) for group in self.param_groups)
+        if due:
+            for layer in self._layers.values():
+                if clock.refreshes_next(self._index.group(layer.weight)):
+                    layer.set_due(True)
+        if waiting or due:
+            self._capture.attach()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -340,9 +345,11 @@ class THOR(torch.optim.Optimizer):
         """Decide on new factors for the layers that are due, and invert what is taken."""
         candidates = []
         for layer in self._layers.values():
+            if not layer.armed:
+                continue
             weight, rows, seen = layer.weight, layer.rows, layer.seen
-            layer.idle = layer.armed and not seen and weight.requires_grad and not layer.has_gradient()
-            if not layer.armed or weight.grad is None:
+            layer.idle = not seen and weight.requires_grad and not layer.has_gradient()
+            if weight.grad is None:
                 continue
             factors = layer.fresh_factors(output_scale)
             if factors is None:
@@ -370,7 +377,7 @@ class THOR(torch.optim.Optimizer):
     def _arm(self) -> None:
         """Have the statistics gathered of the layers that are due."""
         for layer in self._layers.values():
-            layer.armed = layer.due
+            layer.armed, layer.idle = layer.due, False
         self._capture.attach()
 
     # ---- guards -------------------------------------------------------------------------------------------------
@@ -440,7 +447,9 @@ class THOR(torch.optim.Optimizer):
         self._index.set_layers(self._layers, found.elementwise)
         self._index.update(self.param_groups, self.state)
         self._capture.remove()
+        row_mask = self._capture.row_mask
         self._capture = Capture(sources_of(found.layers, self._layers))
+        self._capture.row_mask = row_mask
         self._attached = True
         self._arm()
 
