@@ -26,11 +26,12 @@ import torch
 from PIL import Image
 
 from machine import describe
+from torch_thor.training.data_spec import IMAGENET, Workers
 from torch_thor.training.images.decoding import decode_rgb
 from torch_thor.training.images.folder import FolderSource, list_images
-from torch_thor.training.images.reading import Workers, raw_loader
-from torch_thor.training.images.shards import TrainingOrder
-from torch_thor.training.images.transforms import IMAGENET, EvaluationTransform, TrainingTransform
+from torch_thor.training.images.reading import raw_loader
+from torch_thor.training.images.transforms import EvaluationTransform, TrainingTransform
+from torch_thor.training.shards import TrainingOrder
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, HEIGHT, QUALITY = 500, 375, 97  # ImageNet's most frequent size, and near its mean of 110 kB a file

@@ -98,7 +98,8 @@ def train_one(run: Run) -> None:
 
     from machine import describe
     from torch_thor import AGCSGD
-    from torch_thor.training.data import DataSpec, epoch_order, load_data
+    from torch_thor.training.data import DataSpec, load_data
+    from torch_thor.training.shards import epoch_order
 
     if run.device == "cpu":
         torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """The command line: it reads words, calls `torch_thor.training`, and turns a `UserError` into one line."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -201,7 +202,8 @@ def split_dim(
 
 
 def _complain(line: str) -> None:
-    sys.stderr.write(f"torch-thor: {line}\n")
+    rank = os.environ.get("RANK", "0")  # of `torchrun`, which starts many that may all have something to say
+    sys.stderr.write(f"torch-thor{'' if rank == '0' else f', rank {rank}'}: {line}\n")
 
 
 def main() -> None:

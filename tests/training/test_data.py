@@ -8,8 +8,9 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.datasets import FashionMNIST
 
-from torch_thor.training.data import DEBIAN_FASHION_MNIST, DataSpec, epoch_order, load_data, read_idx
+from torch_thor.training.data import DEBIAN_FASHION_MNIST, DataSpec, load_data, read_idx
 from torch_thor.training.errors import UserError
+from torch_thor.training.shards import epoch_order
 
 
 def rows(images):
@@ -20,7 +21,7 @@ def test_digits_split_covers_every_image_once_and_does_not_overlap():
     data = load_data(DataSpec("digits"))
     assert data.train_images.shape == (1438, 1, 8, 8)
     assert data.test_images.shape == (359, 1, 8, 8)
-    assert (data.channels, data.classes) == (1, 10)
+    assert (data.image_shape, data.classes) == ((1, 8, 8), 10)
     everything = torch.cat([data.train_images, data.test_images])
     raw = torch.from_numpy(load_digits().images).unsqueeze(1)
     # undo the normalisation with two pixels whose raw values are known: 0 is the least, 16 the greatest

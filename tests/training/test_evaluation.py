@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training import evaluation
 from torch_thor.training.evaluation import evaluate
+
+CPU = torch.device("cpu")
+
+
+def in_batches(images, labels, size):
+    return list(zip(images.split(size), labels.split(size), strict=True))
 
 
 def count(scores, labels, k):
@@ -18,25 +23,25 @@ def count(scores, labels, k):
 
 
 @pytest.mark.parametrize("images", [1, 50, 999])
-def test_equals_a_count_by_hand(images, monkeypatch):
-    monkeypatch.setattr(evaluation, "BATCH", 50)
+def test_equals_a_count_by_hand(images):
     torch.manual_seed(2)
     scores, labels = torch.randn(images, 12), torch.randint(12, (images,))
-    score = evaluate(nn.Identity(), scores, labels, classes=12)
-    assert score.top1 == pytest.approx(count(scores, labels, 1) / images, abs=1e-6)
-    assert score.top5 == pytest.approx(count(scores, labels, 5) / images, abs=1e-6)
+    empty = [(scores[:0], labels[:0])]  # what a rank may be given
+    score = evaluate(nn.Identity(), empty + in_batches(scores, labels, 50) + empty, 12, CPU)
+    assert score.top1 == count(scores, labels, 1) / images
+    assert score.top5 == count(scores, labels, 5) / images
     by_hand = [-row.log_softmax(0)[label].item() for row, label in zip(scores.double(), labels, strict=True)]
     assert score.loss == pytest.approx(sum(by_hand) / images, rel=1e-5)
 
 
 def test_three_images_worked_out():
     scores = torch.tensor([[6.0, 5, 4, 3, 2, 1], [6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6]])
-    score = evaluate(nn.Identity(), scores, torch.tensor([0, 4, 0]), classes=6)
-    assert (score.top1, score.top5) == (pytest.approx(1 / 3), pytest.approx(2 / 3))
+    score = evaluate(nn.Identity(), [(scores, torch.tensor([0, 4, 0]))], 6, CPU)
+    assert (score.top1, score.top5) == (1 / 3, 2 / 3)
 
 
 def test_with_few_classes_top5_is_certain():
-    assert evaluate(nn.Identity(), torch.randn(20, 3), torch.randint(3, (20,)), classes=3).top5 == 1.0
+    assert evaluate(nn.Identity(), [(torch.randn(20, 3), torch.randint(3, (20,)))], 3, CPU).top5 == 1.0
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -44,7 +49,7 @@ def test_mode_and_running_statistics_are_left_as_they_were(training):
     model = nn.Sequential(nn.BatchNorm1d(10), nn.Dropout(0.5)).train(training)
     images, labels = torch.randn(20, 10), torch.randint(10, (20,))
     before, random = model[0].running_mean.clone(), torch.get_rng_state()
-    evaluate(model, images, labels, classes=10)
+    evaluate(model, [(images, labels)], 10, CPU)
     assert model.training is training
     assert torch.equal(model[0].running_mean, before)
     assert torch.equal(torch.get_rng_state(), random)

@@ -5,12 +5,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch_thor.training.data import DataBundle, epoch_order
+from torch_thor.training.data import DataBundle
 from torch_thor.training.errors import UserError
-from torch_thor.training.loop import Callback, Run, resolve_device, train
+from torch_thor.training.loop import Callback, Run, train
+from torch_thor.training.parallel import resolve_device
 from torch_thor.training.plan import Plan
 from torch_thor.training.record import EvalPoint, Record, StepPoint
 from torch_thor.training.schedules import ScheduleSpec
+from torch_thor.training.shards import epoch_order
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch_thor.training.data import DataBundle
 from torch_thor.training.errors import UserError
 from torch_thor.training.experiment import new_run
 from torch_thor.training.loop import train
-from torch_thor.training.models import build_model, check_fits, check_name
+from torch_thor.training.models import build_model, check_fits, check_head, check_name
 from torch_thor.training.recipe import load_recipe
 
 
@@ -113,3 +113,10 @@ class Pair(nn.Module):
 def test_a_network_that_returns_more_than_scores():
     with pytest.raises(UserError, match=r"gives tuple for 2 images"):
         check_fits("pair", Pair(), (1, 2, 2), 3)
+
+
+def test_labels_outside_the_head():
+    check_head(outputs=3, classes=3)
+    check_head(outputs=1001, classes=1000)
+    with pytest.raises(UserError, match="1000 classes, the network 10 outputs: labels 10 to 999 lie outside"):
+        check_head(outputs=10, classes=1000)

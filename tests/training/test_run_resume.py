@@ -66,7 +66,7 @@ def go(folder, recipe, name, data, *, resume=False, stop_at=None):
     metrics = MetricsFile(folder / "metrics.jsonl")
     if resume:
         torch.manual_seed(999)  # another process: nothing of the first one's random numbers is left
-        restore(run, newest_whole(folder / "checkpoints", pytest.fail), metrics.path)
+        restore(run, newest_whole(folder / "checkpoints", pytest.fail), metrics.path, pytest.fail)
     checkpoints = Checkpoints(
         folder / "checkpoints", metrics, stop, interval=5, keep=2, optimizer=name, recipe=recipe_yaml(recipe)
     )
@@ -95,7 +95,7 @@ def assert_same(a, b, where=""):
 
 
 def untimed(record):
-    steps = [replace(point, seconds=0, duration=0) for point in record.steps]
+    steps = [replace(point, seconds=0, duration=0, waited=0) for point in record.steps]
     return steps, record.refreshes, [replace(point, seconds=0) for point in record.evaluations]
 
 

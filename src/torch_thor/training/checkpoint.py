@@ -2,10 +2,11 @@
 
 A checkpoint is a folder `step-00000123` with
 
-    model.safetensors   the weights: loading them runs no code
-    state.pt            optimizer, random numbers, position: tensors and plain values, `weights_only=True`
-    recipe.yaml         the recipe as run
-    manifest.json       the step, and the SHA-256 of each file above
+    model.safetensors      the weights: loading them runs no code
+    averaged.safetensors   their moving average, where there is one
+    state.pt               optimizer, loss scale, random numbers, position: tensors and plain values, loaded as such
+    recipe.yaml            the recipe as run
+    manifest.json          the step, and the SHA-256 of each file above
 
 It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums.
 """
@@ -28,10 +29,11 @@ from torch import nn
 
 from torch_thor.training.errors import DamagedCheckpointError, UserError
 
-FORMAT = 1
+FORMAT = 2
 PREFIX = "step-"
 TEMPORARY = ".writing-"
-WEIGHTS, STATE, RECIPE, MANIFEST = "model.safetensors", "state.pt", "recipe.yaml", "manifest.json"
+WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
+RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,28 @@ class Checkpoint:
         """The recipe as run, in YAML."""
         return (self.path / RECIPE).read_text(encoding="utf-8")
 
-    def load_weights(self, model: nn.Module) -> None:
+    @property
+    def has_average(self) -> bool:
+        """Whether averaged weights are in it."""
+        return (self.path / AVERAGED).exists()
+
+    def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
         """Load the weights into a model of the same shape.
 
         Args:
             model: The network.
+            averaged: Whether to load the averaged ones.
 
         Raises:
             UserError: If the weights are those of another network.
         """
+        path = self.path / (AVERAGED if averaged else WEIGHTS)
         try:
-            load_model(model, self.path / WEIGHTS)
-        except (RuntimeError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{self.path} holds the weights of another network ({reason})") from error
+            load_model(model, path)
+        except (RuntimeError, OSError, SafetensorError) as error:
+            lines = str(error).splitlines()
+            reason = lines[min(1, len(lines) - 1)].strip()  # torch names the first culprit in the second line
+            raise UserError(f"{path} does not hold the weights of this network ({reason})") from error
 
     def load_state(self) -> dict[str, Any]:
         """Load everything but the weights, without running code.
@@ -88,6 +98,7 @@ def save(
     optimizer: str,
     recipe: str,
     keep: int,
+    average: nn.Module | None = None,
 ) -> Path:
     """Write a checkpoint, then remove the oldest ones.
 
@@ -99,31 +110,57 @@ def save(
         optimizer: The optimizer's name in the recipe.
         recipe: The recipe as run, in YAML.
         keep: Newest checkpoints to keep.
+        average: The network with averaged weights.
 
     Returns:
         The new checkpoint's folder.
+
+    Raises:
+        UserError: If it cannot be written whole; then nothing of it is left, and the older ones are as they were.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"{PREFIX}{step:08d}"
     temporary = folder / f"{TEMPORARY}{final.name}"
-    shutil.rmtree(temporary, ignore_errors=True)  # left over from a run that was killed here
-    temporary.mkdir()
-    save_model(model, str(temporary / WEIGHTS))
-    torch.save(state, temporary / STATE)
-    (temporary / RECIPE).write_text(recipe, encoding="utf-8")
-    sums = {name: _sha256(temporary / name) for name in (WEIGHTS, STATE, RECIPE)}
-    manifest = {"format": FORMAT, "step": step, "optimizer": optimizer, "sha256": sums}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for name in (*sums, MANIFEST):
-        _flush(temporary / name)
-    _flush(temporary)
-    if final.exists():  # the same step again, after falling back past a damaged checkpoint
-        shutil.rmtree(final)
-    temporary.rename(final)
-    _flush(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # left over from a run that was killed here
+        temporary.mkdir()
+        _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, average)
+        if final.exists():  # the same step again, after falling back past a damaged checkpoint
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _flush(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        whole = _newest_first(folder)
+        left = f"the newest whole one is {whole[0].name}" if whole else "there is none before it"
+        raise UserError(
+            f"checkpoint {final} cannot be written ({reason}); {left}: make room, then go on with --resume"
+        ) from error
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
     return final
+
+
+def _write(
+    folder: Path,
+    model: nn.Module,
+    state: dict[str, Any],
+    about: dict[str, Any],
+    recipe: str,
+    average: nn.Module | None,
+) -> None:
+    save_model(model, str(folder / WEIGHTS))
+    if average is not None:
+        save_model(average, str(folder / AVERAGED))
+    torch.save(state, folder / STATE)
+    (folder / RECIPE).write_text(recipe, encoding="utf-8")
+    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
+    manifest = {"format": FORMAT, **about, "sha256": sums}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for name in (*sums, MANIFEST):
+        _flush(folder / name)
+    _flush(folder)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -142,7 +179,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise DamagedCheckpointError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
-        for name in (WEIGHTS, STATE, RECIPE):
+        for name in dict.fromkeys((WEIGHTS, STATE, RECIPE, *manifest["sha256"])):
             if _sha256(path / name) != manifest["sha256"][name]:
                 raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
         return Checkpoint(path, int(manifest["step"]), str(manifest["optimizer"]))

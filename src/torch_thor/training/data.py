@@ -1,11 +1,10 @@
 """The small data sets, held in memory as tensors: no worker processes, no per-image Python.
 
 Images are float32, (N, channels, height, width), shifted and scaled by the mean and deviation of the training
-images. The order of an epoch is a function of (seed, epoch) alone, so a resumed run sees the same batches.
+images.
 """
 
 import gzip
-import hashlib
 import math
 import struct
 import zlib
@@ -17,28 +16,14 @@ from urllib.error import URLError
 import torch
 from torch import Tensor
 
+from torch_thor.training.data_spec import DataSpec
 from torch_thor.training.errors import UserError, require
+from torch_thor.training.shards import EvaluationOrder, Shard, TrainingOrder, epoch_order
+from torch_thor.training.stream import MemoryLoader, Streams, TrainingStream
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 DIGITS_TEST_SHARE = 0.2
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """Which data set, and where it lies.
-
-    Args:
-        name: digits or fashion-mnist.
-        root: Folder to look in and to download to; `None` is ~/.cache/torch-thor, then Debian's package.
-        download: Whether missing files may be downloaded.
-    """
-
-    name: str = "digits"
-    root: str | None = None
-    download: bool = True
-
-    def __post_init__(self) -> None:
-        require(self.name in LOADERS, f"data.name={self.name} is no data set: use one of {', '.join(LOADERS)}")
+EVALUATION_BATCH = 1000
 
 
 @dataclass(frozen=True)
@@ -60,9 +45,14 @@ class DataBundle:
     classes: int
 
     @property
-    def channels(self) -> int:
-        """Channels of an image."""
-        return self.train_images.shape[1]
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of an image."""
+        return tuple(self.train_images.shape[1:])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images stand."""
+        return self.train_images.device
 
     def to(self, device: torch.device) -> "DataBundle":
         """The same data on another device.
@@ -76,6 +66,24 @@ class DataBundle:
         moved = [t.to(device) for t in (self.train_images, self.train_labels, self.test_images, self.test_labels)]
         return DataBundle(moved[0], moved[1], moved[2], moved[3], self.classes)
 
+    def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
+        """Open it from the beginning.
+
+        Args:
+            batch_size: Images of a step, on all ranks together.
+            seed: Decides the order, with the epoch's number.
+            shard: Which rank of how many.
+
+        Returns:
+            Both streams.
+        """
+        order = TrainingOrder(len(self.train_labels), batch_size, seed, shard)
+        evaluation = EvaluationOrder(len(self.test_labels), EVALUATION_BATCH, shard)
+        return Streams(
+            TrainingStream(MemoryLoader(self.train_images, self.train_labels, order), order),
+            MemoryLoader(self.test_images, self.test_labels, evaluation),
+        )
+
 
 def load_data(spec: DataSpec) -> DataBundle:
     """Load a data set into memory.
@@ -87,22 +95,6 @@ def load_data(spec: DataSpec) -> DataBundle:
         The normalised images with their labels.
     """
     return LOADERS[spec.name](spec)
-
-
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """The order of the training images in one epoch.
-
-    Args:
-        count: Images in the training set.
-        seed: The run's seed.
-        epoch: Number of the epoch, from 0.
-
-    Returns:
-        A permutation of range(count), (count,), int64, on the CPU.
-    """
-    digest = hashlib.sha256(f"{seed},{epoch}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    return torch.randperm(count, generator=generator)
 
 
 def _normalised(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> DataBundle:

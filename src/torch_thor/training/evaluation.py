@@ -1,12 +1,13 @@
 """Top-1 and top-5 accuracy on a test set, as the reference trainings report them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-BATCH = 1000
+from torch_thor.training import parallel
 
 
 @dataclass(frozen=True)
@@ -19,29 +20,38 @@ class Score:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, images: Tensor, labels: Tensor, classes: int) -> Score:
-    """Evaluate a model; its training mode is put back as it was.
+def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], classes: int, device: torch.device) -> Score:
+    """Evaluate a model, together with all processes; its training mode is put back as it was.
 
     Args:
-        model: The network.
-        images: (N, C, H, W), on the model's device.
-        labels: (N,).
-        classes: Number of classes; with fewer than five, top-5 is top-`classes`.
+        model: The network itself: a wrapper may communicate in each forward pass, and batches may be empty.
+        batches: Images (n, C, H, W) and labels (n,), on the model's device; each image in one process alone.
+        classes: Outputs of the network; with fewer than five, top-5 is top-`classes`.
+        device: The model's.
 
     Returns:
-        Loss and accuracies over all images.
+        Loss and accuracies over all images of all processes.
     """
     from torchmetrics.classification import MulticlassAccuracy  # takes seconds to import
 
-    top1 = MulticlassAccuracy(classes, top_k=1, average="micro").to(images.device)
-    top5 = MulticlassAccuracy(classes, top_k=min(5, classes), average="micro").to(images.device)
-    loss = torch.zeros((), dtype=torch.float64, device=images.device)
+    # the sums are added up by `parallel.total`, the loss's among them: one way for all three, of the same bits on all
+    top1, top5 = (
+        MulticlassAccuracy(classes, top_k=min(k, classes), average="micro", sync_on_compute=False).to(device)
+        for k in (1, 5)
+    )
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    count = 0
     was_training = model.training
     model.eval()
-    for part, truth in zip(torch.split(images, BATCH), torch.split(labels, BATCH), strict=True):
-        scores = model(part)
-        loss += functional.cross_entropy(scores, truth, reduction="sum")
-        top1.update(scores, truth)
-        top5.update(scores, truth)
+    for images, labels in batches:
+        if not len(labels):
+            continue
+        scores = model(images)
+        loss += functional.cross_entropy(scores, labels, reduction="sum")
+        top1.update(scores, labels)
+        top5.update(scores, labels)
+        count += len(labels)
     model.train(was_training)
-    return Score(float(loss) / len(labels), float(top1.compute()), float(top5.compute()))
+    right = [round(float(metric.compute()) * count) if count else 0 for metric in (top1, top5)]  # exact again
+    sums = parallel.total([float(loss), *map(float, right), float(count)], device)
+    return Score(*(value / sums[3] for value in sums[:3]))

@@ -11,20 +11,23 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
-from torch_thor.training import checkpoint
+from torch_thor.training import checkpoint, parallel
+from torch_thor.training.averaging import averaged
 from torch_thor.training.callbacks import Bar, TensorBoard
-from torch_thor.training.data import DataBundle, load_data
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.evaluation import Score, evaluate
-from torch_thor.training.loop import Run, resolve_device, train
+from torch_thor.training.loop import Callback, Run, train
 from torch_thor.training.metrics import MetricsFile
-from torch_thor.training.models import build_model, check_fits
+from torch_thor.training.models import build_model, check_fits, check_head
+from torch_thor.training.opening import open_data
 from torch_thor.training.optimizers import build_optimizer
+from torch_thor.training.parallel import resolve_device
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
 from torch_thor.training.refresh_plot import draw_refreshes
 from torch_thor.training.report import (
@@ -37,6 +40,7 @@ from torch_thor.training.report import (
 )
 from torch_thor.training.runfolder import CURVES_FILE, SUMMARY_FILE, RunFolder
 from torch_thor.training.saving import Checkpoints, StopSignal, restore
+from torch_thor.training.stream import DataSet
 
 
 def run_recipe(
@@ -54,11 +58,29 @@ def run_recipe(
     Returns:
         One summary for each optimizer.
     """
-    folder = RunFolder(out)
-    folder.check(recipe, resume=resume, overwrite=overwrite)
-    data = load_data(recipe.data).to(resolve_device(recipe.device))
-    new_run(recipe, recipe.optimizer[0], data)  # a recipe that cannot start must not touch the folder
-    folder.claim(recipe, resume=resume, overwrite=overwrite)
+    device = resolve_device(recipe.device)
+    with parallel.processes(device), _threads(recipe.threads):
+        say = parallel.voice(console.print)
+        folder = RunFolder(out)
+        with parallel.agreed():
+            folder.check(recipe, resume=resume, overwrite=overwrite)
+            data = open_data(recipe.data, device, say, console.print)
+            new_run(recipe, recipe.optimizer[0], data)  # a recipe that cannot start must not touch the folder
+        with parallel.agreed():
+            if parallel.is_first():
+                folder.claim(recipe, resume=resume, overwrite=overwrite)
+        with StopSignal().listening() as stop, _progress(console) as progress:
+            say = parallel.voice(progress.console.print)
+            tasks = {name: _task(progress, name) for name in recipe.optimizer}
+            summaries = [
+                _train_one(recipe, name, data, folder, Bar(progress, tasks[name]), stop, say) for name in tasks
+            ]
+        if parallel.is_first():
+            _report(recipe, folder, summaries, console)
+    return summaries
+
+
+def _progress(console: Console) -> Progress:
     columns = (
         TextColumn("{task.description:>8}"),
         BarColumn(),
@@ -68,18 +90,11 @@ def run_recipe(
         TextColumn("{task.fields[loss]}"),
         TextColumn("{task.fields[accuracy]}"),
     )
-    summaries = []
-    with (
-        _threads(recipe.threads),
-        StopSignal().listening() as stop,
-        Progress(*columns, console=console) as progress,
-    ):
-        tasks = [progress.add_task(name, start=False, total=None, loss="", accuracy="") for name in recipe.optimizer]
-        for name, task in zip(recipe.optimizer, tasks, strict=True):
-            bar = Bar(progress, task)
-            summaries.append(_train_one(recipe, name, data, folder, bar, stop, progress.console.print))
-    _report(recipe, folder, summaries, console)
-    return summaries
+    return Progress(*columns, console=console, disable=not parallel.is_first())
+
+
+def _task(progress: Progress, name: str) -> TaskID:
+    return progress.add_task(name, start=False, total=None, loss="", accuracy="")
 
 
 @contextmanager
@@ -92,39 +107,46 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def new_run(recipe: Recipe, optimizer: str, data: DataBundle) -> Run:
+def new_run(recipe: Recipe, optimizer: str, data: DataSet) -> Run:
     """A run of one optimizer, before its first step.
 
     Args:
         recipe: The recipe.
         optimizer: Which of its optimizers.
-        data: The data, on the device to train on.
+        data: The data, for the device to train on.
 
     Returns:
         The run; its weights are a function of the recipe's seed.
     """
+    outputs = recipe.classes or data.classes
+    check_head(outputs, data.classes)
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe.model, data.channels, data.classes)
+    model = build_model(recipe.model, data.image_shape[0], outputs)
     # convolutions are faster in channels_last, on a CPU too, and for every optimizer alike
-    model = model.to(data.train_images.device).to(memory_format=torch.channels_last)
-    check_fits(recipe.model, model, data.train_images.shape[1:], data.classes)
-    return Run(model, build_optimizer(optimizer, model, recipe.optimizers[optimizer]), data, recipe)
+    model = model.to(data.device).to(memory_format=torch.channels_last)
+    check_fits(recipe.model, model, data.image_shape, outputs)
+    average = averaged(model, recipe.ema_decay)
+    built = build_optimizer(optimizer, model, recipe.optimizers[optimizer])
+    if rank := parallel.shard().rank:
+        torch.manual_seed(recipe.seed + rank)  # the same weights, but not the same dropout
+    return Run(model, built, data, recipe, average, outputs)
 
 
 def _train_one(
     recipe: Recipe,
     name: str,
-    data: DataBundle,
+    data: DataSet,
     folder: RunFolder,
     bar: Bar,
     stop: StopSignal,
     say: Callable[[str], None],
 ) -> Summary:
-    run = new_run(recipe, name, data)
-    saved = checkpoint.newest_whole(folder.checkpoints(name), say)
-    if saved is not None:
-        restore(run, saved, folder.metrics(name))
-        say(f"{name}: goes on from step {run.step} of {run.total_steps}")
+    with parallel.agreed():
+        run = new_run(recipe, name, data)
+        saved = checkpoint.newest_whole(folder.checkpoints(name), say)
+        if saved is not None:
+            restore(run, saved, folder.metrics(name), say)
+            say(f"{name}: goes on from step {run.step} of {run.total_steps}")
     folder.metrics(name).parent.mkdir(exist_ok=True)
     metrics = MetricsFile(folder.metrics(name))
     tensorboard = TensorBoard(folder.tensorboard(name))
@@ -137,8 +159,9 @@ def _train_one(
         optimizer=name,
         recipe=recipe_yaml(recipe),
     )
+    watching: list[Callback] = [metrics, tensorboard, bar] if parallel.is_first() else []
     try:
-        record = train(run, [metrics, tensorboard, bar, checkpoints])
+        record = train(run, [*watching, checkpoints])
     finally:
         metrics.close()
         tensorboard.close()
@@ -165,7 +188,7 @@ def evaluate_saved(path: Path, say: Callable[[str], None]) -> dict[str, tuple[in
         say: Told, in one line each, which checkpoints were passed over.
 
     Returns:
-        For each optimizer its step and its score.
+        For each optimizer, and its averaged weights where there are any, the step and the score.
 
     Raises:
         UserError: If there is nothing whole to evaluate.
@@ -183,11 +206,12 @@ def evaluate_saved(path: Path, say: Callable[[str], None]) -> dict[str, tuple[in
     scores = {}
     for saved in found:
         recipe = parse_recipe(saved.recipe_text, "unnamed", [])
-        data = load_data(recipe.data).to(resolve_device(recipe.device))
-        model = build_model(recipe.model, data.channels, data.classes).to(data.test_images.device)
-        saved.load_weights(model)
-        scores[saved.optimizer] = (
-            saved.step,
-            evaluate(model, data.test_images, data.test_labels, data.classes),
-        )
+        data = open_data(recipe.data, resolve_device(recipe.device), say)
+        outputs = recipe.classes or data.classes
+        model = build_model(recipe.model, data.image_shape[0], outputs).to(data.device)
+        streams = data.open(batch_size=recipe.batch_size, seed=recipe.seed, shard=parallel.shard())
+        for averaged_too in (False, True) if saved.has_average else (False,):
+            saved.load_weights(model, averaged=averaged_too)
+            name = f"{saved.optimizer}, averaged weights" if averaged_too else saved.optimizer
+            scores[name] = saved.step, evaluate(model, streams.evaluation, outputs, data.device)
     return scores

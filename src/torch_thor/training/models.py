@@ -181,3 +181,20 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
         shape == (2, classes),
         f"model={name} gives {shape} for 2 images ({size}) and not scores (2, {classes}): use a classifier",
     )
+
+
+def check_head(outputs: int, classes: int) -> None:
+    """Check that every label has an output.
+
+    Args:
+        outputs: Outputs of the network's last layer.
+        classes: Classes of the data.
+
+    Raises:
+        UserError: If a label lies outside the head.
+    """
+    if outputs < classes:
+        raise UserError(
+            f"the data has {classes} classes, the network {outputs} outputs: labels {outputs} to {classes - 1} lie "
+            f"outside its head; leave classes=null, or set classes={classes} or more"
+        )

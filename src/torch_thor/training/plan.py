@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from torch_thor.training.errors import require
+from torch_thor.training.precision import PRECISIONS
 from torch_thor.training.schedules import ScheduleSpec
 
 
@@ -12,13 +13,22 @@ class Plan:
 
     Args:
         epochs: Passes over the training set.
-        batch_size: Images a step; the last incomplete batch of an epoch is left out.
+        batch_size: Images a step, on all processes together; the last incomplete batch of an epoch is left out.
         seed: Decides the initial weights, and with the epoch's number the order of the data.
         label_smoothing: As in `torch.nn.functional.cross_entropy`; in the training loss only.
-        eval_interval: Steps between evaluations; `None` is one epoch. The last step is always evaluated.
+        eval_interval: Steps between evaluations; `None` is `eval_epochs`. The last step is always evaluated.
+        eval_epochs: Epochs between evaluations, where `eval_interval` is `None`.
         schedule: Of the learning rate.
         damping_schedule: Of the damping, for optimizers that have one.
         device: `auto` (CUDA if there is one, else the CPU) or any device name that torch knows.
+        precision: fp32; or bf16 or fp16, in which the network computes while weights and optimizer stay float32.
+        loss_scale: With fp16: what the loss is multiplied by before backward; `None` finds it as training goes on.
+        accumulation: Parts that the batch of a step is computed in, one after the other, to save memory.
+        compile: Whether `torch.compile` compiles the network.
+        ema_decay: Share of the old average that an exponential moving average of the weights keeps a step (0.9999 is
+            usual); it is evaluated beside the weights. `None` keeps no average.
+        stop_at: Top-1 accuracy (in (0, 1]) at which training ends, of the averaged weights where there are any; `None`
+            trains to the end.
     """
 
     epochs: int = 1
@@ -26,9 +36,16 @@ class Plan:
     seed: int = 0
     label_smoothing: float = 0.0
     eval_interval: int | None = None
+    eval_epochs: int = 1
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     damping_schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     device: str = "auto"
+    precision: str = "fp32"
+    loss_scale: float | None = None
+    accumulation: int = 1
+    compile: bool = False
+    ema_decay: float | None = None
+    stop_at: float | None = None
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, f"epochs={self.epochs} must be 1 or more")
@@ -37,5 +54,26 @@ class Plan:
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")
         require(
             self.eval_interval is None or self.eval_interval >= 1,
-            f"eval_interval={self.eval_interval} must be 1 or more steps; null evaluates after each epoch",
+            f"eval_interval={self.eval_interval} must be 1 or more steps; null evaluates every eval_epochs",
+        )
+        require(self.eval_epochs >= 1, f"eval_epochs={self.eval_epochs} must be 1 or more")
+        require(
+            self.precision in PRECISIONS,
+            f"precision={self.precision} is none of {', '.join(PRECISIONS)}",
+        )
+        require(
+            self.loss_scale is None or (self.precision == "fp16" and 0 < self.loss_scale < float("inf")),
+            f"loss_scale={self.loss_scale} must be a number above 0, with precision=fp16; null elsewhere",
+        )
+        require(
+            1 <= self.accumulation <= self.batch_size,
+            f"accumulation={self.accumulation} must lie in [1, batch_size={self.batch_size}]: it is parts of a batch",
+        )
+        require(
+            self.ema_decay is None or 0 <= self.ema_decay < 1,
+            f"ema_decay={self.ema_decay} must lie in [0, 1), 0.9999 is usual; null averages nothing",
+        )
+        require(
+            self.stop_at is None or 0 < self.stop_at <= 1,
+            f"stop_at={self.stop_at} must lie in (0, 1]: it is a share, not per cent; null trains to the end",
         )

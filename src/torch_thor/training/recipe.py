@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from torch_thor.training.data import DataSpec
+from torch_thor.training.data_spec import DataSpec
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.library_models import nearest
 from torch_thor.training.models import check_name
@@ -36,6 +36,8 @@ class Recipe(Plan):
         data: The data set.
         model: The network: small-cnn, small-resnet, or an image classifier of torchvision's or timm's
             (`torchvision:NAME`, `timm:NAME`, or bare), with random weights.
+        classes: Outputs of the network, at least the classes of the data; `None` is that number. (The reference
+            ResNet-50 has 1001 for ImageNet's 1000.)
         optimizer: The optimizers to train with, one after the other.
         optimizers: Settings of every optimizer, whether it is trained with or not.
         targets: Top-1 accuracies (in (0, 1]) that the final table counts steps and seconds to.
@@ -49,6 +51,7 @@ class Recipe(Plan):
     about: str = ""
     data: DataSpec = field(default_factory=DataSpec)
     model: str = "small-cnn"
+    classes: int | None = None
     optimizer: tuple[str, ...] = ("thor", "sgd")
     optimizers: dict[str, OptimizerSettings] = field(default_factory=default_settings)
     targets: tuple[float, ...] = ()

@@ -10,7 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One optimizer step (counted from 1)."""
+    """One optimizer step (counted from 1).
+
+    `loss` and `images` are over all processes. `duration` is in seconds, with the `waited` for data in it. `damping` is
+    `None` for optimizers without. `skipped`: a float16 gradient overflowed, and the weights stayed.
+    """
 
     step: int
     loss: float
@@ -18,17 +22,29 @@ class StepPoint:
     seconds: float
     duration: float
     refresh: bool
+    images: int = 0
+    waited: float = 0.0
+    damping: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One evaluation on the test set, after `step` steps."""
+    """One evaluation on the test set, after `step` steps; `averaged_...`: of the averaged weights, if there are any."""
 
     step: int
     seconds: float
     loss: float
     top1: float
     top5: float
+    averaged_loss: float | None = None
+    averaged_top1: float | None = None
+    averaged_top5: float | None = None
+
+    @property
+    def accuracy(self) -> float:
+        """Top-1 of what would be used: of the averaged weights where there are any."""
+        return self.top1 if self.averaged_top1 is None else self.averaged_top1
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class Record:
     refreshes: list[RefreshPoint] = field(default_factory=list)
 
     def first_reaching(self, target: float) -> EvalPoint | None:
-        """The first evaluation whose top-1 accuracy is at least `target`.
+        """The first evaluation whose accuracy (top-1) is at least `target`.
 
         Args:
             target: An accuracy in [0, 1].
@@ -71,7 +87,7 @@ class Record:
         Returns:
             The evaluation, or `None` if the run never got there.
         """
-        return next((point for point in self.evaluations if point.top1 >= target), None)
+        return next((point for point in self.evaluations if point.accuracy >= target), None)
 
     def median_duration(self, *, refresh: bool) -> float | None:
         """The median seconds of a step.

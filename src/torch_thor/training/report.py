@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from torch_thor.training.loop import curvature_of
 from torch_thor.training.record import Record
+from torch_thor.training.refreshes import curvature_of
 
 SMOOTHING = 0.9  # the training loss is drawn as a running average with this decay
 

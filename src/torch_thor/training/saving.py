@@ -1,7 +1,7 @@
 """When to save, what a checkpoint of a run holds, and how a run goes on from it."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_thor.training import checkpoint
+from torch_thor.training import checkpoint, parallel
 from torch_thor.training.errors import StoppedError, UserError
 from torch_thor.training.loop import Callback, Run
 from torch_thor.training.metrics import MetricsFile, read_metrics
@@ -71,7 +71,7 @@ class Checkpoints(Callback):
         self.interval, self.keep, self.optimizer, self.recipe = interval, keep, optimizer, recipe
 
     def at_boundary(self, run: Run) -> None:
-        """Save if it is time, stop if asked.
+        """Save if it is time, stop if asked; on all processes, of which the first one writes.
 
         Args:
             run: The training.
@@ -79,54 +79,71 @@ class Checkpoints(Callback):
         Raises:
             StoppedError: If a signal came; the checkpoint is written by then.
         """
-        due = run.step % (self.interval or run.steps_per_epoch) == 0 or run.step == run.total_steps
-        stopping = self.stop.received and run.step < run.total_steps
+        due = run.step % (self.interval or run.steps_per_epoch) == 0 or run.done
+        received = parallel.total([float(self.stop.received)], run.data.device)[0] > 0  # by whichever process
+        stopping = received and not run.done
         if due or stopping:
-            self.metrics.sync()
-            checkpoint.save(
-                self.folder,
-                run.model,
-                capture_state(run),
-                step=run.step,
-                optimizer=self.optimizer,
-                recipe=self.recipe,
-                keep=self.keep,
-            )
+            state = capture_state(run)
+            with parallel.agreed():
+                if parallel.is_first():
+                    self._save(run, state)
         if stopping:
             raise StoppedError(run.step)
 
+    def _save(self, run: Run, state: dict[str, object]) -> None:
+        self.metrics.sync()
+        checkpoint.save(
+            self.folder,
+            run.model,
+            state,
+            step=run.step,
+            optimizer=self.optimizer,
+            recipe=self.recipe,
+            keep=self.keep,
+            average=None if run.average is None else run.average.module,
+        )
+
 
 def capture_state(run: Run) -> dict[str, object]:
-    """Everything but the weights that decides how a run goes on.
+    """Everything but the weights that decides how a run goes on; every process must call it.
 
     Args:
         run: The training.
 
     Returns:
-        Tensors and plain values. The order of the data is a function of (seed, epoch): the step is enough.
+        Tensors and plain values.
     """
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    device = run.data.device
+    own = {
+        "data": run.streams.train.state_dict(),
+        "rng": torch.get_rng_state(),
+        "device_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
     return {
         "optimizer": run.optimizer.state_dict(),
+        "precision": run.stepper.precision.state_dict(),
+        "averaged_steps": 0 if run.average is None else int(run.average.n_averaged),
         "step": run.step,
         "seconds": run.seconds,
-        "rng": {"cpu": torch.get_rng_state(), "cuda": cuda},
+        "ranks": parallel.gathered(own),
     }
 
 
-def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path) -> None:
+def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> None:
     """Put a run where a checkpoint left it.
 
-    It then goes on bit for bit, as long as the machine and `torch.get_num_threads()` are the same: sums in floating
-    point depend on how they are divided.
+    It then goes on bit for bit, as long as the machine, the number of processes and `torch.get_num_threads()` are the
+    same: sums in floating point depend on how they are divided. On another number of processes it sees the same
+    batches.
 
     Args:
         run: A new training, of the same recipe.
         saved: The checkpoint.
         metrics: The run's `metrics.jsonl`.
+        say: Told, in one line, if the number of processes has changed.
 
     Raises:
-        UserError: If the metrics file knows fewer steps than the checkpoint.
+        UserError: If the metrics file knows fewer steps than the checkpoint, or the data or the network are others.
     """
     record = read_metrics(metrics).up_to(saved.step)
     if len(record.steps) != saved.step:
@@ -134,7 +151,21 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path) -> None:
     saved.load_weights(run.model)
     state = saved.load_state()
     run.optimizer.load_state_dict(state["optimizer"])
+    run.stepper.precision.load_state_dict(state["precision"])
+    if run.average is not None:
+        saved.load_weights(run.average.module, averaged=True)
+        run.average.n_averaged.fill_(state["averaged_steps"])
     run.step, run.seconds, run.record = state["step"], state["seconds"], record
-    torch.set_rng_state(state["rng"]["cpu"])
-    if torch.cuda.is_available() and state["rng"]["cuda"]:
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+    shard, ranks = parallel.shard(), state["ranks"]
+    same = len(ranks) == shard.world_size
+    own = ranks[shard.rank if same else 0]
+    run.streams.train.load_state_dict(own["data"])
+    if not same:
+        say(
+            f"the checkpoint is of {len(ranks)} processes, this run of {shard.world_size}: it goes on with the same "
+            "batches, and with other random numbers where the network draws any"
+        )
+        return
+    torch.set_rng_state(own["rng"])
+    if own["device_rng"] is not None and run.data.device.type == "cuda":
+        torch.cuda.set_rng_state(own["device_rng"], run.data.device)

@@ -12,7 +12,7 @@ from rich.table import Table
 from torch_thor import __version__
 from torch_thor.split.choice import SplitChoice, choose_split_dim
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.loop import resolve_device
+from torch_thor.training.parallel import resolve_device
 from torch_thor.training.split_subject import load_subject, sample_images
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10, CIFAR100
 
+from torch_thor.training.data_spec import CIFAR, DataSpec, ImageTransform, Workers
 from torch_thor.training.errors import UserError
 from torch_thor.training.images.cifar import open_cifar
-from torch_thor.training.images.opening import ImageSpec, open_images
-from torch_thor.training.images.reading import Workers
-from torch_thor.training.images.transforms import CIFAR, EvaluationTransform, ImageTransform, Normalize
+from torch_thor.training.images.opening import ImageSet
+from torch_thor.training.images.transforms import EvaluationTransform, Normalize
+from torch_thor.training.shards import Shard
 
 KINDS = {"cifar10": (CIFAR10, 10, "labels"), "cifar100": (CIFAR100, 100, "fine_labels")}
 
@@ -47,8 +48,8 @@ def dump(path, content):
 
 
 def small(root, name, workers=0, transform=None):
-    spec = ImageSpec(name=name, root=str(root), download=False, transform=transform, workers=Workers(count=workers))
-    return open_images(spec, batch_size=2, seed=0, device=torch.device("cpu"), say=print)
+    spec = DataSpec(name=name, root=str(root), download=False, transform=transform, workers=Workers(count=workers))
+    return ImageSet(spec, torch.device("cpu"), print).open(batch_size=2, seed=0, shard=Shard())
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -9,7 +9,7 @@ from torchvision.datasets import ImageFolder
 from image_tree import CLASSES, write_tree
 from torch_thor.training.errors import UserError
 from torch_thor.training.images.decoding import BrokenImageError
-from torch_thor.training.images.folder import check_head, find_splits, list_images, open_folders
+from torch_thor.training.images.folder import find_splits, list_images, open_folders
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
@@ -107,13 +107,6 @@ def test_different_class_lists(tree):
     for number in range(5):
         (tree / f"val/x{number}").mkdir()
     refused(tree, r"x0, x1, x2 and 2 more only in val/")
-
-
-def test_labels_outside_the_head():
-    check_head(outputs=3, classes=3)
-    check_head(outputs=1001, classes=1000)
-    with pytest.raises(UserError, match="1000 classes, the network 10 outputs: labels 10 to 999 lie outside"):
-        check_head(outputs=10, classes=1000)
 
 
 def test_labels_are_class_numbers(imagenet):

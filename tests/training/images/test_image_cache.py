@@ -8,14 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from torch_thor.training.data_spec import DataSpec, ImageTransform, Workers
 from torch_thor.training.errors import UserError
 from torch_thor.training.images import cache
 from torch_thor.training.images.cache import open_cache
 from torch_thor.training.images.decoding import BrokenImageError
 from torch_thor.training.images.folder import list_images
-from torch_thor.training.images.opening import ImageSpec, open_images
-from torch_thor.training.images.reading import Workers
-from torch_thor.training.images.transforms import EvaluationTransform, ImageTransform
+from torch_thor.training.images.opening import ImageSet
+from torch_thor.training.images.transforms import EvaluationTransform
+from torch_thor.training.shards import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 CROP = EvaluationTransform(ImageTransform(size=24, resize=28))
@@ -162,11 +163,10 @@ def test_evaluation_through_the_cache_is_evaluation(tree, tmp_path):
     def batches(cache, workers=0):
         said = []
         transform = ImageTransform(size=24, resize=28)
-        spec = ImageSpec(
-            root=str(tree), transform=transform, workers=Workers(count=workers), max_broken=0.5, cache=cache
-        )
-        data = open_images(spec, batch_size=4, seed=0, device=torch.device("cpu"), say=said.append)
-        result = list(data.evaluation)
+        processes = Workers(count=workers)
+        spec = DataSpec("image-folder", str(tree), False, transform, processes, max_broken=0.5, cache=cache)
+        streams = ImageSet(spec, torch.device("cpu"), said.append).open(batch_size=4, seed=0, shard=Shard())
+        result = list(streams.evaluation)
         assert any("digit_7.JPEG cannot be read (the file is empty)" in line for line in said)
         return result
 

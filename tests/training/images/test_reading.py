@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_thor.training.data_spec import ImageTransform, Workers
 from torch_thor.training.images.decoding import BrokenImageError
-from torch_thor.training.images.reading import Workers, raw_loader
-from torch_thor.training.images.transforms import EvaluationTransform, ImageTransform
+from torch_thor.training.images.reading import raw_loader
+from torch_thor.training.images.transforms import EvaluationTransform
 
 CROP = EvaluationTransform(ImageTransform(size=8, resize=8))
 
@@ -61,7 +62,7 @@ def test_without_workers_the_training_process_keeps_its_handler():
 
 ENDING = """
 import signal
-from torch_thor.training.images.reading import Workers
+from torch_thor.training.data_spec import Workers
 import test_reading
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: None)

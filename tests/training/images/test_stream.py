@@ -7,14 +7,15 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from torch_thor.training.data_spec import DataSpec, ImageTransform, Workers
 from torch_thor.training.errors import UserError
 from torch_thor.training.images.broken import BrokenImages
 from torch_thor.training.images.decoding import BrokenImageError
 from torch_thor.training.images.folder import list_images
-from torch_thor.training.images.opening import ImageSpec, open_images
-from torch_thor.training.images.reading import Workers, check_workers
-from torch_thor.training.images.shards import Shard
-from torch_thor.training.images.transforms import ImageTransform, TrainingTransform
+from torch_thor.training.images.opening import ImageSet
+from torch_thor.training.images.reading import check_workers
+from torch_thor.training.images.transforms import TrainingTransform
+from torch_thor.training.shards import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 SMALL = ImageTransform(size=24, resize=28)
@@ -22,9 +23,10 @@ CPU = torch.device("cpu")
 
 
 def opened(root, workers=0, batch_size=4, seed=1, shard=None, say=None, max_broken=0.5, **options):
-    spec = ImageSpec(root=str(root), transform=SMALL, workers=Workers(count=workers), max_broken=max_broken, **options)
+    options = {"name": "image-folder", "transform": SMALL, **options}
+    spec = DataSpec(root=str(root), workers=Workers(count=workers), max_broken=max_broken, **options)
     say = say if say is not None else lambda _: None
-    return open_images(spec, batch_size=batch_size, seed=seed, device=CPU, say=say, shard=shard)
+    return ImageSet(spec, CPU, say).open(batch_size=batch_size, seed=seed, shard=shard or Shard())
 
 
 def equal(one, other):
@@ -116,7 +118,6 @@ def test_a_state_of_other_data_is_refused(imagenet):
     for key, other in [
         ("seed", opened(imagenet, seed=2)),
         ("batch_size", opened(imagenet, batch_size=5)),
-        ("world_size", opened(imagenet, shard=Shard(0, 2))),
     ]:
         with pytest.raises(UserError, match=f"the checkpoint's data has {key}="):
             other.train.load_state_dict(state)
@@ -124,10 +125,22 @@ def test_a_state_of_other_data_is_refused(imagenet):
         opened(imagenet).train.load_state_dict(state | {"images": 17})
 
 
+def test_other_ranks_go_on_with_the_same_batches(imagenet):
+    stream = opened(imagenet, batch_size=6).train
+    whole = [labels.tolist() for _, labels in [*stream, *stream]]
+    stream = opened(imagenet, batch_size=6).train
+    next(iter(stream))
+    ranks = [opened(imagenet, batch_size=6, shard=Shard(rank, 2)).train for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(stream.state_dict())
+    steps = zip(*(itertools.chain(rank, rank) for rank in ranks), strict=True)
+    assert [torch.cat([labels for _, labels in step]).tolist() for step in steps] == whole[1:]
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_ranks_evaluate_every_image_once_and_in_every_evaluation(imagenet, world):
     for _ in range(2):
-        loaders = [opened(imagenet, shard=Shard(rank, world), batch_size=2).evaluation for rank in range(world)]
+        loaders = [opened(imagenet, shard=Shard(rank, world), batch_size=2 * world).evaluation for rank in range(world)]
         batches = [batch for loader in loaders for batch in loader]
         rows = {tuple(image.flatten()[:200].tolist()) for images, _ in batches for image in images}
         assert sum(len(labels) for _, labels in batches) == len(rows) == 9
@@ -210,12 +223,16 @@ def test_bad_options(imagenet):
         Workers(count=-1)
     with pytest.raises(UserError, match="prefetch=0"):
         Workers(prefetch=0)
-    with pytest.raises(UserError, match=r"data.name=mnist .* image-folder, cifar10, cifar100"):
-        ImageSpec(name="mnist")
-    with pytest.raises(UserError, match=r"data\.root is not set"):
-        ImageSpec()
+    with pytest.raises(UserError, match=r"data.name=mnist .* cifar10, cifar100, image-folder"):
+        DataSpec(name="mnist")
+    with pytest.raises(UserError, match=r"data\.root is not set: .* give it as data.root=FOLDER"):
+        ImageSet(DataSpec(name="image-folder"), CPU, print)
     with pytest.raises(UserError, match="cifar10 is in memory already"):
-        ImageSpec(name="cifar10", cache=str(imagenet))
+        DataSpec(name="cifar10", cache=str(imagenet))
+    with pytest.raises(UserError, match=r"digits is trained on as it is; leave data.transform=null"):
+        DataSpec(name="digits", transform=SMALL)
+    with pytest.raises(UserError, match=r"data.max_broken=1 must be a share in \[0, 1\)"):
+        DataSpec(max_broken=1)
 
 
 def test_more_workers_than_cores_are_a_warning(monkeypatch):

@@ -9,16 +9,9 @@ from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from torch_thor.training.data_spec import CIFAR, IMAGENET, ImageTransform
 from torch_thor.training.errors import UserError
-from torch_thor.training.images.transforms import (
-    CIFAR,
-    IMAGENET,
-    EvaluationTransform,
-    ImageTransform,
-    Normalize,
-    TrainingTransform,
-    sample_seed,
-)
+from torch_thor.training.images.transforms import EvaluationTransform, Normalize, TrainingTransform, sample_seed
 
 
 def photograph():

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_thor.training.data_spec import Workers
 from torch_thor.training.errors import UserError
 from torch_thor.training.images.decoding import BrokenImageError
 from torch_thor.training.images.folder import FolderSource
-from torch_thor.training.images.reading import Workers, raw_loader
+from torch_thor.training.images.reading import raw_loader
 from torch_thor.training.images.transforms import EvaluationTransform
 
 FORMAT = 1

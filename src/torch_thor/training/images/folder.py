@@ -169,23 +169,6 @@ def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, 
     return train, evaluation
 
 
-def check_head(outputs: int, classes: int) -> None:
-    """Check that every label has an output.
-
-    Args:
-        outputs: Outputs of the network's last layer.
-        classes: Classes of the data.
-
-    Raises:
-        UserError: If a label lies outside the head.
-    """
-    if outputs < classes:
-        raise UserError(
-            f"the data has {classes} classes, the network {outputs} outputs: labels {outputs} to {classes - 1} lie "
-            f"outside its head; build the network with {classes} outputs"
-        )
-
-
 def _empty_classes(source: FolderSource) -> list[str]:
     counts = torch.bincount(source.labels, minlength=len(source.classes)).tolist()
     return [name for name, count in zip(source.classes, counts, strict=True) if count == 0]

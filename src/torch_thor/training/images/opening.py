@@ -1,138 +1,100 @@
-"""From options to the two streams that a training needs."""
+"""From what a recipe says of its images to the streams that a training needs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from torch_thor.training.data_spec import CIFAR, FOLDER, IMAGENET, DataSpec
 from torch_thor.training.errors import require
 from torch_thor.training.images.broken import BrokenImages
 from torch_thor.training.images.cache import Uncropped, open_cache
-from torch_thor.training.images.cifar import SETS, open_cifar
+from torch_thor.training.images.cifar import open_cifar
 from torch_thor.training.images.folder import FolderSource, open_folders
-from torch_thor.training.images.reading import Crop, Workers, check_workers
-from torch_thor.training.images.shards import EvaluationOrder, Shard, TrainingOrder
+from torch_thor.training.images.loader import ImageLoader
+from torch_thor.training.images.reading import Crop, check_workers
 from torch_thor.training.images.source import ImageSource
-from torch_thor.training.images.stream import ImageLoader, TrainingStream
-from torch_thor.training.images.transforms import (
-    CIFAR,
-    IMAGENET,
-    EvaluationTransform,
-    ImageTransform,
-    Normalize,
-    TrainingTransform,
-)
-
-FOLDER = "image-folder"
+from torch_thor.training.images.transforms import EvaluationTransform, Normalize, TrainingTransform
+from torch_thor.training.shards import BatchOrder, EvaluationOrder, Shard, TrainingOrder
+from torch_thor.training.stream import Streams, TrainingStream
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSpec:
-    """Which images, and how they are read.
+class ImageSet:
+    """Images that are read while training goes on: found and checked here, opened as streams for each training.
 
     Args:
-        name: image-folder (ImageNet-2012 or any set in its shape), cifar10 or cifar100.
-        root: The folder that holds the splits. For CIFAR `None` is ~/.cache/torch-thor.
-        download: Whether CIFAR's files may be downloaded.
-        transform: Sizes and chances; `None` is 224 pixels out of 256 for folders, 32 out of 32 for CIFAR, the mean and
-            deviation of ImageNet or CIFAR-10.
-        workers: The processes that read and crop, for training and evaluation each.
-        max_broken: Greatest share of an epoch's images that may be broken.
-        cache: Folder for decoded evaluation images, of image-folder only; `None` decodes at each evaluation.
+        spec: Which images, and how they are read.
+        device: Where batches go.
+        say: Told, in one line each, of what every process finds alike.
+        report: Told, in one line each, of broken images, which this process alone has met; `None` is `say`.
+        processes: Training processes on this machine, to count the workers of all.
+
+    Raises:
+        UserError: If images cannot be found or are not what can be trained on.
     """
 
-    name: str = FOLDER
-    root: str | None = None
-    download: bool = True
-    transform: ImageTransform | None = None
-    workers: Workers = field(default_factory=Workers)
-    max_broken: float = 0.01
-    cache: str | None = None
-
-    def __post_init__(self) -> None:
-        names = (FOLDER, *SETS)
-        require(self.name in names, f"data.name={self.name} is no set of images: use one of {', '.join(names)}")
-        require(
-            self.root is not None or self.name in SETS,
-            f"data.root is not set: {FOLDER} needs the folder that holds train/ and val/",
-        )
-        require(
-            self.cache is None or self.name == FOLDER,
-            f"data.cache={self.cache}: {self.name} is in memory already; leave data.cache=null",
-        )
-
-
-@dataclass(frozen=True)
-class ImageData:
-    """What a training reads.
-
-    Args:
-        train: Training batches of this rank.
-        evaluation: Evaluation batches of this rank.
-    """
-
-    train: TrainingStream
-    evaluation: ImageLoader
+    def __init__(
+        self,
+        spec: DataSpec,
+        device: torch.device,
+        say: Callable[[str], None],
+        report: Callable[[str], None] | None = None,
+        *,
+        processes: int = 1,
+    ) -> None:
+        check_workers(spec.workers, processes, say)
+        self.spec, self.device, self.report = spec, device, report or say
+        self.transform = spec.transform or (IMAGENET if spec.name == FOLDER else CIFAR)
+        self.train, self.evaluation = _sources(spec, say)
+        self._evaluation_crop: Crop = EvaluationTransform(self.transform)
+        if spec.cache is not None and isinstance(self.evaluation, FolderSource):
+            crop = EvaluationTransform(self.transform)
+            self.evaluation = open_cache(Path(spec.cache), self.evaluation, crop, spec.workers, say)
+            self._evaluation_crop = Uncropped(self.transform.size)
 
     @property
     def classes(self) -> int:
         """Number of classes."""
         return len(self.train.classes)
 
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of an image as the network sees it."""
+        return 3, self.transform.size, self.transform.size
 
-def open_images(
-    spec: ImageSpec,
-    *,
-    batch_size: int,
-    seed: int,
-    device: torch.device,
-    say: Callable[[str], None],
-    shard: Shard | None = None,
-    processes: int = 1,
-) -> ImageData:
-    """Find the images, check them and build the streams.
+    def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
+        """Open it from the beginning.
 
-    Args:
-        spec: Which images, and how they are read.
-        batch_size: Images in a batch of one rank, in training and at most in evaluation.
-        seed: Decides order and crops, with the epoch's number.
-        device: Where batches go.
-        say: Told, in one line each, of warnings and of broken images.
-        shard: Which rank of how many; `None` is the only one.
-        processes: Training processes on this machine, to count the workers of all.
+        Args:
+            batch_size: Images of a step, on all ranks together; a rank evaluates as many at a time as it trains on.
+            seed: Decides the order and the crops, with the epoch's number.
+            shard: Which rank of how many.
 
-    Returns:
-        Both streams.
-    """
-    check_workers(spec.workers, processes, say)
-    transform = spec.transform or (IMAGENET if spec.name == FOLDER else CIFAR)
-    train, evaluation = _sources(spec, say)
-    crop: Crop = EvaluationTransform(transform)
-    if spec.cache is not None and isinstance(evaluation, FolderSource):
-        evaluation = open_cache(Path(spec.cache), evaluation, EvaluationTransform(transform), spec.workers, say)
-        crop = Uncropped(transform.size)
-    shard = shard or Shard()
-    order = TrainingOrder(len(train.labels), batch_size, seed, shard)
+        Returns:
+            Both streams.
+        """
+        order = TrainingOrder(len(self.train.labels), batch_size, seed, shard)
+        evaluation = EvaluationOrder(len(self.evaluation.labels), batch_size // shard.world_size, shard)
+        loader = self._loader(self.train, TrainingTransform(self.transform, seed), order)
+        return Streams(TrainingStream(loader, order), self._loader(self.evaluation, self._evaluation_crop, evaluation))
 
-    def loader(source: ImageSource, crop: Crop, order: TrainingOrder | EvaluationOrder) -> ImageLoader:
+    def _loader(self, source: ImageSource, crop: Crop, order: BatchOrder) -> ImageLoader:
         return ImageLoader(
             source,
             crop,
             order,
-            normalize=Normalize(transform.mean, transform.std),
-            workers=spec.workers,
-            broken=BrokenImages(spec.max_broken, say),
-            device=device,
+            normalize=Normalize(self.transform.mean, self.transform.std),
+            workers=self.spec.workers,
+            broken=BrokenImages(self.spec.max_broken, self.report),
+            device=self.device,
         )
 
-    return ImageData(
-        TrainingStream(loader(train, TrainingTransform(transform, seed), order), order),
-        loader(evaluation, crop, EvaluationOrder(len(evaluation.labels), batch_size, shard)),
+
+def _sources(spec: DataSpec, say: Callable[[str], None]) -> tuple[ImageSource, ImageSource]:
+    require(
+        spec.root is not None or spec.name != FOLDER,
+        f"data.root is not set: {FOLDER} needs the folder that holds train/ and val/; give it as data.root=FOLDER",
     )
-
-
-def _sources(spec: ImageSpec, say: Callable[[str], None]) -> tuple[ImageSource, ImageSource]:
     root = Path(spec.root) if spec.root is not None else Path.home() / ".cache" / "torch-thor"
     if spec.name == FOLDER:
         return open_folders(root.expanduser(), say)

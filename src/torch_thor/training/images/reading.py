@@ -3,14 +3,13 @@
 import os
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torch_thor.training.errors import require
+from torch_thor.training.data_spec import Workers
 from torch_thor.training.images.decoding import BrokenImageError
 from torch_thor.training.images.source import ImageSource
 
@@ -48,23 +47,6 @@ class RawBatch(NamedTuple):
     images: Tensor
     labels: Tensor
     broken: tuple[tuple[int, str], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workers:
-    """The processes that read and crop.
-
-    Args:
-        count: How many; 0 reads in the training process.
-        prefetch: Batches that each keeps ready.
-    """
-
-    count: int = 4
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        require(self.count >= 0, f"workers={self.count} must be 0 or more; 0 reads in the training process")
-        require(self.prefetch >= 1, f"prefetch={self.prefetch} must be 1 batch or more")
 
 
 class Reader(Dataset[RawBatch]):

@@ -9,67 +9,12 @@ processes nor where a run was resumed can change it.
 """
 
 import hashlib
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from torch_thor.training.errors import require
-
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageTransform:
-    """Sizes and chances.
-
-    Args:
-        size: Side of the square that the network sees, in pixels.
-        resize: Length of the shorter side before the centre crop of evaluation, in pixels.
-        scale: Least and greatest share of the area that a training crop covers.
-        ratio: Least and greatest width over height of a training crop.
-        flip: Probability of a horizontal flip.
-        padding: `None`: random resized crops. A number: crops of `size` out of the image with that many black pixels
-            around it, as is usual on CIFAR; `scale` and `ratio` are then not used.
-        mean: Of each channel, for pixels in [0, 1].
-        std: Of each channel, for pixels in [0, 1].
-    """
-
-    size: int = 224
-    resize: int = 256
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    flip: float = 0.5
-    padding: int | None = None
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-
-    def __post_init__(self) -> None:
-        require(self.size >= 1, f"transform.size={self.size} must be 1 pixel or more")
-        require(
-            self.resize >= self.size,
-            f"transform.resize={self.resize} must be transform.size={self.size} or more: the centre is cropped from it",
-        )
-        require(
-            0 < self.scale[0] <= self.scale[1] <= 1,
-            f"transform.scale={list(self.scale)} must be two shares of the area, 0 < least <= greatest <= 1",
-        )
-        require(
-            0 < self.ratio[0] <= self.ratio[1],
-            f"transform.ratio={list(self.ratio)} must be two ratios of width to height, 0 < least <= greatest",
-        )
-        require(0 <= self.flip <= 1, f"transform.flip={self.flip} must be a probability in [0, 1]")
-        require(
-            self.padding is None or self.padding >= 0,
-            f"transform.padding={self.padding} must be 0 pixels or more; null takes random resized crops",
-        )
-        require(all(value > 0 for value in self.std), f"transform.std={list(self.std)} must be above 0")
-
-
-IMAGENET = ImageTransform()
-CIFAR = ImageTransform(size=32, resize=32, mean=CIFAR_MEAN, std=CIFAR_STD)
+from torch_thor.training.data_spec import ImageTransform
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:

@@ -1,19 +1,38 @@
 """Which images each batch of each process holds: pure functions of (seed, epoch, rank, world size).
 
-Training: the epoch's order is cut into global batches of world size × batch size, and each rank takes its part of
-each. So the images of a step do not depend on how many processes share it. What is left over at the end of an epoch
-is less than one global batch and is left out, other images in each epoch.
+Training: the epoch's order is cut into batches, and each rank takes its part of each. So the images of a step do not
+depend on how many processes share it. What is left over at the end of an epoch is less than one batch and is left out,
+other images in each epoch.
 
 Evaluation: every image exactly once. All ranks have the same number of batches (a wrapped model may communicate in
 every forward), of sizes that differ by one at most; with fewer images than batches some are empty.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch_thor.training.data import epoch_order
+import torch
+from torch import Tensor
+
 from torch_thor.training.errors import require
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """The order of the training images in one epoch.
+
+    Args:
+        count: Images in the training set.
+        seed: The run's seed.
+        epoch: Number of the epoch, from 0.
+
+    Returns:
+        A permutation of range(count), (count,), int64, on the CPU.
+    """
+    digest = hashlib.sha256(f"{seed},{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randperm(count, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class TrainingOrder:
 
     Args:
         count: Images in the set.
-        batch_size: Images in a batch of one rank.
+        batch_size: Images in a batch, of all ranks together.
         seed: The run's seed.
         shard: Which rank.
     """
@@ -87,20 +106,28 @@ class TrainingOrder:
     def __post_init__(self) -> None:
         require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
         require(
+            self.batch_size % self.shard.world_size == 0,
+            f"batch_size={self.batch_size} cannot be shared evenly by {self.shard.world_size} processes: it is the "
+            "images of a step on all of them together; choose a multiple",
+        )
+        require(
             self.batches >= 1,
-            f"batch_size={self.batch_size} on {self.shard.world_size} processes is larger than the training set "
-            f"({self.count} images): lower batch_size",
+            f"batch_size={self.batch_size} is larger than the training set ({self.count} images): lower batch_size",
         )
 
     @property
     def batches(self) -> int:
         """Batches in an epoch."""
-        return self.count // (self.batch_size * self.shard.world_size)
+        return self.count // self.batch_size
 
     @property
     def images(self) -> int:
         """Images in an epoch, on this rank."""
-        return self.batches * self.batch_size
+        return self.batches * self._share
+
+    @property
+    def _share(self) -> int:
+        return self.batch_size // self.shard.world_size
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
         """The batches of an epoch.
@@ -114,8 +141,8 @@ class TrainingOrder:
         """
         order = epoch_order(self.count, self.seed, epoch)
         for batch in range(start, self.batches):
-            first = (batch * self.shard.world_size + self.shard.rank) * self.batch_size
-            yield order[first : first + self.batch_size].tolist()
+            first = batch * self.batch_size + self.shard.rank * self._share
+            yield order[first : first + self._share].tolist()
 
 
 @dataclass(frozen=True)

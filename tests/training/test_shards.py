@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from torch_thor.training.data import epoch_order
 from torch_thor.training.errors import UserError
-from torch_thor.training.images.shards import EvaluationOrder, Shard, TrainingOrder
+from torch_thor.training.shards import EvaluationOrder, Shard, TrainingOrder, epoch_order
 
 WORLDS = [1, 2, 3, 4]
 COUNTS = [12, 13, 24, 50, 101]
@@ -19,7 +18,7 @@ def all_ranks(world, make):
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_training_ranks_share_the_epochs_order(world, count, batch_size):
-    orders = all_ranks(world, lambda shard: TrainingOrder(count, batch_size, 5, shard))
+    orders = all_ranks(world, lambda shard: TrainingOrder(count, batch_size * world, 5, shard))
     epochs = [list(order.epoch(4)) for order in orders]
     steps = count // (batch_size * world)
     assert [len(epoch) for epoch in epochs] == [steps] * world == [order.batches for order in orders]
@@ -34,10 +33,8 @@ def test_training_ranks_share_the_epochs_order(world, count, batch_size):
 def test_a_step_holds_the_same_images_whatever_the_number_of_processes():
     steps = []
     for world in (1, 2, 4):
-        epochs = [
-            list(o.epoch(1)) for o in all_ranks(world, lambda s, world=world: TrainingOrder(101, 8 // world, 3, s))
-        ]
-        steps.append([sorted(index for batch in step for index in batch) for step in zip(*epochs, strict=True)])
+        epochs = [list(o.epoch(1)) for o in all_ranks(world, lambda s: TrainingOrder(101, 8, 3, s))]
+        steps.append([[index for batch in step for index in batch] for step in zip(*epochs, strict=True)])
     assert steps[0] == steps[1] == steps[2]
     assert len(steps[0]) == 12
 
@@ -83,8 +80,10 @@ def test_a_later_start_is_the_rest_of_the_epoch(start):
 def test_bad_shards():
     with pytest.raises(UserError, match=r"rank=2 must lie in \[0, world_size=2\)"):
         Shard(2, 2)
-    with pytest.raises(UserError, match="batch_size=4 on 3 processes is larger than the training set"):
+    with pytest.raises(UserError, match=r"batch_size=4 cannot be shared evenly by 3 processes: .* choose a multiple"):
         TrainingOrder(11, 4, 0, Shard(0, 3))
+    with pytest.raises(UserError, match=r"batch_size=12 is larger than the training set \(11 images\)"):
+        TrainingOrder(11, 12, 0, Shard(0, 3))
     for make in (lambda: TrainingOrder(11, 0, 0), lambda: EvaluationOrder(11, 0)):
         with pytest.raises(UserError, match="batch_size=0"):
             make()

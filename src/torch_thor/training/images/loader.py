@@ -1,4 +1,4 @@
-"""Batches on the device, epoch after epoch, from any position."""
+"""Batches of decoded images on the device."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_thor.training.data_spec import Workers
 from torch_thor.training.errors import UserError
 from torch_thor.training.images.broken import BrokenImages
-from torch_thor.training.images.reading import Crop, Key, Workers, raw_loader
-from torch_thor.training.images.shards import BatchOrder, TrainingOrder
+from torch_thor.training.images.reading import Crop, Key, raw_loader
 from torch_thor.training.images.source import ImageSource
 from torch_thor.training.images.transforms import Normalize
+from torch_thor.training.shards import BatchOrder
 
 
 class ImageLoader:
@@ -50,11 +51,6 @@ class ImageLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.batches()
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of their labels."""
-        return self.source.classes
-
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of an epoch.
 
@@ -83,75 +79,21 @@ class ImageLoader:
             images = images.to(self.device, non_blocking=True)
             yield self.normalize(images), labels.to(self.device, non_blocking=True)
 
-
-class TrainingStream:
-    """Training batches without end, with a position that a checkpoint can hold.
-
-    One iteration gives what is left of the current epoch. A batch counts as consumed when it is handed out, however
-    many the workers have read ahead.
-
-    Args:
-        loader: Of training batches.
-        order: The loader's.
-    """
-
-    def __init__(self, loader: ImageLoader, order: TrainingOrder) -> None:
-        self.loader, self.order = loader, order
-        self.epoch = 0
-        self.batch = 0
-
-    def __len__(self) -> int:
-        """Batches in a whole epoch."""
-        return len(self.loader)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, in the order of their labels."""
-        return self.loader.classes
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in self.loader.batches(self.epoch, self.batch):
-            done = self.epoch * len(self) + self.batch + 1
-            self.epoch, self.batch = divmod(done, len(self))
-            yield batch
-
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in.
+        """Which images were broken.
 
         Returns:
             Plain values.
         """
-        return {
-            "epoch": self.epoch,
-            "batch": self.batch,
-            "broken": self.loader.broken.state_dict(),
-            **self._identity(),
-        }
+        return self.broken.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stream was: the same images in the same batches with the same crops.
+        """Take up what another loader knew of broken images.
 
         Args:
-            state: From `state_dict`, of this rank or, but for the broken images, of another.
-
-        Raises:
-            UserError: If the other stream had other data, another seed or another way of sharing.
+            state: From `state_dict`.
         """
-        for key, own in self._identity().items():
-            if state[key] != own:
-                raise UserError(
-                    f"the checkpoint's data has {key}={state[key]}, this run {key}={own}: resume with the same"
-                )
-        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
-        self.loader.broken.load_state_dict(state["broken"])
-
-    def _identity(self) -> dict[str, int]:
-        return {
-            "images": self.order.count,
-            "batch_size": self.order.batch_size,
-            "seed": self.order.seed,
-            "world_size": self.order.shard.world_size,
-        }
+        self.broken.load_state_dict(state)
 
 
 class _Keys:

@@ -1,0 +1,31 @@
+"""The data that a recipe names, in memory or read while training goes on."""
+
+from collections.abc import Callable
+
+import torch
+
+from torch_thor.training import parallel
+from torch_thor.training.data import load_data
+from torch_thor.training.data_spec import IN_MEMORY, DataSpec
+from torch_thor.training.stream import DataSet
+
+
+def open_data(
+    spec: DataSpec, device: torch.device, say: Callable[[str], None], report: Callable[[str], None] | None = None
+) -> DataSet:
+    """Find and check a data set.
+
+    Args:
+        spec: Which, and how it is read.
+        device: Where batches go.
+        say: Told, in one line each, of what every process finds alike.
+        report: Told, in one line each, of what this process alone has met; `None` is `say`.
+
+    Returns:
+        The data set.
+    """
+    if spec.name in IN_MEMORY:
+        return load_data(spec).to(device)
+    from torch_thor.training.images.opening import ImageSet  # torchvision's transforms are slow to import
+
+    return ImageSet(spec, device, say, report, processes=parallel.local_processes())
