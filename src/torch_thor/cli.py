@@ -91,13 +91,13 @@ def train(
         StoppedError: If a signal stopped the training.
     """
     from torch_thor.training.experiment import run_recipe
-    from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, override, recipe_names
+    from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, override, recipe_list
     from torch_thor.training.runfolder import RunFolder
 
     if list_recipes:
-        table = Table("recipe", "about")
-        for name in recipe_names():
-            table.add_row(name, load_recipe(name).about)
+        table = Table("recipe", "about", "should reach", show_lines=True)
+        for row in recipe_list():
+            table.add_row(*row)
         Console().print(table)
         return
     names = [word for word in words or [] if "=" not in word]

@@ -7,21 +7,29 @@ import pytest
 from torch_thor.training.errors import UserError
 from torch_thor.training.models import build_model
 from torch_thor.training.optimizers import OPTIMIZERS
-from torch_thor.training.recipe import differences, load_recipe, override, parse_recipe, recipe_names, recipe_yaml
+from torch_thor.training.recipe import (
+    differences,
+    load_recipe,
+    override,
+    parse_recipe,
+    recipe_list,
+    recipe_names,
+    recipe_yaml,
+)
 from torch_thor.training.schedules import ScheduleSpec
 from torch_thor.training.thor_settings import THORSettings
 
 MINIMAL = "data: {name: digits}\nepochs: 3\n"
 
 
-@pytest.mark.parametrize("name", ["digits", "fashion-mnist"])
+@pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_are_valid_and_say_what_they_are(name):
     recipe = load_recipe(name)
     assert recipe.name == name
-    assert recipe.about
-    assert recipe.optimizer == ("thor", "sgd")
     assert set(recipe.optimizers) == set(OPTIMIZERS)
-    assert name in recipe_names()
+    assert (name, recipe.about, recipe.reaches) in recipe_list()
+    assert len(recipe.about) > 20
+    assert len(recipe.reaches) > 20
 
 
 def test_text_round_trip_is_exact():

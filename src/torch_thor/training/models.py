@@ -105,9 +105,32 @@ def small_cnn(in_channels: int, classes: int) -> nn.Module:
     )
 
 
+def cifar_resnet18(in_channels: int, classes: int) -> nn.Module:
+    """ResNet-18 of torchvision with the stem of He et al. 2016, section 4.2, for images of 32 x 32.
+
+    A 3 x 3 convolution of stride 1 and no pooling in the place of 7 x 7, stride 2, and pooling, which would leave an
+    image of 8 x 8 to the first stage.
+
+    Args:
+        in_channels: Channels of the images.
+        classes: Number of classes.
+
+    Returns:
+        The network.
+    """
+    from torchvision.models import resnet18  # slow to import, needed for this network alone
+
+    model: nn.Module = resnet18(num_classes=classes)
+    model.conv1 = nn.Conv2d(in_channels, 64, 3, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+    return model
+
+
 MODELS: dict[str, Callable[[int, int], nn.Module]] = {
     "small-cnn": small_cnn,
     "small-resnet": SmallResNet,
+    "cifar-resnet18": cifar_resnet18,
 }
 
 

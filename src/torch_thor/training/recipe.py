@@ -33,8 +33,9 @@ class Recipe(Plan):
     Args:
         name: The recipe's name: its file's, without `.yaml`.
         about: One line for `torch-thor train --list`.
+        reaches: What it should reach, and from where that is known; printed beside it.
         data: The data set.
-        model: The network: small-cnn, small-resnet, or an image classifier of torchvision's or timm's
+        model: The network: small-cnn, small-resnet, cifar-resnet18, or an image classifier of torchvision's or timm's
             (`torchvision:NAME`, `timm:NAME`, or bare), with random weights.
         classes: Outputs of the network, at least the classes of the data; `None` is that number. (The reference
             ResNet-50 has 1001 for ImageNet's 1000.)
@@ -49,6 +50,7 @@ class Recipe(Plan):
 
     name: str = "unnamed"
     about: str = ""
+    reaches: str = ""
     data: DataSpec = field(default_factory=DataSpec)
     model: str = "small-cnn"
     classes: int | None = None
@@ -113,6 +115,19 @@ def recipe_names() -> list[str]:
         Their names, sorted.
     """
     return sorted(item.name.removesuffix(".yaml") for item in recipe_folder().iterdir() if item.name.endswith(".yaml"))
+
+
+def recipe_list() -> list[tuple[str, str, str]]:
+    """What the recipes say of themselves.
+
+    Read as plain YAML: what a recipe needs (timm for its network, say) need not be installed to list it.
+
+    Returns:
+        Name, `about` and `reaches` of each.
+    """
+    folder = recipe_folder()
+    contents = {name: yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8")) for name in recipe_names()}
+    return [(name, str(content["about"]), str(content["reaches"])) for name, content in contents.items()]
 
 
 def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
