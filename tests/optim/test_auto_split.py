@@ -186,27 +186,6 @@ def test_a_cache_that_cannot_be_written_is_a_warning(measured, folder):
     assert optimizer.param_groups[0]["split_dim"] == 16
 
 
-def test_several_processes_are_told_to_agree_first(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"split_dim='auto' with 2 processes.*pass the number"):
-        THOR(network(), split_dim="auto")
-    THOR(network(), split_dim=16)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    THOR(network(), split_dim="auto")
-
-
-def test_processes_that_join_later_are_told_so_before_anything_changes(monkeypatch, measured):
-    model = network()
-    optimizer = THOR(model, split_dim="auto")
-    before = train(model, torch.optim.SGD(model.parameters(), lr=0.0), 1)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="2 processes"):
-        train(model, optimizer, 1)
-    assert torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
-
-
 def test_a_later_group_is_decided_when_it_comes(measured):
     model = network()
     optimizer = THOR(model[0].parameters(), model=model, split_dim=3)

@@ -342,3 +342,33 @@ def test_layers_of_different_intervals_share_the_loss_terms():
     assert optimizer.curvature["first"].refreshes == 1
     assert optimizer.curvature["second"].refreshes == 2
     assert optimizer.curvature["second"].rows_per_term == 3
+
+
+class Late(nn.Module):
+    """A head that only some examples go through, from some step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 3)
+        self.late = nn.Linear(3, 2, bias=False)
+        self.chosen = None
+
+    def forward(self, x):
+        x = self.body(x)
+        return x.sum() if self.chosen is None else x.sum() + self.late(x[self.chosen]).sum()
+
+
+def test_layer_first_reached_between_refreshes_is_refreshed_in_the_next_step_with_all_loss_terms():
+    """Its own leading dimension is 3, the batch's 12."""
+    model = Late().double()
+    optimizer = THOR(model, lr=0.0, update_interval=100)
+    for step in range(5):
+        model.chosen = slice(0, 3) if step >= 2 else None
+        (model(torch.randn(12, 5).double()) / 12).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [event.layer for event in optimizer.last_refresh] == {0: ["body"], 3: ["late"]}.get(step, [])
+        assert not model.late._forward_hooks or step == 2  # hooks only where a refresh comes next
+    late = optimizer.curvature["late"]
+    assert late.rows_per_term == 3 / 12
+    torch.testing.assert_close(late.factors()[1], torch.ones(2, 2).double())  # g = 1 in every row

@@ -206,9 +206,9 @@ def test_at_most_one_layers_factors_are_alive(monkeypatch):
         alive[0].add(layer.name)
         most.append(len(alive[0]))
 
-    def fresh_factors(layer, scale):
+    def fresh_factors(layer):
         alive[0].discard(layer.name)
-        return really[1](layer, scale)
+        return really[1](layer)
 
     monkeypatch.setattr(LayerCurvature, "gather", gather)
     monkeypatch.setattr(LayerCurvature, "fresh_factors", fresh_factors)

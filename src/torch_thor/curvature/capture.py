@@ -49,6 +49,11 @@ class Capture:
         """N of the backward passes since the last :meth:`discard`: the leading dimension of each one's first layer."""
         return sum(count for _, count in self._terms.values())
 
+    @property
+    def watching(self) -> bool:
+        """Whether this step's passes are run so that statistics must come: those of all layers, and the loss terms."""
+        return any(layer.watched for layer in self._layers)
+
     def attach(self) -> None:
         """Put hooks where statistics are wanted, and take them off everywhere else.
 
@@ -57,15 +62,21 @@ class Capture:
         were armed or disarmed.
         """
         for layer in self._layers:
-            # a layer that no loss has reached keeps its hook, and keeps nobody from running compiled
+            # a layer that no loss has reached keeps nobody from running compiled
             layer.watched = layer.armed and not layer.idle and layer.weight.requires_grad
-        wanted = any(layer.watched for layer in self._layers)
+        wanted = self.watching
         for layer in self._layers:
             layer.counts = wanted and self._first in (None, layer)
         for source in self._sources:
             of_use = (layer.counts or (layer.armed and layer.weight.requires_grad) for layer in source.layers)
-            source.attach(self, any(of_use))
+            source.attach(self, wanted and any(of_use))
         eager_window.hold(self, wanted)
+
+    def notice_reached(self) -> None:
+        """Watch from the next step on, loss terms with them, the layers that no loss had reached until this step."""
+        for layer in self._layers:
+            if layer.armed and layer.idle:
+                layer.idle = not layer.has_gradient()
 
     def discard(self) -> None:
         """Forget what has been gathered, as a step that is not taken must."""

@@ -268,22 +268,35 @@ class LayerCurvature:
         self.seen = True
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
-        dtype = factor_dtype(self.weight.dtype)
-        sums = self._sums
-        if sums is None:
-            a_layout, g_layout = self.layouts()
-            sums = self._sums = (
-                BlockDiagonal.zeros(a_layout, dtype=dtype, device=x.device),
-                BlockDiagonal.zeros(g_layout, dtype=dtype, device=g.device),
-            )
         with ieee_float32(x.device.type):
-            self.rows += kind.add_rows_(*sums, x.detach(), g.detach(), keep)
+            self.rows += kind.add_rows_(*self.sums(), x.detach(), g.detach(), keep)
 
-    def fresh_factors(self, output_scale: float) -> tuple[BlockDiagonal, BlockDiagonal] | None:
-        """Return A and G of this step's rows and forget the rows.
+    def sums(self) -> tuple[BlockDiagonal, BlockDiagonal]:
+        """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far; what is added to them counts.
+
+        Returns:
+            The sums, zeros before the first row.
+        """
+        if self._sums is None:
+            weight = self.weight
+            dtype = factor_dtype(weight.dtype)
+            a, g = (BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device) for layout in self.layouts())
+            self._sums = a, g
+        return self._sums
+
+    def scale_outputs_(self, scale: float) -> None:
+        """Turn the gathered output gradients into gradients of one loss term.
 
         Args:
-            output_scale: what turns the gathered output gradients into gradients of one loss term (N for a mean).
+            scale: what they are multiplied by (N for a mean).
+        """
+        if self._sums is not None:
+            for part in self._sums[1].parts():
+                # in two factors, because scale² of a scaled half-precision loss can leave the range of float32
+                part.mul_(scale).mul_(scale)
+
+    def fresh_factors(self) -> tuple[BlockDiagonal, BlockDiagonal] | None:
+        """Return A and G of this step's rows and forget the rows.
 
         Returns:
             ``(A, G)``, or None where no row came by.
@@ -292,11 +305,9 @@ class LayerCurvature:
         self.forget()
         if sums is None or not rows:
             return None
-        for part in sums[0].parts():
-            part.div_(rows)
-        for part in sums[1].parts():
-            # in two factors, because scale² of a scaled half-precision loss can leave the range of float32
-            part.mul_(output_scale).mul_(output_scale / rows)
+        for factor in sums:
+            for part in factor.parts():
+                part.div_(rows)
         return sums
 
     def has_gradient(self) -> bool:
@@ -314,7 +325,7 @@ class LayerCurvature:
         """Return the sums ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far.
 
         Returns:
-            The sums, unscaled, or None where no row came by.
+            The sums, or None where no row came by.
         """
         return self._sums if self.rows else None
 

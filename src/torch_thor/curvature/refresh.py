@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import damped_inverses
+from torch_thor.curvature.inverse import Inverse, damped_inverses
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.processes import ALONE, Damped, Processes
 from torch_thor.curvature.roots import damped_inverse_roots
 
 
@@ -98,7 +99,11 @@ class Candidate:
 
 
 def refresh(
-    candidates: Sequence[Candidate], report: Callable[[LayerCurvature, str], None], *, root: int | None = None
+    candidates: Sequence[Candidate],
+    report: Callable[[LayerCurvature, str], None],
+    *,
+    root: int | None = None,
+    processes: Processes = ALONE,
 ) -> tuple[RefreshEvent, ...]:
     """Decide layer by layer, then invert what was taken, all layers in one go.
 
@@ -109,14 +114,18 @@ def refresh(
         candidates: the layers that are due and have statistics.
         report: called with a layer and a sentence on what went wrong with it.
         root: p, to take inverse p-th roots, with damping relative to each factor, in the place of inverses.
+        processes: those that refresh together, each with the same candidates; they decide alike.
 
     Returns:
         What was done with each candidate, in their order.
     """
-    traces = _fisher_traces(candidates, root)
+    traces = _fisher_traces(candidates, root, processes)
     judged = [_judge(c, now, before, report) for c, (now, before) in zip(candidates, traces, strict=True)]
     failed = _invert(
-        [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE], report, root
+        [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE],
+        report,
+        root,
+        processes,
     )
     return tuple(
         RefreshEvent(c.layer.name, c.step, Decision.FAILED if c.layer in failed else decision, change, now)
@@ -144,14 +153,21 @@ def _judge(
 
 
 def _invert(
-    taken: Sequence[Candidate], report: Callable[[LayerCurvature, str], None], root: int | None
+    taken: Sequence[Candidate],
+    report: Callable[[LayerCurvature, str], None],
+    root: int | None,
+    processes: Processes,
 ) -> set[LayerCurvature]:
     """Invert and put to use; return the layers whose factors could not be inverted."""
     failed = set()
     averaged = [tuple(_average(c, key, new) for key, new in zip("AG", c.factors, strict=True)) for c in taken]
     shifts = [c.damping if root else math.sqrt(c.damping / c.rows_per_term) for c in taken]
     damped = [(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair]
-    inverses = damped_inverse_roots(damped, root) if root else damped_inverses(damped)
+
+    def solve(factors: Damped) -> list[Inverse]:
+        return damped_inverse_roots(factors, root) if root else damped_inverses(factors)
+
+    inverses = processes.invert(damped, solve)
     for i, (candidate, (a, g)) in enumerate(zip(taken, averaged, strict=True)):
         layer = candidate.layer
         a_inverse, g_inverse = inverses[2 * i : 2 * i + 2]
@@ -176,8 +192,14 @@ def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagona
     return new.with_parts([n.lerp(o, candidate.decay) for n, o in zip(new.parts(), old.parts(), strict=True)])
 
 
-def _fisher_traces(candidates: Sequence[Candidate], root: int | None) -> list[tuple[float, float]]:
-    """Return tr(F + λI) of the new factors and of those in use, with one wait for the device for all layers."""
+def _fisher_traces(
+    candidates: Sequence[Candidate], root: int | None, processes: Processes
+) -> list[tuple[float, float]]:
+    """Return tr(F + λI) of the new factors and of those in use, with one wait for the device for all layers.
+
+    Where several processes decide, the numbers are the first one's: on unlike hardware the last bits of a sum differ,
+    and a layer that stops on one process and not on another would part them for good.
+    """
     traces: list[Tensor] = []
     for c in candidates:
         traces += [f.group_traces() for f in c.factors]
@@ -193,4 +215,5 @@ def _fisher_traces(candidates: Sequence[Candidate], root: int | None) -> list[tu
         now = c.layer.trace_of_fisher((next(on_host), next(on_host)), damping)
         before = c.layer.trace_of_fisher((next(on_host), next(on_host)), damping)
         result.append((now, before))
-    return result
+    agreed = iter(processes.gather([trace for pair in result for trace in pair])[0])
+    return list(zip(agreed, agreed, strict=True))

@@ -3,9 +3,8 @@
 import warnings
 from collections.abc import Mapping
 
-import torch
-
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.processes import Processes
 from torch_thor.optim.parameters import Group, ParameterIndex
 from torch_thor.split import cache
 from torch_thor.split.choice import candidates, choose
@@ -43,29 +42,31 @@ class AutoSplit:
         if self._groups:
             self._layers = {k: one for k, one in layers.items() if index.group(one.weight)["split_dim"] == AUTO}
 
-    def from_cache(self) -> None:
+    def from_cache(self, processes: Processes) -> None:
         """Take the number that an earlier training has left for this model, device and version.
 
-        Raises:
-            ValueError: several processes train together, and each would measure a number of its own.
+        Args:
+            processes: those that train together; what the first one finds holds for all.
         """
         if not self._groups:
             return
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            processes = torch.distributed.get_world_size()
-            if processes > 1:
-                raise ValueError(
-                    f"split_dim='auto' with {processes} processes: each would measure a number of its own, and they "
-                    f"must agree; run choose_split_dim (or torch-thor split-dim) once and pass the number"
-                )
-        found = cache.load(self._layers) if self._layers else FALLBACK
-        if found is not None:
-            self._settle(found)
+        found = FALLBACK if not self._layers else cache.load(self._layers) if processes.first else None
+        agreed = int(processes.gather([found or 0])[0][0])
+        if agreed:
+            self._settle(agreed)
 
-    def from_statistics(self) -> None:
-        """Choose from the uncut statistics of this step, and keep the choice; raises nothing."""
+    def from_statistics(self, processes: Processes) -> None:
+        """Choose from the uncut statistics of this step, and keep the choice; raises nothing.
+
+        Args:
+            processes: those that train together, with the same statistics; the first one measures and chooses for all.
+        """
         if not self._groups:
             return
+        chosen = self._choose() if processes.first else 0
+        self._settle(int(processes.gather([chosen])[0][0]))
+
+    def _choose(self) -> int:
         split_dims = candidates(self._layers.values())
         try:
             losses = {}
@@ -75,12 +76,9 @@ class AutoSplit:
                     losses[name] = losses_of(sums, split_dims, layer)
             choice = choose(self._layers, losses, split_dims) if losses else None
         except (ValueError, RuntimeError) as error:  # statistics that overflowed; no memory for the largest candidate
-            self._complain(str(error))
-            return
+            return _fall_back(str(error))
         if choice is None:
-            self._complain("the first step brought no statistics")
-            return
-        self._settle(choice.split_dim)
+            return _fall_back("the first step brought no statistics")
         try:
             cache.store(self._layers, choice)
         except OSError as error:
@@ -88,8 +86,9 @@ class AutoSplit:
                 f"THOR: split_dim='auto' chose {choice.split_dim}, and could not keep it for the next training: "
                 f"{error}; set TORCH_THOR_CACHE to a folder that can be written",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
+        return choice.split_dim
 
     def _settle(self, split_dim: int) -> None:
         for group in self._groups:
@@ -98,11 +97,12 @@ class AutoSplit:
             layer.cut_gathered()
         self._groups = []
 
-    def _complain(self, reason: str) -> None:
-        self._settle(FALLBACK)
-        warnings.warn(
-            f"THOR: split_dim='auto' takes {FALLBACK}, the paper's choice for ResNet-50, because {reason}; pass a "
-            f"number to choose yourself (torch-thor split-dim measures one)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+
+def _fall_back(reason: str) -> int:
+    warnings.warn(
+        f"THOR: split_dim='auto' takes {FALLBACK}, the paper's choice for ResNet-50, because {reason}; pass a "
+        f"number to choose yourself (torch-thor split-dim measures one)",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+    return FALLBACK

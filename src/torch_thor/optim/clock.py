@@ -4,6 +4,8 @@
 ``group["update_interval"]`` (a number, a schedule or any callable) is asked on each refresh for the way to the next.
 """
 
+from collections.abc import Sequence
+
 from torch_thor.optim.intervals import CALLABLE, from_plain, to_plain
 from torch_thor.optim.options import UpdateInterval, check_interval
 from torch_thor.optim.parameters import Group
@@ -28,7 +30,7 @@ def next_refreshes(groups: list[Group]) -> list[int]:
     return result
 
 
-def advance(groups: list[Group], refreshes: list[int]) -> None:
+def advance(groups: list[Group], refreshes: Sequence[int]) -> None:
     """Count a step.
 
     Args:

@@ -89,23 +89,41 @@ def nonfinite_names(groups: list[Group], index: ParameterIndex) -> list[str]:
     return [index.name(p) for _, p, g in with_gradient(groups) if not bool(numbers_of(g).isfinite().all())]
 
 
-def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> None:
-    """Refuse a refresh whose statistics never came, with the cause.
+def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None:
+    """Refuse a row mask that fits no layer.
 
     Args:
         layers: the preconditioned layers.
         capture: who gathers their statistics; it forgets them where this raises.
 
     Raises:
-        RuntimeError: a layer that is due has a gradient and no statistics, or the row mask fits no layer.
+        RuntimeError: statistics came, and the mask fits no layer.
+    """
+    mask = capture.row_mask
+    if mask is None or capture.mask_taken or not any(layer.rows for layer in layers):
+        return
+    capture.discard()
+    raise RuntimeError(
+        f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading dimensions of the layers' "
+        f"inputs, (N, L); set it before each forward pass, and to None where there is no padding"
+    )
+
+
+def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> None:
+    """Refuse a refresh whose statistics never came, on any process, with the cause.
+
+    Args:
+        layers: the preconditioned layers.
+        capture: who gathers their statistics; it forgets them where this raises.
+
+    Raises:
+        RuntimeError: a layer that is due has a gradient and no statistics.
     """
     silent = [
         layer.name for layer in layers if layer.armed and layer.watched and not layer.seen and layer.has_gradient()
     ]
     inside = [name for name in silent if name in capture.inside_transform]
-    mask = capture.row_mask
-    unused = mask is not None and not capture.mask_taken and any(layer.rows for layer in layers)
-    if not silent and not unused:
+    if not silent:
         return
     capture.discard()
     if inside:
@@ -113,17 +131,11 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> No
             f"layers {some(inside)} ran inside a torch.func transform, where their statistics cannot be seen; take "
             f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
         )
-    if silent:
-        raise RuntimeError(
-            f"layers {some(silent)} have gradients and no statistics, because their forward was not seen: their "
-            f"weights were used without calling the module, the gradients were not made by loss.backward() (or "
-            f"before THOR was made), or a compiled or copied model ran in the place of the one that THOR has. Call "
-            f"the modules, or leave the layers out with skip="
-        )
-    assert mask is not None
     raise RuntimeError(
-        f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading dimensions of the layers' "
-        f"inputs, (N, L); set it before each forward pass, and to None where there is no padding"
+        f"layers {some(silent)} have gradients and no statistics, because their forward was not seen: their "
+        f"weights were used without calling the module, the gradients were not made by loss.backward() (or "
+        f"before THOR was made), or a compiled or copied model ran in the place of the one that THOR has. Call "
+        f"the modules, or leave the layers out with skip="
     )
 
 

@@ -1,6 +1,7 @@
 """By how much a GradScaler has scaled what a step is about to use, and whether it wants the step skipped."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ class LossScale:
     def found_inf(self) -> bool:
         """Whether the scaler wants the step skipped (a wait for the device, which the scaler would do otherwise)."""
         return self._found_inf is not None and float(self._found_inf) > 0
+
+    def unscale_(self, gradients: Iterable[Tensor]) -> None:
+        """Divide by the scale, where the scaler has left that to the optimizer.
+
+        Args:
+            gradients: changed in place.
+        """
+        if self.of_gradients is not None:
+            inverse = self.of_gradients.double().reciprocal().float()
+            for gradient in gradients:
+                gradient.mul_(inverse.to(gradient.device))
 
     def of_outputs(self) -> float:
         """Return by how much the captured output gradients are scaled.

@@ -116,7 +116,8 @@ class ParameterIndex:
         if id(parameter) not in self._groups:
             raise RuntimeError(
                 f"parameter {self.name(parameter)!r} is in none of the optimizer's parameter groups: it was replaced "
-                f"after THOR was made; make THOR after that, or assign to parameter.data instead"
+                f"after THOR was made; make THOR after that, or assign to parameter.data instead. (FSDP replaces "
+                f"parameters in every forward pass, and THOR does not train under it yet: use DistributedDataParallel)"
             )
         return self._groups[id(parameter)]
 

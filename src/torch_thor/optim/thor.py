@@ -17,21 +17,26 @@ from torch import Tensor, nn
 from torch_thor.curvature.capture import Capture
 from torch_thor.curvature.coverage import Covered, table
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
+from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.curvature.refresh import RefreshEvent, refresh
 from torch_thor.curvature.selection import Selection
 from torch_thor.curvature.sources import sources_of
 from torch_thor.curvature.survey import survey
+from torch_thor.distributed.membership import Membership
+from torch_thor.distributed.statistics import pool
 from torch_thor.optim import clock
 from torch_thor.optim.auto_split import AutoSplit, block_size
+from torch_thor.optim.candidates import candidates_of
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
 from torch_thor.optim.guards import (
+    check_row_mask,
     check_statistics,
     largest_gradient,
     nonfinite_message,
     nonfinite_names,
     some,
 )
+from torch_thor.optim.kept import KeptState
 from torch_thor.optim.loss_scale import LossScale
 from torch_thor.optim.options import (
     UpdateInterval,
@@ -43,7 +48,8 @@ from torch_thor.optim.options import (
     with_defaults,
 )
 from torch_thor.optim.parameters import ParameterIndex, with_gradient
-from torch_thor.optim.spectral import ROOT, complete_state, spectral_update
+from torch_thor.optim.reading import Reading, read_alike
+from torch_thor.optim.spectral import ROOT, spectral_update
 from torch_thor.optim.update import update
 
 DecayFilter = Callable[[str, nn.Parameter], bool]
@@ -61,6 +67,7 @@ _COPIED = (
     "skipped_steps",
     "skip",
     "only",
+    "_membership",
 )
 
 
@@ -74,7 +81,7 @@ class THOR(torch.optim.Optimizer):
     :class:`torch.optim.SGD` has it. Everything else is trained by SGD with momentum; :meth:`coverage` lists what each
     parameter gets. The model is not changed, and the training loop is the usual one.
 
-    Make it before a wrapper replaces the parameters: build the model, ``THOR(model)``, then DDP or FSDP2.
+    Make it before a wrapper replaces the parameters: build the model, ``THOR(model)``, then DDP.
     ``torch.compile`` may come before or after; steps that gather statistics run eagerly, all others compiled.
 
     Args:
@@ -117,6 +124,9 @@ class THOR(torch.optim.Optimizer):
             count it in ``skipped_steps``. Either way nothing has changed.
         grad_scaler: the gradient scaler, needed only where it is not a ``torch.amp.GradScaler`` and gradients are
             unscaled before ``scaler.step(optimizer)``: else THOR finds out by itself how what it captures is scaled.
+        process_group: the processes that train this model together and average its gradients, as DDP does: their
+            statistics are averaged on refresh steps. None: the default group, if ``torch.distributed`` is initialised
+            by the time of a step; False: none, every process trains a model of its own.
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing
@@ -147,6 +157,7 @@ class THOR(torch.optim.Optimizer):
         only: Selection = None,
         nonfinite: str = "raise",
         grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: Any = None,
     ) -> None:
         if isinstance(params, nn.Module):
             if model is not None and model is not params:
@@ -173,6 +184,7 @@ class THOR(torch.optim.Optimizer):
         self.only = only
         self.nonfinite = nonfinite
         self.grad_scaler = grad_scaler
+        self.process_group = process_group
         self.skipped_steps = 0
         self._last_refresh: tuple[RefreshEvent, ...] = ()
         self._reset()
@@ -190,13 +202,14 @@ class THOR(torch.optim.Optimizer):
             "scaling": scaling,
             "step": 0,  # the clock of the group, and the step of its next refresh: in the group, where DCP sees them
             "next_refresh": 0,
-            "last_loss_terms": 0,  # N of the latest refresh, which the diagonal of norms needs in between
+            "last_loss_terms": 0,  # N of the latest refresh, for the diagonal of norms
         }
         defaults = with_defaults(defaults, scaling)
         check_group(defaults)
         super().__init__(params, defaults)
         self._attach()
-        self._auto_split().from_cache()
+        if self._processes().count == 1:  # several find a number together, in a step
+            self._auto_split().from_cache(ALONE)
 
     # ---- what users look at -------------------------------------------------------------------------------------
 
@@ -242,6 +255,15 @@ class THOR(torch.optim.Optimizer):
         self._capture.row_mask = mask
 
     @property
+    def process_group(self) -> Any:
+        """The processes that train this model together, as given: a group, None for the default one, or False."""
+        return self._membership.group
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        self._membership = Membership(group)
+
+    @property
     def last_refresh(self) -> tuple[RefreshEvent, ...]:
         """What the latest :meth:`step` did with the layers that were due; empty where none was. Not in checkpoints."""
         return self._last_refresh
@@ -284,45 +306,45 @@ class THOR(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check_group(group)  # again: a schedule may have run damping down to 0
         self._index.update(self.param_groups, self.state)
-        auto = self._auto_split()
-        auto.from_cache()
-        scale = LossScale(self, self.grad_scaler)
-        if scale.found_inf:
+        refreshing = self._refreshing()
+        kept = KeptState(self.state, self.param_groups, self._index, self.scaling)
+        state_only = kept.is_asked_for()
+        processes = ALONE if state_only else self._processes()
+        # What follows holds for all processes: on a refresh step they agree, else they have the same gradients.
+        together = processes if refreshing else ALONE
+        try:
+            reading = read_alike(together, self._read, self.param_groups, refreshing, self.loss_reduction)
+        except FloatingPointError:
             self._capture.discard()
+            raise
+        if reading.skipped:
+            self._capture.discard()
+            self.skipped_steps += reading.counted
             return loss
-        terms = self._count_loss_terms()
-        output_scale = (terms if self.loss_reduction == "mean" else 1) / self._scale_of_statistics(scale)
-        refreshes = clock.next_refreshes(self.param_groups)
-        self._unscale(scale)
-        largest = largest_gradient(self.param_groups, self._index)
-        if not math.isfinite(largest):
-            self._capture.discard()
-            if self.nonfinite == "skip":
-                self.skipped_steps += 1
-                return loss
-            raise FloatingPointError(
-                nonfinite_message(self.param_groups[0]["step"], nonfinite_names(self.param_groups, self._index))
-            )
+        auto = self._auto_split()
+        auto.from_cache(together)
+        for layer in refreshing:
+            layer.scale_outputs_(reading.output_scale)
+        pool(together, refreshing, self._capture.inside_transform)
         check_statistics(self._layers.values(), self._capture)
         # From here on nothing raises: a step is taken as a whole or not at all.
-        auto.from_statistics()
-        if self._materialise() and largest == 0 and all(float(g["lr"]) == 0 for g in self.param_groups):
-            return loss  # torch.distributed.checkpoint asks for the state in this way; it is no step of training
+        auto.from_statistics(together)
+        kept.materialise(self._layers.values())
+        if state_only:
+            return loss
         waiting = any(layer.armed for layer in self._layers.values())
-        if waiting:
-            self._refresh(terms, output_scale)
-        terms = terms or self.param_groups[0]["last_loss_terms"]
-        for group in self.param_groups:
-            group["last_loss_terms"] = terms
-        diagonal_scale = 1 / terms if terms and self.loss_reduction == "sum" else terms
+        if refreshing:
+            self._refresh(refreshing, reading.terms, together)
+        elif waiting:
+            self._capture.notice_reached()
+            self._capture.discard()
         if self.scaling == "spectral":
-            spectral_update(self.param_groups, self._index, self._state_of, self._decays)
+            spectral_update(self.param_groups, self._index, kept.scale_free, self._decays)
         else:
-            update(self.param_groups, self._index, self._momentum_buffer, self._decays, diagonal_scale)
-        clock.advance(self.param_groups, refreshes)
+            scale = self._diagonal_scale(processes.count)
+            update(self.param_groups, self._index, kept.momentum_buffer, self._decays, scale)
+        clock.advance(self.param_groups, reading.refreshes)
         due = any(clock.refreshes_next(group) for group in self.param_groups)
         if due:
             for layer in self._layers.values():
@@ -341,38 +363,50 @@ class THOR(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._capture.discard()
 
-    def _refresh(self, terms: int, output_scale: float) -> None:
-        """Decide on new factors for the layers that are due, and invert what is taken."""
-        candidates = []
-        for layer in self._layers.values():
-            if not layer.armed:
-                continue
-            weight, rows, seen = layer.weight, layer.rows, layer.seen
-            layer.idle = not seen and weight.requires_grad and not layer.has_gradient()
-            if weight.grad is None:
-                continue
-            factors = layer.fresh_factors(output_scale)
-            if factors is None:
-                if seen:
-                    then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
-                    self._report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
-                continue
-            group = self._index.group(weight)
-            upper, lower = group["trace_thresholds"]
-            candidates.append(
-                Candidate(
-                    layer,
-                    group["step"],
-                    factors,
-                    rows_per_term=rows / terms,
-                    damping=float(group["damping"]),
-                    thresholds=(float(upper), float(lower)),
-                    decay=float(group["factor_decay"]),
-                )
+    def _read(self) -> Reading:
+        """Look at what this process has for the step, and raise what is wrong with it."""
+        for group in self.param_groups:
+            check_group(group)  # again: a schedule may have run damping down to 0
+        scale = LossScale(self, self.grad_scaler)
+        if scale.found_inf:
+            return Reading(skipped=True)
+        given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
+        terms = self._capture.loss_terms if given is None else check_loss_terms(given)
+        captured = scale.of_outputs() if any(layer.rows for layer in self._layers.values()) else 1.0
+        refreshes = clock.next_refreshes(self.param_groups)
+        scale.unscale_(gradient for _, _, gradient in with_gradient(self.param_groups))
+        largest = largest_gradient(self.param_groups, self._index)
+        if not math.isfinite(largest):
+            if self.nonfinite == "skip":
+                return Reading(skipped=True, counted=True)
+            raise FloatingPointError(
+                nonfinite_message(self.param_groups[0]["step"], nonfinite_names(self.param_groups, self._index))
             )
+        check_row_mask(self._layers.values(), self._capture)
+        return Reading(
+            terms, (terms if self.loss_reduction == "mean" else 1) / captured, tuple(refreshes), largest=largest
+        )
+
+    def _refreshing(self) -> list[LayerCurvature]:
+        """The layers that are due, the same on every process, whichever of them has their rows."""
+        if not self._capture.watching:
+            return []
+        return [layer for layer in self._layers.values() if layer.armed and layer.weight.requires_grad]
+
+    def _refresh(self, refreshing: list[LayerCurvature], terms: int, processes: Processes) -> None:
+        """Decide on new factors for the layers that are due, and invert what is taken."""
+        candidates = candidates_of(refreshing, terms, self._index, self._report)
         root = ROOT if self.scaling == "spectral" else None
-        self._last_refresh = refresh(candidates, self._report, root=root)
+        self._last_refresh = refresh(candidates, self._report, root=root, processes=processes)
         self._capture.discard()
+        if terms:
+            for group in self.param_groups:
+                group["last_loss_terms"] = terms
+
+    def _diagonal_scale(self, ranks: int) -> float:
+        """What turns ∇² into N (∇ of the mean loss)²; the ranks have divided the gradient of a sum by their number."""
+        terms = int(self.param_groups[0]["last_loss_terms"])
+        return ranks**2 / terms if terms and self.loss_reduction == "sum" else terms
 
     def _arm(self) -> None:
         """Have the statistics gathered of the layers that are due."""
@@ -386,15 +420,6 @@ class THOR(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # see LossScale; with a scaler of our own to ask, GradScaler unscales and skips as it does for any optimizer
         return self.grad_scaler is None
-
-    def _scale_of_statistics(self, scale: LossScale) -> float:
-        return scale.of_outputs() if any(layer.rows for layer in self._layers.values()) else 1.0
-
-    def _unscale(self, scale: LossScale) -> None:
-        if scale.of_gradients is not None:
-            inverse = scale.of_gradients.double().reciprocal().float()
-            for _, _, gradient in with_gradient(self.param_groups):
-                gradient.mul_(inverse.to(gradient.device))
 
     def _report(self, layer: LayerCurvature, what: str) -> None:
         """Warn, once a layer and kind of trouble."""
@@ -453,47 +478,14 @@ class THOR(torch.optim.Optimizer):
         self._attached = True
         self._arm()
 
+    def _processes(self) -> Processes:
+        return self._membership.processes(next(iter(self._layers.values())).weight.device)
+
     def _auto_split(self) -> AutoSplit:
         return AutoSplit(self.param_groups, self._layers, self._index)
 
     def _decays(self, parameter: nn.Parameter) -> bool:
         return self.decay_filter is None or bool(self.decay_filter(self._index.name(parameter), parameter))
-
-    def _momentum_buffer(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of the scale-free step, made where there is none."""
-        state: dict[str, Any] = self.state[parameter]
-        complete_state(self._index, parameter, state)
-        return state
-
-    def _materialise(self) -> bool:
-        """Make all state at the first step; return whether there was none."""
-        # At the first step, so that a checkpoint has the same keys on every rank and at every time; not at
-        # construction, because wrappers that replace parameters would leave it under keys that are gone.
-        fresh = not self.state
-        if fresh:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
-                    self.state[parameter]["preconditioned"] = int(bool(self._index.shares(parameter)))
-                    if self.scaling == "spectral":
-                        if parameter.requires_grad:
-                            self._state_of(parameter)
-                    elif group["momentum"] and parameter.requires_grad:
-                        self._momentum_buffer(parameter)
-        for layer in self._layers.values():
-            layer.materialise()
-        return fresh
-
-    def _count_loss_terms(self) -> int:
-        given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
-        return self._capture.loss_terms if given is None else check_loss_terms(given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, with options of their own.

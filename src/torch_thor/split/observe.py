@@ -133,7 +133,7 @@ class Observer:
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
     def _finish(self, layer: LayerCurvature) -> None:
-        factors = layer.fresh_factors(1.0)
+        factors = layer.fresh_factors()
         if factors is not None:
             self._losses[layer.name] = losses_of(factors, self._split_dims, layer)
 

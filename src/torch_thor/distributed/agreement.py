@@ -1,0 +1,80 @@
+"""Ranks that differ in what they are about to do say so, all of them, before one waits for another in vain."""
+
+import zlib
+from collections.abc import Sequence
+
+from torch_thor.curvature.processes import Processes
+
+# What is raised on the ranks that did not find the error themselves; anything else comes to them as RuntimeError.
+_ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, FloatingPointError)
+
+
+def agree(
+    processes: Processes, error: Exception | None, facts: Sequence[str], numbers: Sequence[float]
+) -> list[list[float]]:
+    """Exchange a header of a fixed size: is every process ready, and for the same exchange?
+
+    Args:
+        processes: those that train together.
+        error: what went wrong on this one.
+        facts: what must be the same on all of them, a line each.
+        numbers: what may differ; as many from each.
+
+    Returns:
+        The numbers of every process.
+
+    Raises:
+        Exception: ``error``; on the other processes one of its type, that names the process and says the same.
+        RuntimeError: the facts differ.
+    """
+    text = "" if error is None else str(error) or type(error).__name__
+    kind = next((i for i, known in enumerate(_ERRORS) if type(error) is known), 0)
+    told = "\n".join(facts)
+    size = len((text or told).encode())
+    header = [error is not None, kind, size, zlib.crc32(told.encode())]
+    rows = processes.gather([*header, *numbers])
+    failed = [i for i, row in enumerate(rows) if row[0]]
+    differing = [i for i, row in enumerate(rows) if row[3] != rows[0][3]]
+    if failed or differing:
+        texts = _gather_texts(processes, text or told, max(int(row[2]) for row in rows))
+        if error is not None:
+            raise error
+        if failed:
+            raise _ERRORS[int(rows[failed[0]][1])](f"on rank {failed[0]}: {texts[failed[0]]}")
+        raise RuntimeError(_difference(texts[0], differing[0], texts[differing[0]]))
+    return [row[len(header) :] for row in rows]
+
+
+def check_same_gradients(largest: Sequence[float]) -> None:
+    """Refuse to average the statistics of ranks that do not train one model.
+
+    Args:
+        largest: the largest norm of a gradient on each rank. Averaged gradients have it alike, up to rounding.
+
+    Raises:
+        RuntimeError: the norms differ.
+    """
+    low, high = min(largest), max(largest)
+    if high - low > 1e-3 * high:
+        raise RuntimeError(
+            f"the gradients differ between ranks: their largest norm is {high:.6g} on rank {largest.index(high)} and "
+            f"{low:.6g} on rank {largest.index(low)}. THOR averages its statistics over the process group, so the "
+            f"gradients must be averaged too: wrap the model in DistributedDataParallel (and step outside no_sync), "
+            f"give the data-parallel group as process_group=, or process_group=False where every process trains a "
+            f"model of its own"
+        )
+
+
+def _gather_texts(processes: Processes, text: str, size: int) -> list[str]:
+    padded = text.encode().ljust(size, b"\0")
+    return [bytes(int(b) for b in row).rstrip(b"\0").decode() for row in processes.gather(list(padded))]
+
+
+def _difference(ours: str, rank: int, theirs: str) -> str:
+    left, right = ours.splitlines(), theirs.splitlines()
+    lines = zip([*left, *["nothing"] * len(right)], [*right, *["nothing"] * len(left)], strict=False)
+    first, other = next((a, b) for a, b in lines if a != b)
+    return (
+        f"the ranks are not about to do the same: rank 0 has {first!r}, rank {rank} has {other!r}. Make the optimizer "
+        f"with the same options on every rank, schedule it alike, and load the same checkpoint everywhere"
+    )

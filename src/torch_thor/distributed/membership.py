@@ -1,0 +1,63 @@
+"""Which processes an optimizer trains with."""
+
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.distributed.data_parallel import DataParallel
+
+_LOST = "lost"
+
+
+class Membership:
+    """The process group that the user named, or the default one.
+
+    Args:
+        group: a group; None for the default group, if there is one at the time of a step; False to train alone.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if not (group is None or group is False or group == _LOST or _is_group(group)):
+            raise ValueError(
+                f"process_group={group!r}: must be a torch.distributed.ProcessGroup that this process is in, None for "
+                f"the default group, or False where every process trains a model of its own; of a DeviceMesh give "
+                f"mesh.get_group()"
+            )
+        self.group = group
+
+    def processes(self, device: torch.device) -> Processes:
+        """Return those that train together at this time.
+
+        Args:
+            device: where the model is.
+
+        Returns:
+            The processes.
+
+        Raises:
+            RuntimeError: the optimizer was unpickled, and groups cannot be.
+        """
+        if self.group == _LOST:
+            raise RuntimeError(
+                "this optimizer had a process group when it was pickled, and groups cannot be; set "
+                "optimizer.process_group to a group, to None for the default group, or to False"
+            )
+        if self.group is False or not (dist.is_available() and dist.is_initialized()):
+            return ALONE
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        return DataParallel(group, device) if dist.get_world_size(group) > 1 else ALONE
+
+    def __deepcopy__(self, _: Any) -> "Membership":
+        return self
+
+    def __reduce__(self) -> tuple[type["Membership"], tuple[Any]]:
+        return Membership, (_LOST if _is_group(self.group) else self.group,)
+
+
+def _is_group(value: Any) -> bool:
+    return dist.is_available() and isinstance(value, dist.ProcessGroup)

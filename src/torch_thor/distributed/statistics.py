@@ -1,0 +1,27 @@
+"""The statistics of one step, of all ranks together: A = Σ Σ a aᵀ / Σ R and G = Σ Σ g gᵀ / Σ R."""
+
+from collections.abc import Sequence
+
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.processes import Processes
+
+
+def pool(processes: Processes, layers: Sequence[LayerCurvature], inside_transform: set[str]) -> None:
+    """Give every process the sums and counts of all of them: two collectives, and one more a dtype and device.
+
+    Args:
+        processes: those that train together.
+        layers: those whose statistics are wanted, the same on every process, whether or not it has any; their output
+            gradients are those of one loss term (:meth:`LayerCurvature.scale_outputs_`), since a rank's share of the
+            loss terms may differ.
+        inside_transform: the layers that ran where no statistics can be seen, here; becomes those of all processes.
+    """
+    if processes.count == 1:
+        return
+    ours = [float(n) for one in layers for n in (one.rows, one.seen, one.name in inside_transform)]
+    totals = iter([sum(column) for column in zip(*processes.gather(ours), strict=True)])
+    for layer in layers:
+        layer.rows, layer.seen = int(next(totals)), next(totals) > 0
+        if next(totals):
+            inside_transform.add(layer.name)
+    processes.sum_([part for one in layers if one.rows for factor in one.sums() for part in factor.parts()])

@@ -1,0 +1,52 @@
+"""From the statistics of a step to what the trace rule decides on."""
+
+from collections.abc import Callable, Iterable
+
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.refresh import Candidate
+from torch_thor.optim.parameters import ParameterIndex
+
+
+def candidates_of(
+    layers: Iterable[LayerCurvature],
+    terms: int,
+    index: ParameterIndex,
+    report: Callable[[LayerCurvature, str], None],
+) -> list[Candidate]:
+    """Make a candidate of every layer that has rows; note which ones the loss has not reached.
+
+    Args:
+        layers: those that want new factors; their statistics are used up.
+        terms: N.
+        index: knows each layer's group.
+        report: called with a layer and a sentence on why it has no rows.
+
+    Returns:
+        The candidates, in order.
+    """
+    candidates = []
+    for layer in layers:
+        weight, rows, seen = layer.weight, layer.rows, layer.seen
+        layer.idle = not seen and not layer.has_gradient()
+        if weight.grad is None:
+            continue
+        factors = layer.fresh_factors()
+        if factors is None:
+            if seen:
+                then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
+                report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
+            continue
+        group = index.group(weight)
+        upper, lower = group["trace_thresholds"]
+        candidates.append(
+            Candidate(
+                layer,
+                group["step"],
+                factors,
+                rows_per_term=rows / terms,
+                damping=float(group["damping"]),
+                thresholds=(float(upper), float(lower)),
+                decay=float(group["factor_decay"]),
+            )
+        )
+    return candidates

@@ -1,0 +1,111 @@
+"""Processes for tests of several ranks: started once, then given one function after the other.
+
+Every function runs in a process group of its own (gloo), so one that fails or is out of step spoils no other. A rank
+that raises is reported with its traceback; one that hangs or dies is killed and reported, and the next function gets
+new processes.
+"""
+
+import contextlib
+import datetime
+import multiprocessing
+import time
+import traceback
+from multiprocessing.connection import wait
+
+import torch
+from torch import distributed as dist
+
+START_SECONDS = 120  # importing torch, beside other tests
+SECONDS = 60  # for one function; a collective that waits in vain gives up before that
+COLLECTIVE_SECONDS = 20
+
+
+def _serve(rank, connection):
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        connection.send("ready")
+        while (task := connection.recv()) is not None:
+            function, world, store, args = task
+            try:
+                torch.manual_seed(0)
+                dist.init_process_group(
+                    "gloo",
+                    rank=rank,
+                    world_size=world,
+                    init_method=f"file://{store}",
+                    timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
+                )
+                connection.send((None, function(rank, world, *args)))
+            except BaseException:
+                connection.send((traceback.format_exc(), None))
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+
+
+class Ranks:
+    """A pool of processes: the most that a function may ask for."""
+
+    def __init__(self, most=4):
+        self.most = most
+        self.processes, self.connections = [], []
+        self.count = 0
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.most):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+        for connection in self.connections:
+            assert connection.poll(START_SECONDS), "a process did not start"
+            assert connection.recv() == "ready"
+
+    def run(self, world, folder, function, *args, seconds=SECONDS):
+        """Run `function(rank, world, *args)` on ranks 0 to world - 1 and return what each returns."""
+        if not self.processes:
+            self.start()
+        self.count += 1
+        store = folder / f"store{self.count}"
+        for connection in self.connections[:world]:
+            connection.send((function, world, str(store), args))
+        answers, deadline = {}, time.monotonic() + seconds
+        waiting = dict(zip(self.connections[:world], range(world), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                hung = sorted(waiting.values())
+                self.kill()
+                raise TimeoutError(f"ranks {hung} hung for {seconds} seconds in {function.__name__}; got {answers}")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except EOFError:
+                    self.processes[rank].join(5)
+                    code = self.processes[rank].exitcode
+                    self.kill()
+                    raise ChildProcessError(f"rank {rank} died in {function.__name__} with exit code {code}") from None
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in sorted(answers.items()) if error]
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return [answers[rank][1] for rank in range(world)]
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self.connections = [], []
+
+    def close(self):
+        """End the processes as they should end; raise if one does not."""
+        for connection in self.connections:
+            connection.send(None)
+        for process in self.processes:
+            process.join(20)
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        assert all(code == 0 for code in codes), f"exit codes {codes}"
