@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_thor.curvature.selection import self_and_parents
 from torch_thor.optim.checkpoint import restore_tensors
 from torch_thor.optim.guards import some
+from torch_thor.optim.parameters import parameters_of
 
 # Names or patterns, modules, a list of either; or a callable (name, parameter) -> bool; None for the optimizer's rule.
 Exclude = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Parameter], bool] | None
@@ -85,14 +86,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], model: nn.Module | None, exclude: Exclude
     ) -> None:
         label = type(self).__name__
-        if isinstance(params, nn.Module):
-            if model is not None and model is not params:
-                raise ValueError(
-                    f"two models were given; pass {label}(model, ...) or {label}(parameters, model=model, ...)"
-                )
-            model, params = params, params.parameters()
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r}: must be the nn.Module whose parameters are trained")
+        params, model = parameters_of(params, model, label)
         if isinstance(exclude, Iterable) and not isinstance(exclude, str | nn.Module):
             exclude = tuple(exclude)
         if model is None and exclude is not None and exclude != ():

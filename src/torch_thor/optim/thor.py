@@ -47,7 +47,7 @@ from torch_thor.optim.options import (
     preset_thresholds,
     with_defaults,
 )
-from torch_thor.optim.parameters import ParameterIndex, with_gradient
+from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_gradient
 from torch_thor.optim.reading import Reading, read_alike
 from torch_thor.optim.spectral import ROOT, spectral_update
 from torch_thor.optim.update import update
@@ -159,14 +159,11 @@ class THOR(torch.optim.Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: Any = None,
     ) -> None:
-        if isinstance(params, nn.Module):
-            if model is not None and model is not params:
-                raise ValueError("two models were given; pass THOR(model, ...) or THOR(parameters, model=model, ...)")
-            model, params = params, params.parameters()
-        if not isinstance(model, nn.Module):
+        params, model = parameters_of(params, model, "THOR")
+        if model is None:
             raise TypeError(
-                f"model={model!r}: THOR reads the inputs of layers, so it must know the model; pass THOR(model, ...), "
-                f"or THOR(parameters, model=model, ...)"
+                "model=None: THOR reads the inputs of layers, so it must know the model; pass THOR(model, ...), "
+                "or THOR(parameters, model=model, ...)"
             )
         check_optimizer(
             loss_reduction=loss_reduction,
