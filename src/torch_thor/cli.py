@@ -75,6 +75,10 @@ def train(
         typer.Option("--resume", help="Go on from the newest whole checkpoint, with the settings of the run."),
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the run in the folder.")] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Profile a few steps, a refresh among them, into OPTIMIZER/profile/; go on."),
+    ] = False,
     list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
 ) -> None:
     """Train a recipe and compare its optimizers.
@@ -84,6 +88,7 @@ def train(
         out: The run folder.
         resume: Go on with the run in the folder.
         overwrite: Throw away the run in the folder.
+        profile: Profile a few steps of each optimizer.
         list_recipes: List the recipes instead.
 
     Raises:
@@ -112,7 +117,7 @@ def train(
     else:
         recipe = load_recipe(name, overrides)
     try:
-        run_recipe(recipe, folder, Console(), resume=resume, overwrite=overwrite)
+        run_recipe(recipe, folder, Console(), resume=resume, overwrite=overwrite, profile=profile)
     except StoppedError as stop:
         command = ["torch-thor", "train", *names, "--resume", *(["--out", str(out)] if out else [])]
         raise StoppedError(stop.step, shlex.join(command)) from stop
@@ -122,11 +127,14 @@ def train(
     "eval",
     help="""Print top-1 and top-5 accuracy on the test set.
 
-A run folder is evaluated at the newest whole checkpoint of each of its optimizers.
+A run folder is evaluated at the newest whole checkpoint of each of its optimizers, `RUN/OPTIMIZER/checkpoints/best`
+at the best one.
 """,
 )
 def evaluate(
-    path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it, or its best/.")
+    ],
 ) -> None:
     """Print top-1 and top-5 accuracy on the test set.
 

@@ -8,7 +8,8 @@ A checkpoint is a folder `step-00000123` with
     recipe.yaml            the recipe as run
     manifest.json          the step, and the SHA-256 of each file above
 
-It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums.
+It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums. The best one
+of a run stands in a folder of its own, `best`, in the same form.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ from torch_thor.training.errors import DamagedCheckpointError, UserError
 
 FORMAT = 2
 PREFIX = "step-"
+BEST = "best"
 TEMPORARY = ".writing-"
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
 RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
@@ -100,7 +102,7 @@ def save(
     keep: int,
     average: nn.Module | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove the oldest ones.
+    """Write a checkpoint, then remove the oldest ones before it.
 
     Args:
         folder: Where checkpoints stand, one folder each.
@@ -109,7 +111,7 @@ def save(
         step: Optimizer steps done.
         optimizer: The optimizer's name in the recipe.
         recipe: The recipe as run, in YAML.
-        keep: Newest checkpoints to keep.
+        keep: Newest checkpoints to keep, this one among them; a newer one, which can only be damaged, does not count.
         average: The network with averaged weights.
 
     Returns:
@@ -128,7 +130,7 @@ def save(
         if final.exists():  # the same step again, after falling back past a damaged checkpoint
             shutil.rmtree(final)
         temporary.rename(final)
-        _flush(folder)
+        flush(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
@@ -137,7 +139,8 @@ def save(
         raise UserError(
             f"checkpoint {final} cannot be written ({reason}); {left}: make room, then go on with --resume"
         ) from error
-    for old in _newest_first(folder)[keep:]:
+    older = [path for path in _newest_first(folder) if path.name < final.name]
+    for old in older[keep - 1 :]:
         shutil.rmtree(old)
     return final
 
@@ -159,8 +162,8 @@ def _write(
     manifest = {"format": FORMAT, **about, "sha256": sums}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for name in (*sums, MANIFEST):
-        _flush(folder / name)
-    _flush(folder)
+        flush(folder / name)
+    flush(folder)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -190,7 +193,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that passes its checksums.
+    """The newest checkpoint that passes its checksums, the best one among them.
 
     Args:
         folder: Where checkpoints stand.
@@ -202,7 +205,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     Raises:
         DamagedCheckpointError: If there are checkpoints and every one is damaged.
     """
-    candidates = _newest_first(folder)
+    candidates = sorted([*_newest_first(folder), *_newest_first(folder / BEST)], key=lambda p: p.name, reverse=True)
     for path in candidates:
         try:
             return open_checkpoint(path)
@@ -211,6 +214,18 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     if candidates:
         raise DamagedCheckpointError(f"every checkpoint in {folder} is damaged: start again with --overwrite or --out")
     return None
+
+
+def holds_checkpoints(path: Path) -> bool:
+    """Whether a path is a folder in which checkpoints stand.
+
+    Args:
+        path: Any path.
+
+    Returns:
+        True if one is in it, whole or not.
+    """
+    return path.is_dir() and bool(_newest_first(path))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -243,6 +258,11 @@ def _descriptor(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk.
+
+    Args:
+        path: The file or folder.
+    """
     with _descriptor(path) as descriptor:
         os.fsync(descriptor)

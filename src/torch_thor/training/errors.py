@@ -4,6 +4,10 @@ A `UserError` is one line that names the value, the rule and the remedy: the com
 with code 2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class UserError(ValueError):
     """Something that the person at the keyboard can put right."""
@@ -39,3 +43,24 @@ def require(condition: bool, message: str) -> None:
     """
     if not condition:
         raise UserError(message)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in one line what could not be written, and why.
+
+    Args:
+        path: What the block writes.
+
+    Yields:
+        For the block.
+
+    Raises:
+        UserError: In the place of an `OSError`, such as that of a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}): make room for it, then go on with --resume"
+        ) from error

@@ -2,25 +2,15 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from torch_thor.training import checkpoint, parallel
 from torch_thor.training.averaging import averaged
-from torch_thor.training.callbacks import Bar, TensorBoard
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, require, writing
 from torch_thor.training.evaluation import Score, evaluate
 from torch_thor.training.loop import Callback, Run, train
 from torch_thor.training.metrics import MetricsFile
@@ -28,6 +18,8 @@ from torch_thor.training.models import build_model, check_fits, check_head
 from torch_thor.training.opening import open_data
 from torch_thor.training.optimizers import build_optimizer
 from torch_thor.training.parallel import resolve_device
+from torch_thor.training.profiling import Profiler
+from torch_thor.training.progress import Bar, Display, Lines
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
 from torch_thor.training.refresh_plot import draw_refreshes
 from torch_thor.training.report import (
@@ -41,10 +33,17 @@ from torch_thor.training.report import (
 from torch_thor.training.runfolder import CURVES_FILE, SUMMARY_FILE, RunFolder
 from torch_thor.training.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.stream import DataSet
+from torch_thor.training.tensorboard import TensorBoard
 
 
 def run_recipe(
-    recipe: Recipe, out: Path, console: Console, *, resume: bool = False, overwrite: bool = False
+    recipe: Recipe,
+    out: Path,
+    console: Console,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    profile: bool = False,
 ) -> list[Summary]:
     """Train a recipe's optimizers one after the other and write the run folder.
 
@@ -54,6 +53,7 @@ def run_recipe(
         console: Where the bar and the table go.
         resume: Go on with the run in `out`.
         overwrite: Throw away the run in `out`.
+        profile: Profile a few steps of each optimizer.
 
     Returns:
         One summary for each optimizer.
@@ -69,32 +69,26 @@ def run_recipe(
         with parallel.agreed():
             if parallel.is_first():
                 folder.claim(recipe, resume=resume, overwrite=overwrite)
-        with StopSignal().listening() as stop, _progress(console) as progress:
-            say = parallel.voice(progress.console.print)
-            tasks = {name: _task(progress, name) for name in recipe.optimizer}
+        # the bars are drawn over and over: into a file they would be no use
+        hidden = not (parallel.is_first() and console.is_interactive)
+        with StopSignal().listening() as stop, Display(console=console, disable=hidden) as display:
+            tasks = {name: display.add_run(name) for name in recipe.optimizer}
             summaries = [
-                _train_one(recipe, name, data, folder, Bar(progress, tasks[name]), stop, say) for name in tasks
+                _train_one(
+                    recipe,
+                    name,
+                    data,
+                    folder,
+                    Lines(display, name, recipe.log_interval) if hidden else Bar(display, task),
+                    stop,
+                    parallel.voice(display.console.print),
+                    Profiler(folder.profile(name), display.console) if profile else None,
+                )
+                for name, task in tasks.items()
             ]
         if parallel.is_first():
             _report(recipe, folder, summaries, console)
     return summaries
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description:>8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TextColumn("{task.fields[accuracy]}"),
-    )
-    return Progress(*columns, console=console, disable=not parallel.is_first())
-
-
-def _task(progress: Progress, name: str) -> TaskID:
-    return progress.add_task(name, start=False, total=None, loss="", accuracy="")
 
 
 @contextmanager
@@ -137,9 +131,10 @@ def _train_one(
     name: str,
     data: DataSet,
     folder: RunFolder,
-    bar: Bar,
+    progress: Callback,
     stop: StopSignal,
     say: Callable[[str], None],
+    profiler: Profiler | None,
 ) -> Summary:
     with parallel.agreed():
         run = new_run(recipe, name, data)
@@ -149,7 +144,7 @@ def _train_one(
             say(f"{name}: goes on from step {run.step} of {run.total_steps}")
     folder.metrics(name).parent.mkdir(exist_ok=True)
     metrics = MetricsFile(folder.metrics(name))
-    tensorboard = TensorBoard(folder.tensorboard(name))
+    tensorboard = TensorBoard(folder.tensorboard(name), recipe.log_interval)
     checkpoints = Checkpoints(
         folder.checkpoints(name),
         metrics,
@@ -158,25 +153,35 @@ def _train_one(
         keep=recipe.keep_checkpoints,
         optimizer=name,
         recipe=recipe_yaml(recipe),
+        keep_best=recipe.keep_best,
     )
-    watching: list[Callback] = [metrics, tensorboard, bar] if parallel.is_first() else []
-    try:
-        record = train(run, [*watching, checkpoints])
-    finally:
-        metrics.close()
-        tensorboard.close()
-    return Summary(name, record, refreshed_layers(run.optimizer, record))
+    callbacks: list[Callback] = [checkpoints]
+    with ExitStack() as closed:
+        if parallel.is_first():
+            closed.enter_context(closing(metrics))
+            closed.enter_context(closing(tensorboard))
+            callbacks = [metrics, tensorboard, progress, checkpoints]
+            if profiler is not None:
+                closed.enter_context(closing(profiler))
+                callbacks.append(profiler)
+        record = train(run, callbacks)
+    return Summary(name, record, refreshed_layers(run.optimizer, record), recipe.stop_at)
 
 
 def _report(recipe: Recipe, folder: RunFolder, summaries: list[Summary], console: Console) -> None:
-    draw_curves(summaries, folder.path / CURVES_FILE)
-    results = [as_json(summary, recipe.targets) for summary in summaries]
-    (folder.path / SUMMARY_FILE).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    targets = sorted({*recipe.targets, *([recipe.stop_at] if recipe.stop_at else [])})
+    with writing(folder.path / CURVES_FILE):
+        draw_curves(summaries, folder.path / CURVES_FILE)
+    results = [as_json(summary, targets) for summary in summaries]
+    with writing(folder.path / SUMMARY_FILE):
+        (folder.path / SUMMARY_FILE).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     for summary in summaries:
         if summary.refreshed:
-            draw_refreshes(summary.record, [layer.layer for layer in summary.refreshed], folder.refreshes(summary.name))
+            layers = [layer.layer for layer in summary.refreshed]
+            with writing(folder.refreshes(summary.name)):
+                draw_refreshes(summary.record, layers, folder.refreshes(summary.name))
             console.print(refresh_table(summary))
-    console.print(summary_table(summaries, recipe.targets))
+    console.print(summary_table(summaries, targets))
     console.print(f"Curves, metrics, recipe and checkpoints are in {folder.path}", soft_wrap=True)
 
 
@@ -184,7 +189,7 @@ def evaluate_saved(path: Path, say: Callable[[str], None]) -> dict[str, tuple[in
     """Evaluate a checkpoint, or the newest whole checkpoint of every optimizer in a run folder.
 
     Args:
-        path: A run folder or a checkpoint.
+        path: A run folder, a checkpoint, or a folder of checkpoints such as `best`.
         say: Told, in one line each, which checkpoints were passed over.
 
     Returns:
@@ -196,6 +201,8 @@ def evaluate_saved(path: Path, say: Callable[[str], None]) -> dict[str, tuple[in
     require(path.exists(), f"{path} does not exist: give a run folder or a checkpoint")
     if checkpoint.is_checkpoint(path):
         found = [checkpoint.open_checkpoint(path)]
+    elif checkpoint.holds_checkpoints(path):
+        found = [saved for saved in [checkpoint.newest_whole(path, say)] if saved is not None]
     else:
         recipe = RunFolder(path).stored_recipe() if path.is_dir() else None
         if recipe is None:

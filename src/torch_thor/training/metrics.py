@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from torch_thor.training.errors import UserError
+from torch_thor.training.errors import UserError, writing
 from torch_thor.training.loop import Callback, Run
 from torch_thor.training.record import EvalPoint, Point, Record, RefreshPoint, StepPoint, from_lines, to_line
 
@@ -14,7 +14,8 @@ from torch_thor.training.record import EvalPoint, Point, Record, RefreshPoint, S
 class MetricsFile(Callback):
     """Writes `metrics.jsonl`: a line for each step, each layer that a step refreshed, and each evaluation.
 
-    A resumed run first drops the lines that are newer than its checkpoint.
+    A resumed run first drops the lines that are newer than its checkpoint. Every method raises a `UserError` where the
+    file cannot be written.
 
     Args:
         path: The file.
@@ -32,9 +33,12 @@ class MetricsFile(Callback):
         """
         points = run.record.points()
         temporary = self.path.with_suffix(".writing")
-        temporary.write_text("".join(json.dumps(to_line(point)) + "\n" for point in points), encoding="utf-8")
-        temporary.rename(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        with writing(self.path):
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(_line(point) for point in points)
+                _flush(file)  # a checkpoint knows these steps: they must outlive a loss of power too
+            temporary.rename(self.path)
+            self._file = self.path.open("a", encoding="utf-8")
 
     def after_step(self, run: Run, point: StepPoint) -> None:
         """Write the step.
@@ -67,17 +71,29 @@ class MetricsFile(Callback):
     def sync(self) -> None:
         """Flush to the disk: a checkpoint must never know more steps than this file."""
         assert self._file is not None
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with writing(self.path):
+            _flush(self._file)
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with writing(self.path):
+                file.close()
 
     def _write(self, point: Point) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(to_line(point)) + "\n")
+        with writing(self.path):
+            self._file.write(_line(point))
+
+
+def _line(point: Point) -> str:
+    return json.dumps(to_line(point), allow_nan=False) + "\n"
+
+
+def _flush(file: TextIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def read_metrics(path: Path) -> Record:

@@ -44,6 +44,9 @@ class Recipe(Plan):
         targets: Top-1 accuracies (in (0, 1]) that the final table counts steps and seconds to.
         checkpoint_interval: Steps between checkpoints; `None` is one epoch. The last step is always saved.
         keep_checkpoints: Newest checkpoints to keep.
+        keep_best: Whether to keep the checkpoint of the highest test accuracy too, in `best/`.
+        log_interval: Steps between the lines that are printed where there is no terminal, and at most between points in
+            TensorBoard; `None` prints a line for each evaluation only.
         threads: CPU threads; `None` leaves torch's choice. A tiny network is fastest with one, above all where other
             programs want the cores too; and a resumed run is the same bit for bit only with the same number.
     """
@@ -59,6 +62,8 @@ class Recipe(Plan):
     targets: tuple[float, ...] = ()
     checkpoint_interval: int | None = None
     keep_checkpoints: int = 2
+    keep_best: bool = True
+    log_interval: int | None = 100
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -87,6 +92,10 @@ class Recipe(Plan):
         require(
             self.keep_checkpoints >= 1,
             f"keep_checkpoints={self.keep_checkpoints} must be 1 or more; 2 keeps one to fall back on",
+        )
+        require(
+            self.log_interval is None or self.log_interval >= 1,
+            f"log_interval={self.log_interval} must be 1 or more steps; null prints evaluations only",
         )
 
 

@@ -3,17 +3,20 @@
 `seconds` is time spent in training steps alone: evaluations, checkpoints and reports are not in it.
 """
 
+import math
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
 class StepPoint:
     """One optimizer step (counted from 1).
 
-    `loss` and `images` are over all processes. `duration` is in seconds, with the `waited` for data in it. `damping` is
-    `None` for optimizers without. `skipped`: a float16 gradient overflowed, and the weights stayed.
+    `loss` and `images` are over all processes; `images` is 0 where an older version did not count. `duration` is in
+    seconds, with the `waited` for data in it. `damping` is `None` for optimizers without. `skipped`: a float16 gradient
+    overflowed, and the weights stayed; such a step alone may have a `loss` that is not finite.
     """
 
     step: int
@@ -63,6 +66,7 @@ class RefreshPoint:
 
 
 Point = StepPoint | RefreshPoint | EvalPoint
+Kind = TypeVar("Kind", StepPoint, RefreshPoint, EvalPoint)
 KINDS: dict[str, type[Point]] = {
     "step": StepPoint,
     "refresh": RefreshPoint,
@@ -88,6 +92,29 @@ class Record:
             The evaluation, or `None` if the run never got there.
         """
         return next((point for point in self.evaluations if point.accuracy >= target), None)
+
+    @property
+    def best(self) -> EvalPoint | None:
+        """The evaluation of the highest accuracy, the first of equals; `None` before the first."""
+        return max(self.evaluations, key=lambda point: point.accuracy, default=None)
+
+    def median_images_per_second(self) -> float | None:
+        """The median throughput of steps that refreshed nothing, waiting for data included.
+
+        Returns:
+            Images a second, or `None` if no such step is known.
+        """
+        rates = [p.images / p.duration for p in self.steps if not p.refresh and p.images and p.duration]
+        return median(rates) if rates else None
+
+    def waiting_share(self) -> float:
+        """How much of the steps' time went by waiting for data.
+
+        Returns:
+            A share in [0, 1].
+        """
+        seconds = sum(point.duration for point in self.steps)
+        return sum(point.waited for point in self.steps) / seconds if seconds else 0.0
 
     def median_duration(self, *, refresh: bool) -> float | None:
         """The median seconds of a step.
@@ -116,6 +143,17 @@ class Record:
             [p for p in self.refreshes if p.step <= step],
         )
 
+    def since(self, step: int) -> "Record":
+        """The part of the record that is newer than a step.
+
+        Args:
+            step: Optimizer steps done.
+
+        Returns:
+            A record of the later points; it costs no more than they are many.
+        """
+        return Record(_after(self.steps, step), _after(self.evaluations, step), _after(self.refreshes, step))
+
     def points(self) -> list[Point]:
         """Everything in the order in which it happened.
 
@@ -127,6 +165,10 @@ class Record:
         return sorted(points, key=lambda point: (point.step, order[type(point)]))
 
 
+def _after(points: list[Kind], step: int) -> list[Kind]:
+    return points[bisect_right(points, step, key=lambda point: point.step) :]
+
+
 def to_line(point: Point) -> dict[str, Any]:
     """A point as it stands in `metrics.jsonl`.
 
@@ -134,17 +176,21 @@ def to_line(point: Point) -> dict[str, Any]:
         point: A step, a refresh of a layer or an evaluation.
 
     Returns:
-        A flat mapping with a `kind` first.
+        A flat mapping with a `kind` first; numbers that are not finite are `None`, because JSON has no word for them.
     """
     kind = next(name for name, cls in KINDS.items() if isinstance(point, cls))
-    return {"kind": kind, **asdict(point)}
+    return {"kind": kind, **{key: _plain(value) for key, value in asdict(point).items()}}
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def from_lines(lines: list[dict[str, Any]]) -> Record:
     """Rebuild a record from the lines of `metrics.jsonl`.
 
     Args:
-        lines: What `to_line` made, in order.
+        lines: What `to_line` made, in order; of this version or an older one, whose points had fewer fields.
 
     Returns:
         The record.
@@ -157,5 +203,8 @@ def from_lines(lines: list[dict[str, Any]]) -> Record:
     }
     for line in lines:
         kind = line["kind"]
-        lists[kind].append(KINDS[kind](**{key: value for key, value in line.items() if key != "kind"}))
+        values = {key: value for key, value in line.items() if key != "kind"}
+        if kind != "refresh" and values["loss"] is None:
+            values["loss"] = math.nan
+        lists[kind].append(KINDS[kind](**values))
     return record

@@ -59,3 +59,19 @@ def refresh_due(optimizer: torch.optim.Optimizer) -> bool:
         True if a layer is due; False for first-order optimizers.
     """
     return any(layer.due for layer in curvature_of(optimizer).values())
+
+
+def steps_to_refresh(optimizer: torch.optim.Optimizer) -> int | None:
+    """How many steps come before the next one that gathers statistics.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        0 if it is the coming one; `None` if none will come, because there are no layers or all have stopped.
+    """
+    if refresh_due(optimizer):
+        return 0
+    if all(layer.stopped for layer in curvature_of(optimizer).values()):
+        return None
+    return min(int(group["next_refresh"] - group["step"]) for group in optimizer.param_groups)

@@ -1,5 +1,6 @@
 """What a person looks at when training is over: a table and the curves."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,17 @@ class Refreshed:
 
 @dataclass(frozen=True)
 class Summary:
-    """One optimizer's run: its record, and which curvature was refreshed."""
+    """One optimizer's run: its record, which curvature was refreshed, and the accuracy at which it was to end."""
 
     name: str
     record: Record
     refreshed: tuple[Refreshed, ...]
+    stop_at: float | None = None
+
+    @property
+    def ended_at_target(self) -> bool:
+        """Whether it was as accurate as it was to become."""
+        return self.stop_at is not None and self.record.evaluations[-1].accuracy >= self.stop_at
 
 
 def refreshed_layers(optimizer: torch.optim.Optimizer, record: Record) -> tuple[Refreshed, ...]:
@@ -67,14 +74,26 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
     for summary in summaries:
         table.add_column(summary.name, justify="right")
     for target in targets:
-        table.add_row(f"steps (seconds) to {target:.1%}", *(_reached(s.record, target) for s in summaries))
+        table.add_row(f"steps (seconds) to {_percent(target)}", *(_reached(s.record, target) for s in summaries))
     finals = [summary.record.evaluations[-1] for summary in summaries]
     table.add_row("final accuracy, top-1", *(f"{final.top1:.2%}" for final in finals))
     table.add_row("final accuracy, top-5", *(f"{final.top5:.2%}" for final in finals))
+    if any(final.averaged_top1 is not None for final in finals):
+        table.add_row("averaged weights, top-1", *(_share(final.averaged_top1) for final in finals))
+        table.add_row("averaged weights, top-5", *(_share(final.averaged_top5) for final in finals))
+    bests = [best for summary in summaries if (best := summary.record.best) is not None]
+    table.add_row("best accuracy (its step)", *(f"{best.accuracy:.2%} ({best.step})" for best in bests))
     table.add_row("steps (seconds) in all", *(f"{final.step} ({final.seconds:.1f} s)" for final in finals))
+    for stop_at in sorted({s.stop_at for s in summaries if s.stop_at is not None}):
+        table.add_row(f"ended at {_percent(stop_at)}", *("yes" if s.ended_at_target else "no" for s in summaries))
+    table.add_row("images a second, ordinary steps", *(_throughput(s.record) for s in summaries))
+    table.add_row("waiting for data", *(f"{s.record.waiting_share():.1%} of the time" for s in summaries))
     table.add_row("an ordinary step, median", *(_milliseconds(s.record, refresh=False) for s in summaries))
     table.add_row("a refresh step, median", *(_milliseconds(s.record, refresh=True) for s in summaries))
     table.add_row("refresh steps", *(str(sum(p.refresh for p in s.record.steps)) for s in summaries))
+    skipped = [_skipped(summary.record) for summary in summaries]
+    if any(skipped):
+        table.add_row("steps skipped (float16 overflow)", *map(str, skipped))
     table.add_row("layers refreshed, of those due", *(_refreshes(s) for s in summaries))
     table.add_row("layers stopped", *(_stopped(s.refreshed) for s in summaries))
     return table
@@ -118,6 +137,11 @@ def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
         axes[0][1].plot([point.seconds for point in steps], losses, label=summary.name)
         axes[1][0].plot([point.step for point in evaluations], accuracies, marker=".", label=summary.name)
         axes[1][1].plot([point.seconds for point in evaluations], accuracies, marker=".", label=summary.name)
+        if any(point.averaged_top1 is not None for point in evaluations):
+            averages = [math.nan if p.averaged_top1 is None else p.averaged_top1 for p in evaluations]
+            style: dict[str, Any] = {"ls": "--", "marker": ".", "label": f"{summary.name}, averaged weights"}
+            axes[1][0].plot([point.step for point in evaluations], averages, **style)
+            axes[1][1].plot([point.seconds for point in evaluations], averages, **style)
     for column, unit in enumerate(("steps", "seconds of training")):
         axes[0][column].set(yscale="log", ylabel="training loss, smoothed")
         axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
@@ -139,7 +163,7 @@ def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
     Returns:
         Plain values.
     """
-    record, final = summary.record, summary.record.evaluations[-1]
+    record, final, best = summary.record, summary.record.evaluations[-1], summary.record.best
     reached = {str(target): record.first_reaching(target) for target in targets}
     return {
         "optimizer": summary.name,
@@ -147,7 +171,15 @@ def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
         "seconds": final.seconds,
         "top1": final.top1,
         "top5": final.top5,
+        "averaged_top1": final.averaged_top1,
+        "averaged_top5": final.averaged_top5,
+        "best": best and {"step": best.step, "accuracy": best.accuracy},
+        "stop_at": summary.stop_at,
+        "ended_at_target": summary.ended_at_target,
         "targets": {key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()},
+        "images_per_second": record.median_images_per_second(),
+        "waiting_for_data": record.waiting_share(),
+        "skipped_steps": _skipped(record),
         "ordinary_step_seconds": record.median_duration(refresh=False),
         "refresh_step_seconds": record.median_duration(refresh=True),
         "refreshed": {item.layer: _counts(item) for item in summary.refreshed},
@@ -168,6 +200,24 @@ def _milliseconds(record: Record, *, refresh: bool) -> str:
     return "none" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
+def _percent(share: float) -> str:
+    text = f"{100 * share:.4g}"  # a target such as 75.97% is not rounded
+    return f"{text}%" if "." in text else f"{text}.0%"
+
+
+def _share(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2%}"
+
+
+def _throughput(record: Record) -> str:
+    rate = record.median_images_per_second()
+    return "not known" if rate is None else f"{rate:.4g}"
+
+
+def _skipped(record: Record) -> int:
+    return sum(point.skipped for point in record.steps)
+
+
 def _refreshes(summary: Summary) -> str:
     due = len(summary.record.refreshes)
     return f"{sum(layer.refreshes for layer in summary.refreshed)} of {due}" if due else "none"
@@ -179,6 +229,9 @@ def _stopped(refreshed: Sequence[Refreshed]) -> str:
 
 def _smooth(values: Sequence[float]) -> list[float]:
     smooth: list[float] = []
+    latest = math.nan
     for value in values:
-        smooth.append(SMOOTHING * smooth[-1] + (1 - SMOOTHING) * value if smooth else value)
+        if math.isfinite(value):  # a step that was skipped may not be
+            latest = value if math.isnan(latest) else SMOOTHING * latest + (1 - SMOOTHING) * value
+        smooth.append(latest)
     return smooth

@@ -2,6 +2,7 @@
 
 recipe.yaml  curves.png  summary.json
 <optimizer>/metrics.jsonl  <optimizer>/checkpoints/  <optimizer>/tensorboard/  <optimizer>/refreshes.png
+<optimizer>/profile/
 """
 
 import shutil
@@ -59,6 +60,17 @@ class RunFolder:
             The path of their folder.
         """
         return self.path / optimizer / "tensorboard"
+
+    def profile(self, optimizer: str) -> Path:
+        """One optimizer's traces of a few steps, for `--profile`.
+
+        Args:
+            optimizer: Its name.
+
+        Returns:
+            The path of their folder.
+        """
+        return self.path / optimizer / "profile"
 
     def refreshes(self, optimizer: str) -> Path:
         """The picture of what one optimizer refreshed.

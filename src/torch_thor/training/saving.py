@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_thor.training import checkpoint, parallel
+from torch_thor.training import best, checkpoint, parallel
 from torch_thor.training.errors import StoppedError, UserError
 from torch_thor.training.loop import Callback, Run
 from torch_thor.training.metrics import MetricsFile, read_metrics
@@ -44,7 +44,7 @@ class StopSignal:
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps, at the end, and when a signal asks to stop.
+    """Saves every so many steps, at the end, when a signal asks to stop, and what is best so far.
 
     Args:
         folder: Where checkpoints stand.
@@ -54,6 +54,7 @@ class Checkpoints(Callback):
         keep: Newest checkpoints to keep.
         optimizer: The optimizer's name in the recipe.
         recipe: The recipe as run, in YAML.
+        keep_best: Whether to keep that of the highest accuracy too.
     """
 
     def __init__(
@@ -66,9 +67,21 @@ class Checkpoints(Callback):
         keep: int,
         optimizer: str,
         recipe: str,
+        keep_best: bool = False,
     ) -> None:
-        self.folder, self.metrics, self.stop = folder, metrics, stop
+        self.folder, self.metrics, self.stop, self.keep_best = folder, metrics, stop, keep_best
         self.interval, self.keep, self.optimizer, self.recipe = interval, keep, optimizer, recipe
+
+    def before_training(self, run: Run) -> None:
+        """Make up for a run that was killed between a checkpoint and naming it the best.
+
+        Args:
+            run: The training.
+        """
+        if self.keep_best:
+            with parallel.agreed():
+                if parallel.is_first():
+                    best.catch_up(self.folder, run.record)
 
     def at_boundary(self, run: Run) -> None:
         """Save if it is time, stop if asked; on all processes, of which the first one writes.
@@ -82,24 +95,30 @@ class Checkpoints(Callback):
         due = run.step % (self.interval or run.steps_per_epoch) == 0 or run.done
         received = parallel.total([float(self.stop.received)], run.data.device)[0] > 0  # by whichever process
         stopping = received and not run.done
-        if due or stopping:
+        is_best = self.keep_best and best.is_best(run.record, run.step)
+        if due or stopping or is_best:
             state = capture_state(run)
             with parallel.agreed():
                 if parallel.is_first():
-                    self._save(run, state)
+                    self.metrics.sync()
+                    if due or stopping:
+                        path = self._save(run, state, self.folder, self.keep)
+                        if is_best:
+                            best.keep(path)
+                    else:  # none of the newest: a run of many evaluations would have no others
+                        best.remove_others(self._save(run, state, self.folder / checkpoint.BEST, 1))
         if stopping:
             raise StoppedError(run.step)
 
-    def _save(self, run: Run, state: dict[str, object]) -> None:
-        self.metrics.sync()
-        checkpoint.save(
-            self.folder,
+    def _save(self, run: Run, state: dict[str, object], folder: Path, keep: int) -> Path:
+        return checkpoint.save(
+            folder,
             run.model,
             state,
             step=run.step,
             optimizer=self.optimizer,
             recipe=self.recipe,
-            keep=self.keep,
+            keep=keep,
             average=None if run.average is None else run.average.module,
         )
 
