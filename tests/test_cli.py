@@ -98,6 +98,34 @@ def test_train_compares_and_writes_everything(run, tmp_path):
     assert summary[1]["refresh_step_seconds"] is None
 
 
+def test_what_is_said_and_kept_while_it_runs(run, tmp_path):
+    words = ["optimizer=thor", "epochs=3", "log_interval=20", "eval_interval=30", "stop_at=0.3", "ema_decay=0.5"]
+    code, out, err = run("train", *words, "--profile", "--out", "mine")
+    assert (code, err) == (0, "")
+    lines = [line for line in out.splitlines() if line.startswith("thor: step ")]
+    assert [line.split()[2] for line in lines] == ["20", "30"]
+    assert ", of the averaged weights " in lines[1]
+    for said in ("epoch 0.9091, loss ", " images/s, step ", "ms, refresh step ", "refreshes 1, stopped layers 0 of 4"):
+        assert said in lines[0]
+    assert "1 of 6 with a refresh" in out  # step 21
+    assert "ended at 30.0%" in out
+    folder = tmp_path / "mine" / "thor"
+    assert [path.name for path in (folder / "profile").iterdir()] == ["steps-00000021-00000026.json"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "best",
+        "step-00000022",
+        "step-00000030",
+    ]
+    summary = json.loads((tmp_path / "mine" / "summary.json").read_text())[0]
+    assert summary["ended_at_target"]
+    assert summary["best"]["accuracy"] >= 0.3
+    assert summary["targets"]["0.3"]["steps"] == 30
+    for path in ("best", "best/step-00000030", "."):
+        code, out, _ = run("eval", folder / "checkpoints" / path)
+        assert code == 0
+        assert f"{summary['best']['accuracy']:.2%}" in out
+
+
 def test_threads_are_the_recipes_while_it_trains(run, monkeypatch):
     seen = []
     really = torch.optim.SGD.step
