@@ -209,6 +209,85 @@ def split_dim(
     )
 
 
+@app.command(
+    help="""Reproduce the paper's figures on data at hand.
+
+Writes NAME.json (raw data), NAME.png and NAME.md into the folder. Raw data with the same settings are drawn again and
+not measured again; a measurement that was interrupted goes on with the runs that are missing.
+
+Examples:
+
+- `torch-thor figures curves --data digits` trains on handwritten digits, in a few minutes
+
+- `torch-thor figures batch-sizes --batch-sizes 64,128,256 --epochs 1`
+
+- `torch-thor figures all --redraw` draws what was measured, without training
+"""
+)
+def figures(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A figure, or all.", show_default=False)] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", help="A recipe: fashion-mnist (the default), digits or a YAML file.", show_default=False
+        ),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", help="Passes over the training set.")] = None,
+    eval_interval: Annotated[
+        int | None, typer.Option("--eval-interval", help="Steps between evaluations, at the recipe's batch size.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", help="One training each, such as 0,1,2.")] = None,
+    batch_sizes: Annotated[str | None, typer.Option("--batch-sizes", help="Such as 64,128,256.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Of split-dim: a name, or FILE.py:FUNCTION.")] = None,
+    pixels: Annotated[int | None, typer.Option("--pixels", help="Height and width of its images.")] = None,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, ...; auto takes a GPU if there is one.")] = "auto",
+    out: Annotated[Path, typer.Option("--out", help="Where the files go.")] = Path("runs/figures"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure anew, whatever is there.")] = False,
+    redraw: Annotated[
+        bool, typer.Option("--redraw", help="Draw the raw data that are there; measure nothing.")
+    ] = False,
+    list_figures: Annotated[bool, typer.Option("--list", help="List the figures and stop.")] = False,
+) -> None:
+    """Reproduce the paper's figures on data at hand.
+
+    Args:
+        name: A figure, or all.
+        data: A recipe.
+        epochs: Passes over the training set.
+        eval_interval: Steps between evaluations.
+        seeds: Separated by commas.
+        batch_sizes: Separated by commas.
+        model: The network that is split.
+        pixels: Of its images.
+        device: Where to measure.
+        out: Where the files go.
+        overwrite: Measure anew.
+        redraw: Draw what is there.
+        list_figures: List the figures instead.
+
+    Raises:
+        UserError: If no figure is named.
+    """
+    from torch_thor.training.figures.catalogue import FIGURES, figure_table, make_figures
+    from torch_thor.training.figures.figure import Options, numbers
+
+    if list_figures:
+        Console().print(figure_table())
+        return
+    if name is None:
+        raise UserError(f"name a figure ({', '.join(FIGURES)}) or all; --list says what they show")
+    options = Options(
+        data=data,
+        epochs=epochs,
+        eval_interval=eval_interval,
+        seeds=numbers("--seeds", seeds),
+        batch_sizes=numbers("--batch-sizes", batch_sizes),
+        model=model,
+        pixels=pixels,
+    )
+    make_figures(name, out, Console(), options, device=device, overwrite=overwrite, redraw=redraw)
+
+
 def _complain(line: str) -> None:
     rank = os.environ.get("RANK", "0")  # of `torchrun`, which starts many that may all have something to say
     sys.stderr.write(f"torch-thor{'' if rank == '0' else f', rank {rank}'}: {line}\n")

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +54,37 @@ def report_split_dim(
     files = [out / FIGURE_FILE, out / NUMBERS_FILE]
     there = [file for file in files if file.exists()]
     require(not there or overwrite, f"{there and there[0]} is there: give another --out, or --overwrite")
+    choice, numbers = measure_split_dim(word, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed)
+    out.mkdir(parents=True, exist_ok=True)
+    _write(files[1], numbers)
+    draw_choice(choice, word, files[0])
+    for table in (loss_table(choice), choice_table(choice)):
+        console.print(table)
+    console.print(verdict(choice))
+    console.print(f"Figure and numbers are in {out}", soft_wrap=True)
+    return choice
+
+
+def measure_split_dim(
+    word: str, console: Console, *, device: str, batch: int, pixels: int, data: Path | None, seed: int
+) -> tuple[SplitChoice, dict[str, Any]]:
+    """Choose the split dimension of a model.
+
+    Args:
+        word: The model, as `load_subject` takes it.
+        console: Where to print what is measured.
+        device: As a recipe has it.
+        batch: Images of the sample.
+        pixels: Their height and width.
+        data: A folder of images, None for the photographs that are at hand.
+        seed: Of weights and crops.
+
+    Returns:
+        The choice, and all numbers with what they belong to, in plain values.
+
+    Raises:
+        UserError: If the model cannot be built or run.
+    """
     require(batch >= 1, f"--batch {batch}: give 1 or more")
     require(pixels >= 1, f"--pixels {pixels}: give 1 or more")
     where = resolve_device(device)
@@ -68,7 +101,6 @@ def report_split_dim(
             f"{word} could not be measured: {line} (other --pixels or --batch may do, or FILE.py:FUNCTION that returns "
             f"(model, sample_batch, loss_fn))"
         ) from error
-    out.mkdir(parents=True, exist_ok=True)
     numbers = {
         "model": word,
         "sample": source,
@@ -79,13 +111,7 @@ def report_split_dim(
         "torch_thor": __version__,
         **choice.as_dict(),
     }
-    _write(files[1], numbers)
-    draw_choice(choice, word, files[0])
-    for table in (loss_table(choice), choice_table(choice)):
-        console.print(table)
-    console.print(verdict(choice))
-    console.print(f"Figure and numbers are in {out}", soft_wrap=True)
-    return choice
+    return choice, numbers
 
 
 def _write(path: Path, numbers: dict[str, Any]) -> None:
@@ -146,13 +172,16 @@ def loss_table(choice: SplitChoice) -> Table:
     return table
 
 
-def draw_choice(choice: SplitChoice, title: str, path: Path) -> None:
+def draw_choice(
+    choice: SplitChoice, title: str, path: Path, elsewhere: Mapping[str, float] = MappingProxyType({})
+) -> None:
     """Draw falling performance and rising information, and mark the crossing.
 
     Args:
         choice: The choice.
         title: What was measured.
         path: The PNG to write.
+        elsewhere: Crossings that others report, by what to call them.
     """
     from matplotlib.figure import Figure  # slow to import, and no window is wanted
 
@@ -165,6 +194,8 @@ def draw_choice(choice: SplitChoice, title: str, path: Path) -> None:
     if choice.crossing is not None:
         label = f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}"
         axes.axvline(choice.crossing, color="grey", linestyle="--", label=label)
+    for label, crossing in elsewhere.items():
+        axes.axvline(crossing, color="#d55e00", linestyle=":", label=label)
     axes.set_xscale("log", base=2)
     following = (*choice.candidates[1:], math.inf)
     names = [

@@ -1,0 +1,207 @@
+"""SGD with momentum and THOR at several batch sizes and a fixed number of epochs.
+
+The rule, for both: the learning rate is the recipe's tuned one times √(batch size / the recipe's batch size), so that
+the noise of a step keeps its scale (Krizhevsky 2014; Hoffer et al. 2017). THOR's interval and the interval between
+evaluations are the same number of images at every size. Nothing is tuned at the other sizes.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torch_thor.training.errors import require
+from torch_thor.training.figures import paper
+from torch_thor.training.figures.drawing import COLOURS, draw_band, note, save
+from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
+from torch_thor.training.figures.measuring import from_columns, recipe_settings, to_columns, train_run
+from torch_thor.training.figures.raw import RawData
+
+OPTIMIZERS = {"momentum": "sgd", "thor": "thor"}
+SEEDS = (0,)
+SIZES = (32, 64, 128, 256, 512, 1024)
+RULE = "lr of the recipe times the square root of batch size over the recipe's"
+
+
+def settings(options: Options, device: str) -> dict[str, Any]:
+    """What decides the table.
+
+    Args:
+        options: The user's.
+        device: To train on.
+
+    Returns:
+        Plain values.
+    """
+    recipe = recipe_settings(recipe_of(options), list(OPTIMIZERS.values()))
+    interval = recipe["optimizers"]["thor"]["update_interval"]
+    require(
+        isinstance(interval, int),
+        f"update_interval={interval} cannot be scaled with the batch: give the recipe a number of steps",
+    )
+    return {
+        "recipe": recipe,
+        "device": device,
+        "seeds": options.seeds or SEEDS,
+        "batch_sizes": options.batch_sizes or SIZES,
+        "rule": RULE,
+    }
+
+
+def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The runs of the table, the largest batch first: if it does not fit, that is known at once.
+
+    Args:
+        settings: What decides it.
+
+    Returns:
+        An optimizer, a batch size and a seed each.
+    """
+    return [
+        {"optimizer": name, "batch_size": size, "seed": seed}
+        for seed in settings["seeds"]
+        for size in sorted(settings["batch_sizes"], reverse=True)
+        for name in OPTIMIZERS
+    ]
+
+
+def scaled(recipe: Mapping[str, Any], optimizer: str, batch_size: int) -> dict[str, Any]:
+    """The settings at a batch size.
+
+    Args:
+        recipe: Plain values, with what was tuned at its own batch size.
+        optimizer: A key of its optimizers.
+        batch_size: Images a step.
+
+    Returns:
+        Keys of a recipe: `batch_size`, `lr`, `eval_interval`, and with THOR `update_interval`.
+    """
+    own, share = recipe["optimizers"][optimizer], batch_size / recipe["batch_size"]
+    words = {"batch_size": batch_size, "lr": float(f"{own['lr'] * math.sqrt(share):.6g}")}
+    if recipe["eval_interval"] is not None:
+        words["eval_interval"] = max(1, round(recipe["eval_interval"] / share))
+    if "update_interval" in own:
+        words["update_interval"] = max(1, round(own["update_interval"] / share))
+    return words
+
+
+def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
+    """Train once; a loss that is no longer finite is a result.
+
+    Args:
+        settings: What decides the table.
+        job: Optimizer, batch size and seed.
+        console: Where progress is shown.
+
+    Returns:
+        What was scaled, why it ended early (or None), and every point of the run.
+    """
+    optimizer = OPTIMIZERS[job["optimizer"]]
+    own = scaled(settings["recipe"], optimizer, job["batch_size"])
+    words = [f"seed={job['seed']}", *(f"{key}={value}" for key, value in own.items())]
+    label = f"batch-sizes, {job['optimizer']}, batch {job['batch_size']}, seed {job['seed']}"
+    run, failure = train_run(settings, optimizer, words, console, label=label, may_diverge=True)
+    return {"scaled": own, "failure": failure, "steps_per_epoch": run.steps_per_epoch, **to_columns(run.record)}
+
+
+def _targets(raw: RawData) -> list[float]:
+    """The recipe's targets that some run reaches."""
+    best = max((top1 for run in raw.runs for top1 in run["evaluations"]["top1"]), default=0.0)
+    return [target for target in raw.settings["recipe"]["targets"] if target <= best]
+
+
+def _epochs_to(run: Mapping[str, Any], target: float) -> float | None:
+    point = from_columns(run).first_reaching(target)
+    return None if point is None else point.step / run["steps_per_epoch"]
+
+
+def table(raw: RawData) -> str:
+    """Accuracy and epochs to the recipe's targets at each batch size.
+
+    Args:
+        raw: Complete raw data.
+
+    Returns:
+        Markdown, ours and theirs.
+    """
+    targets = _targets(raw)
+    heads = ["batch size", "optimizer", "lr", "steps", "final accuracy"]
+    heads += [f"epochs (steps) to {target:.1%}" for target in targets] + ["seconds of training steps"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for size in sorted(raw.settings["batch_sizes"]):
+        for name in OPTIMIZERS:
+            runs = raw.chosen(optimizer=name, batch_size=size)
+            cells = [str(size), name, f"{runs[0]['scaled']['lr']:.3g}", str(max(len(r["steps"]["step"]) for r in runs))]
+            failed = [run["failure"] for run in runs if run["failure"] is not None]
+            if failed:
+                lines.append(f"| {' | '.join([*cells, failed[0].partition(':')[0]])} |{' - |' * (len(targets) + 1)}")
+                continue
+            cells.append(summary([run["evaluations"]["top1"][-1] for run in runs], ".4f"))
+            for target in targets:
+                epochs = [_epochs_to(run, target) for run in runs]
+                known = [value for value in epochs if value is not None]
+                steps = round(statistics.fmean(known) * runs[0]["steps_per_epoch"]) if len(known) == len(runs) else None
+                cells.append(reached(epochs, ".2f") + ("" if steps is None else f" ({steps})"))
+            cells.append(summary([run["steps"]["seconds"][-1] for run in runs], ".3g"))
+            lines.append(f"| {' | '.join(cells)} |")
+    rule = f"Rule: {raw.settings['rule']}; nothing is tuned at the other sizes."
+    return "\n".join([*lines, "", rule, "", paper.table(paper.BATCH_SIZES)])
+
+
+def draw(raw: RawData, path: Path) -> None:
+    """Draw final accuracy, and epochs to the highest target that all runs reach, against the batch size.
+
+    Args:
+        raw: Complete raw data.
+        path: The PNG to write.
+    """
+    from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
+
+    whole = [run for run in raw.runs if run["failure"] is None]
+    common = [t for t in _targets(raw) if all(_epochs_to(run, t) is not None for run in whole)]
+    picture = Picture(figsize=(10, 4.2), layout="constrained")
+    left, right = picture.subplots(1, 2)
+    for name in OPTIMIZERS:
+        sizes = [
+            size
+            for size in sorted(raw.settings["batch_sizes"])
+            if all(run["failure"] is None for run in raw.chosen(optimizer=name, batch_size=size))
+        ]
+        for axes, value in ((left, _final), (right, lambda run: _epochs_to(run, common[-1]) if common else math.nan)):
+            columns = [[value(run) for run in raw.chosen(optimizer=name, batch_size=size)] for size in sizes]
+            draw_band(axes, sizes, list(zip(*columns, strict=True)), label=name, colour=COLOURS[name], marker="o")
+    left.set(ylabel="final accuracy, top-1")
+    right.set(ylabel=f"epochs to {common[-1]:.1%}" if common else "no target is reached by all")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(raw.settings["batch_sizes"], [str(size) for size in raw.settings["batch_sizes"]])
+        axes.minorticks_off()
+        axes.set_xlabel("batch size")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    recipe, seeds = raw.settings["recipe"], len(raw.settings["seeds"])
+    picture.suptitle(
+        f"{recipe['data']['name']}, {recipe['model']}, epochs: {recipe['epochs']}, lr ~ √batch; "
+        f"{seeds} seed{'s' if seeds > 1 else ''}",
+        fontsize=10,
+    )
+    note(picture, f"Theirs, another task: {paper.BATCH_NOTE}")
+    save(picture, path)
+
+
+def _final(run: Mapping[str, Any]) -> float:
+    return float(run["evaluations"]["top1"][-1])
+
+
+BATCH_SIZES = Figure(
+    about="a table over batch sizes: final accuracy and epochs to the recipe's targets, momentum and THOR",
+    takes=("data", "epochs", "eval_interval", "seeds", "batch_sizes"),
+    settings=settings,
+    jobs=jobs,
+    measure=measure,
+    draw=draw,
+    table=table,
+)

@@ -1,0 +1,153 @@
+"""Training loss and test accuracy against epochs and against seconds: momentum, THOR, THOR_stop and THOR_NT."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torch_thor.training.figures import paper
+from torch_thor.training.figures.drawing import COLOURS, draw_band, note, running_mean, save
+from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
+from torch_thor.training.figures.measuring import from_columns, recipe_settings, to_columns, train_run
+from torch_thor.training.figures.raw import RawData
+from torch_thor.training.record import Record
+
+BASELINE = "momentum"
+SETTINGS = {BASELINE: "sgd", "thor": "thor", "thor_stop": "thor", "thor_nt": "thor"}  # the optimizer of each
+SEEDS = (0, 1, 2)
+SMOOTHED = 25  # steps before each one that its loss is averaged with
+
+
+def settings(options: Options, device: str) -> dict[str, Any]:
+    """What decides the curves.
+
+    Args:
+        options: The user's.
+        device: To train on.
+
+    Returns:
+        Plain values.
+    """
+    recipe = recipe_settings(recipe_of(options), ["sgd", "thor"])
+    recipe["optimizers"]["thor"].pop("trace_thresholds")  # each setting brings its own
+    return {"recipe": recipe, "device": device, "seeds": options.seeds or SEEDS, "settings": list(SETTINGS)}
+
+
+def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The runs of the figure, seed by seed: a measurement that is cut short has all settings of the first seeds.
+
+    Args:
+        settings: What decides it.
+
+    Returns:
+        A setting and a seed each.
+    """
+    return [{"setting": name, "seed": seed} for seed in settings["seeds"] for name in settings["settings"]]
+
+
+def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
+    """Train once.
+
+    Args:
+        settings: What decides the figure.
+        job: Setting and seed.
+        console: Where progress is shown.
+
+    Returns:
+        Every point of the run.
+    """
+    name, seed = job["setting"], job["seed"]
+    words = [f"seed={seed}", *([] if name == BASELINE else [f"trace_thresholds={name}"])]
+    run, _ = train_run(settings, SETTINGS[name], words, console, label=f"curves, {name}, seed {seed}")
+    return {"steps_per_epoch": run.steps_per_epoch, **to_columns(run.record)}
+
+
+def table(raw: RawData) -> str:
+    """Final accuracies, and what it took to reach momentum's.
+
+    Args:
+        raw: Complete raw data.
+
+    Returns:
+        Markdown, ours and theirs.
+    """
+    targets = {run["job"]["seed"]: run["evaluations"]["top1"][-1] for run in raw.chosen(setting=BASELINE)}
+    lines = [
+        "| setting | final accuracy, mean ± standard deviation (each seed) | epochs to momentum's final accuracy of "
+        "the same seed | seconds to it | an ordinary step, a refresh step (medians) | layers refreshed of those due |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in raw.settings["settings"]:
+        runs = raw.chosen(setting=name)
+        records = [from_columns(run) for run in runs]
+        there = [record.first_reaching(targets[run["job"]["seed"]]) for run, record in zip(runs, records, strict=True)]
+        epochs = [None if point is None else point.step / runs[0]["steps_per_epoch"] for point in there]
+        cells = (
+            name,
+            summary([record.evaluations[-1].top1 for record in records], ".4f"),
+            reached(epochs, ".2f"),
+            reached([None if point is None else point.seconds for point in there], ".3g"),
+            ", ".join(_milliseconds(records, refresh=refresh) for refresh in (False, True)),
+            _refreshed(records),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", paper.table(paper.CURVES)])
+
+
+def _milliseconds(records: list[Record], *, refresh: bool) -> str:
+    times = [seconds for record in records if (seconds := record.median_duration(refresh=refresh)) is not None]
+    return f"{1000 * sum(times) / len(times):.0f} ms" if times else "none"
+
+
+def _refreshed(records: list[Record]) -> str:
+    due = sum(len(record.refreshes) for record in records)
+    return f"{sum(p.decision == 'update' for r in records for p in r.refreshes)} of {due}" if due else "none"
+
+
+def draw(raw: RawData, path: Path) -> None:
+    """Draw loss and accuracy, the mean over seeds with the range behind it.
+
+    Args:
+        raw: Complete raw data.
+        path: The PNG to write.
+    """
+    from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
+
+    picture = Picture(figsize=(11, 7.6), layout="constrained")
+    axes = picture.subplots(2, 2, sharey="row")
+    for name in raw.settings["settings"]:
+        runs, colour = raw.chosen(setting=name), COLOURS[name]
+        for row, (points, value) in enumerate((("steps", "loss"), ("evaluations", "top1"))):
+            series = [run[points][value] for run in runs]
+            if value == "loss":
+                series = [running_mean(losses, SMOOTHED) for losses in series]
+            epochs = [step / runs[0]["steps_per_epoch"] for step in runs[0][points]["step"]]
+            seconds = [sum(at) / len(runs) for at in zip(*(run[points]["seconds"] for run in runs), strict=True)]
+            draw_band(axes[row][0], epochs, series, label=name, colour=colour)
+            draw_band(axes[row][1], seconds, series, label=name, colour=colour)
+    for column, unit in enumerate(("epochs", "seconds of training steps alone, mean over seeds")):
+        axes[0][column].set(yscale="log", ylabel=f"training loss, mean of {SMOOTHED + 1} steps")
+        axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
+        for row in (0, 1):
+            axes[row][column].grid(alpha=0.3)
+            axes[row][column].legend()
+    recipe, seeds = raw.settings["recipe"], raw.settings["seeds"]
+    picture.suptitle(
+        f"{recipe['data']['name']}, {recipe['model']}, batch {recipe['batch_size']}, {raw.machine['device']}; "
+        f"mean and range of {len(seeds)} seed{'s' if len(seeds) > 1 else ''}",
+        fontsize=10,
+    )
+    note(picture, f"Theirs, another task: {paper.CURVES_NOTE}")
+    save(picture, path)
+
+
+CURVES = Figure(
+    about="training loss and test accuracy against epochs and seconds: momentum, THOR, THOR_stop, THOR_NT",
+    takes=("data", "epochs", "eval_interval", "seeds"),
+    settings=settings,
+    jobs=jobs,
+    measure=measure,
+    draw=draw,
+    table=table,
+)

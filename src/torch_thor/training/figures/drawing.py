@@ -1,0 +1,77 @@
+"""What the figures draw in common: a line with its spread, a running mean, and files that are whole or not there."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # slow to import, and no window is wanted
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# told apart by all eyes (Okabe and Ito), the baseline in grey
+COLOURS = {"momentum": "#666666", "thor": "#0072b2", "thor_stop": "#009e73", "thor_nt": "#d55e00"}
+
+
+def draw_band(
+    axes: "Axes",
+    xs: Sequence[float],
+    series: Sequence[Sequence[float]],
+    *,
+    label: str,
+    colour: Any = None,
+    marker: str | None = None,
+    middle: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> None:
+    """Draw the middle of some series as a line, and behind it the range from the lowest to the highest.
+
+    Args:
+        axes: Where.
+        xs: One number a point.
+        series: For each seed one number a point.
+        label: For the legend.
+        colour: Of both, as matplotlib has it; `None` takes the next.
+        marker: Of the points.
+        middle: Of the values at one point.
+    """
+    columns = list(zip(*series, strict=True))
+    (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker, lw=1.4)
+    if len(series) > 1:
+        axes.fill_between(
+            xs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2, lw=0
+        )
+
+
+def running_mean(values: Sequence[float], before: int) -> list[float]:
+    """Smooth a series.
+
+    Args:
+        values: One number a step.
+        before: How many steps before each one its mean takes in.
+
+    Returns:
+        As many numbers: at the start the mean takes in what there is.
+    """
+    return [statistics.fmean(values[max(0, i - before) : i + 1]) for i in range(len(values))]
+
+
+def note(figure: "Figure", text: str) -> None:
+    """Write what is not ours, or must not be overlooked, below the axes.
+
+    Args:
+        figure: The figure.
+        text: One line or more.
+    """
+    figure.supxlabel(text, fontsize=8, color="#444444")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a picture under another name and rename it, so that it is whole or not there.
+
+    Args:
+        figure: The figure.
+        path: The PNG to write.
+    """
+    temporary = path.with_suffix(".writing.png")
+    figure.savefig(temporary, dpi=110)
+    temporary.rename(path)

@@ -1,0 +1,156 @@
+"""What a figure is: settings, the runs they ask for, and what is drawn from the raw data alone."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torch_thor.training.errors import UserError, require
+from torch_thor.training.figures.raw import RawData
+from torch_thor.training.loop import resolve_device
+from torch_thor.training.recipe import Recipe, load_recipe
+
+DEFAULT_DATA = "fashion-mnist"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may say of a figure; `None` is the figure's own choice.
+
+    Args:
+        data: The recipe with data, network and tuned settings: `fashion-mnist`, `digits` or a YAML file.
+        epochs: Passes over the training set.
+        eval_interval: Steps between evaluations, at the recipe's batch size.
+        seeds: One training each.
+        batch_sizes: Images a step.
+        model: The network whose factors are split, as `torch-thor split-dim` takes it.
+        pixels: Height and width of its images.
+    """
+
+    data: str | None = None
+    epochs: int | None = None
+    eval_interval: int | None = None
+    seeds: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    model: str | None = None
+    pixels: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, numbers, least in (("seeds", self.seeds, 0), ("batch-sizes", self.batch_sizes, 1)):
+            require(
+                numbers is None or (min(numbers, default=-1) >= least and len(set(numbers)) == len(numbers)),
+                f"--{name} {','.join(map(str, numbers or ()))}: give different whole numbers of {least} or more",
+            )
+
+    def given(self) -> list[str]:
+        """The options that the user gave.
+
+        Returns:
+            Their names.
+        """
+        return [item.name for item in fields(self) if getattr(self, item.name) is not None]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure.
+
+    Args:
+        about: One line for `torch-thor figures --list`.
+        takes: The options that mean something to it.
+        settings: From options and device to what decides the measurement, in plain values.
+        jobs: From settings to the runs: which ones there are, in plain values.
+        measure: From settings and one job to that run's numbers, in plain values.
+        draw: From complete raw data to a PNG.
+        table: From complete raw data to Markdown.
+    """
+
+    about: str
+    takes: tuple[str, ...]
+    settings: Callable[[Options, str], dict[str, Any]]
+    jobs: Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+    measure: Callable[[Mapping[str, Any], Mapping[str, Any], Console], dict[str, Any]]
+    draw: Callable[[RawData, Path], None]
+    table: Callable[[RawData], str]
+
+
+def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Read whole numbers from an option.
+
+    Args:
+        option: As the user writes it.
+        text: Numbers separated by commas; `None` where the option was not given.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        UserError: If it is something else.
+    """
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"{option} {text}: give whole numbers separated by commas, such as 1,2,4") from error
+
+
+def recipe_of(options: Options) -> Recipe:
+    """The recipe that a figure starts from.
+
+    Args:
+        options: The user's.
+
+    Returns:
+        The recipe, with epochs and evaluations as the user wants them.
+    """
+    words = [f"{key}={value}" for key in ("epochs", "eval_interval") if (value := getattr(options, key)) is not None]
+    return load_recipe(options.data or DEFAULT_DATA, words)
+
+
+def device_of(name: str) -> str:
+    """The device in the words of the settings.
+
+    Args:
+        name: As a recipe has it.
+
+    Returns:
+        A device name; never `auto`.
+    """
+    return str(resolve_device(name))
+
+
+def summary(values: Sequence[float], form: str) -> str:
+    """Values of several seeds in a table's cell.
+
+    Args:
+        values: One a seed.
+        form: Format of each number.
+
+    Returns:
+        Mean ± standard deviation (of the sample, n - 1), and each value.
+    """
+    each = [format(value, form) for value in values]
+    if len(values) == 1:
+        return each[0]
+    middle = f"{format(statistics.fmean(values), form)} ± {format(statistics.stdev(values), form)}"
+    return f"{middle} ({', '.join(each)})"
+
+
+def reached(values: Sequence[float | None], form: str) -> str:
+    """What it took to reach something, of several seeds, in a table's cell.
+
+    Args:
+        values: One a seed; `None` where it was not reached.
+        form: Format of each number.
+
+    Returns:
+        As `summary`; where a seed never got there, each value alone.
+    """
+    known = [value for value in values if value is not None]
+    if len(known) == len(values):
+        return summary(known, form)
+    return ", ".join("never" if value is None else format(value, form) for value in values)

@@ -1,0 +1,265 @@
+"""The F-norm of each layer's Fisher block over training, with an interval that grows (Chen et al. 2021, section 3.2).
+
+Fresh factors are taken at every refresh and never split, so the norm is that of T · (A ⊗ G) itself: a Kronecker product
+has the product of the norms, ‖T · A ⊗ G‖_F = T · ‖A‖_F · ‖G‖_F. Factors are those of one mini-batch: their noise is in
+every change from one refresh to the next.
+"""
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from torch_thor import THOR, intervals
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.training.figures import paper
+from torch_thor.training.figures.drawing import draw_band, note, save
+from torch_thor.training.figures.figure import Figure, Options, recipe_of
+from torch_thor.training.figures.measuring import recipe_settings, to_columns, train_run
+from torch_thor.training.figures.raw import RawData
+from torch_thor.training.loop import Callback, Run, curvature_of
+from torch_thor.training.record import RefreshPoint
+
+SEEDS = (0,)
+INTERVAL = {"first": 2, "factor": 1.1}  # of intervals.Geometric, which ends at one refresh an epoch
+FEW = 10  # refreshes at either end that the table looks at
+
+Factors = tuple[float, list[Tensor], list[Tensor]]  # T, then A and G of each group
+
+
+def factors_of(layer: LayerCurvature) -> Factors:
+    """The factors that a layer took last, in float64.
+
+    Args:
+        layer: A layer with factors.
+
+    Returns:
+        T, and for each group of a convolution (one, for all other layers) A and G.
+    """
+    a, g = ([m.double() for m in (f if isinstance(f, list) else [f])] for f in layer.factors())
+    return layer.rows_per_term, a, g
+
+
+def inner_product(one: Factors, other: Factors) -> float:
+    """⟨T A ⊗ G, T' A' ⊗ G'⟩_F = T T' ⟨A, A'⟩ ⟨G, G'⟩, without the Kronecker products; summed over groups.
+
+    Args:
+        one: Of a layer.
+        other: Of the same layer.
+
+    Returns:
+        The inner product: of factors with themselves, the square of the F-norm.
+    """
+    parts = [
+        (a * a_other).sum() * (g * g_other).sum() for a, g, a_other, g_other in zip(*one[1:], *other[1:], strict=True)
+    ]
+    return one[0] * other[0] * float(torch.stack(parts).sum())
+
+
+def fisher_norm(factors: Factors) -> float:
+    """‖F‖_F.
+
+    Args:
+        factors: Of a layer.
+
+    Returns:
+        The norm.
+    """
+    return math.sqrt(inner_product(factors, factors))
+
+
+def relative_distance(now: Factors, before: Factors) -> float | None:
+    """‖F_now − F_before‖_F / ‖F_before‖_F.
+
+    Args:
+        now: Of a layer.
+        before: Of the same layer.
+
+    Returns:
+        The distance; `None` where there was nothing before.
+    """
+    norm = inner_product(before, before)
+    square = inner_product(now, now) + norm - 2 * inner_product(now, before)
+    return math.sqrt(max(0.0, square) / norm) if norm else None
+
+
+class Norms(Callback):
+    """Notes the norm of each layer at each refresh, and how far the block has moved since the one before."""
+
+    def __init__(self) -> None:
+        self.layers: list[str] = []
+        self.steps: list[int] = []
+        self.norms: list[list[float]] = []
+        self.distances: list[list[float | None]] = []
+        self._before: dict[str, Factors] = {}
+
+    def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
+        """Take the norms.
+
+        Args:
+            run: The training.
+            points: What the refresh decided; every layer takes new factors.
+        """
+        now = {name: factors_of(layer) for name, layer in curvature_of(run.optimizer).items()}
+        self.layers = list(now)
+        self.steps.append(run.step)
+        self.norms.append([fisher_norm(factors) for factors in now.values()])
+        before = self._before
+        self.distances.append(
+            [relative_distance(factors, before[name]) if name in before else None for name, factors in now.items()]
+        )
+        self._before = now
+
+    def columns(self) -> dict[str, Any]:
+        """What was noted.
+
+        Returns:
+            `layers`, `step` (of each refresh, from 1), and for each step a list over layers of norms and of distances.
+        """
+        return {"layers": self.layers, "step": self.steps, "norm": self.norms, "distance": self.distances}
+
+
+def settings(options: Options, device: str) -> dict[str, Any]:
+    """What decides the figure.
+
+    Args:
+        options: The user's.
+        device: To train on.
+
+    Returns:
+        Plain values.
+    """
+    recipe = recipe_settings(recipe_of(options), ["thor"])
+    recipe["optimizers"]["thor"].update(trace_thresholds="thor_nt", split_dim=None, factor_decay=0.0)
+    del recipe["optimizers"]["thor"]["update_interval"]
+    interval = {**INTERVAL, "last": "one epoch"}
+    return {"recipe": recipe, "device": device, "seeds": options.seeds or SEEDS, "update_interval": interval}
+
+
+def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The runs of the figure.
+
+    Args:
+        settings: What decides it.
+
+    Returns:
+        A seed each.
+    """
+    return [{"seed": seed} for seed in settings["seeds"]]
+
+
+def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
+    """Train once and take the norms.
+
+    Args:
+        settings: What decides the figure.
+        job: The seed.
+        console: Where progress is shown.
+
+    Returns:
+        The norms, and every point of the run.
+    """
+    norms, seed = Norms(), job["seed"]
+    first, factor = settings["update_interval"]["first"], settings["update_interval"]["factor"]
+
+    def grow(run: Run) -> None:
+        assert isinstance(run.optimizer, THOR)
+        for group in run.optimizer.param_groups:
+            group["update_interval"] = intervals.Geometric(first, max(first, run.steps_per_epoch), factor)
+
+    words = [f"seed={seed}"]
+    label = f"fisher-norm, seed {seed}"
+    run, _ = train_run(settings, "thor", words, console, label=label, callbacks=[norms], prepare=grow)
+    return {"steps_per_epoch": run.steps_per_epoch, "norms": norms.columns(), **to_columns(run.record)}
+
+
+def norm_changes(norms: Sequence[float]) -> list[float]:
+    """How much a norm changed from one refresh to the next.
+
+    Args:
+        norms: Of one layer, refresh by refresh.
+
+    Returns:
+        | ‖F_now‖ − ‖F_before‖ | / ‖F_before‖, from the second refresh on; nan where there was nothing before.
+    """
+    return [abs(now - before) / before if before else math.nan for before, now in itertools.pairwise(norms)]
+
+
+def table(raw: RawData) -> str:
+    """Norms at both ends of the training and the changes there, of the first seed.
+
+    Args:
+        raw: Complete raw data.
+
+    Returns:
+        Markdown, ours and theirs.
+    """
+    run = raw.runs[0]
+    norms, steps = run["norms"], run["norms"]["step"]
+    lines = [
+        f"| layer | F-norm at step {steps[0]} | at step {steps[-1]} | relative change of the norm, median of the first "
+        f"{FEW} | of the last {FEW} | relative distance of the block, median of the first {FEW} | of the last {FEW} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for place, layer in enumerate(norms["layers"]):
+        own = [at[place] for at in norms["norm"]]
+        moved = [at[place] for at in norms["distance"][1:] if at[place] is not None]
+        medians = [f"{statistics.median(part):.1%}" for v in (norm_changes(own), moved) for part in (v[:FEW], v[-FEW:])]
+        lines.append(f"| {layer} | {own[0]:.3g} | {own[-1]:.3g} | {' | '.join(medians)} |")
+    between = f"{steps[1] - steps[0]} steps at first, {steps[-1] - steps[-2]} at last"
+    return "\n".join([*lines, "", f"{len(steps)} refreshes, {between}.", "", f"Theirs: {paper.NORM_NOTE}."])
+
+
+def draw(raw: RawData, path: Path) -> None:
+    """Draw norms, their changes and the interval over the steps: the mean over seeds with the range behind it.
+
+    Args:
+        raw: Complete raw data.
+        path: The PNG to write.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
+
+    picture = Picture(figsize=(10, 9), layout="constrained")
+    above, middle, below = picture.subplots(3, 1, sharex=True, height_ratios=[3, 3, 1.4])
+    all_norms = [run["norms"] for run in raw.runs]
+    layers, steps = all_norms[0]["layers"], all_norms[0]["step"]
+    for place, layer in enumerate(layers):
+        series = [[at[place] for at in norms["norm"]] for norms in all_norms]
+        colour = colormaps["viridis"](place / max(1, len(layers) - 1))
+        draw_band(above, steps, series, label=layer, colour=colour)
+        draw_band(middle, steps[1:], [norm_changes(own) for own in series], label=layer, colour=colour)
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
+    below.step(steps[:-1], gaps, where="post", color="#333333")
+    above.set(yscale="log", ylabel="$\\|F\\|_F = T\\,\\|A\\|_F\\,\\|G\\|_F$, fresh factors")
+    middle.set(yscale="log", ylabel="relative change of the norm\nsince the refresh before")
+    below.set(ylabel="steps to the\nnext refresh", xlabel="step", xscale="log")
+    for axes in (above, middle, below):
+        axes.grid(alpha=0.3)
+    above.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    recipe = raw.settings["recipe"]
+    seeds = len(raw.settings["seeds"])
+    picture.suptitle(
+        f"{recipe['data']['name']}, {recipe['model']}, batch {recipe['batch_size']}, unsplit factors, every layer "
+        f"refreshed; {seeds} seed{'s' if seeds > 1 else ''}",
+        fontsize=10,
+    )
+    note(picture, f"Theirs, another task: {paper.NORM_NOTE}")
+    save(picture, path)
+
+
+FISHER_NORM = Figure(
+    about="F-norm of every layer's Fisher block over training, with a growing interval between refreshes",
+    takes=("data", "epochs", "eval_interval", "seeds"),
+    settings=settings,
+    jobs=jobs,
+    measure=measure,
+    draw=draw,
+    table=table,
+)

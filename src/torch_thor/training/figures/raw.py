@@ -1,0 +1,167 @@
+"""The raw data of a figure: one JSON file, whole or not there, that says what it was measured with and on.
+
+A figure is measured run by run, and the file is written anew after each one: a measurement that was interrupted goes on
+with the runs that are missing. A checksum tells a file that was cut short or changed by hand.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch_thor.training.errors import UserError, require
+
+FORMAT = 1
+DIGITS = 6  # significant ones that a number keeps
+MOST_NAMED = 6  # differences in one error
+
+
+@dataclass
+class RawData:
+    """What was measured.
+
+    Args:
+        figure: The figure's name.
+        settings: What it was measured with: plain JSON values.
+        machine: What it was measured on.
+        runs: One mapping for each run done; `job` says which one it is.
+    """
+
+    figure: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, **job: Any) -> dict[str, Any] | None:
+        """Look a run up.
+
+        Args:
+            **job: Which one.
+
+        Returns:
+            The run, or `None` if it is not done yet.
+        """
+        return next((run for run in self.runs if run["job"] == job), None)
+
+    def chosen(self, **part: Any) -> list[dict[str, Any]]:
+        """The runs that are done of some kind.
+
+        Args:
+            **part: What their jobs have in common.
+
+        Returns:
+            The runs, in the order in which they were done.
+        """
+        return [run for run in self.runs if part.items() <= run["job"].items()]
+
+    def write(self, path: Path) -> None:
+        """Write the file as a whole: it is renamed into its place when it is complete.
+
+        Args:
+            path: The file.
+
+        Raises:
+            UserError: If it cannot be written.
+        """
+        lines = {"format": FORMAT, "checksum": _checksum(asdict(self)), **asdict(self)}
+        text = ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in lines.items())
+        write_whole(path, f"{{{text}}}\n")
+
+
+def plain(values: Any) -> Any:
+    """Turn values into what JSON gives back.
+
+    Args:
+        values: Mappings, sequences, text and numbers.
+
+    Returns:
+        The same with lists for sequences, text for keys and numbers of six significant digits.
+    """
+    return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.{DIGITS}g}"))
+
+
+def read(path: Path, figure: str) -> RawData | None:
+    """Read raw data.
+
+    Args:
+        path: The file.
+        figure: Whose data it must be.
+
+    Returns:
+        The data, or `None` if there is no such file.
+
+    Raises:
+        UserError: If the file is damaged, or belongs to something else.
+    """
+    remedy = "measure anew with --overwrite, or choose another folder with --out"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
+    require(
+        isinstance(content, dict) and content.get("format") == FORMAT,
+        f"{path} is no raw data of a figure in format {FORMAT}: {remedy}",
+    )
+    parts = {key: value for key, value in content.items() if key not in {"format", "checksum"}}
+    require(content.get("checksum") == _checksum(parts), f"{path} is damaged, its checksum does not fit: {remedy}")
+    require(parts["figure"] == figure, f"{path} holds figure {parts['figure']}, not {figure}: {remedy}")
+    return RawData(**parts)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Say in what two mappings differ.
+
+    Args:
+        old: Plain JSON values.
+        new: The same.
+
+    Returns:
+        `key: old -> new; ...`, empty if they are equal.
+    """
+    before, now = dict(_flat(old)), dict(_flat(new))
+    found = [
+        f"{key}: {before.get(key)} -> {now.get(key)}" for key in {**before, **now} if before.get(key) != now.get(key)
+    ]
+    more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return "; ".join(found[:MOST_NAMED]) + more
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file under another name and rename it, so that it is whole or not there.
+
+    Args:
+        path: The file.
+        text: Its contents.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.writing")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another folder with --out") from error
+
+
+def _checksum(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _lines(value: Any) -> str:
+    """A list as one line an item: a file of many runs can be read and compared."""
+    if not isinstance(value, list):
+        return json.dumps(value)
+    return "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, Mapping):
+        yield prefix.removesuffix("."), tree
+        return
+    for name, branch in tree.items():
+        yield from _flat(branch, f"{prefix}{name}.")

@@ -1,0 +1,106 @@
+"""Where falling performance meets rising information over the split dimension (Chen et al. 2021, section 3.3)."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torch_thor.split.choice import SplitChoice
+from torch_thor.training.figures import paper
+from torch_thor.training.figures.figure import Figure, Options
+from torch_thor.training.figures.raw import RawData
+from torch_thor.training.split_report import draw_choice, measure_split_dim, verdict
+
+MODEL, BATCH, PIXELS, SEED = "resnet50", 32, 224, 0
+
+
+def settings(options: Options, device: str) -> dict[str, Any]:
+    """What decides the figure.
+
+    Args:
+        options: The user's.
+        device: To measure on.
+
+    Returns:
+        Plain values.
+    """
+    return {
+        "model": options.model or MODEL,
+        "batch": BATCH,
+        "pixels": PIXELS if options.pixels is None else options.pixels,
+        "seed": SEED,
+        "device": device,
+    }
+
+
+def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The only run there is.
+
+    Args:
+        settings: What decides it.
+
+    Returns:
+        The model.
+    """
+    return [{"model": settings["model"]}]
+
+
+def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
+    """Measure losses and inverse times, as `torch-thor split-dim` does.
+
+    Args:
+        settings: What decides the figure.
+        job: The model.
+        console: Where progress is shown.
+
+    Returns:
+        Everything that the choice was made from.
+    """
+    own = {key: settings[key] for key in ("device", "batch", "pixels", "seed")}
+    _, numbers = measure_split_dim(job["model"], console, data=None, **own)
+    return numbers
+
+
+def _choice(raw: RawData) -> SplitChoice:
+    return SplitChoice(**{item.name: raw.runs[0][item.name] for item in fields(SplitChoice)})
+
+
+def table(raw: RawData) -> str:
+    """Both curves.
+
+    Args:
+        raw: Complete raw data.
+
+    Returns:
+        Markdown, ours and theirs.
+    """
+    choice = _choice(raw)
+    lines = ["| block size s | factors that lose < 1 % | p_1 / p_s |", "|---|---|---|"]
+    for size, kept, speed in zip(choice.candidates, choice.information, choice.performance, strict=True):
+        mark = "**" if size == choice.split_dim else ""
+        lines.append(f"| {mark}{size}{mark} | {kept:.1%} | {speed:.3f} |")
+    return "\n".join([*lines, "", f"{verdict(choice)}.", "", f"Theirs: {paper.SPLIT_NOTE}."])
+
+
+def draw(raw: RawData, path: Path) -> None:
+    """Draw both curves with our crossing and the paper's.
+
+    Args:
+        raw: Complete raw data.
+        path: The PNG to write.
+    """
+    elsewhere = {f"{paper.SPLIT_NOTE} (theirs)": paper.SPLIT_CROSSING}
+    draw_choice(_choice(raw), raw.settings["model"], path, elsewhere)
+
+
+SPLIT_DIM = Figure(
+    about="the split dimension: falling performance, rising information, the crossing",
+    takes=("model", "pixels"),
+    settings=settings,
+    jobs=jobs,
+    measure=measure,
+    draw=draw,
+    table=table,
+)
