@@ -17,7 +17,13 @@ from torch_thor.training.errors import require
 from torch_thor.training.figures import paper
 from torch_thor.training.figures.drawing import COLOURS, draw_band, note, save
 from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
-from torch_thor.training.figures.measuring import from_columns, recipe_settings, to_columns, train_run
+from torch_thor.training.figures.measuring import (
+    from_columns,
+    processor_time_counts,
+    recipe_settings,
+    seconds_of,
+    train_run,
+)
 from torch_thor.training.figures.raw import RawData
 
 OPTIMIZERS = {"momentum": "sgd", "thor": "thor"}
@@ -103,8 +109,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
     own = scaled(settings["recipe"], optimizer, job["batch_size"])
     words = [f"seed={job['seed']}", *(f"{key}={value}" for key, value in own.items())]
     label = f"batch-sizes, {job['optimizer']}, batch {job['batch_size']}, seed {job['seed']}"
-    run, failure = train_run(settings, optimizer, words, console, label=label, may_diverge=True)
-    return {"scaled": own, "failure": failure, "steps_per_epoch": run.steps_per_epoch, **to_columns(run.record)}
+    return {"scaled": own, **train_run(settings, optimizer, words, console, label=label, may_diverge=True).plain()}
 
 
 def _targets(raw: RawData) -> list[float]:
@@ -127,9 +132,11 @@ def table(raw: RawData) -> str:
     Returns:
         Markdown, ours and theirs.
     """
-    targets = _targets(raw)
+    targets, processor = _targets(raw), processor_time_counts(raw.settings, raw.machine)
     heads = ["batch size", "optimizer", "lr", "steps", "final accuracy"]
-    heads += [f"epochs (steps) to {target:.1%}" for target in targets] + ["seconds of training steps"]
+    heads += [f"epochs (steps) to {target:.1%}" for target in targets] + [
+        f"{'processor ' if processor else ''}seconds of training steps"
+    ]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for size in sorted(raw.settings["batch_sizes"]):
         for name in OPTIMIZERS:
@@ -145,7 +152,7 @@ def table(raw: RawData) -> str:
                 known = [value for value in epochs if value is not None]
                 steps = round(statistics.fmean(known) * runs[0]["steps_per_epoch"]) if len(known) == len(runs) else None
                 cells.append(reached(epochs, ".2f") + ("" if steps is None else f" ({steps})"))
-            cells.append(summary([run["steps"]["seconds"][-1] for run in runs], ".3g"))
+            cells.append(summary([seconds_of(run, processor=processor)[-1] for run in runs], ".3g"))
             lines.append(f"| {' | '.join(cells)} |")
     rule = f"Rule: {raw.settings['rule']}; nothing is tuned at the other sizes."
     return "\n".join([*lines, "", rule, "", paper.table(paper.BATCH_SIZES)])

@@ -1,5 +1,6 @@
 """Training loss and test accuracy against epochs and against seconds: momentum, THOR, THOR_stop and THOR_NT."""
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,14 @@ from rich.console import Console
 from torch_thor.training.figures import paper
 from torch_thor.training.figures.drawing import COLOURS, draw_band, note, running_mean, save
 from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
-from torch_thor.training.figures.measuring import from_columns, recipe_settings, to_columns, train_run
+from torch_thor.training.figures.measuring import (
+    from_columns,
+    median_step,
+    processor_time_counts,
+    recipe_settings,
+    seconds_of,
+    train_run,
+)
 from torch_thor.training.figures.raw import RawData
 from torch_thor.training.record import Record
 
@@ -59,8 +67,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
     """
     name, seed = job["setting"], job["seed"]
     words = [f"seed={seed}", *([] if name == BASELINE else [f"trace_thresholds={name}"])]
-    run, _ = train_run(settings, SETTINGS[name], words, console, label=f"curves, {name}, seed {seed}")
-    return {"steps_per_epoch": run.steps_per_epoch, **to_columns(run.record)}
+    return train_run(settings, SETTINGS[name], words, console, label=f"curves, {name}, seed {seed}").plain()
 
 
 def table(raw: RawData) -> str:
@@ -73,6 +80,7 @@ def table(raw: RawData) -> str:
         Markdown, ours and theirs.
     """
     targets = {run["job"]["seed"]: run["evaluations"]["top1"][-1] for run in raw.chosen(setting=BASELINE)}
+    processor = processor_time_counts(raw.settings, raw.machine)
     lines = [
         "| setting | final accuracy, mean ± standard deviation (each seed) | epochs to momentum's final accuracy of "
         "the same seed | seconds to it | an ordinary step, a refresh step (medians) | layers refreshed of those due |",
@@ -82,22 +90,32 @@ def table(raw: RawData) -> str:
         runs = raw.chosen(setting=name)
         records = [from_columns(run) for run in runs]
         there = [record.first_reaching(targets[run["job"]["seed"]]) for run, record in zip(runs, records, strict=True)]
+        seconds = [
+            None if point is None else seconds_of(run, processor=processor)[point.step - 1]
+            for run, point in zip(runs, there, strict=True)
+        ]
         epochs = [None if point is None else point.step / runs[0]["steps_per_epoch"] for point in there]
         cells = (
             name,
             summary([record.evaluations[-1].top1 for record in records], ".4f"),
             reached(epochs, ".2f"),
-            reached([None if point is None else point.seconds for point in there], ".3g"),
-            ", ".join(_milliseconds(records, refresh=refresh) for refresh in (False, True)),
+            reached(seconds, ".3g"),
+            ", ".join(_milliseconds(runs, refresh=refresh, processor=processor) for refresh in (False, True)),
             _refreshed(records),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", paper.table(paper.CURVES)])
+    times = f"Times are {_unit(processor=processor)}."
+    return "\n".join([*lines, "", times, "", paper.table(paper.CURVES)])
 
 
-def _milliseconds(records: list[Record], *, refresh: bool) -> str:
-    times = [seconds for record in records if (seconds := record.median_duration(refresh=refresh)) is not None]
-    return f"{1000 * sum(times) / len(times):.0f} ms" if times else "none"
+def _unit(*, processor: bool) -> str:
+    return f"{'processor seconds (one thread)' if processor else 'seconds'} of training steps alone"
+
+
+def _milliseconds(runs: list[dict[str, Any]], *, refresh: bool, processor: bool) -> str:
+    times = [median_step(run, refresh=refresh, processor=processor) for run in runs]
+    known = [seconds for seconds in times if seconds is not None]
+    return f"{1000 * statistics.fmean(known):.0f} ms" if known else "none"
 
 
 def _refreshed(records: list[Record]) -> str:
@@ -116,17 +134,20 @@ def draw(raw: RawData, path: Path) -> None:
 
     picture = Picture(figsize=(11, 7.6), layout="constrained")
     axes = picture.subplots(2, 2, sharey="row")
+    processor = processor_time_counts(raw.settings, raw.machine)
     for name in raw.settings["settings"]:
         runs, colour = raw.chosen(setting=name), COLOURS[name]
         for row, (points, value) in enumerate((("steps", "loss"), ("evaluations", "top1"))):
             series = [run[points][value] for run in runs]
             if value == "loss":
                 series = [running_mean(losses, SMOOTHED) for losses in series]
-            epochs = [step / runs[0]["steps_per_epoch"] for step in runs[0][points]["step"]]
-            seconds = [sum(at) / len(runs) for at in zip(*(run[points]["seconds"] for run in runs), strict=True)]
+            steps = runs[0][points]["step"]
+            epochs = [step / runs[0]["steps_per_epoch"] for step in steps]
+            clocks = [seconds_of(run, processor=processor) for run in runs]
+            seconds = [statistics.fmean(clock[step - 1] for clock in clocks) for step in steps]
             draw_band(axes[row][0], epochs, series, label=name, colour=colour)
             draw_band(axes[row][1], seconds, series, label=name, colour=colour)
-    for column, unit in enumerate(("epochs", "seconds of training steps alone, mean over seeds")):
+    for column, unit in enumerate(("epochs", f"{_unit(processor=processor)}, mean over seeds")):
         axes[0][column].set(yscale="log", ylabel=f"training loss, mean of {SMOOTHED + 1} steps")
         axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
         for row in (0, 1):

@@ -21,7 +21,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.training.figures import paper
 from torch_thor.training.figures.drawing import draw_band, note, save
 from torch_thor.training.figures.figure import Figure, Options, recipe_of
-from torch_thor.training.figures.measuring import recipe_settings, to_columns, train_run
+from torch_thor.training.figures.measuring import recipe_settings, train_run
 from torch_thor.training.figures.raw import RawData
 from torch_thor.training.loop import Callback, Run, curvature_of
 from torch_thor.training.record import RefreshPoint
@@ -175,8 +175,8 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
 
     words = [f"seed={seed}"]
     label = f"fisher-norm, seed {seed}"
-    run, _ = train_run(settings, "thor", words, console, label=label, callbacks=[norms], prepare=grow)
-    return {"steps_per_epoch": run.steps_per_epoch, "norms": norms.columns(), **to_columns(run.record)}
+    trained = train_run(settings, "thor", words, console, label=label, callbacks=[norms], prepare=grow)
+    return {"norms": norms.columns(), **trained.plain()}
 
 
 def norm_changes(norms: Sequence[float]) -> list[float]:

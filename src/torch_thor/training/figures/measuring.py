@@ -1,10 +1,13 @@
 """One training for a figure: from the settings in the raw data to a run, from its record to plain values and back."""
 
+import itertools
 import os
 import platform
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -20,10 +23,72 @@ from torch_thor.training.errors import UserError
 from torch_thor.training.experiment import new_run
 from torch_thor.training.loop import Callback, Run, resolve_device, train
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
-from torch_thor.training.record import KINDS, Record
+from torch_thor.training.record import KINDS, Record, StepPoint
 
 UNUSED = ("name", "about", "optimizer", "seed", "checkpoint_interval", "keep_checkpoints", "device")
 COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # lists of a record -> kinds of point
+
+
+class ProcessorClock(Callback):
+    """Processor time of the training steps alone: what others run on the machine is not in it."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begun = 0.0
+
+    def before_training(self, run: Run) -> None:
+        """Start the clock.
+
+        Args:
+            run: The training.
+        """
+        self._begun = time.process_time()
+
+    def after_step(self, run: Run, point: StepPoint) -> None:
+        """Note the time up to here.
+
+        Args:
+            run: The training.
+            point: What the step measured.
+        """
+        self.seconds.append(time.process_time() - self._begun)
+
+    def at_boundary(self, run: Run) -> None:
+        """Leave out what came after the step: callbacks and evaluations.
+
+        Args:
+            run: The training.
+        """
+        self._begun = time.process_time() - self.seconds[-1]
+
+
+@dataclass
+class Trained:
+    """A training that is over.
+
+    Args:
+        run: The run.
+        failure: Why it ended early; `None` if it did not.
+        clock: Its processor time.
+    """
+
+    run: Run
+    failure: str | None = None
+    clock: ProcessorClock = field(default_factory=ProcessorClock)
+
+    def plain(self) -> dict[str, Any]:
+        """Every point of the run, in plain values.
+
+        Returns:
+            Steps in an epoch, the columns of the record, and processor seconds at each step.
+        """
+        columns = to_columns(self.run.record)
+        return {
+            "steps_per_epoch": self.run.steps_per_epoch,
+            "failure": self.failure,
+            **columns,
+            "processor_seconds": self.clock.seconds,
+        }
 
 
 def recipe_settings(recipe: Recipe, optimizers: Sequence[str]) -> dict[str, Any]:
@@ -50,7 +115,7 @@ def train_run(
     callbacks: Sequence[Callback] = (),
     prepare: Callable[[Run], None] | None = None,
     may_diverge: bool = False,
-) -> tuple[Run, str | None]:
+) -> Trained:
     """Train once.
 
     Args:
@@ -64,7 +129,7 @@ def train_run(
         may_diverge: Whether a loss that is no longer finite is a result, and not an error.
 
     Returns:
-        The run, and why it ended early; `None` if it did not.
+        The run, done.
 
     Raises:
         UserError: If the recipe cannot be trained, or the training diverged and may not.
@@ -74,6 +139,7 @@ def train_run(
     run = new_run(recipe, optimizer, load_data(recipe.data).to(resolve_device(recipe.device)))
     if prepare is not None:
         prepare(run)
+    trained = Trained(run)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -84,12 +150,54 @@ def train_run(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(label, total=None, loss="", accuracy="")
         try:
-            train(run, [*callbacks, Bar(progress, task)])
+            train(run, [trained.clock, *callbacks, Bar(progress, task)])
         except UserError as error:  # data in memory cannot fail in training: the loss or a gradient was not finite
             if not may_diverge:
                 raise
-            return run, str(error)
-    return run, None
+            trained.failure = str(error)
+    return trained
+
+
+def processor_time_counts(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:
+    """Whether a figure shows processor time: on one thread of a CPU it is what a quiet machine takes.
+
+    Args:
+        settings: With `device`.
+        machine: What `describe` gave.
+
+    Returns:
+        True for one thread of a CPU; elsewhere figures show the time on the wall.
+    """
+    return bool(settings["device"] == "cpu" and machine["threads"] == 1)
+
+
+def seconds_of(run: Mapping[str, Any], *, processor: bool) -> list[float]:
+    """When each step was done.
+
+    Args:
+        run: Of the raw data.
+        processor: Whether in processor time, or in time on the wall; of training steps alone both.
+
+    Returns:
+        Seconds, one a step.
+    """
+    return list(run["processor_seconds"] if processor else run["steps"]["seconds"])
+
+
+def median_step(run: Mapping[str, Any], *, refresh: bool, processor: bool) -> float | None:
+    """What a step took.
+
+    Args:
+        run: Of the raw data.
+        refresh: Whether to look at the steps that refreshed curvature, or at the others.
+        processor: As for `seconds_of`.
+
+    Returns:
+        The median in seconds, or `None` if there were no such steps.
+    """
+    took = [after - before for before, after in itertools.pairwise([0.0, *seconds_of(run, processor=processor)])]
+    chosen = [time for time, was in zip(took, run["steps"]["refresh"], strict=True) if was == refresh]
+    return statistics.median(chosen) if chosen else None
 
 
 def to_columns(record: Record) -> dict[str, dict[str, list[Any]]]:
@@ -161,6 +269,7 @@ def describe(device: str) -> dict[str, Any]:
     return {
         "device": device_name(torch.device(device)),
         "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": torchvision.__version__,
