@@ -1,6 +1,9 @@
 """`torch-thor figures`: which figures there are, and when one is measured, gone on with, drawn again or refused."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -67,16 +70,29 @@ def make_figures(
         require(not redraw, f"--redraw draws what was measured: leave out {word}")
         takers = [key for key, figure in FIGURES.items() if option in figure.takes]
         require(not set(takers).isdisjoint(names), f"{word} means nothing to {name}: it is for {', '.join(takers)}")
+    require(not out.exists() or out.is_dir(), f"--out {out} is a file: choose a folder")
+    paths = {each: out / f"{each}.json" for each in names}
+    found = {  # of all figures before the first one is measured: what is wrong with the last is not told hours later
+        each: _stored(each, path) if redraw else _opened(each, path, options, device, overwrite=overwrite)
+        for each, path in paths.items()
+    }
     _claim(out)
-    for each in names:
-        path = out / f"{each}.json"
-        raw = _redrawn(each, path) if redraw else _measured(each, path, console, options, device, overwrite=overwrite)
-        figure = FIGURES[each]
-        text = figure.table(raw)
-        write_whole(path.with_suffix(".md"), text + "\n")
-        figure.draw(raw, path.with_suffix(".png"))
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-        console.print(f"Raw data, picture and table are {path.with_suffix('')}.json, .png and .md", soft_wrap=True)
+    for each, raw in found.items():
+        _complete(raw, paths[each], console)
+        _show(raw, paths[each], console)
+
+
+def _show(raw: RawData, path: Path, console: Console) -> None:
+    figure = FIGURES[raw.figure]
+    text = figure.table(raw)
+    write_whole(path.with_suffix(".md"), text + "\n")
+    figure.draw(raw, path.with_suffix(".png"))
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Raw data, picture and table are {path.with_suffix('')}.json, .png and .md", soft_wrap=True)
+
+
+def _missing(raw: RawData) -> list[dict[str, Any]]:
+    return [job for job in FIGURES[raw.figure].jobs(raw.settings) if raw.run(**job) is None]
 
 
 def _claim(out: Path) -> None:
@@ -86,49 +102,57 @@ def _claim(out: Path) -> None:
         raise UserError(f"--out {out} cannot be a folder ({error.strerror}): choose another") from error
 
 
-def _redrawn(name: str, path: Path) -> RawData:
+def _stored(name: str, path: Path) -> RawData:
+    """The raw data that --redraw draws."""
     raw = read(path, name)
     if raw is None:
         raise UserError(f"{path} is not there, so there is nothing to draw again: leave out --redraw to measure")
-    jobs = FIGURES[name].jobs(raw.settings)
-    done = sum(raw.run(**job) is not None for job in jobs)
+    missing = len(_missing(raw))
     require(
-        done == len(jobs),
-        f"{path} holds {done} of {len(jobs)} runs: to go on leave out --redraw, and give the options it was begun with",
+        not missing,
+        f"{path} lacks {missing} of {len(raw.runs) + missing} runs: to go on leave out --redraw, and give the options "
+        "that it was begun with",
     )
     return raw
 
 
-def _measured(name: str, path: Path, console: Console, options: Options, device: str, *, overwrite: bool) -> RawData:
+def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: bool) -> RawData:
+    """The raw data to go on with: new ones, or those that are there and were measured in the same way."""
     figure = FIGURES[name]
-    taken = Options(**{option: getattr(options, option) for option in figure.takes})
-    settings = plain(figure.settings(taken, device_of(device)))
-    with threads(settings.get("recipe", {}).get("threads")):
+    settings = plain(
+        figure.settings(Options(**{key: getattr(options, key) for key in figure.takes}), device_of(device))
+    )
+    with _threads_of(settings):
         raw = RawData(name, settings, plain(describe(settings["device"])))
-        there = None if overwrite else read(path, name)
-        if there is not None:
-            changed = differences(there.settings, raw.settings)
-            require(
-                not changed,
-                f"{path} was measured with other settings ({changed}): measure anew with --overwrite, draw what is "
-                "there with --redraw, or choose another folder with --out",
-            )
-            if all(there.run(**job) is not None for job in figure.jobs(settings)):
-                console.print(
-                    f"{path} holds all runs with these settings: drawn again, nothing measured", soft_wrap=True
-                )
-                return there
-            elsewhere = differences(there.machine, raw.machine)
-            require(
-                not elsewhere,
-                f"{path} was begun on another machine or other versions ({elsewhere}): measure anew with --overwrite, "
-                "or choose another folder with --out",
-            )
-            raw = there
-        jobs = figure.jobs(settings)
-        for number, job in enumerate(jobs, start=1):
-            if raw.run(**job) is None:
-                raw.runs.append({"job": job, **plain(figure.measure(settings, job, console))})
-                raw.write(path)
-                console.print(f"{name}: {number} of {len(jobs)} runs done", soft_wrap=True)
-    return raw
+    there = None if overwrite else read(path, name)
+    if there is None:
+        return raw
+    changed = differences(there.settings, raw.settings)
+    require(
+        not changed,
+        f"{path} was measured with other settings ({changed}): measure anew with --overwrite, draw what is there with "
+        "--redraw, or choose another folder with --out",
+    )
+    elsewhere = differences(there.machine, raw.machine)
+    require(
+        not elsewhere or not _missing(there),
+        f"{path} was begun on another machine or with other versions ({elsewhere}): measure anew with --overwrite, or "
+        "choose another folder with --out",
+    )
+    return there
+
+
+def _complete(raw: RawData, path: Path, console: Console) -> None:
+    """Measure what is missing, one run after the other; each is on the disk before the next one starts."""
+    missing = _missing(raw)
+    if not missing:
+        console.print(f"{path} holds all runs: drawn again, nothing measured", soft_wrap=True)
+    with _threads_of(raw.settings):
+        for number, job in enumerate(missing, start=1):
+            raw.runs.append({"job": job, **plain(FIGURES[raw.figure].measure(raw.settings, job, console))})
+            raw.write(path)
+            console.print(f"{raw.figure}: {number} of {len(missing)} runs done", soft_wrap=True)
+
+
+def _threads_of(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
+    return threads(settings.get("recipe", {}).get("threads"))

@@ -35,11 +35,9 @@ def draw_band(
         middle: Of the values at one point.
     """
     columns = list(zip(*series, strict=True))
-    (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker, lw=1.4)
+    (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker)
     if len(series) > 1:
-        axes.fill_between(
-            xs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2, lw=0
-        )
+        axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2)
 
 
 def running_mean(values: Sequence[float], before: int) -> list[float]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torch_thor import THOR, intervals
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.training.errors import UserError, require
 from torch_thor.training.figures import paper
 from torch_thor.training.figures.drawing import draw_band, note, save
 from torch_thor.training.figures.figure import Figure, Options, recipe_of
@@ -28,7 +29,7 @@ from torch_thor.training.record import RefreshPoint
 
 SEEDS = (0,)
 INTERVAL = {"first": 2, "factor": 1.1}  # of intervals.Geometric, which ends at one refresh an epoch
-FEW = 10  # refreshes at either end that the table looks at
+FEWEST = 3  # refreshes: two changes
 
 Factors = tuple[float, list[Tensor], list[Tensor]]  # T, then A and G of each group
 
@@ -105,7 +106,16 @@ class Norms(Callback):
         Args:
             run: The training.
             points: What the refresh decided; every layer takes new factors.
+
+        Raises:
+            UserError: If a layer could not.
         """
+        failed = [point.layer for point in points if point.decision == "failed"]
+        if failed:
+            raise UserError(
+                f"step {run.step}: the factors of {', '.join(failed)} cannot be inverted, so its steps are not THOR's: "
+                "raise damping, in a recipe of your own"
+            )
         now = {name: factors_of(layer) for name, layer in curvature_of(run.optimizer).items()}
         self.layers = list(now)
         self.steps.append(run.step)
@@ -176,6 +186,10 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
     words = [f"seed={seed}"]
     label = f"fisher-norm, seed {seed}"
     trained = train_run(settings, "thor", words, console, label=label, callbacks=[norms], prepare=grow)
+    require(
+        len(norms.steps) >= FEWEST,
+        f"{trained.run.step} steps with {len(norms.steps)} refreshes show no change: give more --epochs",
+    )
     return {"norms": norms.columns(), **trained.plain()}
 
 
@@ -202,18 +216,26 @@ def table(raw: RawData) -> str:
     """
     run = raw.runs[0]
     norms, steps = run["norms"], run["norms"]["step"]
+    total = len(run["steps"]["step"])
     lines = [
-        f"| layer | F-norm at step {steps[0]} | at step {steps[-1]} | relative change of the norm, median of the first "
-        f"{FEW} | of the last {FEW} | relative distance of the block, median of the first {FEW} | of the last {FEW} |",
+        f"| layer | F-norm at step {steps[0]} | at step {steps[-1]} | largest over smallest, in the first tenth of the "
+        "steps | in the last half | from refresh to refresh, median: relative change of the norm | relative distance of "
+        "the block |",
         "|---|---|---|---|---|---|---|",
     ]
     for place, layer in enumerate(norms["layers"]):
         own = [at[place] for at in norms["norm"]]
         moved = [at[place] for at in norms["distance"][1:] if at[place] is not None]
-        medians = [f"{statistics.median(part):.1%}" for v in (norm_changes(own), moved) for part in (v[:FEW], v[-FEW:])]
-        lines.append(f"| {layer} | {own[0]:.3g} | {own[-1]:.3g} | {' | '.join(medians)} |")
+        early = _range([norm for norm, step in zip(own, steps, strict=True) if step <= total / 10])
+        late = _range([norm for norm, step in zip(own, steps, strict=True) if step > total / 2])
+        change, distance = (statistics.median(values) if values else math.nan for values in (norm_changes(own), moved))
+        lines.append(f"| {layer} | {own[0]:.3g} | {own[-1]:.3g} | {early} | {late} | {change:.0%} | {distance:.0%} |")
     between = f"{steps[1] - steps[0]} steps at first, {steps[-1] - steps[-2]} at last"
     return "\n".join([*lines, "", f"{len(steps)} refreshes, {between}.", "", f"Theirs: {paper.NORM_NOTE}."])
+
+
+def _range(norms: Sequence[float]) -> str:
+    return f"{max(norms) / min(norms):.1f}" if norms and min(norms) else "-"
 
 
 def draw(raw: RawData, path: Path) -> None:

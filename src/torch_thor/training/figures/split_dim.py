@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from torch_thor.split.choice import SplitChoice
+from torch_thor.training.errors import require
 from torch_thor.training.figures import paper
 from torch_thor.training.figures.figure import Figure, Options
 from torch_thor.training.figures.raw import RawData
@@ -26,10 +27,12 @@ def settings(options: Options, device: str) -> dict[str, Any]:
     Returns:
         Plain values.
     """
+    pixels = PIXELS if options.pixels is None else options.pixels
+    require(pixels >= 1, f"--pixels {pixels}: give 1 or more")
     return {
         "model": options.model or MODEL,
         "batch": BATCH,
-        "pixels": PIXELS if options.pixels is None else options.pixels,
+        "pixels": pixels,
         "seed": SEED,
         "device": device,
     }

@@ -1,0 +1,256 @@
+"""Figures from the command's side: measured once, gone on with, drawn again without training, refused when in doubt."""
+
+import io
+import math
+from dataclasses import asdict
+
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from torch_thor.training.errors import UserError
+from torch_thor.training.figures import catalogue, measuring, paper
+from torch_thor.training.figures.batch_sizes import scaled
+from torch_thor.training.figures.catalogue import FIGURES, make_figures
+from torch_thor.training.figures.figure import Options, reached, summary
+from torch_thor.training.figures.measuring import from_columns, median_step, seconds_of, to_columns
+from torch_thor.training.figures.raw import plain, read
+from torch_thor.training.record import EvalPoint, Record, RefreshPoint, StepPoint
+
+QUICK = Options(data="digits", epochs=1, seeds=(0,))
+NETWORK = """
+import torch
+
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
+    return model, (torch.randn(16, 40), torch.randint(3, (16,)))
+"""
+
+
+def make(name, out, options=QUICK, **more):
+    console = Console(file=io.StringIO(), width=200)
+    make_figures(name, out, console, options, device="cpu", **more)
+    return console.file.getvalue()
+
+
+def whole(out, name):
+    with Image.open(out / f"{name}.png") as picture:
+        picture.load()
+    return read(out / f"{name}.json", name), (out / f"{name}.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    out = tmp_path_factory.mktemp("figures")
+    make("curves", out)
+    return out
+
+
+@pytest.fixture
+def untrained(monkeypatch):
+    def refuse(*words, **more):
+        raise AssertionError("trained, though all was there")
+
+    monkeypatch.setattr(measuring, "train", refuse)
+
+
+def test_curves_keep_every_point(curves):
+    raw, text = whole(curves, "curves")
+    assert [run["job"]["setting"] for run in raw.runs] == ["momentum", "thor", "thor_stop", "thor_nt"]
+    for run in raw.runs:
+        assert run["steps_per_epoch"] == 22
+        assert [len(column) for column in run["steps"].values()] == [22] * 6
+        assert len(run["processor_seconds"]) == 22
+        assert run["evaluations"]["step"] == [22]
+    kinds = {run["job"]["setting"]: set(run["refreshes"]["decision"]) for run in raw.runs}
+    assert kinds["momentum"] == set()
+    assert kinds["thor_nt"] == {"update"}
+    assert raw.machine["threads"] == 1  # the recipe's
+    assert raw.settings["recipe"]["optimizers"]["sgd"]["lr"] == 0.1
+    for word in ("momentum", "thor_stop", "Theirs, not ours", "66.7", "117", paper.PAPER):
+        assert word in text
+
+
+def test_drawn_again_without_training(curves, untrained):
+    before = (curves / "curves.json").read_bytes()
+    (curves / "curves.png").unlink()
+    assert "drawn again, nothing measured" in make("curves", curves)
+    whole(curves, "curves")
+    (curves / "curves.png").unlink()
+    make("curves", curves, Options(), redraw=True)
+    whole(curves, "curves")
+    assert (curves / "curves.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "said"),
+    [
+        (Options(data="digits", epochs=2, seeds=(0,)), {}, r"other settings \(recipe.epochs: 1 -> 2\)"),
+        (Options(data="digits", epochs=1, seeds=(0, 1)), {}, r"other settings \(seeds: \[0\] -> \[0, 1\]\)"),
+        (QUICK, {"redraw": True}, "--redraw draws what was measured: leave out --data"),
+        (Options(), {"redraw": True, "overwrite": True}, "exclude each other"),
+        (Options(batch_sizes=(8,)), {}, "--batch-sizes means nothing to curves: it is for batch-sizes"),
+        (Options(model="resnet18"), {}, "--model means nothing to curves: it is for split-dim"),
+    ],
+    ids=["epochs", "seeds", "redraw_with_options", "redraw_and_overwrite", "not_its_option", "not_its_model"],
+)
+def test_refused_before_anything_is_touched(curves, untrained, options, more, said):
+    before = {path: path.read_bytes() for path in curves.iterdir()}
+    with pytest.raises(UserError, match=said):
+        make("curves", curves, options, **more)
+    assert {path: path.read_bytes() for path in curves.iterdir()} == before
+
+
+def test_interrupted_measurement_goes_on_with_what_is_missing(curves, tmp_path, monkeypatch):
+    trained = []
+
+    def train(run, callbacks):
+        trained.append(run)
+        if len(trained) == 3:
+            raise KeyboardInterrupt
+        return train_whole(run, callbacks)
+
+    train_whole = measuring.train
+    monkeypatch.setattr(measuring, "train", train)
+    with pytest.raises(KeyboardInterrupt):
+        make("curves", tmp_path)
+    assert len(read(tmp_path / "curves.json", "curves").runs) == 2
+    assert not (tmp_path / "curves.png").exists()
+    with pytest.raises(UserError, match="lacks 2 of 4 runs"):
+        make("curves", tmp_path, Options(), redraw=True)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(catalogue, "describe", lambda device: {**measuring.describe(device), "torch": "1.0"})
+        with pytest.raises(UserError, match=r"another machine or with other versions \(torch: .* -> 1.0\)"):
+            make("curves", tmp_path)
+    make("curves", tmp_path)
+    assert len(trained) == 5
+    losses = [[run["steps"]["loss"] for run in whole(out, "curves")[0].runs] for out in (tmp_path, curves)]
+    assert losses[0] == losses[1]
+
+
+def test_overwrite_measures_anew(tmp_path):
+    (tmp_path / "batch-sizes.json").write_text("no raw data")
+    options = Options(data="digits", epochs=1, batch_sizes=(256, 512), seeds=(0, 1))
+    with pytest.raises(UserError, match="cannot be read"):
+        make("batch-sizes", tmp_path, options)
+    make("batch-sizes", tmp_path, options, overwrite=True)
+    raw, text = whole(tmp_path, "batch-sizes")
+    assert [run["job"]["batch_size"] for run in raw.runs] == [512, 512, 256, 256] * 2
+    assert [run["steps_per_epoch"] for run in raw.runs] == [2, 2, 5, 5] * 2
+    assert [round(run["steps"]["lr"][0], 4) for run in raw.runs[:4]] == [0.2828, 0.0566, 0.2, 0.04]
+    assert "| 512 | thor | 0.0566 | 2 |" in text
+    assert "4096" in text  # theirs
+
+
+def test_a_batch_larger_than_the_data_is_refused_at_once(tmp_path):
+    with pytest.raises(UserError, match="batch_size=2048 is larger than the training set"):
+        make("batch-sizes", tmp_path, Options(data="digits", epochs=1, batch_sizes=(64, 2048)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_divergence_is_a_row_of_the_table(tmp_path):
+    recipe = tmp_path / "wild.yaml"
+    recipe.write_text(
+        "{data: {name: digits}, model: small-cnn, batch_size: 64, epochs: 1, threads: 1, targets: [0.1],"
+        " optimizers: {sgd: {lr: 1.0e+30}, thor: {lr: 0.02, damping: 0.1, update_interval: 20}}}"
+    )
+    make("batch-sizes", tmp_path, Options(data=str(recipe), batch_sizes=(128,)))
+    raw, text = whole(tmp_path, "batch-sizes")
+    assert raw.run(optimizer="momentum", batch_size=128, seed=0)["failure"].startswith("the loss became")
+    assert raw.run(optimizer="thor", batch_size=128, seed=0)["failure"] is None
+    assert "| 128 | momentum | 1.41e+30 |" in text
+    assert "the loss became" in text
+    with pytest.raises(UserError, match="the loss became"):
+        make("curves", tmp_path, Options(data=str(recipe)))
+
+
+def test_fisher_norm_from_beginning_to_end(tmp_path):
+    make("fisher-norm", tmp_path)
+    raw, text = whole(tmp_path, "fisher-norm")
+    (run,) = raw.runs
+    assert run["norms"]["step"] == [1, 3, 5, 7, 9, 11, 14, 17, 20]  # 2 + 0.1 · step, rounded down
+    assert len(run["norms"]["norm"]) == 9
+    assert set(run["refreshes"]["decision"]) == {"update"}
+    assert raw.settings["recipe"]["optimizers"]["thor"]["split_dim"] is None
+    assert "| conv1 |" in text
+    assert "9 refreshes, 2 steps at first, 3 at last" in text
+
+
+def test_split_dim_from_beginning_to_end(tmp_path):
+    network = tmp_path / "network.py"
+    network.write_text(NETWORK)
+    out = tmp_path / "out"
+    options = Options(model=f"{network}:build")
+    make("split-dim", out, options)
+    raw, text = whole(out, "split-dim")
+    assert raw.runs[0]["candidates"] == [1, 16, 32, 40]
+    assert f"split_dim={raw.runs[0]['split_dim']}" in text
+    assert "cross at 106" in text
+    assert "drawn again" in make("split-dim", out, options)
+
+
+def test_all_makes_each(tmp_path, monkeypatch):
+    network = tmp_path / "network.py"
+    network.write_text(NETWORK)
+    options = Options(data="digits", epochs=1, seeds=(0,), batch_sizes=(256,), model=f"{network}:build")
+    make("all", tmp_path, options)
+    for name in FIGURES:
+        whole(tmp_path, name)
+
+
+def test_all_refuses_before_the_first(tmp_path, untrained):
+    with pytest.raises(UserError, match="--pixels 0"):
+        make("all", tmp_path / "out", Options(data="digits", pixels=0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_rule_of_the_batch_sizes():
+    recipe = {
+        "batch_size": 128,
+        "eval_interval": 78,
+        "optimizers": {"sgd": {"lr": 0.2}, "thor": {"lr": 0.05, "update_interval": 20}},
+    }
+    assert scaled(recipe, "sgd", 512) == {"batch_size": 512, "lr": 0.4, "eval_interval": 20}
+    assert scaled(recipe, "thor", 32) == {"batch_size": 32, "lr": 0.025, "eval_interval": 312, "update_interval": 80}
+    tiny = scaled({**recipe, "eval_interval": None}, "thor", 128 * 100)
+    assert tiny == {"batch_size": 12800, "lr": 0.5, "update_interval": 1}
+
+
+def test_a_growing_interval_cannot_be_scaled(tmp_path):
+    recipe = tmp_path / "growing.yaml"
+    interval = "{kind: geometric, first: 2, last: 5, factor: 1.5}"
+    recipe.write_text(f"{{data: {{name: digits}}, optimizers: {{thor: {{update_interval: {interval}}}}}}}")
+    with pytest.raises(UserError, match="cannot be scaled with the batch"):
+        make("batch-sizes", tmp_path / "out", Options(data=str(recipe)))
+
+
+def test_records_come_back_from_their_columns():
+    record = Record(
+        [StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True), StepPoint(2, 2.25, 0.1, 0.75, 0.25, refresh=False)],
+        [EvalPoint(2, 0.75, 2.0, 0.5, 0.875)],
+        [RefreshPoint(1, "head", "update", None, 3.5), RefreshPoint(1, "conv", "keep", 0.125, None)],
+    )
+    columns = plain(to_columns(record))
+    assert columns["refreshes"]["layer"] == ["head", "conv"]
+    assert [asdict(point) for point in from_columns(columns).points()] == [asdict(point) for point in record.points()]
+    assert from_columns(plain(to_columns(Record()))) == Record()
+
+
+def test_time_is_the_processors_or_the_walls():
+    run = {
+        "steps": {"seconds": [1.0, 3.0, 4.0], "refresh": [True, False, False]},
+        "processor_seconds": [0.5, 0.75, 1.25],
+    }
+    assert seconds_of(run, processor=True) == [0.5, 0.75, 1.25]
+    assert median_step(run, refresh=True, processor=True) == 0.5
+    assert median_step(run, refresh=False, processor=True) == 0.375
+    assert median_step(run, refresh=False, processor=False) == 1.5
+    assert median_step({**run, "steps": {**run["steps"], "refresh": [True] * 3}}, refresh=False, processor=True) is None
+
+
+def test_cells_of_several_seeds():
+    assert summary([0.5], ".2f") == "0.50"
+    assert summary([1.0, 2.0, 3.0], ".1f") == "2.0 ± 1.0 (1.0, 2.0, 3.0)"
+    assert reached([1.0, None], ".1f") == "1.0, never"
+    assert reached([1.0, 3.0], ".1f") == f"2.0 ± {math.sqrt(2):.1f} (1.0, 3.0)"
