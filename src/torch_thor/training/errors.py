@@ -13,6 +13,10 @@ class UserError(ValueError):
     """Something that the person at the keyboard can put right."""
 
 
+class DivergedError(UserError):
+    """A loss or a gradient that is no longer finite."""
+
+
 class DamagedCheckpointError(UserError):
     """A checkpoint whose files are missing, cut short or altered."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor.training import parallel
-from torch_thor.training.errors import UserError
+from torch_thor.training.errors import DivergedError
 from torch_thor.training.plan import Plan
 from torch_thor.training.precision import Precision
 
@@ -58,7 +58,7 @@ class Stepper:
             What it found.
 
         Raises:
-            UserError: If the loss or a gradient is not finite.
+            DivergedError: If the loss or a gradient is not finite.
         """
         loss = torch.zeros((), device=self.device)
         parts = list(zip(images.chunk(self.plan.accumulation), labels.chunk(self.plan.accumulation), strict=True))
@@ -74,13 +74,13 @@ class Stepper:
         try:
             taken = self.precision.step(self.optimizer)
         except FloatingPointError as error:  # THOR refuses a gradient that is not finite
-            raise UserError(f"step {step}: {error}") from error
+            raise DivergedError(f"step {step}: {error}") from error
         self.optimizer.zero_grad()
         # waits for the device: the step is timed, and its loss is recorded
         weighted, count = parallel.total([loss.item() * len(labels), float(len(labels))], self.device)
         value = weighted / count
         if not math.isfinite(value) and taken:
-            raise UserError(
+            raise DivergedError(
                 f"the loss became {value} at step {step} (lr={float(self.optimizer.param_groups[0]['lr']):.3g}): "
                 "lower lr, add warm-up (schedule.warmup_epochs), or raise damping"
             )

@@ -60,7 +60,7 @@ def test_curves_keep_every_point(curves):
     assert [run["job"]["setting"] for run in raw.runs] == ["momentum", "thor", "thor_stop", "thor_nt"]
     for run in raw.runs:
         assert run["steps_per_epoch"] == 22
-        assert [len(column) for column in run["steps"].values()] == [22] * 6
+        assert {len(column) for column in run["steps"].values()} == {22}
         assert len(run["processor_seconds"]) == 22
         assert run["evaluations"]["step"] == [22]
     kinds = {run["job"]["setting"]: set(run["refreshes"]["decision"]) for run in raw.runs}

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch.distributed import is_torchelastic_launched
 
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.figures.batch_sizes import BATCH_SIZES
@@ -64,6 +65,7 @@ def make_figures(
     names = list(FIGURES) if name == ALL else [name]
     known = [*FIGURES, ALL]
     require(name in known, f"there is no figure {name}{nearest(name, known)}: the figures are {', '.join(known)}")
+    require(not is_torchelastic_launched(), "figures are measured by one process: leave out torchrun")
     require(not (redraw and overwrite), "--redraw and --overwrite exclude each other: choose one")
     for option in options.given():
         word = f"--{option.replace('_', '-')}"

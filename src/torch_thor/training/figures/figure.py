@@ -10,7 +10,7 @@ from rich.console import Console
 
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.figures.raw import RawData
-from torch_thor.training.loop import resolve_device
+from torch_thor.training.parallel import resolve_device
 from torch_thor.training.recipe import Recipe, load_recipe
 
 DEFAULT_DATA = "fashion-mnist"

@@ -24,8 +24,9 @@ from torch_thor.training.figures.drawing import draw_band, note, save
 from torch_thor.training.figures.figure import Figure, Options, recipe_of
 from torch_thor.training.figures.measuring import recipe_settings, train_run
 from torch_thor.training.figures.raw import RawData
-from torch_thor.training.loop import Callback, Run, curvature_of
+from torch_thor.training.loop import Callback, Run
 from torch_thor.training.record import RefreshPoint
+from torch_thor.training.refreshes import curvature_of
 
 SEEDS = (0,)
 INTERVAL = {"first": 2, "factor": 1.1}  # of intervals.Geometric, which ends at one refresh an epoch
@@ -219,8 +220,8 @@ def table(raw: RawData) -> str:
     total = len(run["steps"]["step"])
     lines = [
         f"| layer | F-norm at step {steps[0]} | at step {steps[-1]} | largest over smallest, in the first tenth of the "
-        "steps | in the last half | from refresh to refresh, median: relative change of the norm | relative distance of "
-        "the block |",
+        "steps | in the last half | from refresh to refresh, median: relative change of the norm | relative distance "
+        "of the block |",
         "|---|---|---|---|---|---|---|",
     ]
     for place, layer in enumerate(norms["layers"]):

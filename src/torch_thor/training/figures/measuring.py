@@ -18,14 +18,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch_thor import __version__
 from torch_thor.split.machine import device_name
 from torch_thor.training.callbacks import Bar
-from torch_thor.training.data import load_data
-from torch_thor.training.errors import UserError
+from torch_thor.training.errors import DivergedError
 from torch_thor.training.experiment import new_run
-from torch_thor.training.loop import Callback, Run, resolve_device, train
+from torch_thor.training.loop import Callback, Run, train
+from torch_thor.training.opening import open_data
+from torch_thor.training.parallel import resolve_device
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
 from torch_thor.training.record import KINDS, Record, StepPoint
 
-UNUSED = ("name", "about", "optimizer", "seed", "checkpoint_interval", "keep_checkpoints", "device")
+UNUSED = ("name", "about", "reaches", "optimizer", "seed", "checkpoint_interval", "keep_checkpoints", "device")
 COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # lists of a record -> kinds of point
 
 
@@ -132,11 +133,11 @@ def train_run(
         The run, done.
 
     Raises:
-        UserError: If the recipe cannot be trained, or the training diverged and may not.
+        DivergedError: If the training diverged, and may not.
     """
     words = [f"optimizer={optimizer}", f"device={settings['device']}", *overrides]
     recipe = parse_recipe(yaml.safe_dump(settings["recipe"]), "figures", words)
-    run = new_run(recipe, optimizer, load_data(recipe.data).to(resolve_device(recipe.device)))
+    run = new_run(recipe, optimizer, open_data(recipe.data, resolve_device(recipe.device), console.print))
     if prepare is not None:
         prepare(run)
     trained = Trained(run)
@@ -151,7 +152,7 @@ def train_run(
         task = progress.add_task(label, total=None, loss="", accuracy="")
         try:
             train(run, [trained.clock, *callbacks, Bar(progress, task)])
-        except UserError as error:  # data in memory cannot fail in training: the loss or a gradient was not finite
+        except DivergedError as error:
             if not may_diverge:
                 raise
             trained.failure = str(error)
