@@ -213,19 +213,17 @@ def draw(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from torch_thor.training.figures.drawing import draw_band, running_mean
+
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for optimizer in GRIDS:
         runs = [load(optimizer, best_lr(optimizer), seed) for seed in done(optimizer)]
         steps = [step for step, _, _ in runs[0]["evaluations"]]
-        columns = list(zip(*([top1 for _, top1, _ in run["evaluations"]] for run in runs), strict=True))
-        (line,) = left.plot(steps, [statistics.median(c) for c in columns], label=optimizer)
-        left.fill_between(
-            steps, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2
-        )
+        series = [[top1 for _, top1, _ in run["evaluations"]] for run in runs]
+        draw_band(left, steps, series, label=optimizer, middle=statistics.median)
         losses = [statistics.fmean(values) for values in zip(*(run["loss"] for run in runs), strict=True)]
         window = 25
-        smooth = [statistics.fmean(losses[max(0, i - window) : i + 1]) for i in range(len(losses))]
-        right.plot(range(1, len(smooth) + 1), smooth, color=line.get_color(), label=optimizer)
+        right.plot(range(1, len(losses) + 1), running_mean(losses, window), label=optimizer)
     target = statistics.median(final(load("sgd", best_lr("sgd"), seed)) for seed in SEEDS)
     left.axhline(target, color="grey", linewidth=0.8, linestyle="--")
     left.set(xlabel="step", ylabel="test accuracy", ylim=(0.78, 0.93), title="Fashion-MNIST, small ResNet, batch 128")

@@ -13,7 +13,14 @@ from torch_thor.training.figures import catalogue, measuring, paper
 from torch_thor.training.figures.batch_sizes import scaled
 from torch_thor.training.figures.catalogue import FIGURES, make_figures
 from torch_thor.training.figures.figure import Options, reached, summary
-from torch_thor.training.figures.measuring import from_columns, median_step, seconds_of, to_columns
+from torch_thor.training.figures.measuring import (
+    ProcessorClock,
+    from_columns,
+    median_step,
+    processor_time_counts,
+    seconds_of,
+    to_columns,
+)
 from torch_thor.training.figures.raw import plain, read
 from torch_thor.training.record import EvalPoint, Record, RefreshPoint, StepPoint
 
@@ -247,6 +254,31 @@ def test_time_is_the_processors_or_the_walls():
     assert median_step(run, refresh=False, processor=True) == 0.375
     assert median_step(run, refresh=False, processor=False) == 1.5
     assert median_step({**run, "steps": {**run["steps"], "refresh": [True] * 3}}, refresh=False, processor=True) is None
+
+
+def test_processor_time_leaves_out_what_is_no_step(monkeypatch):
+    clock, point = ProcessorClock(), StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True)
+    for now, tell in (
+        (10, clock.before_training),
+        (11, clock.after_step),
+        (15, clock.at_boundary),
+        (17, clock.after_step),
+    ):
+        monkeypatch.setattr(measuring.time, "process_time", lambda now=now: now)
+        tell(None, *([point] if tell == clock.after_step else []))
+    assert clock.seconds == [1, 3]
+
+
+def test_processor_time_is_shown_on_one_thread_of_a_cpu_alone():
+    assert processor_time_counts({"device": "cpu"}, {"threads": 1})
+    assert not processor_time_counts({"device": "cpu"}, {"threads": 2})
+    assert not processor_time_counts({"device": "cuda:0"}, {"threads": 1})
+
+
+def test_one_process_measures(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    with pytest.raises(UserError, match="leave out torchrun"):
+        make("curves", tmp_path)
 
 
 def test_cells_of_several_seeds():
