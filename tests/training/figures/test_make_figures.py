@@ -120,8 +120,9 @@ def test_interrupted_measurement_goes_on_with_what_is_missing(curves, tmp_path, 
 
     train_whole = measuring.train
     monkeypatch.setattr(measuring, "train", train)
+    (tmp_path / "curves.png").write_bytes(b"a picture of other data")
     with pytest.raises(KeyboardInterrupt):
-        make("curves", tmp_path)
+        make("curves", tmp_path, overwrite=True)
     assert len(read(tmp_path / "curves.json", "curves").runs) == 2
     assert not (tmp_path / "curves.png").exists()
     with pytest.raises(UserError, match="lacks 2 of 4 runs"):

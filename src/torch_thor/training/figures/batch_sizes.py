@@ -7,7 +7,8 @@ evaluations are the same number of images at every size. Nothing is tuned at the
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def table(raw: RawData) -> str:
 
 
 def draw(raw: RawData, path: Path) -> None:
-    """Draw final accuracy, and epochs to the highest target that all runs reach, against the batch size.
+    """Draw final accuracy, and epochs to the recipe's lowest target, against the batch size.
 
     Args:
         raw: Complete raw data.
@@ -167,26 +168,24 @@ def draw(raw: RawData, path: Path) -> None:
     """
     from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
 
-    whole = [run for run in raw.runs if run["failure"] is None]
-    common = [t for t in _targets(raw) if all(_epochs_to(run, t) is not None for run in whole)]
-    picture = Picture(figsize=(10, 4.2), layout="constrained")
-    left, right = picture.subplots(1, 2)
-    for name in OPTIMIZERS:
-        sizes = [
-            size
-            for size in sorted(raw.settings["batch_sizes"])
-            if all(run["failure"] is None for run in raw.chosen(optimizer=name, batch_size=size))
-        ]
-        for axes, value in ((left, _final), (right, lambda run: _epochs_to(run, common[-1]) if common else math.nan)):
-            columns = [[value(run) for run in raw.chosen(optimizer=name, batch_size=size)] for size in sizes]
-            draw_band(axes, sizes, list(zip(*columns, strict=True)), label=name, colour=COLOURS[name], marker="o")
-    left.set(ylabel="final accuracy, top-1")
-    right.set(ylabel=f"epochs to {common[-1]:.1%}" if common else "no target is reached by all")
-    for axes in (left, right):
+    targets = _targets(raw)[:1]
+    values: dict[str, Callable[[Mapping[str, Any]], float | None]] = {"final accuracy, top-1": _final}
+    for target in targets:
+        values[f"epochs to {target:.1%}; no point: not every seed"] = partial(_epochs_to, target=target)
+    picture = Picture(figsize=(5 * len(values), 4.4), layout="constrained")
+    panels = picture.subplots(1, len(values), squeeze=False, sharex=True)[0]
+    sizes = sorted(raw.settings["batch_sizes"])
+    for axes, (label, value) in zip(panels, values.items(), strict=True):
+        for name in OPTIMIZERS:
+            of_size = {size: [value(run) for run in raw.chosen(optimizer=name, batch_size=size)] for size in sizes}
+            whole = {size: found for size, found in of_size.items() if None not in found}
+            series = list(zip(*whole.values(), strict=True))
+            if series:
+                draw_band(axes, list(whole), series, label=name, colour=COLOURS[name], marker="o")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(raw.settings["batch_sizes"], [str(size) for size in raw.settings["batch_sizes"]])
+        axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
-        axes.set_xlabel("batch size")
+        axes.set(xlabel="batch size", ylabel=label)
         axes.grid(alpha=0.3)
         axes.legend()
     recipe, seeds = raw.settings["recipe"], len(raw.settings["seeds"])
@@ -199,8 +198,8 @@ def draw(raw: RawData, path: Path) -> None:
     save(picture, path)
 
 
-def _final(run: Mapping[str, Any]) -> float:
-    return float(run["evaluations"]["top1"][-1])
+def _final(run: Mapping[str, Any]) -> float | None:
+    return None if run["failure"] is not None else float(run["evaluations"]["top1"][-1])
 
 
 BATCH_SIZES = Figure(

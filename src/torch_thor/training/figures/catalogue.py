@@ -153,6 +153,8 @@ def _complete(raw: RawData, path: Path, console: Console) -> None:
         for number, job in enumerate(missing, start=1):
             raw.runs.append({"job": job, **plain(FIGURES[raw.figure].measure(raw.settings, job, console))})
             raw.write(path)
+            for ending in (".png", ".md"):  # of other data, until these are complete
+                path.with_suffix(ending).unlink(missing_ok=True)
             console.print(f"{raw.figure}: {number} of {len(missing)} runs done", soft_wrap=True)
 
 
