@@ -94,13 +94,12 @@ def test_drawn_again_without_training(curves, untrained):
     ("options", "more", "said"),
     [
         (Options(data="digits", epochs=2, seeds=(0,)), {}, r"other settings \(recipe.epochs: 1 -> 2\)"),
-        (Options(data="digits", epochs=1, seeds=(0, 1)), {}, r"other settings \(seeds: \[0\] -> \[0, 1\]\)"),
         (QUICK, {"redraw": True}, "--redraw draws what was measured: leave out --data"),
         (Options(), {"redraw": True, "overwrite": True}, "exclude each other"),
         (Options(batch_sizes=(8,)), {}, "--batch-sizes means nothing to curves: it is for batch-sizes"),
         (Options(model="resnet18"), {}, "--model means nothing to curves: it is for split-dim"),
     ],
-    ids=["epochs", "seeds", "redraw_with_options", "redraw_and_overwrite", "not_its_option", "not_its_model"],
+    ids=["epochs", "redraw_with_options", "redraw_and_overwrite", "not_its_option", "not_its_model"],
 )
 def test_refused_before_anything_is_touched(curves, untrained, options, more, said):
     before = {path: path.read_bytes() for path in curves.iterdir()}
@@ -135,6 +134,32 @@ def test_interrupted_measurement_goes_on_with_what_is_missing(curves, tmp_path, 
     assert len(trained) == 5
     losses = [[run["steps"]["loss"] for run in whole(out, "curves")[0].runs] for out in (tmp_path, curves)]
     assert losses[0] == losses[1]
+
+
+def test_runs_of_more_seeds_are_added_to_those_that_are_there(tmp_path, monkeypatch):
+    trained = []
+
+    def train(run, callbacks):
+        trained.append(run.plan.seed)
+        return train_whole(run, callbacks)
+
+    train_whole = measuring.train
+    monkeypatch.setattr(measuring, "train", train)
+
+    def sizes(*seeds):
+        make("batch-sizes", tmp_path, Options(data="digits", epochs=1, batch_sizes=(512,), seeds=seeds))
+        raw, text = whole(tmp_path, "batch-sizes")
+        assert raw.settings["seeds"] == list(seeds)
+        return [run["job"]["seed"] for run in raw.runs], text
+
+    assert sizes(3)[0] == [3, 3]
+    both, with_both = sizes(3, 1)
+    assert (both, trained) == ([3, 3, 1, 1], [3, 3, 1, 1])
+    one, with_one = sizes(1)
+    assert (one, trained) == (both, [3, 3, 1, 1])  # kept, and not drawn
+    assert ("±" in with_both, "±" in with_one) == (True, False)
+    make("batch-sizes", tmp_path, Options(), redraw=True)
+    assert whole(tmp_path, "batch-sizes")[1] == with_one
 
 
 def test_overwrite_measures_anew(tmp_path):

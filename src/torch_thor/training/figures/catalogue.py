@@ -12,7 +12,7 @@ from torch.distributed import is_torchelastic_launched
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.figures.batch_sizes import BATCH_SIZES
 from torch_thor.training.figures.curves import CURVES
-from torch_thor.training.figures.figure import Figure, Options, device_of
+from torch_thor.training.figures.figure import WHICH_RUNS, Figure, Options, device_of
 from torch_thor.training.figures.fisher_norm import FISHER_NORM
 from torch_thor.training.figures.measuring import describe, threads
 from torch_thor.training.figures.raw import RawData, differences, plain, read, write_whole
@@ -86,6 +86,7 @@ def make_figures(
 
 def _show(raw: RawData, path: Path, console: Console) -> None:
     figure = FIGURES[raw.figure]
+    raw = raw.only(figure.jobs(raw.settings))  # the file may hold runs of more seeds
     text = figure.table(raw)
     write_whole(path.with_suffix(".md"), text + "\n")
     figure.draw(raw, path.with_suffix(".png"))
@@ -129,7 +130,7 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
     there = None if overwrite else read(path, name)
     if there is None:
         return raw
-    changed = differences(there.settings, raw.settings)
+    changed = differences(*({k: v for k, v in own.settings.items() if k not in WHICH_RUNS} for own in (there, raw)))
     require(
         not changed,
         f"{path} was measured with other settings ({changed}): measure anew with --overwrite, draw what is there with "
@@ -141,6 +142,7 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
         f"{path} was begun on another machine or with other versions ({elsewhere}): measure anew with --overwrite, or "
         "choose another folder with --out",
     )
+    there.settings = settings  # the runs of other seeds stay
     return there
 
 
@@ -148,6 +150,7 @@ def _complete(raw: RawData, path: Path, console: Console) -> None:
     """Measure what is missing, one run after the other; each is on the disk before the next one starts."""
     missing = _missing(raw)
     if not missing:
+        raw.write(path)  # it may be for other seeds than before
         console.print(f"{path} holds all runs: drawn again, nothing measured", soft_wrap=True)
     with _threads_of(raw.settings):
         for number, job in enumerate(missing, start=1):

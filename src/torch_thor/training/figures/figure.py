@@ -14,6 +14,7 @@ from torch_thor.training.parallel import resolve_device
 from torch_thor.training.recipe import Recipe, load_recipe
 
 DEFAULT_DATA = "fashion-mnist"
+WHICH_RUNS = ("seeds", "batch_sizes")  # settings that say which runs there are, and not how one is measured
 
 
 @dataclass(frozen=True)

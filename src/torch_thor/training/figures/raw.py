@@ -6,8 +6,8 @@ with the runs that are missing. A checksum tells a file that was cut short or ch
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,19 @@ class RawData:
             The run, or `None` if it is not done yet.
         """
         return next((run for run in self.runs if run["job"] == job), None)
+
+    def only(self, jobs: Sequence[Mapping[str, Any]]) -> "RawData":
+        """The same data with some runs alone.
+
+        Args:
+            jobs: Which; each one is done.
+
+        Returns:
+            Raw data with these runs, in this order.
+        """
+        found = [run for job in jobs if (run := self.run(**job)) is not None]
+        assert len(found) == len(jobs)
+        return replace(self, runs=found)
 
     def chosen(self, **part: Any) -> list[dict[str, Any]]:
         """The runs that are done of some kind.
