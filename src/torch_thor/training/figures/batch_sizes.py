@@ -109,7 +109,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
     optimizer = OPTIMIZERS[job["optimizer"]]
     own = scaled(settings["recipe"], optimizer, job["batch_size"])
     words = [f"seed={job['seed']}", *(f"{key}={value}" for key, value in own.items())]
-    label = f"batch-sizes, {job['optimizer']}, batch {job['batch_size']}, seed {job['seed']}"
+    label = f"{job['optimizer']}, batch {job['batch_size']}, seed {job['seed']}"
     return {"scaled": own, **train_run(settings, optimizer, words, console, label=label, may_diverge=True).plain()}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from torch_thor.training.figures import paper
-from torch_thor.training.figures.drawing import COLOURS, draw_band, note, running_mean, save
+from torch_thor.training.figures.drawing import COLOURS, STYLES, draw_band, note, running_mean, save
 from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
 from torch_thor.training.figures.measuring import (
     from_columns,
@@ -67,7 +67,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
     """
     name, seed = job["setting"], job["seed"]
     words = [f"seed={seed}", *([] if name == BASELINE else [f"trace_thresholds={name}"])]
-    return train_run(settings, SETTINGS[name], words, console, label=f"curves, {name}, seed {seed}").plain()
+    return train_run(settings, SETTINGS[name], words, console, label=f"{name}, seed {seed}").plain()
 
 
 def table(raw: RawData) -> str:
@@ -104,12 +104,12 @@ def table(raw: RawData) -> str:
             _refreshed(records),
         )
         lines.append(f"| {' | '.join(cells)} |")
-    times = f"Times are {_unit(processor=processor)}."
+    times = f"Times are {_unit(processor=processor)}, without evaluations."
     return "\n".join([*lines, "", times, "", paper.table(paper.CURVES)])
 
 
 def _unit(*, processor: bool) -> str:
-    return f"{'processor seconds (one thread)' if processor else 'seconds'} of training steps alone"
+    return "processor seconds of training steps (one thread)" if processor else "seconds of training steps"
 
 
 def _milliseconds(runs: list[dict[str, Any]], *, refresh: bool, processor: bool) -> str:
@@ -136,7 +136,7 @@ def draw(raw: RawData, path: Path) -> None:
     axes = picture.subplots(2, 2, sharey="row")
     processor = processor_time_counts(raw.settings, raw.machine)
     for name in raw.settings["settings"]:
-        runs, colour = raw.chosen(setting=name), COLOURS[name]
+        runs, colour, style = raw.chosen(setting=name), COLOURS[name], STYLES.get(name, "-")
         for row, (points, value) in enumerate((("steps", "loss"), ("evaluations", "top1"))):
             series = [run[points][value] for run in runs]
             if value == "loss":
@@ -145,9 +145,9 @@ def draw(raw: RawData, path: Path) -> None:
             epochs = [step / runs[0]["steps_per_epoch"] for step in steps]
             clocks = [seconds_of(run, processor=processor) for run in runs]
             seconds = [statistics.fmean(clock[step - 1] for clock in clocks) for step in steps]
-            draw_band(axes[row][0], epochs, series, label=name, colour=colour)
-            draw_band(axes[row][1], seconds, series, label=name, colour=colour)
-    for column, unit in enumerate(("epochs", f"{_unit(processor=processor)}, mean over seeds")):
+            draw_band(axes[row][0], epochs, series, label=name, colour=colour, style=style)
+            draw_band(axes[row][1], seconds, series, label=name, colour=colour, style=style)
+    for column, unit in enumerate(("epochs", _unit(processor=processor))):
         axes[0][column].set(yscale="log", ylabel=f"training loss, mean of {SMOOTHED + 1} steps")
         axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
         for row in (0, 1):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # slow to import, and no window is wanted
 
 # told apart by all eyes (Okabe and Ito), the baseline in grey
 COLOURS = {"momentum": "#666666", "thor": "#0072b2", "thor_stop": "#009e73", "thor_nt": "#d55e00"}
+STYLES = {"thor_stop": "--"}  # it often lies on thor
 
 
 def draw_band(
@@ -21,6 +22,7 @@ def draw_band(
     label: str,
     colour: Any = None,
     marker: str | None = None,
+    style: str = "-",
     middle: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> None:
     """Draw the middle of some series as a line, and behind it the range from the lowest to the highest.
@@ -32,10 +34,11 @@ def draw_band(
         label: For the legend.
         colour: Of both, as matplotlib has it; `None` takes the next.
         marker: Of the points.
+        style: Of the line.
         middle: Of the values at one point.
     """
     columns = list(zip(*series, strict=True))
-    (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker)
+    (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker, ls=style)
     if len(series) > 1:
         axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2)
 

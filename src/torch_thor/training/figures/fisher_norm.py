@@ -185,7 +185,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
             group["update_interval"] = intervals.Geometric(first, max(first, run.steps_per_epoch), factor)
 
     words = [f"seed={seed}"]
-    label = f"fisher-norm, seed {seed}"
+    label = f"thor, seed {seed}"
     trained = train_run(settings, "thor", words, console, label=label, callbacks=[norms], prepare=grow)
     require(
         len(norms.steps) >= FEWEST,
