@@ -13,20 +13,30 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from torch_thor import __version__
 from torch_thor.split.machine import device_name
-from torch_thor.training.callbacks import Bar
 from torch_thor.training.errors import DivergedError
 from torch_thor.training.experiment import new_run
 from torch_thor.training.loop import Callback, Run, train
 from torch_thor.training.opening import open_data
 from torch_thor.training.parallel import resolve_device
+from torch_thor.training.progress import Bar, Display, Lines
 from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
 from torch_thor.training.record import KINDS, Record, StepPoint
 
-UNUSED = ("name", "about", "reaches", "optimizer", "seed", "checkpoint_interval", "keep_checkpoints", "device")
+UNUSED = (  # keys of a recipe that each run sets, or that change no number
+    "name",
+    "about",
+    "reaches",
+    "optimizer",
+    "seed",
+    "device",
+    "checkpoint_interval",
+    "keep_checkpoints",
+    "keep_best",
+    "log_interval",
+)
 COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # lists of a record -> kinds of point
 
 
@@ -141,17 +151,11 @@ def train_run(
     if prepare is not None:
         prepare(run)
     trained = Trained(run)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]} {task.fields[accuracy]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(label, total=None, loss="", accuracy="")
+    hidden = not console.is_interactive
+    with Display(console=console, transient=True, disable=hidden) as display:
+        shown = Lines(display, label, None) if hidden else Bar(display, display.add_run(label))
         try:
-            train(run, [trained.clock, *callbacks, Bar(progress, task)])
+            train(run, [trained.clock, *callbacks, shown])
         except DivergedError as error:
             if not may_diverge:
                 raise

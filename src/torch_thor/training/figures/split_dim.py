@@ -94,7 +94,7 @@ def draw(raw: RawData, path: Path) -> None:
         raw: Complete raw data.
         path: The PNG to write.
     """
-    elsewhere = {f"{paper.SPLIT_NOTE} (theirs)": paper.SPLIT_CROSSING}
+    elsewhere = {paper.SPLIT_LABEL: paper.SPLIT_CROSSING}
     draw_choice(_choice(raw), raw.settings["model"], path, elsewhere)
 
 
