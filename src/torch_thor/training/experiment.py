@@ -1,8 +1,8 @@
 """A recipe from beginning to end: train each optimizer in turn, then report."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ def run_recipe(
         One summary for each optimizer.
     """
     device = resolve_device(recipe.device)
-    with parallel.processes(device), _threads(recipe.threads):
+    with parallel.processes(device), parallel.threads(recipe.threads):
         say = parallel.voice(console.print)
         folder = RunFolder(out)
         with parallel.agreed():
@@ -89,16 +89,6 @@ def run_recipe(
         if parallel.is_first():
             _report(recipe, folder, summaries, console)
     return summaries
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def new_run(recipe: Recipe, optimizer: str, data: DataSet) -> Run:

@@ -43,6 +43,24 @@ def resolve_device(name: str) -> torch.device:
 
 
 @contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Use so many threads of the CPU while the block runs.
+
+    Args:
+        count: How many; `None` leaves torch's choice.
+
+    Yields:
+        Nothing.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def processes(device: torch.device) -> Iterator[None]:
     """Join the other processes that `torchrun` has started; NCCL for GPUs, gloo for CPUs.
 

@@ -9,12 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import is_torchelastic_launched
 
+from torch_thor.training import parallel
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.figures.batch_sizes import BATCH_SIZES
 from torch_thor.training.figures.curves import CURVES
 from torch_thor.training.figures.figure import WHICH_RUNS, Figure, Options, device_of
 from torch_thor.training.figures.fisher_norm import FISHER_NORM
-from torch_thor.training.figures.measuring import describe, threads
+from torch_thor.training.figures.measuring import describe
 from torch_thor.training.figures.raw import RawData, differences, plain, read, write_whole
 from torch_thor.training.figures.split_dim import SPLIT_DIM
 from torch_thor.training.library_models import nearest
@@ -162,4 +163,4 @@ def _complete(raw: RawData, path: Path, console: Console) -> None:
 
 
 def _threads_of(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
-    return threads(settings.get("recipe", {}).get("threads"))
+    return parallel.threads(settings.get("recipe", {}).get("threads"))

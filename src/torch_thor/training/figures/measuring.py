@@ -5,8 +5,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -240,24 +239,6 @@ def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
             for name, kind in COLUMNS.items()
         }  # type: ignore[arg-type]
     )
-
-
-@contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """Use so many threads of the CPU while the block runs.
-
-    Args:
-        count: How many; `None` leaves torch's choice.
-
-    Yields:
-        Nothing.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def describe(device: str) -> dict[str, Any]:
