@@ -8,12 +8,13 @@ Fashion-MNIST, networks of timm. Two questions, a JSON file for each run:
 
 1. Learning rates. The network without norms, batch 128, SGD and AGC-SGD with the same momentum, at learning rates a
    factor of two apart. Diverged is: the loss is no longer finite, or at the end not below that of guessing.
-2. Batch size. The network without norms with AGC-SGD and its relative with BatchNorm with SGD, at batch sizes 128
-   and 16, as many epochs, the best of four learning rates: half to four times what is in proportion to the batch.
-   What each loses from 128 to 16.
+2. Batch size. The network without norms with AGC-SGD and its relative with BatchNorm with SGD, at batch sizes 128,
+   16 and 4, as many epochs, the best of four learning rates: half to four times what is in proportion to the batch.
+   What each loses from 128 to 16 and to 4.
 
-Constant learning rates, one seed unless ``--seeds`` says more; the best is chosen by the figure that is reported. What
-it is not: a comparison of the two networks with each other, which differ in more than the norms.
+Constant learning rates. The first seed chooses the learning rate of each batch size, by its accuracy; the others
+(``--seeds``) train with that one alone, and what is lost is the mean over them. What it is not: a comparison of the two
+networks with each other, which differ in more than the norms.
 """
 
 import argparse
@@ -24,17 +25,17 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "normalizer_free"
 RATES = [0.05, 0.1, 0.2, 0.4, 0.8]
-BATCHES = [128, 16]
+BATCHES = [128, 16, 4]
 SHARES = [0.5, 1, 2, 4]  # of the learning rate that is in proportion to the batch
 RATE_AT_128 = 0.05
 MOMENTUM = 0.9
-CLIP_FACTOR = {128: 0.02, 16: 0.04}  # the paper's λ grows as the batch shrinks (its section 4.1)
+CLIP_FACTOR = {128: 0.02, 16: 0.04, 4: 0.08}  # the paper's λ grows as the batch shrinks (its section 4.1)
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Run:
 
 
 def runs(options: argparse.Namespace) -> list[Run]:
-    """List the trainings.
+    """List the trainings of the first seed.
 
     Args:
         options: the command line.
@@ -79,14 +80,30 @@ def runs(options: argparse.Namespace) -> list[Run]:
     Returns:
         Both questions' runs.
     """
-    found = []
-    for seed in range(options.seeds):
-        rest = {"images": options.images, "size": options.size, "seed": seed, "device": options.device}
-        found += [Run("rates", options.free, o, 128, lr, **rest) for o in ("sgd", "agc-sgd") for lr in RATES]
-        for model, optimizer in ((options.free, "agc-sgd"), (options.norm, "sgd")):
-            rates = [(b, share * RATE_AT_128 * b / 128) for b in BATCHES for share in SHARES]
-            found += [Run("batches", model, optimizer, b, lr, **rest) for b, lr in rates]
+    rest = {"images": options.images, "size": options.size, "seed": 0, "device": options.device}
+    found = [Run("rates", options.free, o, 128, lr, **rest) for o in ("sgd", "agc-sgd") for lr in RATES]
+    for model, optimizer in ((options.free, "agc-sgd"), (options.norm, "sgd")):
+        rates = [(b, share * RATE_AT_128 * b / 128) for b in BATCHES for share in SHARES]
+        found += [Run("batches", model, optimizer, b, lr, **rest) for b, lr in rates]
     return found
+
+
+def best(first: list[Run]) -> list[Run]:
+    """Choose the learning rates of the second question.
+
+    Args:
+        first: the runs of the first seed.
+
+    Returns:
+        For each network and batch size the run with the highest accuracy, of those that are there.
+    """
+    chosen: dict[tuple[str, int], tuple[float, Run]] = {}
+    for run in first:
+        if run.question == "batches" and run.path.exists():
+            accuracy = json.loads(run.path.read_text())["accuracy"]
+            if accuracy > chosen.get((run.model, run.batch), (-1.0, run))[0]:
+                chosen[run.model, run.batch] = (accuracy, run)
+    return [run for _, run in chosen.values()]
 
 
 def train_one(run: Run) -> None:
@@ -159,11 +176,12 @@ def train_one(run: Run) -> None:
     temporary.rename(run.path)
 
 
-def table(planned: list[Run]) -> str:
+def table(planned: list[Run], seeds: range) -> str:
     """Return the results as Markdown, from the runs there are.
 
     Args:
-        planned: the runs.
+        planned: the runs of the first seed.
+        seeds: those that train with the chosen learning rates.
 
     Returns:
         Two tables.
@@ -183,25 +201,35 @@ def table(planned: list[Run]) -> str:
         shares = [d["share_of_units_clipped"] for d in each if d["share_of_units_clipped"] is not None]
         share = f"{statistics.fmean(shares):.0%}" if shares else "-"
         lines.append(f"| {model} | {optimizer} | {batch} | {lr:g} | {diverged} | {accuracy} | {share} |")
-    lines += ["", "| network | optimizer | batch | best lr | accuracy there | against batch 128 |", *["|---" * 6 + "|"]]
-    for model, optimizer in dict.fromkeys((r.model, r.optimizer) for r in planned if r.question == "batches"):
-        best = {b: _best([d for d in done if d["question"] == "batches" and d["model"] == model], b) for b in BATCHES}
-        for batch, (accuracy, lr) in best.items():
-            change = f"{100 * (accuracy - best[BATCHES[0]][0]):+.1f} points"
-            lines.append(f"| {model} | {optimizer} | {batch} | {lr:g} | {accuracy:.3f} | {change} |")
+    lines += ["", "| network | optimizer | batch | lr | accuracy, mean (each seed) | against batch 128 |"]
+    lines.append("|---" * 6 + "|")
+    means: dict[tuple[str, int], float] = {}
+    for run in best(planned):
+        paths = [path for seed in seeds if (path := replace(run, seed=seed).path).exists()]
+        accuracies = [json.loads(path.read_text())["accuracy"] for path in paths]
+        if not accuracies:
+            continue
+        means[run.model, run.batch] = mean = statistics.fmean(accuracies)
+        change = f"{100 * (mean - means[run.model, BATCHES[0]]):+.1f} points"
+        each = f"{mean:.3f} ({', '.join(f'{accuracy:.3f}' for accuracy in accuracies)})"
+        lines.append(f"| {run.model} | {run.optimizer} | {run.batch} | {run.lr:g} | {each} | {change} |")
     text = "\n".join(lines)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "table.md").write_text(text + "\n")
     return text
 
 
-def _best(done: list[dict[str, Any]], batch: int) -> tuple[float, float]:
-    # mean accuracy over seeds and learning rate of the best learning rate; NaN before there are any runs
-    rates = {d["lr"] for d in done if d["batch"] == batch}
-    means = [
-        (statistics.fmean(d["accuracy"] for d in done if (d["batch"], d["lr"]) == (batch, lr)), lr) for lr in rates
-    ]
-    return max(means, default=(math.nan, math.nan))
+def train(wanted: list[Run]) -> None:
+    """Train those that are missing, each in a process of its own.
+
+    Args:
+        wanted: the runs.
+    """
+    for run in wanted:
+        if not run.path.exists():
+            words = [sys.executable, __file__, "--one", json.dumps(asdict(run))]
+            subprocess.run(words, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
+            print("done", run.path.name, flush=True)
 
 
 def main() -> None:
@@ -212,20 +240,18 @@ def main() -> None:
     parser.add_argument("--norm", default="test_resnet", help="its relative with BatchNorm")
     parser.add_argument("--images", type=int, default=30_000, help="training images that a run sees")
     parser.add_argument("--size", type=int, default=28, help="height and width of the images")
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the chosen learning rates")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--one", help="train once (used by this script)")
     options = parser.parse_args()
     if options.one:
         train_one(Run(**json.loads(options.one)))
         return
-    planned = runs(options)
-    for run in planned:
-        if not options.table and not run.path.exists():
-            words = [sys.executable, __file__, "--one", json.dumps(asdict(run))]
-            subprocess.run(words, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
-            print("done", run.path.name, flush=True)
-    print(table(planned))
+    planned, seeds = runs(options), range(1, options.seeds + 1)
+    if not options.table:
+        train(planned)
+        train([replace(run, seed=seed) for seed in seeds for run in best(planned)])
+    print(table(planned, seeds))
 
 
 if __name__ == "__main__":
