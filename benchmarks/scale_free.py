@@ -5,10 +5,12 @@
 
 Protocol. The tasks stand in tasks.py, the optimizers and their grids in contenders.py: six learning rates a factor of
 two apart for each optimizer (and each task, where their scales differ), tried with one seed that is used for nothing
-else; the best by the task's final figure runs with three other seeds. THOR alone has ONE setting for all tasks: the one
-with the smallest mean, over the tasks, of its final figure's rank among all its settings. The target of a seed is SGD's
-final figure in that seed; steps to target are interpolated between the two evaluations around it, and given as a share
-of SGD's steps. THOR also runs for half of the steps, its schedule halved with them.
+else; then a second momentum, at the best of them and at twice that. The best by the task's final figure runs with three
+other seeds. THOR alone has ONE setting for all tasks: the one with the smallest mean, over the tasks, of its final
+figure's rank among its six learning rates, in runs of half of the steps with half of the schedule, since half of SGD's
+steps is the aim; it then runs with both lengths. On the classifier the peers run for half of the steps too, each tuned
+for that over two learning rates and two momenta. The target of a seed is SGD's final figure, at full length, in that
+seed; steps to target are interpolated between the two evaluations around it, and given as a share of SGD's steps.
 
 The seconds in the raw data depend on what else the machine did: step times are taken by scale_free_time.py.
 """
@@ -23,12 +25,24 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from contenders import HEAT_LRS, PEERS, THOR_DAMPING, THOR_DAMPINGS, THOR_LRS, grid, make
+from contenders import (
+    HEAT_LRS,
+    LOW_MOMENTUM,
+    PEERS,
+    THOR_DAMPING,
+    THOR_DAMPINGS,
+    THOR_LRS,
+    THOR_MOMENTUM,
+    grid,
+    make,
+)
 from tasks import TASKS, text_checksum, train
 
 RESULTS = Path(__file__).parent / "results" / "scale_free"
 TUNING_SEED = 10
 SEEDS = (0, 1, 2)
+HALF = 0.5
+HALF_TASKS = ("classifier",)  # where the peers run for half of the steps too
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,7 @@ class Job:
         seed: seed.
         damping: of THOR; None for the others.
         share: length of run and schedule as a share of the task's.
+        momentum: None for the peer's usual one.
     """
 
     task: str
@@ -50,13 +65,15 @@ class Job:
     seed: int
     damping: float | None = None
     share: float = 1.0
+    momentum: float | None = None
 
     @property
     def file(self) -> Path:
         """Where its raw data stands."""
         damping = "" if self.damping is None else f"-damping{self.damping:g}"
+        momentum = "" if self.momentum is None else f"-momentum{self.momentum:g}"
         share = "" if self.share == 1 else f"-share{self.share:g}"
-        return RESULTS / f"{self.task}-{self.optimizer}-lr{self.lr:g}{damping}{share}-seed{self.seed}.json"
+        return RESULTS / f"{self.task}-{self.optimizer}-lr{self.lr:g}{momentum}{damping}{share}-seed{self.seed}.json"
 
     def result(self) -> dict[str, Any]:
         """Return the raw data."""
@@ -83,9 +100,11 @@ def run_one(job: Job) -> None:
 
     torch.set_num_threads(1)
     task, started = TASKS[job.task], time.perf_counter()
-    outcome = train(task, job.seed, lambda model: make(job.optimizer, model, job.lr, job.damping), job.share)
+    outcome = train(
+        task, job.seed, lambda model: make(job.optimizer, model, job.lr, job.damping, job.momentum), job.share
+    )
     result = {
-        **{key: getattr(job, key) for key in ("task", "optimizer", "lr", "damping", "seed", "share")},
+        **{key: getattr(job, key) for key in ("task", "optimizer", "lr", "damping", "momentum", "seed", "share")},
         **outcome,
         "seconds": round(time.perf_counter() - started, 1),
         "text": text_checksum() if job.task == "language" else None,
@@ -126,19 +145,63 @@ def best(jobs: list[Job]) -> Job:
     return max(jobs, key=lambda job: sign * job.final())
 
 
+def thor(task: str, lr: float, seed: int, share: float, damping: float = THOR_DAMPING) -> Job:
+    """Return a run of THOR.
+
+    Args:
+        task: key of ``TASKS``.
+        lr: learning rate.
+        seed: seed.
+        share: length as a share of the task's.
+        damping: damping.
+
+    Returns:
+        A job.
+    """
+    return Job(task, "thor", lr, seed, damping, share, THOR_MOMENTUM)
+
+
 def tuning(task: str, optimizer: str) -> list[Job]:
-    """Return the tuning runs of an optimizer that is tuned for each task.
+    """Return the tuning runs over the learning rate.
 
     Args:
         task: key of ``TASKS``.
         optimizer: one of ``PEERS``, or ``"thor"``.
 
     Returns:
-        One job a learning rate.
+        One job a learning rate: of a peer at full length and its usual momentum, of THOR at half.
     """
     if optimizer == "thor":
-        return [Job(task, "thor", lr, TUNING_SEED, THOR_DAMPING) for lr in THOR_LRS]
+        return [thor(task, lr, TUNING_SEED, HALF) for lr in THOR_LRS]
     return [Job(task, optimizer, lr, TUNING_SEED) for lr in grid(optimizer, task)]
+
+
+def lower_momentum(task: str, peer: str) -> list[Job]:
+    """Return the tuning runs of a peer with the second momentum; those over the learning rate come first.
+
+    Args:
+        task: key of ``TASKS``.
+        peer: one of ``PEERS``.
+
+    Returns:
+        One job a learning rate.
+    """
+    first = best(tuning(task, peer))
+    return [replace(first, lr=lr, momentum=LOW_MOMENTUM) for lr in (first.lr, 2 * first.lr)]
+
+
+def half_tuning(task: str, peer: str) -> list[Job]:
+    """Return the tuning runs of a peer that trains for half of the steps; those of full length come first.
+
+    Args:
+        task: key of ``TASKS``.
+        peer: one of ``PEERS``.
+
+    Returns:
+        A job a learning rate and momentum.
+    """
+    second = lower_momentum(task, peer)
+    return [replace(job, momentum=m, share=HALF) for job in second for m in (None, LOW_MOMENTUM)]
 
 
 def thor_lr() -> float:
@@ -156,7 +219,7 @@ def thor_lr() -> float:
 
 
 def confirmation(task: str, optimizer: str, seed: int) -> Job:
-    """Return the run of an optimizer's chosen setting.
+    """Return the run of an optimizer's chosen setting, at full length.
 
     Args:
         task: key of ``TASKS``.
@@ -167,25 +230,28 @@ def confirmation(task: str, optimizer: str, seed: int) -> Job:
         A job.
     """
     if optimizer == "thor":
-        return Job(task, "thor", thor_lr(), seed, THOR_DAMPING)
-    return Job(task, optimizer, best(tuning(task, optimizer)).lr, seed)
+        return thor(task, thor_lr(), seed, 1.0)
+    return replace(best(tuning(task, optimizer) + lower_momentum(task, optimizer)), seed=seed)
 
 
-def halved(task: str, seed: int) -> Job:
-    """Return THOR's run of half the length, with a schedule of half the length.
+def halved(task: str, optimizer: str, seed: int) -> Job:
+    """Return the run of half the length, with a schedule of half the length.
 
     Args:
-        task: key of ``TASKS``.
+        task: key of ``TASKS``; of ``HALF_TASKS`` for a peer.
+        optimizer: one of ``PEERS``, or ``"thor"``.
         seed: seed.
 
     Returns:
         A job.
     """
-    return replace(confirmation(task, "thor", seed), share=0.5)
+    if optimizer == "thor":
+        return thor(task, thor_lr(), seed, HALF)
+    return replace(best(half_tuning(task, optimizer)), seed=seed)
 
 
 def heat_map(task: str) -> list[list[Job]]:
-    """Return THOR's runs over learning rate and damping, in the tuning seed.
+    """Return THOR's runs over learning rate and damping, in the tuning seed, of half the length.
 
     Args:
         task: key of ``TASKS``.
@@ -193,7 +259,7 @@ def heat_map(task: str) -> list[list[Job]]:
     Returns:
         A row a damping.
     """
-    return [[Job(task, "thor", lr, TUNING_SEED, damping) for lr in sorted(HEAT_LRS)] for damping in THOR_DAMPINGS]
+    return [[thor(task, lr, TUNING_SEED, HALF, damping) for lr in sorted(HEAT_LRS)] for damping in THOR_DAMPINGS]
 
 
 def main() -> None:
@@ -205,9 +271,12 @@ def main() -> None:
     if not options.table:
         names = [*PEERS, "thor"]
         complete([job for name in names for task in TASKS for job in tuning(task, name)], options.workers)
+        complete([job for name in PEERS for task in TASKS for job in lower_momentum(task, name)], options.workers)
+        complete([job for name in PEERS for task in HALF_TASKS for job in half_tuning(task, name)], options.workers)
+        halves = [(task, name) for task in TASKS for name in names if name == "thor" or task in HALF_TASKS]
+        complete([halved(task, name, seed) for seed in SEEDS for task, name in halves], options.workers)
         chosen = [confirmation(task, name, seed) for seed in SEEDS for task in TASKS for name in names]
         complete(chosen, options.workers)
-        complete([halved(task, seed) for seed in SEEDS for task in TASKS], options.workers)
         cells = [job for task in TASKS for row in heat_map(task) for job in row]
         complete(sorted(cells, key=lambda job: HEAT_LRS.index(job.lr)), options.workers)
     from scale_free_report import draw, table

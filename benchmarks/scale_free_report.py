@@ -5,8 +5,20 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from contenders import HEAT_LRS, PEERS, THOR_DAMPINGS
-from scale_free import RESULTS, SEEDS, TUNING_SEED, Job, best, confirmation, halved, heat_map, thor_lr, tuning
+from contenders import HEAT_LRS, PEERS, THOR_DAMPINGS, USUAL_MOMENTUM
+from scale_free import (
+    HALF_TASKS,
+    RESULTS,
+    SEEDS,
+    TUNING_SEED,
+    Job,
+    confirmation,
+    half_tuning,
+    halved,
+    heat_map,
+    lower_momentum,
+    tuning,
+)
 from tasks import TASKS
 
 PICTURES = Path(__file__).parents[1] / "docs" / "images"
@@ -58,37 +70,88 @@ def done(task: str, optimizer: str) -> list[Job]:
     Returns:
         Jobs, a seed each.
     """
-    jobs = [(confirmation(task, optimizer, seed), confirmation(task, "sgd", seed)) for seed in SEEDS]
-    return [job for job, sgd in jobs if job.file.exists() and sgd.file.exists()]
+    return _with_sgd([confirmation(task, optimizer, seed) for seed in SEEDS])
+
+
+def done_half(task: str, optimizer: str) -> list[Job]:
+    """Return the runs of half the length that there are, seeds in which SGD has run at full length.
+
+    Args:
+        task: key of ``TASKS``.
+        optimizer: one of ``NAMES``.
+
+    Returns:
+        Jobs, a seed each; none where the optimizer has no such runs.
+    """
+    if optimizer != "thor" and task not in HALF_TASKS:
+        return []
+    return _with_sgd([halved(task, optimizer, seed) for seed in SEEDS])
+
+
+def _with_sgd(jobs: list[Job]) -> list[Job]:
+    return [job for job in jobs if job.file.exists() and confirmation(job.task, "sgd", job.seed).file.exists()]
+
+
+def summary(jobs: list[Job]) -> dict[str, Any]:
+    """Return the figures of an optimizer's runs on one task.
+
+    Args:
+        jobs: a seed each, of one setting.
+
+    Returns:
+        The setting, the final figures and the steps to SGD's and Muon's final, seed by seed.
+    """
+    against = {
+        name: [
+            (job, confirmation(job.task, name, job.seed))
+            for job in jobs
+            if confirmation(job.task, name, job.seed).file.exists()
+        ]
+        for name in ("sgd", "muon")
+    }
+    return {
+        "lr": jobs[0].lr,
+        "momentum": jobs[0].momentum or USUAL_MOMENTUM[jobs[0].optimizer],
+        "seeds": [job.seed for job in jobs],
+        "final": [job.final() for job in jobs],
+        "share_of_sgd_steps": [round(share(job, peer.final()), 3) for job, peer in against["sgd"]],
+        "share_to_muons_final": [round(share(job, peer.final()), 3) for job, peer in against["muon"]],
+    }
+
+
+def tuned(task: str, name: str) -> dict[str, dict[str, float]]:
+    """Return the final figures in the tuning seed.
+
+    Args:
+        task: key of ``TASKS``.
+        name: one of ``NAMES``.
+
+    Returns:
+        By kind of run, and by learning rate and momentum.
+    """
+    if name == "thor":
+        return {"half": {f"{job.lr:g}": job.final() for job in tuning(task, name)}}
+    full = tuning(task, name) + lower_momentum(task, name)
+    half = half_tuning(task, name) if task in HALF_TASKS else []
+    return {
+        kind: {f"{job.lr:g}, {job.momentum or USUAL_MOMENTUM[name]:g}": job.final() for job in jobs}
+        for kind, jobs in (("full", full), ("half", half))
+        if jobs
+    }
 
 
 def figures() -> dict[str, Any]:
     """Return every figure of the table.
 
     Returns:
-        By task and optimizer: the chosen lr, the final figures and the shares of SGD's steps, seed by seed.
+        By task and row (an optimizer at full or at half length).
     """
     result: dict[str, Any] = {}
     for task in TASKS:
-        result[task] = {}
-        for name in NAMES:
-            jobs = done(task, name)
-            targets = [confirmation(task, "sgd", job.seed).final() for job in jobs]
-            result[task][name] = {
-                "lr": thor_lr() if name == "thor" else best(tuning(task, name)).lr,
-                "seeds": [job.seed for job in jobs],
-                "final": [job.final() for job in jobs],
-                "share_of_sgd_steps": [round(share(job, t), 3) for job, t in zip(jobs, targets, strict=True)],
-                "share_to_muons_final": [
-                    round(share(job, confirmation(task, "muon", job.seed).final()), 3)
-                    for job in jobs
-                    if confirmation(task, "muon", job.seed).file.exists()
-                ],
-                "final_of_half_the_steps": [
-                    halved(task, seed).final() for seed in SEEDS if name == "thor" and halved(task, seed).file.exists()
-                ],
-                "final_in_tuning_seed": {f"{job.lr:g}": job.final() for job in tuning(task, name)},
-            }
+        rows = {name: done(task, name) for name in NAMES}
+        rows |= {f"{name}, half": done_half(task, name) for name in NAMES}
+        result[task] = {row: summary(jobs) for row, jobs in rows.items() if jobs}
+        result[task]["tuning"] = {name: tuned(task, name) for name in NAMES}
     return result
 
 
@@ -100,19 +163,19 @@ def table() -> str:
     """
     found = figures()
     lines = [
-        "| task (figure) | optimizer | lr | final, median (each seed) | steps to SGD's final, as a share, median (each "
-        "seed) | steps to Muon's final, as a share, median (each seed) |",
+        "| task (figure) | optimizer | lr, momentum | final, median (each seed) | steps to SGD's final, as a share, "
+        "median (each seed) | steps to Muon's final, as a share, median (each seed) |",
         "|---|---|---|---|---|---|",
     ]
     for task, spec in TASKS.items():
         digits = 4 if spec.higher else 3
         for name, entry in found[task].items():
-            if not entry["final"]:
+            if name == "tuning":
                 continue
             finals = ", ".join(f"{f:.{digits}f}" for f in entry["final"])
             shares = (_shares_text(entry[key]) for key in ("share_of_sgd_steps", "share_to_muons_final"))
             lines.append(
-                f"| {task} ({spec.metric}) | {name} | {entry['lr']:g} | "
+                f"| {task} ({spec.metric}) | {name} | {entry['lr']:g}, {entry['momentum']:g} | "
                 f"{statistics.median(entry['final']):.{digits}f} ({finals}) | {' | '.join(shares)} |"
             )
     text = "\n".join(lines)
@@ -139,8 +202,9 @@ def draw() -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(1, len(TASKS), figsize=(5 * len(TASKS), 3.8), layout="constrained")
     for axis, (task, spec) in zip(axes, TASKS.items(), strict=True):
-        for name in NAMES:
-            runs = [job.result()["evaluations"] for job in done(task, name)]
+        curves = {name: done(task, name) for name in NAMES} | {"thor, half": done_half(task, "thor")}
+        for name, jobs in curves.items():
+            runs = [job.result()["evaluations"] for job in jobs]
             if not runs:
                 continue
             steps = [step for step, _ in runs[0]]
@@ -167,6 +231,6 @@ def draw() -> None:
                     axis.text(j, i, text, ha="center", va="center", color="white", fontsize=8)
         axis.set_xticks(range(len(HEAT_LRS)), [f"{lr:g}" for lr in sorted(HEAT_LRS)])
         axis.set_yticks(range(len(THOR_DAMPINGS)), [f"{d:g}" for d in THOR_DAMPINGS])
-        axis.set(xlabel="lr", ylabel="damping", title=f"{task}: {spec.metric}, seed {TUNING_SEED}")
+        axis.set(xlabel="lr", ylabel="damping", title=f"{task}: {spec.metric}, half, seed {TUNING_SEED}")
         figure.colorbar(image)
     figure.savefig(PICTURES / "scale_free_heat.png", dpi=110)

@@ -253,7 +253,13 @@ TASKS = {
 }
 
 
-def train(task: Task, seed: int, make: Callable[[nn.Module], torch.optim.Optimizer], share: float = 1.0) -> dict:
+def train(
+    task: Task,
+    seed: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    share: float = 1.0,
+    schedule: Callable[[float], float] = lambda progress: 1 - progress,
+) -> dict:
     """Train once.
 
     Args:
@@ -261,6 +267,7 @@ def train(task: Task, seed: int, make: Callable[[nn.Module], torch.optim.Optimiz
         seed: of the weights and the data.
         make: makes the optimizer.
         share: length of the run and of its schedule, as a share of the task's steps.
+        schedule: the factor of the learning rate, of the share of the run that is over.
 
     Returns:
         ``evaluations`` (step, figure) and ``loss`` (of every step); ``failure`` says where the loss was not finite.
@@ -269,7 +276,7 @@ def train(task: Task, seed: int, make: Callable[[nn.Module], torch.optim.Optimiz
     torch.manual_seed(seed)
     model = task.build()
     optimizer = make(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step / steps))
     batches = task.batches(seed)
     evaluations, losses, failure = [], [], None
     for step in range(1, steps + 1):
@@ -281,7 +288,7 @@ def train(task: Task, seed: int, make: Callable[[nn.Module], torch.optim.Optimiz
             break
         optimizer.step()
         optimizer.zero_grad()
-        schedule.step()
+        scheduler.step()
         if step % task.eval_interval == 0 or step == steps:
             model.eval()
             with torch.no_grad():

@@ -40,9 +40,9 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         "factor_decay": 0.0,
     },
     "spectral": {
-        "lr": 0.04,
+        "lr": 0.08,
         "damping": 0.1,
-        "momentum": 0.95,
+        "momentum": 0.8,
         "nesterov": True,
         "update_interval": 10,
         "factor_decay": 0.5,

@@ -168,7 +168,6 @@ def _adamw_step_(parameters: list[nn.Parameter], states: Callable[[Tensor], dict
     kept = [states(p) for p in parameters]
     # AdamW's averages decay for every row, so a sparse gradient saves nothing here
     gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
-    gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
     adamw(
         list[Tensor](parameters),
         [g.to(s["exp_avg"].dtype) for g, s in zip(gradients, kept, strict=True)],

@@ -87,11 +87,11 @@ class THOR(torch.optim.Optimizer):
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
         model: the model, where ``params`` are parameters.
-        lr: learning rate, a float or a one-element tensor; None: 0.05 (0.04 with ``scaling="spectral"``). THOR's steps
+        lr: learning rate, a float or a one-element tensor; None: 0.05 (0.08 with ``scaling="spectral"``). THOR's steps
             are natural-gradient steps: their length hangs on lr and damping together, and SGD's lr is no guide.
         damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors; None: 0.03 (spectral: 0.1). Schedule it
             like lr: it stands in every parameter group. Inverses have the damping of the refresh that made them.
-        momentum: μ in [0, 1); None: 0.9 (spectral: 0.95).
+        momentum: μ in [0, 1); None: 0.9 (spectral: 0.8).
         nesterov: step along ``d + μ v`` instead of ``v``; None: False (spectral: True).
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned).
         decay_filter: ``(name, parameter) -> bool``, which parameters decay; None: all.

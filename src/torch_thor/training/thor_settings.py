@@ -49,9 +49,9 @@ class THORSettings(OptimizerSettings):
 class SpectralSettings(THORSettings):
     """`THOR` with `scaling="spectral"`; `damping` is relative to the factors."""
 
-    lr: float = 0.04
+    lr: float = 0.08
     damping: float = 0.1
-    momentum: float = 0.95
+    momentum: float = 0.8
     nesterov: bool = True
     update_interval: Any = 10
     factor_decay: float = 0.5
