@@ -8,11 +8,14 @@ from typing import Any
 from contenders import HEAT_LRS, PEERS, THOR_DAMPINGS, USUAL_MOMENTUM
 from scale_free import (
     HALF_TASKS,
+    MORE_HALVES,
+    MORE_SEEDS,
     RESULTS,
     SEEDS,
     TUNING_SEED,
     Job,
     confirmation,
+    further,
     half_tuning,
     halved,
     heat_map,
@@ -140,6 +143,22 @@ def tuned(task: str, name: str) -> dict[str, dict[str, float]]:
     }
 
 
+def more_seeds(task: str) -> dict[str, Any]:
+    """Return the figures of all seeds, those of the table among them, for the optimizers that have more.
+
+    Args:
+        task: one of ``HALF_TASKS``.
+
+    Returns:
+        The seeds that there are, and final figures in their order.
+    """
+    jobs = {seed: further(task, seed) for seed in (*SEEDS, *MORE_SEEDS)}
+    there = {seed: row for seed, row in jobs.items() if all(job.file.exists() for job in row)}
+    names = ("sgd", *(f"{name}, half" for name in MORE_HALVES))
+    finals = {name: [row[i].final() for row in there.values()] for i, name in enumerate(names)}
+    return {"seeds": list(there), **finals}
+
+
 def figures() -> dict[str, Any]:
     """Return every figure of the table.
 
@@ -152,6 +171,8 @@ def figures() -> dict[str, Any]:
         rows |= {f"{name}, half": done_half(task, name) for name in NAMES}
         result[task] = {row: summary(jobs) for row, jobs in rows.items() if jobs}
         result[task]["tuning"] = {name: tuned(task, name) for name in NAMES}
+        if task in HALF_TASKS:
+            result[task]["more seeds"] = more_seeds(task)
     return result
 
 
@@ -170,7 +191,7 @@ def table() -> str:
     for task, spec in TASKS.items():
         digits = 4 if spec.higher else 3
         for name, entry in found[task].items():
-            if name == "tuning":
+            if name in ("tuning", "more seeds"):
                 continue
             finals = ", ".join(f"{f:.{digits}f}" for f in entry["final"])
             shares = (_shares_text(entry[key]) for key in ("share_of_sgd_steps", "share_to_muons_final"))
