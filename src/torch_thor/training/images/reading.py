@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -101,6 +102,9 @@ def raw_loader(
         persistent_workers=several,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker if several else None,
+        # a DataLoader draws a number for each iteration; out of torch's global ones it would be another number of them
+        # after resuming in the middle of an epoch, and other dropout from there on
+        generator=torch.Generator(),
     )
 
 
@@ -124,6 +128,16 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    # Ctrl-C reaches every process of a terminal, and what to do then is the training process's business. (SIGTERM is
-    # torch's: it ends a worker without an error, whatever handler the training process has.)
+    # What to do when a signal asks to stop is the training process's business, and a checkpoint needs its workers
+    # alive: without them the next batch is an error. Ctrl-C reaches every process of a terminal; `torchrun`, `timeout`
+    # and the schedulers of clusters send SIGTERM to all processes of a job.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # it tells who sent the signal; macOS has none
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told_by(training_process: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != training_process:
+        pass
+    os._exit(0)  # as torch's own handler does: it is how a loader ends a worker that does not listen

@@ -1,0 +1,162 @@
+"""The real command in processes of its own, alone or under `torchrun`; whatever hangs is killed and reported."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+PATIENCE = 120  # seconds: starting takes a few, a busy machine makes them many
+
+# Images of 32 x 32 out of the small ImageNet, 2 of whose 18 training images are broken.
+IMAGES = (
+    "data.name=image-folder",
+    "data.workers.count=1",
+    "data.max_broken=0.5",
+    "data.transform.size=32",
+    "data.transform.resize=36",
+    "device=cpu",
+)
+
+
+def start(folder, *words, ranks=None, script=None):
+    """`torch-thor WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes the command's place."""
+    command = [sys.executable]
+    if ranks is not None:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["-m", "torch_thor"] if script is None else [str(script)]
+    # threads as in this process: sums depend on their number
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "500"}
+    return subprocess.Popen(
+        [*command, *(str(word) for word in words)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout=PATIENCE):
+    """(exit code, stdout, stderr); a process that hangs is killed with all that it has started."""
+    family = [process.pid, *descendants(process.pid)]
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        for pid in {*family, *descendants(process.pid)}:
+            end(pid)
+        out, err = process.communicate()
+        raise AssertionError(f"hung for {timeout} s and was killed\n{out}\n{err}") from None
+    return process.returncode, out, err
+
+
+def command(folder, *words, ranks=None, script=None, timeout=PATIENCE):
+    """Run to the end: (exit code, stdout, stderr)."""
+    return finish(start(folder, *words, ranks=ranks, script=script), timeout)
+
+
+def succeed(folder, *words, **options):
+    """Run to a good end; gives what it printed."""
+    code, out, err = command(folder, *words, **options)
+    assert code == 0, f"{out}\n{err}"
+    return out
+
+
+def wait_for(process, happened, what, timeout=PATIENCE, pause=0.005):
+    """Wait for something that a running process does."""
+    deadline = time.monotonic() + timeout
+    while not happened():
+        if process.poll() is not None or time.monotonic() > deadline:
+            end(process.pid)
+            raise AssertionError(f"no {what}: {process.communicate()}")
+        time.sleep(pause)
+
+
+def end(pid):
+    """Kill one process, if it is there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def descendants(pid):
+    """Ids of the processes that a process has started, and theirs (needs /proc)."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [*children, *(deeper for child in children for deeper in descendants(child))]
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and waits to be asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def checkpoints(run, optimizer):
+    """Steps of the checkpoints of one optimizer, sorted."""
+    return sorted(int(path.name[5:]) for path in (run / optimizer / "checkpoints").glob("step-*"))
+
+
+def newest(run, optimizer):
+    """Folder of the newest checkpoint."""
+    return run / optimizer / "checkpoints" / f"step-{checkpoints(run, optimizer)[-1]:08d}"
+
+
+def lines(run, optimizer, kind=None, *, timed=False):
+    """The lines of `metrics.jsonl`, without their times."""
+    clock = () if timed else ("seconds", "duration", "waited")
+    text = (run / optimizer / "metrics.jsonl").read_text()
+    every = [
+        {key: value for key, value in json.loads(line).items() if key not in clock} for line in text.splitlines()
+    ]
+    return [line for line in every if kind in (None, line["kind"])]
+
+
+def state(checkpoint):
+    """`state.pt` without its clock."""
+    content = torch.load(checkpoint / "state.pt", weights_only=True)
+    del content["seconds"]
+    return content
+
+
+def assert_same(a, b, where="state"):
+    """Two trees of tensors and plain values are the same, bit for bit."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{index}]")
+    else:
+        assert a == b, where
+
+
+def assert_same_runs(left, right, *optimizers):
+    """Two run folders hold the same checkpoints and the same metrics but for the times."""
+    for name in optimizers:
+        folders = [run / name / "checkpoints" for run in (left, right)]
+        assert sorted(item.name for item in folders[0].iterdir()) == sorted(item.name for item in folders[1].iterdir())
+        for path in sorted(folders[0].iterdir()):
+            other = folders[1] / path.name
+            assert sorted(item.name for item in path.iterdir()) == sorted(item.name for item in other.iterdir())
+            for weights in path.glob("*.safetensors"):
+                assert weights.read_bytes() == (other / weights.name).read_bytes(), weights
+            assert_same(state(path), state(other), str(path))
+        assert lines(left, name) == lines(right, name)
