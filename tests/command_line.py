@@ -117,9 +117,7 @@ def lines(run, optimizer, kind=None, *, timed=False):
     """The lines of `metrics.jsonl`, without their times."""
     clock = () if timed else ("seconds", "duration", "waited")
     text = (run / optimizer / "metrics.jsonl").read_text()
-    every = [
-        {key: value for key, value in json.loads(line).items() if key not in clock} for line in text.splitlines()
-    ]
+    every = [{key: value for key, value in json.loads(line).items() if key not in clock} for line in text.splitlines()]
     return [line for line in every if kind in (None, line["kind"])]
 
 

@@ -26,9 +26,10 @@ class Precision:
     """
 
     def __init__(self, name: str, loss_scale: float | None, device: torch.device) -> None:
-        self.dtype, self.fixed, self.device = PRECISIONS[name], loss_scale, device
+        self.dtype, self.device = PRECISIONS[name], device
+        self.fixed = None if loss_scale is None else float(loss_scale)  # torch takes no int
         scaling = self.dtype == torch.float16
-        options = {} if loss_scale is None else {"init_scale": loss_scale, "growth_interval": NEVER}
+        options = {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling, **options)  # type: ignore[arg-type]
         self._skipped_in_a_row = 0
 
