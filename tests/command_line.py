@@ -1,5 +1,6 @@
 """The real command in processes of its own, alone or under `torchrun`; whatever hangs is killed and reported."""
 
+import contextlib
 import json
 import os
 import signal
@@ -79,10 +80,8 @@ def wait_for(process, happened, what, timeout=PATIENCE, pause=0.005):
 
 def end(pid):
     """Kill one process, if it is there."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def descendants(pid):

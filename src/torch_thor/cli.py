@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from torch_thor import __version__
-from torch_thor.training.errors import StoppedError, UserError
+from torch_thor.training.errors import ElsewhereError, StoppedError, UserError
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -302,10 +302,12 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        _complain(str(error))
+        if not isinstance(error, ElsewhereError):
+            _complain(str(error))
         raise SystemExit(USER_ERROR) from error
     except StoppedError as stop:
-        _complain(str(stop))
+        if os.environ.get("RANK", "0") == "0":  # all processes stop at the same step
+            _complain(str(stop))
         raise SystemExit(INTERRUPTED) from stop
 
 

@@ -80,7 +80,7 @@ def test_parts_under_a_loss_scale(maker):
 
 
 def test_the_loss_weighs_parts_by_their_images():
-    run, record = trained("sgd", images=5, batch_size=5, accumulation=4)  # 2 + 2 + 1
+    _, record = trained("sgd", images=5, batch_size=5, accumulation=4)  # 2 + 2 + 1
     model = network()
     batch = data(5)
     first = nn.functional.cross_entropy(model(batch.train_images), batch.train_labels, label_smoothing=0.1)

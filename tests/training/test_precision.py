@@ -1,6 +1,7 @@
 """Mixed precision beside a loop written out by hand; overflow skips a step, is counted, and does not go on for ever."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -74,8 +75,9 @@ def test_equals_a_loop_written_out(data, name, loss_scale, scale):
     for own, wanted in zip(run.model.parameters(), model.parameters(), strict=True):
         assert own.dtype == torch.float32
         torch.testing.assert_close(own, wanted, rtol=1e-6, atol=1e-7)
-    exact, _ = by_hand(data, torch.bfloat16 if name == "fp16" else torch.float16, scale)
-    assert any(not torch.allclose(a, b, atol=1e-5) for a, b in zip(run.model.parameters(), exact.parameters()))
+    other, _ = by_hand(data, torch.bfloat16 if name == "fp16" else torch.float16, scale)
+    pairs = zip(run.model.parameters(), other.parameters(), strict=True)
+    assert any(not torch.allclose(a, b, atol=1e-5) for a, b in pairs)
 
 
 def test_a_small_gradient_survives_in_float16_only_with_a_scale():
@@ -125,7 +127,7 @@ def test_an_overflow_skips_one_step_and_is_counted(data, make, loss_scale):
     record = train(run, [spoil])
     assert [point.step for point in record.steps if point.skipped] == [1, 4, 5]
     weights = [start, *spoil.weights]
-    still = [torch.equal(before, after) for before, after in zip(weights, weights[1:], strict=False)]
+    still = [torch.equal(before, after) for before, after in pairwise(weights)]
     assert [step for step, same in enumerate(still, 1) if same] == [1, 4, 5]
     scale = run.stepper.precision.scaler.get_scale()
     assert scale == (65536 / 2**3 if loss_scale is None else 128)

@@ -17,6 +17,10 @@ class DivergedError(UserError):
     """A loss or a gradient that is no longer finite."""
 
 
+class ElsewhereError(UserError):
+    """A `UserError` of another process, which says it to the user: here it only ends the work."""
+
+
 class DamagedCheckpointError(UserError):
     """A checkpoint whose files are missing, cut short or altered."""
 

@@ -65,6 +65,7 @@ def run_recipe(
         with parallel.agreed():
             folder.check(recipe, resume=resume, overwrite=overwrite)
             data = open_data(recipe.data, device, say, console.print)
+        with parallel.agreed():  # not with the above: to make a run is to communicate
             new_run(recipe, recipe.optimizer[0], data)  # a recipe that cannot start must not touch the folder
         with parallel.agreed():
             if parallel.is_first():
@@ -205,7 +206,9 @@ def evaluate_saved(path: Path, say: Callable[[str], None]) -> dict[str, tuple[in
         recipe = parse_recipe(saved.recipe_text, "unnamed", [])
         data = open_data(recipe.data, resolve_device(recipe.device), say)
         outputs = recipe.classes or data.classes
-        model = build_model(recipe.model, data.image_shape[0], outputs).to(data.device)
+        check_head(outputs, data.classes)
+        model = build_model(recipe.model, data.image_shape[0], outputs)
+        model = model.to(data.device).to(memory_format=torch.channels_last)  # the sums of training's evaluations
         streams = data.open(batch_size=recipe.batch_size, seed=recipe.seed, shard=parallel.shard())
         for averaged_too in (False, True) if saved.has_average else (False,):
             saved.load_weights(model, averaged=averaged_too)

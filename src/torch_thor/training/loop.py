@@ -180,6 +180,7 @@ def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
 
 def _evaluation(run: Run) -> EvalPoint:
     def score(model: nn.Module) -> Score:
+        parallel.share_buffers(model)
         return evaluate(model, run.streams.evaluation, run.outputs, run.data.device)
 
     own = score(run.model)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_thor.training.errors import UserError
+from torch_thor.training.errors import ElsewhereError, UserError
 from torch_thor.training.shards import Shard
 
 
@@ -168,7 +168,8 @@ def agreed() -> Iterator[None]:
         For the block that may fail.
 
     Raises:
-        UserError: What the first process that failed had to say.
+        UserError: On the first process that failed.
+        ElsewhereError: On all others, with its words.
     """
     error = None
     try:
@@ -176,11 +177,12 @@ def agreed() -> Iterator[None]:
     except UserError as mine:
         error = mine
     messages = gathered(None if error is None else str(error))
-    if error is not None:
+    first = next((rank for rank, message in enumerate(messages) if message is not None), None)
+    if first is None:
+        return
+    if error is not None and first == shard().rank:
         raise error
-    for message in messages:
-        if message is not None:
-            raise UserError(message)
+    raise ElsewhereError(messages[first]) from error
 
 
 def wrap(model: nn.Module, device: torch.device) -> nn.Module:
@@ -198,6 +200,20 @@ def wrap(model: nn.Module, device: torch.device) -> nn.Module:
     return DistributedDataParallel(
         model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give every process the first one's buffers; every one must call it.
+
+    Each process has running averages (BatchNorm's) of the images that it saw last. A checkpoint holds the first one's,
+    so an evaluation must use those too.
+
+    Args:
+        model: The network, on the device that the group communicates from.
+    """
+    if shard().world_size > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 def without_averaging(network: nn.Module) -> AbstractContextManager[None]:
