@@ -118,7 +118,7 @@ def save(
         The new checkpoint's folder.
 
     Raises:
-        UserError: If it cannot be written whole; then nothing of it is left, and the older ones are as they were.
+        UserError: If it cannot be written whole; then nothing half-written is left, and older ones are as before.
     """
     final = folder / f"{PREFIX}{step:08d}"
     temporary = folder / f"{TEMPORARY}{final.name}"
@@ -134,7 +134,7 @@ def save(
         flush(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        reason = _reason(error)
         whole = _newest_first(folder)
         left = f"the newest whole one is {whole[0].name}" if whole else "there is none before it"
         raise UserError(
@@ -142,8 +142,17 @@ def save(
         ) from error
     older = [path for path in _newest_first(folder) if path.name < final.name]
     for old in older[keep - 1 :]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # no reason to end a training: the next checkpoint tries again
     return final
+
+
+def _reason(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:  # torch speaks of positions in an archive, after the file has told it of a full disk
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return str(error).splitlines()[0]
 
 
 def _write(
@@ -157,7 +166,8 @@ def _write(
     save_model(model, str(folder / WEIGHTS))
     if average is not None:
         save_model(average, str(folder / AVERAGED))
-    torch.save(state, folder / STATE)
+    with (folder / STATE).open("wb") as file:  # given a path, torch would not say why it could not be written
+        torch.save(state, file)
     (folder / RECIPE).write_text(recipe, encoding="utf-8")
     sums = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
     manifest = {"format": FORMAT, **about, "sha256": sums}
