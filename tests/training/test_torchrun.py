@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import ranks as rank_script
+import rank_script
 from command_line import (
     IMAGES,
     checkpoints,
@@ -75,17 +75,27 @@ def assert_same_training(one, other, optimizer):
             torch.testing.assert_close(left[key], right[key], **ROUNDING, msg=lambda text, key=key: f"{key}: {text}")
 
 
+DIGITS = ("train", "digits", "optimizer=sgd,adamw,thor", "epochs=1", "batch_size=64", "ema_decay=0.9", "device=cpu")
+DIGITS += ("accumulation=3", "eval_interval=11", "label_smoothing=0.1", "lr=0.01", "update_interval=6")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """One process on digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    succeed(folder, *DIGITS, "--out", "one")
+    return folder
+
+
 @pytest.mark.parametrize("count", [2, 4])
-def test_digits_equal_one_process(tmp_path, count):
-    words = ["train", "digits", "optimizer=sgd,adamw", "epochs=1", "batch_size=64", "ema_decay=0.9", "accumulation=3"]
-    words += ["device=cpu", "eval_interval=11", "label_smoothing=0.1", "lr=0.01"]
-    succeed(tmp_path, *words, "--out", "one")
-    out = succeed(tmp_path, *words, "--out", "many", ranks=count)
-    for optimizer in ("sgd", "adamw"):
-        assert_same_training(tmp_path / "one", tmp_path / "many", optimizer)
-        assert events(tmp_path / "one", optimizer) == events(tmp_path / "many", optimizer) == 1
+def test_digits_equal_one_process(digits, count):
+    one, many = digits / "one", digits / f"many-{count}"
+    out = succeed(digits, *DIGITS, "--out", many, ranks=count)
+    for optimizer in ("sgd", "adamw", "thor"):
+        assert_same_training(one, many, optimizer)
+        assert events(one, optimizer) == events(many, optimizer) == 1
         assert out.count(f"{optimizer}: step 11 of 22") == 1  # one process talks
-    assert files(tmp_path / "one") == files(tmp_path / "many")
+    assert files(one) == files(many)
     assert out.count("final accuracy, top-1") == 1
 
 
@@ -219,9 +229,9 @@ def test_evaluation_equals_one_process(found):
     assert any(empty)
 
 
-@pytest.mark.parametrize("name", ["plain", "parts"])
+@pytest.mark.parametrize("name", ["sgd", "sgd, parts", "thor", "thor, parts"])
 def test_steps_equal_one_process_in_float64(found, name):
-    wanted = rank_script.trained(norm=False)
+    wanted = rank_script.trained(thor=name.startswith("thor"))
     for one in found:
         assert one[name]["images"] == wanted["images"]
         np.testing.assert_allclose(one[name]["losses"], wanted["losses"], rtol=1e-6)  # summed up in float32

@@ -131,6 +131,10 @@ def _train_one(
         run = new_run(recipe, name, data)
         saved = checkpoint.newest_whole(folder.checkpoints(name), say)
         if saved is not None:
+            require(
+                saved.optimizer == name,
+                f"checkpoint {saved.path} is of optimizer {saved.optimizer}, not {name}: put it back where it belongs",
+            )
             restore(run, saved, folder.metrics(name), say)
             say(f"{name}: goes on from step {run.step} of {run.total_steps}")
     folder.metrics(name).parent.mkdir(exist_ok=True)

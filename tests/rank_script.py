@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torch_thor import THOR
 from torch_thor.training import parallel
 from torch_thor.training.data import DataBundle
 from torch_thor.training.errors import ElsewhereError, UserError
@@ -31,7 +32,7 @@ def evaluated(images, batch_size):
     return {"loss": score.loss, "top1": score.top1, "top5": score.top5, "sizes": sizes}
 
 
-def trained(*, norm, accumulation=1):
+def trained(*, norm=False, thor=False, accumulation=1):
     """Losses, evaluations and final weights of a training in float64."""
     generator = torch.Generator().manual_seed(5)
     images = torch.randn(48, 6, generator=generator, dtype=torch.float64)
@@ -40,7 +41,10 @@ def trained(*, norm, accumulation=1):
     torch.manual_seed(1)
     middle = nn.BatchNorm1d(8) if norm else nn.LayerNorm(8)
     model = nn.Sequential(nn.Linear(6, 8), middle, nn.Tanh(), nn.Linear(8, 3)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    if thor:
+        optimizer = THOR(model, lr=0.01, damping=0.1, update_interval=3, factor_decay=0.5, split_dim=4)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     run = Run(model, optimizer, data, Plan(epochs=3, batch_size=8, eval_interval=5, accumulation=accumulation))
     record = train(run)
     with torch.no_grad():
@@ -76,8 +80,10 @@ def main():
             "total": parallel.total([0.1 * (shard.rank + 1), 2.0**53], CPU),
             "gathered": parallel.gathered({"rank": shard.rank}),
             "refused": [refused(), refused(1), refused(0, 1), refused(shard.world_size - 1)],
-            "plain": trained(norm=False),
-            "parts": trained(norm=False, accumulation=3),
+            "sgd": trained(),
+            "sgd, parts": trained(accumulation=3),
+            "thor": trained(thor=True),
+            "thor, parts": trained(thor=True, accumulation=3),
             "norm": trained(norm=True),
         }
     Path(sys.argv[1], f"{shard.rank}.json").write_text(json.dumps(found))
