@@ -124,8 +124,8 @@ def save(
     temporary = folder / f"{TEMPORARY}{final.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{TEMPORARY}*"):  # by a run that was killed while it wrote
-            shutil.rmtree(left, ignore_errors=True)
+        for remains in folder.glob(f"{TEMPORARY}*"):  # by a run that was killed while it wrote
+            shutil.rmtree(remains, ignore_errors=True)
         temporary.mkdir()
         _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, average)
         if final.exists():  # the same step again, after falling back past a damaged checkpoint

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -78,6 +77,11 @@ class Reader(Dataset[RawBatch]):
         return RawBatch(images[: len(kept)], self.source.labels[kept], tuple(broken))
 
 
+class _Loader(DataLoader[RawBatch]):
+    def check_worker_number_rationality(self) -> None:
+        pass  # `check_workers` has said it, once and for all processes
+
+
 def raw_loader(
     source: ImageSource, crop: Crop, batches: Iterable[list[Key]], workers: Workers, *, pin_memory: bool = False
 ) -> DataLoader[RawBatch]:
@@ -94,21 +98,19 @@ def raw_loader(
         An iterable of `RawBatch`.
     """
     several = workers.count > 0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # `check_workers` has said so, once
-        return DataLoader(
-            Reader(source, crop),
-            batch_sampler=batches,  # keys in the place of indices: the reader knows them
-            collate_fn=_as_it_is,
-            num_workers=workers.count,
-            prefetch_factor=workers.prefetch if several else None,
-            persistent_workers=several,
-            pin_memory=pin_memory,
-            worker_init_fn=_start_worker if several else None,
-            # a DataLoader draws a number for each iteration; out of torch's global ones it would be another number of
-            # them after resuming in the middle of an epoch, and other dropout from there on
-            generator=torch.Generator(),
-        )
+    return _Loader(
+        Reader(source, crop),
+        batch_sampler=batches,  # keys in the place of indices: the reader knows them
+        collate_fn=_as_it_is,
+        num_workers=workers.count,
+        prefetch_factor=workers.prefetch if several else None,
+        persistent_workers=several,
+        pin_memory=pin_memory,
+        worker_init_fn=_start_worker if several else None,
+        # a DataLoader draws a number for each iteration; out of torch's global ones it would be another number of them
+        # after resuming in the middle of an epoch, and other dropout from there on
+        generator=torch.Generator(),
+    )
 
 
 def check_workers(workers: Workers, processes: int, say: Callable[[str], None]) -> None:
