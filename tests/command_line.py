@@ -149,10 +149,10 @@ def assert_same_runs(left, right, *optimizers):
     """Two run folders hold the same checkpoints and the same metrics but for the times."""
     for name in optimizers:
         folders = [run / name / "checkpoints" for run in (left, right)]
-        assert sorted(item.name for item in folders[0].iterdir()) == sorted(item.name for item in folders[1].iterdir())
-        for path in sorted(folders[0].iterdir()):
-            other = folders[1] / path.name
-            assert sorted(item.name for item in path.iterdir()) == sorted(item.name for item in other.iterdir())
+        names = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in folders]
+        assert names[0] == names[1]
+        for path in sorted(folders[0].rglob("step-*")):
+            other = folders[1] / path.relative_to(folders[0])
             for weights in path.glob("*.safetensors"):
                 assert weights.read_bytes() == (other / weights.name).read_bytes(), weights
             assert_same(state(path), state(other), str(path))

@@ -51,7 +51,7 @@ def kill(process, run, kind, chance):
         return {path for name in OPTIMIZERS for path in (run / name / "checkpoints").glob("step-*")}
 
     def writing():
-        return [path for name in OPTIMIZERS for path in (run / name / "checkpoints").glob(".writing-*")]
+        return [path for name in OPTIMIZERS for path in (run / name / "checkpoints").rglob(".writing-*")]
 
     if kind == "starting":
         time.sleep(chance.uniform(0, 3))
@@ -86,7 +86,7 @@ def test_killed_at_ten_random_moments_equals_never_stopped(tmp_path):
         resume = ["--resume"] if (run / "recipe.yaml").exists() else []
         process = start(tmp_path, *WORDS, "--out", "killed", *resume)
         workers += kill(process, run, kind, chance)
-        half_written += any(run.glob("*/checkpoints/.writing-*"))
+        half_written += any(run.rglob(".writing-*"))
     assert workers, "no worker was ever seen"
     assert half_written, "no kill came while a checkpoint was written"
     code, out, err = finish(start(tmp_path, *WORDS, "--out", "killed", "--resume"))
