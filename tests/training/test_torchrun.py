@@ -122,8 +122,8 @@ def ranks_of(launcher):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the ranks")
 def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
-    words = ["train", "digits", *PICTURES, "optimizer=momentum", "batch_size=4", "epochs=200", "lr=0.0005"]
-    words += ["ema_decay=0.99", "checkpoint_interval=7", "eval_epochs=100"]
+    words = ["train", "digits", *PICTURES, "optimizer=momentum", "batch_size=4", "epochs=80", "lr=0.0005"]
+    words += ["ema_decay=0.99", "checkpoint_interval=7", "eval_epochs=40"]
     run = pictures / "stopped"
 
     def stopped(count, whom, *more):
@@ -142,7 +142,7 @@ def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
 
     stopped(2, 1)
     assert "is of 2 processes, this run of 4" in stopped(4, None, "--resume")
-    assert checkpoints(run, "momentum")[-1] < 800
+    assert checkpoints(run, "momentum")[-1] < 320
     assert "is of 4 processes, this run of 1" in succeed(pictures, *words, "--out", "stopped", "--resume")
     succeed(pictures, *words, "--out", "whole")
     assert_same_training(pictures / "whole", run, "momentum")
