@@ -1,20 +1,23 @@
 """A resumed run equals one that never stopped, bit for bit, wherever it stopped."""
 
+import io
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from torch_thor.training import models
 from torch_thor.training.checkpoint import newest_whole
 from torch_thor.training.data import DataBundle, DataSpec, load_data
 from torch_thor.training.errors import StoppedError, UserError
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import new_run, run_recipe
 from torch_thor.training.loop import Callback, train
 from torch_thor.training.metrics import MetricsFile, read_metrics
 from torch_thor.training.optimizers import OPTIMIZERS
 from torch_thor.training.recipe import load_recipe, recipe_yaml
+from torch_thor.training.runfolder import RunFolder
 from torch_thor.training.saving import Checkpoints, StopSignal, restore
 
 STEPS_PER_EPOCH = 6
@@ -140,6 +143,26 @@ def test_killed_without_warning_goes_on_from_the_checkpoint_before(tmp_path, rec
     resumed = go(tmp_path, recipe, "sgd", data, resume=True)
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
     assert untimed(read_metrics(metrics.path)) == untimed(whole.record)
+
+
+def test_what_changes_no_step_may_change_on_resume(tmp_path):
+    words = ["optimizer=thor", "epochs=2", "batch_size=128"]
+    silent = Console(file=io.StringIO())
+    run_recipe(load_recipe("digits", words), tmp_path / "whole", silent)
+    run_recipe(load_recipe("digits", [*words, "stop_at=0.05"]), tmp_path / "cut", silent)
+    cut = RunFolder(tmp_path / "cut")
+    assert newest_whole(cut.checkpoints("thor"), pytest.fail).step == 11
+    changed = [*words, "stop_at=null", "targets=[0.5]", "keep_checkpoints=5", "data.workers.count=7"]
+    run_recipe(load_recipe("digits", changed), cut.path, silent, resume=True)
+    assert cut.stored_recipe() == load_recipe("digits", changed)
+    both = [newest_whole(RunFolder(path).checkpoints("thor"), pytest.fail) for path in (tmp_path / "whole", cut.path)]
+    assert [saved.step for saved in both] == [22, 22]
+    assert (
+        both[0].path.joinpath("model.safetensors").read_bytes()
+        == both[1].path.joinpath("model.safetensors").read_bytes()
+    )
+    with pytest.raises(UserError, match=r"other settings \(label_smoothing: 0.0 -> 0.1\)"):
+        run_recipe(load_recipe("digits", [*changed, "label_smoothing=0.1"]), cut.path, silent, resume=True)
 
 
 def test_metrics_that_lost_steps_are_refused(tmp_path, recipe, data):

@@ -4,6 +4,7 @@ A recipe is a `Plan` with names: which data, which network, which optimizers, an
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -23,6 +24,12 @@ from torch_thor.training.optimizers import OPTIMIZERS, default_settings
 from torch_thor.training.plan import Plan
 
 DEFAULT_RECIPE = "digits"
+# What a resumed run may change: where data lie and how they are read, when a run ends, what is written and when. A key
+# with a dot at its end means all inside. None of them changes what a step computes.
+FREE_ON_RESUME = (
+    "about", "reaches", "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
+    "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best", "log_interval",
+)  # fmt: skip
 WHOLE_SETTINGS = {"update_interval", "trace_thresholds"}  # THOR's, which are of more than one type
 
 
@@ -225,18 +232,20 @@ def recipe_yaml(recipe: Recipe) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(recipe))
 
 
-def differences(old: Recipe, new: Recipe) -> list[str]:
+def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
     """The keys in which two recipes differ.
 
     Args:
         old: One recipe.
         new: Another.
+        but: Keys to pass over; with a dot at the end, all that are inside.
 
     Returns:
         `key: old -> new` for each, empty if they are equal.
     """
     flat_old, flat_new = (_flat(OmegaConf.to_container(OmegaConf.structured(recipe))) for recipe in (old, new))
     keys = [key for key in {**flat_old, **flat_new} if flat_old.get(key) != flat_new.get(key)]
+    keys = [key for key in keys if not any(key == one or (one.endswith(".") and key.startswith(one)) for one in but)]
     return [f"{key}: {flat_old.get(key)} -> {flat_new.get(key)}" for key in keys]
 
 

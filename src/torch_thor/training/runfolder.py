@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizers import OPTIMIZERS
-from torch_thor.training.recipe import Recipe, differences, parse_recipe, recipe_yaml
+from torch_thor.training.recipe import FREE_ON_RESUME, Recipe, differences, parse_recipe, recipe_yaml
 
 RECIPE_FILE = "recipe.yaml"
 CURVES_FILE = "curves.png"
@@ -115,7 +115,7 @@ class RunFolder:
         self.check(recipe, resume=resume, overwrite=overwrite)
         if overwrite and not resume:
             self._clear()
-        if not (self.path / RECIPE_FILE).exists():
+        if self.stored_recipe() != recipe:  # there is none, or a resumed run has changed what it may
             self.path.mkdir(parents=True, exist_ok=True)
             temporary = self.path / f"{RECIPE_FILE}.writing"
             temporary.write_text(recipe_yaml(recipe), encoding="utf-8")
@@ -143,7 +143,7 @@ class RunFolder:
             f"{self.path} holds a run already: go on with --resume, choose another folder with --out, "
             "or throw it away with --overwrite",
         )
-        changed = differences(stored, recipe)
+        changed = differences(stored, recipe, but=FREE_ON_RESUME)
         require(
             overwrite or not changed,
             f"the run in {self.path} has other settings ({'; '.join(changed)}): "
