@@ -51,7 +51,9 @@ def kill(process, run, kind, chance):
         return {path for name in OPTIMIZERS for path in (run / name / "checkpoints").glob("step-*")}
 
     def writing():
-        return [path for name in OPTIMIZERS for path in (run / name / "checkpoints").rglob(".writing-*")]
+        # os.walk passes over folders that go while it looks: old checkpoints are removed at any moment
+        folders = (found for name in OPTIMIZERS for found in os.walk(run / name / "checkpoints"))
+        return [Path(top) / name for top, names, _ in folders for name in names if name.startswith(".writing-")]
 
     if kind == "starting":
         time.sleep(chance.uniform(0, 3))
