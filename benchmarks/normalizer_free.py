@@ -4,13 +4,15 @@
     python benchmarks/normalizer_free.py --table      # the table alone, from the raw data
     python benchmarks/normalizer_free.py --free nf_resnet50 --norm resnet50 --size 64 --device cuda
 
-Fashion-MNIST, networks of timm. Two questions, a JSON file for each run:
+Fashion-MNIST, networks of timm. Three questions, a JSON file for each run:
 
 1. Learning rates. The network without norms, batch 128, SGD and AGC-SGD with the same momentum, at learning rates a
    factor of two apart. Diverged is: the loss is no longer finite, or at the end not below that of guessing.
 2. Batch size. The network without norms with AGC-SGD and its relative with BatchNorm with SGD, at batch sizes 128,
    16 and 4, as many epochs, the best of four learning rates: half to four times what is in proportion to the batch.
-   What each loses from 128 to 16 and to 4.
+   What each loses from 128 to 16 and to 4. A smaller batch takes more steps an epoch, too.
+3. Small batches on each device. Batch 128 throughout, as many steps, computed in parts of 16, 4 and 2 images, as
+   devices would that hold no more (or gradient accumulation): BatchNorm sees the parts, the other network does not.
 
 Constant learning rates. The first seed chooses the learning rate of each batch size, by its accuracy; the others
 (``--seeds``) train with that one alone, and what is lost is the mean over them. What it is not: a comparison of the two
@@ -32,6 +34,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "normalizer_free"
 RATES = [0.05, 0.1, 0.2, 0.4, 0.8]
 BATCHES = [128, 16, 4]
+PARTS = {"sgd": [16, 4, 2], "agc-sgd": [16, 4]}  # without norms parts change nothing: two are enough to see it
 SHARES = [0.5, 1, 2, 4]  # of the learning rate that is in proportion to the batch
 RATE_AT_128 = 0.05
 MOMENTUM = 0.9
@@ -52,6 +55,7 @@ class Run:
         size: height and width that images are resized to.
         seed: of weights and order.
         device: where.
+        part: images a forward pass; 0 is the whole batch.
     """
 
     question: str
@@ -63,11 +67,13 @@ class Run:
     size: int
     seed: int
     device: str
+    part: int = 0
 
     @property
     def path(self) -> Path:
         """Where its raw data stands."""
-        name = f"{self.question}-{self.model}-{self.optimizer}-b{self.batch}-lr{self.lr:g}-seed{self.seed}.json"
+        part = f"-part{self.part}" if self.part else ""
+        name = f"{self.question}-{self.model}-{self.optimizer}-b{self.batch}{part}-lr{self.lr:g}-seed{self.seed}.json"
         return RESULTS / name
 
 
@@ -106,6 +112,19 @@ def best(first: list[Run]) -> list[Run]:
     return [run for _, run in chosen.values()]
 
 
+def parts(first: list[Run]) -> list[Run]:
+    """List the runs of the third question, with the learning rates that were chosen for the whole batch.
+
+    Args:
+        first: the runs of the first seed.
+
+    Returns:
+        A run for each network and size of the parts.
+    """
+    whole = [run for run in best(first) if run.batch == BATCHES[0]]
+    return [replace(run, question="parts", part=part) for run in whole for part in PARTS[run.optimizer]]
+
+
 def train_one(run: Run) -> None:
     """Train once, in this process, and write the raw data.
 
@@ -140,11 +159,15 @@ def train_one(run: Run) -> None:
     order = torch.cat([epoch_order(len(data.train_labels), run.seed, e) for e in range(1 + run.images // 60_000)])
     start = time.perf_counter()
     for chosen in order[: run.images].split(run.batch):
-        loss = cross_entropy(model(batch(data.train_images[chosen])), data.train_labels[chosen].to(run.device))
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
+        total = 0.0
+        for some in chosen.split(run.part or run.batch):
+            scores = model(batch(data.train_images[some]))
+            loss = cross_entropy(scores, data.train_labels[some].to(run.device)) * (len(some) / len(chosen))
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        if not math.isfinite(total):
             break
-        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if isinstance(optimizer, AGCSGD) and optimizer.clip_statistics is not None:
@@ -204,15 +227,17 @@ def table(planned: list[Run], seeds: range) -> str:
     lines += ["", "| network | optimizer | batch | lr | accuracy, mean (each seed) | against batch 128 |"]
     lines.append("|---" * 6 + "|")
     means: dict[tuple[str, int], float] = {}
-    for run in best(planned):
+    for run in [*best(planned), *parts(planned)]:
         paths = [path for seed in seeds if (path := replace(run, seed=seed).path).exists()]
         accuracies = [json.loads(path.read_text())["accuracy"] for path in paths]
         if not accuracies:
             continue
-        means[run.model, run.batch] = mean = statistics.fmean(accuracies)
+        mean = statistics.fmean(accuracies)
+        means.setdefault((run.model, run.batch), mean)
         change = f"{100 * (mean - means[run.model, BATCHES[0]]):+.1f} points"
         each = f"{mean:.3f} ({', '.join(f'{accuracy:.3f}' for accuracy in accuracies)})"
-        lines.append(f"| {run.model} | {run.optimizer} | {run.batch} | {run.lr:g} | {each} | {change} |")
+        size = f"{run.batch} in parts of {run.part}" if run.part else f"{run.batch}"
+        lines.append(f"| {run.model} | {run.optimizer} | {size} | {run.lr:g} | {each} | {change} |")
     text = "\n".join(lines)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "table.md").write_text(text + "\n")
@@ -240,7 +265,7 @@ def main() -> None:
     parser.add_argument("--norm", default="test_resnet", help="its relative with BatchNorm")
     parser.add_argument("--images", type=int, default=30_000, help="training images that a run sees")
     parser.add_argument("--size", type=int, default=28, help="height and width of the images")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of the chosen learning rates")
+    parser.add_argument("--seeds", type=int, default=2, help="seeds of the chosen learning rates")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--one", help="train once (used by this script)")
     options = parser.parse_args()
@@ -250,7 +275,7 @@ def main() -> None:
     planned, seeds = runs(options), range(1, options.seeds + 1)
     if not options.table:
         train(planned)
-        train([replace(run, seed=seed) for seed in seeds for run in best(planned)])
+        train([replace(run, seed=seed) for seed in seeds for run in [*best(planned), *parts(planned)]])
     print(table(planned, seeds))
 
 
