@@ -113,9 +113,11 @@ class RunFolder:
             overwrite: Throw away the run that is here.
         """
         self.check(recipe, resume=resume, overwrite=overwrite)
+        stored = self.stored_recipe()
         if overwrite and not resume:
             self._clear()
-        if self.stored_recipe() != recipe:  # there is none, or a resumed run has changed what it may
+            stored = None
+        if stored != recipe:  # there is none, or a resumed run has changed what it may
             self.path.mkdir(parents=True, exist_ok=True)
             temporary = self.path / f"{RECIPE_FILE}.writing"
             temporary.write_text(recipe_yaml(recipe), encoding="utf-8")
