@@ -73,3 +73,29 @@ def test_factors_are_not_changed():
 
 def test_nothing_to_invert():
     assert damped_inverses([]) == []
+
+
+def give_up_early(dtype):
+    """A singular block beside which the damping is lost: what its factorisation leaves has a zero on the diagonal."""
+    return 2.0**100 * torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("healthy", [0, 1, 3])
+def test_a_factorisation_that_stops_half_way_is_a_failed_block_and_no_exception(dtype, healthy):
+    """torch.cholesky_inverse raises for a whole batch where one block's factor has a zero on its diagonal."""
+    sound = [positive(3).to(dtype) for _ in range(healthy)]
+    factors = [(matrix_of(give_up_early(dtype)), 1e-3), *((matrix_of(block), 1e-3) for block in sound)]
+    failed, *others = damped_inverses(factors)
+    assert failed.failed
+    for block, result in zip(sound, others, strict=True):
+        assert (result.raised, result.failed) == (False, False)
+        wanted = torch.linalg.inv(block.double() + 1e-3 * torch.eye(3, dtype=torch.float64))
+        torch.testing.assert_close(result.matrix.dense()[0].double(), wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_inverses_are_row_major(size):
+    """As a checkpoint gives them back: with other strides products are rounded in another order."""
+    [result] = damped_inverses([(matrix_of(positive(size), positive(size)), 0.1)])
+    assert all(part.is_contiguous() for part in result.matrix.parts())

@@ -240,6 +240,62 @@ def test_more_damping_saves_a_block():
     assert (False, False) not in outcomes, "failed in silence"
 
 
+def singular(scale):
+    """Two inputs that are always the same, in powers of two: the factorisation of A ends in an exact zero."""
+    signs = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 1.0], [1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]])
+    return scale * signs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_factorisation_that_ends_in_a_zero_leaves_the_step_by_no_exception(before, dtype):
+    """With an inverse from before: that one stays. Without: the plain gradient. Said once, by name; others refresh."""
+    model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2)]).to(dtype)
+
+    def loss(x):
+        return model[0](x).mean() + model[1](torch.randn(4, 3, dtype=dtype)).mean()
+
+    optimizer = THOR(model, lr=1e-12, momentum=0.0, update_interval=1, trace_thresholds=(0.0, 0.0), kl_clip=None)
+    for _ in range(before):
+        loss(torch.randn(4, 3, dtype=dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = []
+    for _ in range(3):
+        kept = optimizer.curvature["0"].inverses() if before else None
+        loss(singular(2.0**40).to(dtype)).backward()
+        gradient, weight = model[0].weight.grad.clone(), model[0].weight.detach().clone()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        told += [str(w.message) for w in caught]
+        natural = kept[1] @ gradient @ kept[0] if before else gradient
+        torch.testing.assert_close(model[0].weight.detach(), weight - 1e-12 * natural)
+        assert optimizer.curvature["0"].refreshes == before
+    assert optimizer.curvature["1"].refreshes == 3 + before
+    [message] = told
+    assert "'0'" in message
+    assert ("the last good inverse stays" if before else "it takes its plain gradient") in message
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("scale", [1e5, 1e8])
+def test_regression_with_large_targets(scale, scaling):
+    """Diverging or not, as lr has it: no exception of a factorisation, and no NaN."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+        optimizer = THOR(model, scaling=scaling, update_interval=1, kl_clip=None, nonfinite="skip")
+        for _ in range(30):
+            (model(torch.randn(4, 8)) - scale * torch.randn(4, 3)).square().mean().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            optimizer.zero_grad()
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
 # -------------------------------------------------------------------------------- layers without statistics
 
 

@@ -424,6 +424,61 @@ def test_distributed_checkpoint_round_trip(options, momentum, stop, tmp_path):
     assert_same_bits(weights(second), weights(whole))
 
 
+def wide():
+    """Large enough for products that are rounded by the strides of their factors."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(3, 70, 3), nn.Tanh(), nn.Flatten(), nn.Linear(630, 65), nn.Tanh(), nn.Linear(65, 3))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_distributed_checkpoint_of_wide_layers(scaling, memory_format, tmp_path):
+    """It gives every tensor back row-major, whatever it was: the run that goes on must have had them so."""
+    stream = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(4)]
+    whole, second = (wide().to(memory_format=memory_format) for _ in range(2))
+    settings = {"scaling": scaling, "update_interval": 3, "trace_thresholds": (0.0, 0.0)}
+    optimizer, resumed = (THOR(model, **settings) for model in (whole, second))
+    train(whole, optimizer, stream[:2])
+    model_state, optimizer_state = get_state_dict(whole, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+    model_state, optimizer_state = get_state_dict(second, resumed)
+    loaded = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(second, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    assert_same_layout(optimizer, resumed)
+    train(whole, optimizer, stream[2:])
+    train(second, resumed, stream[2:])
+    assert_same_bits(weights(second), weights(whole))
+
+
+def assert_same_layout(left, right):
+    """The tensors of both states have the same strides."""
+    pairs = zip(left.state.values(), right.state.values(), strict=True)
+    for one, two in pairs:
+        for key, value in one.items():
+            assert not isinstance(value, torch.Tensor) or value.stride() == two[key].stride(), key
+
+
+def test_state_that_comes_back_with_other_strides_is_put_in_ours():
+    """Column-major inverses stood in checkpoints of earlier versions, and some formats store tensors row-major."""
+    stream = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(3)]
+    whole, second = (wide().to(memory_format=torch.channels_last) for _ in range(2))
+    optimizer, resumed = THOR(whole, update_interval=3), THOR(second, update_interval=3)
+    train(whole, optimizer, stream[:1])
+    second.load_state_dict(whole.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[key] = value.mT.contiguous().mT if value.dim() == 3 else value.contiguous()
+    resumed.load_state_dict(saved)
+    assert_same_layout(optimizer, resumed)
+    train(whole, optimizer, stream[1:])
+    train(second, resumed, stream[1:])
+    assert_same_bits(weights(second), weights(whole))
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
 def test_distributed_checkpoint_with_a_callable_interval(options):

@@ -23,7 +23,7 @@ class Inverse:
     """The damped inverse of one factor, and what it took.
 
     Args:
-        matrix: ``(M + damping I)⁻¹``, block by block; meaningless where ``failed``.
+        matrix: ``(M + damping I)⁻¹``, block by block, row-major; meaningless where ``failed``.
         raised: the damping of some block had to be raised.
         failed: some block was not positive definite even so, or its inverse is not finite.
     """
@@ -83,8 +83,9 @@ def solve_blocks(
     for i, (factor, _) in enumerate(factors):
         keys = [(i, j) for j in range(len(factor.parts()))]
         level_of = max(worst[key] for key in keys)
-        # split() gives views into the batch; a layer must not keep the whole batch alive, nor save it with its state
-        matrix = factor.with_parts([inverted[key].clone() for key in keys])
+        # split() gives views into the batch; a layer must not keep the whole batch alive, nor save it with its state.
+        # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
+        matrix = factor.with_parts([inverted[key].clone(memory_format=torch.contiguous_format) for key in keys])
         results.append(Inverse(matrix, raised=level_of > 0, failed=level_of >= len(DAMPING_RAISES)))
     return results
 
@@ -104,9 +105,22 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         retry.diagonal(dim1=-2, dim2=-1).add_((damping[bad] * raises[attempt])[:, None])
         factor[bad], info[bad] = _cholesky(retry)
         level[bad] = attempt
-    inverse = factor.square().reciprocal() if blocks.shape[-1] == 1 else torch.cholesky_inverse(factor)
+    inverse = _from_cholesky(factor, info == 0)
     good = (info == 0) & inverse.isfinite().flatten(1).all(-1)
     return inverse, torch.where(good, level, len(DAMPING_RAISES))
+
+
+def _from_cholesky(factor: Tensor, good: Tensor) -> Tensor:
+    """Return the inverses of the good blocks, zeros for the others."""
+    if factor.shape[-1] == 1:
+        return torch.where(good[:, None, None], factor.square().reciprocal(), 0.0)
+    if bool(good.all()):  # a wait for the device, once a refresh
+        return torch.cholesky_inverse(factor)
+    # one half-finished factor with a zero on its diagonal, and cholesky_inverse raises for the whole batch
+    inverse = torch.zeros_like(factor)
+    if bool(good.any()):
+        inverse[good] = torch.cholesky_inverse(factor[good])
+    return inverse
 
 
 def _cholesky(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import Inverse, damped_inverses
+from torch_thor.curvature.inverse import DAMPING_RAISES, Inverse, damped_inverses
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Damped, Processes
 from torch_thor.curvature.roots import damped_inverse_roots
@@ -139,7 +139,7 @@ def _judge(
     layer = candidate.layer
     if not math.isfinite(now):
         layer.set_due(not layer.refreshes)
-        report(layer, "its new factors hold NaN or inf and were not inverted; the last good inverse stays")
+        report(layer, f"its new factors hold NaN or inf and were not inverted; {_instead(layer)}")
         return Decision.FAILED, None
     layer.set_due(False)
     if not layer.refreshes:
@@ -176,13 +176,19 @@ def _invert(
             layer.set_due(not layer.refreshes)
             report(
                 layer,
-                "a block was not positive definite at 100 times its damping; the last good inverse stays",
+                f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping; {_instead(layer)}",
             )
             continue
         layer.take((a, g), (a_inverse.matrix, g_inverse.matrix), candidate.rows_per_term)
         if a_inverse.raised or g_inverse.raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")
     return failed
+
+
+def _instead(layer: LayerCurvature) -> str:
+    if layer.refreshes:
+        return "the last good inverse stays"
+    return "it takes its plain gradient, and the next step tries again"
 
 
 def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagonal:

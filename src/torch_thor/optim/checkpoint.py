@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.layer import LayerCurvature
@@ -11,10 +12,11 @@ from torch_thor.curvature.layer import LayerCurvature
 def restore_tensors(
     state: Mapping[Tensor, dict[str, Any]], groups: Iterable[dict[str, Any]], saved: dict[str, Any]
 ) -> None:
-    """Put the saved tensors back in the dtype they were saved in.
+    """Put the saved tensors back in the dtype they were saved in, and in the strides that a step makes them with.
 
     The base class casts every floating-point tensor to the parameter's dtype (pytorch#43706), which would ruin float32
-    factors under bfloat16 parameters, and shares tensors with the dict it was given.
+    factors under bfloat16 parameters, and shares tensors with the dict it was given. Strides are not kept by every
+    checkpoint format, and products are rounded by them.
 
     Args:
         state: the optimizer's state, as the base class loaded it; changed in place.
@@ -26,7 +28,14 @@ def restore_tensors(
     for i, parameter in zip(ids, parameters, strict=True):
         for key, value in saved["state"].get(i, {}).items():
             if isinstance(value, Tensor):
-                state[parameter][key] = value.detach().to(parameter.device, copy=True)
+                state[parameter][key] = _as_made(value.detach(), parameter)
+
+
+def _as_made(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a copy on the parameter's device, with its strides where it has its shape (momentum), else row-major."""
+    if value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return torch.empty(value.shape, dtype=value.dtype, device=parameter.device).copy_(value)
 
 
 def check_factors(layers: Iterable[LayerCurvature]) -> None:
