@@ -185,6 +185,80 @@ def test_resume_with_grouped_convolutions_and_last_blocks(stop):
     assert_same_state(optimizers[2], optimizers[0])
 
 
+class Late(nn.Module):
+    """A head that the loss reaches in the steps that say so: the number of a step comes with the batch."""
+
+    def __init__(self, reached):
+        super().__init__()
+        self.reached = reached
+        self.body, self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x[:, :5]))
+        step = int(x[0, 5])
+        return self.first(h) + (self.second(h) if step in self.reached else 0.0)
+
+
+NUMBERED = [(torch.cat([x, torch.full((len(x), 1), float(i))], 1), y) for i, (x, y) in enumerate(STREAM)]
+
+
+@pytest.mark.parametrize(
+    ("how", "set_to_none"), [("state_dict", True), ("state_dict", False), ("pickle", True), ("deepcopy", True)]
+)
+@pytest.mark.parametrize("stop", range(1, 6))
+@pytest.mark.parametrize("reached", [(2, 3, 5), (0, 1, 5, 6)], ids=["late", "left-out-later"])
+def test_resume_with_a_layer_that_a_refresh_has_not_reached(reached, stop, how, set_to_none):
+    """It refreshes in the step after the first that reaches it: a run stopped between must not do it before."""
+
+    def setup():
+        torch.manual_seed(1)
+        model = Late(reached)
+        return model, THOR(model, update_interval=4, trace_thresholds=(0.0, 0.0))
+
+    def steps(model, optimizer, stream):
+        found = []
+        for x, labels in stream:
+            nn.functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+            found.append([(event.layer, event.step) for event in optimizer.last_refresh])
+        return found
+
+    whole, whole_optimizer = setup()
+    wanted = steps(whole, whole_optimizer, NUMBERED)
+    model, optimizer = setup()
+    steps(model, optimizer, NUMBERED[:stop])
+    if how == "deepcopy":
+        twin, resumed = copy.deepcopy((model, optimizer))
+    elif how == "pickle":
+        twin, resumed = pickle.loads(pickle.dumps((model, optimizer)))
+    else:
+        saved = round_trip([model.state_dict(), optimizer.state_dict()])
+        twin, resumed = setup()
+        twin.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+        p.grad = None if q.grad is None else q.grad.clone()  # zeros, which momentum goes on with, are in no checkpoint
+    assert steps(twin, resumed, NUMBERED[stop:]) == wanted[stop:]
+    assert_same_bits(weights(twin), weights(whole))
+    assert_same_state(resumed, whole_optimizer)
+
+
+def test_a_checkpoint_of_a_version_that_did_not_keep_who_is_idle():
+    model, twin = build(), build()
+    optimizer, resumed = (THOR(one, update_interval=3) for one in (model, twin))
+    train(model, optimizer, STREAM[:2])
+    twin.load_state_dict(model.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state.pop("idle", None)
+    resumed.load_state_dict(saved)
+    train(model, optimizer, STREAM[2:])
+    train(twin, resumed, STREAM[2:])
+    assert_same_bits(weights(twin), weights(model))
+    assert_same_state(resumed, optimizer)
+
+
 def test_resume_with_schedulers():
     """`initial_lr` and the like go through the groups."""
 

@@ -76,7 +76,7 @@ class Capture:
         """Watch from the next step on, loss terms with them, the layers that no loss had reached until this step."""
         for layer in self._layers:
             if layer.armed and layer.idle:
-                layer.idle = not layer.has_gradient()
+                layer.set_idle(not layer.has_gradient())
 
     def discard(self) -> None:
         """Forget what has been gathered, as a step that is not taken must."""

@@ -84,7 +84,6 @@ class LayerCurvature:
         self.biases = tuple(biases)
         self.armed = True  # the flag that a forward pass tests: are statistics wanted?
         self.counts = False  # the other: is it this layer's input that tells how many loss terms there are?
-        self.idle = False  # armed for a whole step and not reached by the loss
         self.watched = False  # whether this step's passes are run so that statistics must come
         self.rows = 0  # R of this step so far
         self.seen = False  # whether a gradient of its output came by in this step, with or without rows
@@ -163,6 +162,19 @@ class LayerCurvature:
         """Whether the next step with statistics has to decide on new factors."""
         return bool(self.state.get(self._prefix + "due", 1))
 
+    @property
+    def idle(self) -> bool:
+        """Whether it was armed for a whole step, not reached by the loss, and has not been since."""
+        return bool(self.state.get(self._prefix + "idle", 0))
+
+    def set_idle(self, idle: bool) -> None:
+        """Say whether the loss has left the layer out; kept in the state, for it decides on the step that refreshes it.
+
+        Args:
+            idle: True while no loss has reached it.
+        """
+        self.state[self._prefix + "idle"] = int(idle)
+
     def set_due(self, due: bool) -> None:
         """Say whether a refresh is wanted; a stopped layer stays stopped.
 
@@ -187,7 +199,10 @@ class LayerCurvature:
 
     def materialise(self) -> None:
         """Make every entry of the state, so that a checkpoint has the same keys and shapes at any time."""
-        if self._prefix + "refreshes" in self.state:
+        if self._prefix + "idle" in self.state:
+            return
+        if self._prefix + "refreshes" in self.state:  # of a version that did not keep it
+            self.set_idle(False)
             return
         weight = self.weight
         state = self._states()[weight]
@@ -200,6 +215,7 @@ class LayerCurvature:
             "refreshes": 0,
             "stopped": 0,
             "due": 1,
+            "idle": 0,
             "last_trace_change": _NO_CHANGE_YET,
         }
         state.update({self._prefix + key: value for key, value in fresh.items()})

@@ -27,7 +27,7 @@ def candidates_of(
     candidates = []
     for layer in layers:
         weight, rows, seen = layer.weight, layer.rows, layer.seen
-        layer.idle = not seen and not layer.has_gradient()
+        layer.set_idle(not seen and not layer.has_gradient())
         if weight.grad is None:
             continue
         factors = layer.fresh_factors()

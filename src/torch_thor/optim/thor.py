@@ -408,7 +408,7 @@ class THOR(torch.optim.Optimizer):
     def _arm(self) -> None:
         """Have the statistics gathered of the layers that are due."""
         for layer in self._layers.values():
-            layer.armed, layer.idle = layer.due, False
+            layer.armed = layer.due
         self._capture.attach()
 
     # ---- guards -------------------------------------------------------------------------------------------------
