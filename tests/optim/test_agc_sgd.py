@@ -40,6 +40,43 @@ def test_two_steps_by_hand():
         assert p.grad.tolist() == [gradient]
 
 
+# lr = 0.5, μ = 0.9, τ = 0.5, W = (3, 4), gradients (2, 0) and (0, 4), nothing clipped
+DAMPENED = {
+    # torch's SGD: v = (2, 0), W ← (2, 4); v = (1.8, 0) + (0, 2), W ← (1.1, 3)
+    "torch": ({"dampen_first": False}, [2.0, 4.0], [1.1, 3.0]),
+    # v = 0 + (1, 0), W ← (2.5, 4); v = (0.9, 0) + (0, 2), W ← (2.05, 3)
+    "first": ({"dampen_first": True}, [2.5, 4.0], [2.05, 3.0]),
+    # the same v; W ← W - 0.5 ((2, 0) + 0.9 (1, 0)) = (1.55, 4), then - 0.5 ((0, 4) + 0.9 (0.9, 2)) = (1.145, 1.1)
+    "first_nesterov": ({"dampen_first": True, "nesterov": True}, [1.55, 4.0], [1.145, 1.1]),
+}
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("name", DAMPENED)
+def test_dampening_by_hand(name, foreach):
+    options, *expected = DAMPENED[name]
+    p = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    optimizer = AGCSGD(
+        [p], lr=0.5, momentum=0.9, dampening=0.5, clip_factor=INF, exclude=(), foreach=foreach, **options
+    )
+    for gradient, after in zip(([2.0, 0.0], [0.0, 4.0]), expected, strict=True):
+        p.grad = torch.tensor([gradient], dtype=torch.float64)
+        optimizer.step()
+        assert p.tolist() == [pytest.approx(after, rel=1e-13)]
+
+
+def test_a_first_step_that_is_dampened_is_a_shorter_one_for_late_parameters_too():
+    """A parameter that gets its first gradient later starts then: v = (1 - 0.75) · 4."""
+    p, q = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
+    options = {"lr": 1.0, "momentum": 0.5, "dampening": 0.75, "dampen_first": True, "clip_factor": INF}
+    optimizer = AGCSGD([p, q], exclude=(), **options)
+    p.grad = torch.tensor([4.0], dtype=torch.float64)
+    optimizer.step()
+    q.grad = torch.tensor([4.0], dtype=torch.float64)
+    optimizer.step()
+    assert (p.item(), q.item()) == (-1.0 - 1.5, -1.0)
+
+
 def network(dtype=torch.float32):
     torch.manual_seed(3)
     return nn.Sequential(
@@ -218,6 +255,7 @@ def test_complex_parameters():
         ({"momentum": 0.9, "dampening": 2}, "dampening=2"),
         ({"nesterov": True}, "nesterov=True: nesterov must be False where momentum is 0"),
         ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "no dampening"),
+        ({"dampen_first": "yes"}, "dampen_first='yes'"),
         ({"nesterov": 1, "momentum": 0.9}, "nesterov=1"),
         ({"clip_factor": 0}, "clip_factor=0"),
     ],

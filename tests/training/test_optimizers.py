@@ -235,6 +235,44 @@ def test_agc_sgd_has_its_settings_and_leaves_the_classifier_alone():
     assert found == [0.3, 0.01, 0.8, True, 0.04, 0.002]
 
 
+def test_agc_sgds_dampening_reaches_recipes():
+    optimizer = built("agc-sgd", "dampening=0.3", "dampen_first=true", "nesterov=true")
+    group = optimizer.param_groups[0]
+    assert (group["dampening"], group["dampen_first"], group["nesterov"]) == (0.3, True, True)
+    with pytest.raises(UserError, match=r"optimizer agc-sgd: nesterov=True: .* dampen_first=True"):
+        built("agc-sgd", "dampening=0.3", "nesterov=true")
+
+
+@pytest.mark.parametrize("name", ["thor", "thor-spectral"])
+@pytest.mark.parametrize(
+    ("word", "decaying"),
+    [
+        ("decay_filter=null", "conv1 conv1.bias conv2 conv2.bias hidden hidden.bias head head.bias"),
+        ("decay_filter='*.weight'", "conv1 conv2 hidden head"),
+        ("decay_filter=-*.bias", "conv1 conv2 hidden head"),
+        ("decay_filter=['*.weight', -head]", "conv1 conv2 hidden"),
+        ("decay_filter=[conv1, hidden, '-*.bias']", "conv1 hidden"),
+    ],
+)
+def test_patterns_say_what_decays(name, word, decaying):
+    """With all gradients 0, a step of THOR is its weight decay."""
+    optimizer = built(name, word, "lr=0.1", "weight_decay=0.5", "momentum=0", "nesterov=false", "damping=0.1")
+    before = {key: p.detach().clone() for key, p in optimizer.model.named_parameters()}
+    optimizer.model(torch.zeros(2, 1, 8, 8)).sum().mul(0).backward()
+    optimizer.step()
+    moved = {
+        key.removesuffix(".weight") for key, p in optimizer.model.named_parameters() if not torch.equal(p, before[key])
+    }
+    assert moved == set(decaying.split())
+
+
+def test_a_pattern_that_matches_no_parameter_is_named():
+    with pytest.raises(UserError, match=r"decay_filter='-norm\*': .* the model has conv1.weight, conv1.bias"):
+        built("thor", "decay_filter=-norm*")
+    with pytest.raises(UserError, match="decay_filter=3: decay_filter must be None, a pattern"):
+        built("thor", "decay_filter=3")
+
+
 def test_lamb_has_its_settings_and_excludes_biases():
     optimizer = built("lamb", "optimizers.lamb.lr=0.02", "weight_decay=0.3", "beta1=0.8", "beta2=0.95", "eps=1e-5")
     assert isinstance(optimizer, LAMB)

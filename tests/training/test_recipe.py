@@ -33,7 +33,10 @@ def test_shipped_recipes_are_valid_and_say_what_they_are(name):
 
 
 def test_text_round_trip_is_exact():
-    recipe = load_recipe("digits", ["lr=0.123", "targets=[0.5,0.75]", "optimizers.thor.split_dim=null"])
+    recipe = load_recipe(
+        "digits",
+        ["lr=0.123", "targets=[0.5,0.75]", "optimizers.thor.split_dim=null", "decay_filter=['*.weight', -head]"],
+    )
     assert parse_recipe(recipe_yaml(recipe), "other name", []) == recipe
 
 

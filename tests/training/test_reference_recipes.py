@@ -13,6 +13,7 @@ from torch_thor.training.opening import open_data
 from torch_thor.training.recipe import load_recipe, recipe_names
 from torch_thor.training.schedules import factor
 from torch_thor.training.shards import TrainingOrder
+from torch_thor.training.thor_settings import interval_of, thresholds_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 IMAGENET = 1_281_167
@@ -45,16 +46,44 @@ def test_45_epochs_of_the_reference():
     assert values(recipe, "damping", [5004 * 10, 5004 * 20]) == pytest.approx([0.0150108, 0.00751080], rel=1e-5)
     thor = recipe.optimizers["thor"]
     assert (thor.momentum, thor.weight_decay, thor.update_interval) == (0.9, 5e-4, 834)
-    assert (recipe.label_smoothing, recipe.loss_scale, recipe.precision) == (0.1, 128.0, "fp16")
+    assert (recipe.label_smoothing, recipe.smoothing_form) == (0.1, "reference")
+    assert (recipe.loss_scale, recipe.precision) == (128.0, "fp16")
     assert (recipe.epochs, recipe.batch_size, recipe.classes) == (45, 256, 1001)
 
 
 def test_40_epochs_of_the_reference():
     recipe = load_recipe("resnet50-imagenet-thor-8x32-40")
-    by_hand = [0.05672 * (49 / 50) ** 4.9687, 0.05672 * (10 / 50) ** 4.9687]
-    assert values(recipe, "lr", [5004, 40 * 5004]) == pytest.approx(by_hand, rel=1e-12)
+    # 0.05672 (1 - e/50)^4.9687, halved at the end of epoch 39 and again at the end of epoch 40, where the training ends
+    by_hand = [
+        0.05672 * (49 / 50) ** 4.9687,
+        0.05672 * (1 - (39 - 1 / 5004) / 50) ** 4.9687,
+        0.05672 * (11 / 50) ** 4.9687 / 2,
+        0.05672 * (10 / 50) ** 4.9687 / 4,
+    ]
+    steps = [5004, 39 * 5004 - 1, 39 * 5004, 40 * 5004]
+    assert values(recipe, "lr", steps) == pytest.approx(by_hand, rel=1e-12)
+    assert recipe.smoothing_form == "reference"
     assert values(recipe, "damping", [5004 * 10]) == pytest.approx([0.02345 * 0.5467], rel=1e-12)
     assert recipe.epochs == 40
+
+
+def test_the_papers_own_training():
+    recipe = load_recipe("resnet50-imagenet-thor-paper")
+    by_hand = [0.045 * (69 / 70) ** 6, 0.045 * (50 / 70) ** 6, 0.045 * (31 / 70) ** 6 / 2, 0.045 * (25 / 70) ** 6 / 4]
+    assert values(recipe, "lr", [5004, 20 * 5004, 39 * 5004, 45 * 5004]) == pytest.approx(by_hand, rel=1e-12)
+    assert values(recipe, "damping", [10 * 5004, 20 * 5004]) == pytest.approx([0.0261, 0.022707], rel=1e-12)
+    thor = recipe.optimizers["thor"]
+    assert (thor.momentum, thor.weight_decay, thor.split_dim) == (0.9, 5e-4, 128)
+    assert (recipe.label_smoothing, recipe.smoothing_form, recipe.classes) == (0.1, "reference", 1001)
+    assert (recipe.epochs, recipe.batch_size) == (45, 256)
+    assert thresholds_of(thor.trace_thresholds) == (0.01, 0.0)
+    # 20 steps, growing by a tenth at each refresh, to one refresh an epoch from epoch 10 on
+    interval = interval_of(thor.update_interval)
+    assert [interval(step) for step in (0, 20, 42, 49_839, 49_840, 200_000)] == [20, 22, 24, 5003, 5004, 5004]
+    refreshes = [0]
+    while (step := refreshes[-1] + interval(refreshes[-1])) < 45 * 5004:
+        refreshes.append(step)
+    assert len(refreshes) == 94
 
 
 def test_sgd_falls_tenfold_after_30_and_60_epochs():

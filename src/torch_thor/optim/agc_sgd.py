@@ -30,9 +30,11 @@ class AGCSGD(ExcludingOptimizer):
             parameters alone, whose units are all taken along dim 0.
         lr: learning rate, a float or a one-element tensor; SGD's.
         momentum: μ in [0, 1).
-        dampening: τ in ``v ← μ v + (1 − τ) d``, from the second step on.
+        dampening: τ in ``v ← μ v + (1 − τ) d``, from the second step on; the first has ``v = d``, as in torch's SGD.
         weight_decay: added to the clipped gradient as ``weight_decay · W``.
         nesterov: step along ``d + μ v`` instead of ``v``.
+        dampen_first: whether the first step is dampened too, ``v = (1 − τ) d``: the code of AGC's authors, whose
+            momentum starts at zero. Nesterov's may then be dampened, as there.
         clip_factor: λ. The paper's grid at batch size 4096 ends at 0.01; smaller batches take larger ones.
         eps: ε, the weight norm that a unit has at least, so that units at zero can move.
         model: the model, where ``params`` are parameters.
@@ -57,6 +59,7 @@ class AGCSGD(ExcludingOptimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
         *,
+        dampen_first: bool = False,
         clip_factor: float = 0.01,
         eps: float = 1e-3,
         model: nn.Module | None = None,
@@ -75,6 +78,7 @@ class AGCSGD(ExcludingOptimizer):
             "dampening": dampening,
             "weight_decay": weight_decay,
             "nesterov": nesterov,
+            "dampen_first": dampen_first,
             "clip_factor": clip_factor,
             "eps": eps,
             "maximize": maximize,
@@ -133,6 +137,9 @@ class AGCSGD(ExcludingOptimizer):
         buffers: list[Tensor | None] = [None] * len(params)
         if group["momentum"]:
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
+            if group["dampen_first"]:  # torch's own starts undampened where there is no buffer, as it does at zero
+                pairs = zip(buffers, gradients, strict=True)
+                buffers = [torch.zeros_like(gradient) if buffer is None else buffer for buffer, gradient in pairs]
         sgd(
             params,
             gradients,
@@ -174,7 +181,7 @@ class AGCSGD(ExcludingOptimizer):
         return gradients, statistics
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        check_flags(group, "nesterov", "maximize")
+        check_flags(group, "nesterov", "maximize", "dampen_first")
         check_clipping(group)
         in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", "start from SGD's")
         in_range("momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off")
@@ -183,9 +190,9 @@ class AGCSGD(ExcludingOptimizer):
         require(
             "nesterov",
             group["nesterov"],
-            not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0),
-            "False where momentum is 0 or dampening is not",
-            "give a momentum > 0 and no dampening",
+            not group["nesterov"] or (group["momentum"] > 0 and (group["dampening"] == 0 or group["dampen_first"])),
+            "False where momentum is 0, or where dampening is not and dampen_first is False",
+            "give a momentum > 0, and no dampening or dampen_first=True",
         )
 
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:

@@ -202,7 +202,7 @@ def check_loss_terms(value: Any) -> int:
     return int(value)
 
 
-def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_terms: Any, decay_filter: Any) -> None:
+def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_terms: Any) -> None:
     """Check the options that hold for the whole optimizer.
 
     Args:
@@ -210,7 +210,6 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_t
         nonfinite: ``"raise"`` or ``"skip"``.
         scaling: None or ``"spectral"``.
         loss_terms: None, a number or a callable.
-        decay_filter: None or a callable.
     """
     named = (("loss_reduction", loss_reduction, ("mean", "sum")), ("nonfinite", nonfinite, ("raise", "skip")))
     for name, value, known in named:
@@ -224,10 +223,3 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_t
     )
     if loss_terms is not None and not callable(loss_terms):
         check_loss_terms(loss_terms)
-    require(
-        "decay_filter",
-        decay_filter,
-        decay_filter is None or callable(decay_filter),
-        "None or a callable (name, parameter) -> bool",
-        "pass, for example, lambda name, parameter: parameter.dim() > 1",
-    )

@@ -28,6 +28,7 @@ from torch_thor.optim import clock
 from torch_thor.optim.auto_split import AutoSplit, block_size
 from torch_thor.optim.candidates import candidates_of
 from torch_thor.optim.checkpoint import check_factors, restore_tensors
+from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.guards import (
     check_row_mask,
     check_statistics,
@@ -52,7 +53,6 @@ from torch_thor.optim.reading import Reading, read_alike
 from torch_thor.optim.spectral import ROOT, spectral_update
 from torch_thor.optim.update import update
 
-DecayFilter = Callable[[str, nn.Parameter], bool]
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
 # What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
@@ -94,7 +94,8 @@ class THOR(torch.optim.Optimizer):
         momentum: μ in [0, 1); None: 0.9 (spectral: 0.8).
         nesterov: step along ``d + μ v`` instead of ``v``; None: False (spectral: True).
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned).
-        decay_filter: ``(name, parameter) -> bool``, which parameters decay; None: all.
+        decay_filter: which parameters decay: ``(name, parameter) -> bool``; or a pattern or a list of them, as
+            :mod:`fnmatch` has them, with a minus in front for what does not: ``["*.weight", "-*norm*"]``; None: all.
         update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals`, or any callable, from
             the step of a refresh (counted from 0) to the steps until the next. The first step refreshes. It stands in
             each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral: 10).
@@ -142,7 +143,7 @@ class THOR(torch.optim.Optimizer):
         momentum: float | None = None,
         nesterov: bool | None = None,
         weight_decay: float = 0.0,
-        decay_filter: DecayFilter | None = None,
+        decay_filter: DecayFilter = None,
         update_interval: UpdateInterval | None = None,
         trace_thresholds: tuple[float, float] = (0.01, 0.0),
         split_dim: int | str | None = 128,
@@ -170,11 +171,10 @@ class THOR(torch.optim.Optimizer):
             nonfinite=nonfinite,
             scaling=scaling,
             loss_terms=loss_terms,
-            decay_filter=decay_filter,
         )
         self.model = model
         self.scaling = scaling
-        self.decay_filter = decay_filter
+        self.decay_filter = decay_filter_of(decay_filter, model)
         self.loss_reduction = loss_reduction
         self.loss_terms = loss_terms
         self.skip = skip

@@ -13,6 +13,7 @@ from torch_thor.training.evaluation import Score, evaluate
 from torch_thor.training.plan import Plan
 from torch_thor.training.record import EvalPoint, Record, RefreshPoint, StepPoint
 from torch_thor.training.refreshes import refresh_due, refresh_points
+from torch_thor.training.smoothing import check_smoothing
 from torch_thor.training.step import Stepper
 from torch_thor.training.stream import Batch, DataSet
 
@@ -40,6 +41,7 @@ class Run:
     ) -> None:
         self.model, self.optimizer, self.data, self.plan, self.average = model, optimizer, data, plan, average
         self.outputs = outputs or data.classes
+        check_smoothing(plan.label_smoothing, plan.smoothing_form, self.outputs)
         self.streams = data.open(batch_size=plan.batch_size, seed=plan.seed, shard=parallel.shard())
         self.stepper = Stepper(model, optimizer, plan, data.device)
         self.steps_per_epoch = len(self.streams.train)

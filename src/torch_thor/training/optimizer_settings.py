@@ -97,10 +97,14 @@ class AGCSGDSettings(SGDSettings):
     """`AGCSGD`: SGD on adaptively clipped gradients.
 
     Args:
+        dampening: Share of the gradient that does not enter the momentum.
+        dampen_first: Whether the first step is dampened too, as in the code of AGC's authors; torch's SGD does not.
         clip_factor: The largest ratio of a unit's gradient norm to its weight norm.
         eps: The weight norm that a unit has at least.
     """
 
+    dampening: float = 0.0
+    dampen_first: bool = False
     clip_factor: float = 0.01
     eps: float = 1e-3
 

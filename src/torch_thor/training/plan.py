@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from torch_thor.training.errors import require
 from torch_thor.training.precision import PRECISIONS
 from torch_thor.training.schedules import ScheduleSpec
+from torch_thor.training.smoothing import FORMS
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,9 @@ class Plan:
         epochs: Passes over the training set.
         batch_size: Images a step, on all processes together; the last incomplete batch of an epoch is left out.
         seed: Decides the initial weights, and with the epoch's number the order of the data.
-        label_smoothing: As in `torch.nn.functional.cross_entropy`; in the training loss only.
+        label_smoothing: Share of the target that labels give away, in the training loss only.
+        smoothing_form: torch spreads it over all outputs; reference, as THOR's reference trainings, over all but the
+            label's.
         eval_interval: Steps between evaluations; `None` is `eval_epochs`. The last step is always evaluated.
         eval_epochs: Epochs between evaluations, where `eval_interval` is `None`.
         schedule: Of the learning rate.
@@ -35,6 +38,7 @@ class Plan:
     batch_size: int = 128
     seed: int = 0
     label_smoothing: float = 0.0
+    smoothing_form: str = "torch"
     eval_interval: int | None = None
     eval_epochs: int = 1
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
@@ -52,6 +56,10 @@ class Plan:
         require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
         require(self.seed >= 0, f"seed={self.seed} must be 0 or more")
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")
+        require(
+            self.smoothing_form in FORMS,
+            f"smoothing_form={self.smoothing_form} is none of {', '.join(FORMS)}",
+        )
         require(
             self.eval_interval is None or self.eval_interval >= 1,
             f"eval_interval={self.eval_interval} must be 1 or more steps; null evaluates every eval_epochs",

@@ -30,7 +30,7 @@ FREE_ON_RESUME = (
     "about", "reaches", "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
     "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best", "log_interval",
 )  # fmt: skip
-WHOLE_SETTINGS = {"update_interval", "trace_thresholds"}  # THOR's, which are of more than one type
+WHOLE_SETTINGS = {"update_interval", "trace_thresholds", "decay_filter"}  # THOR's, which are of more than one type
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,9 @@ def _split(word: str) -> tuple[str, Any]:
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index, call-overload]
     except yaml.YAMLError as error:
-        raise UserError(f"{word}: the value is not YAML; quote it if it holds brackets or colons") from error
+        raise UserError(
+            f"{word}: the value is not YAML; quote it if it begins with * or holds brackets or colons"
+        ) from error
 
 
 def _spread(config: DictConfig, key: str, value: Any) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from torch_thor.training import parallel
 from torch_thor.training.errors import DivergedError
 from torch_thor.training.plan import Plan
 from torch_thor.training.precision import Precision
+from torch_thor.training.smoothing import training_loss
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Stepper:
             with nullcontext() if last else parallel.without_averaging(self.network):
                 with self.precision.autocast():
                     scores = self.network(some)
-                    mean = functional.cross_entropy(scores, truth, label_smoothing=self.plan.label_smoothing)
+                    mean = training_loss(scores, truth, self.plan.label_smoothing, self.plan.smoothing_form)
                     part = mean * (len(truth) / len(labels))
                 self.precision.backward(part)
             loss += part.detach()

@@ -24,6 +24,8 @@ class THORSettings(OptimizerSettings):
         factor_decay: Decay of the running average of the factors.
         kl_clip: Limit on the step's length in the Fisher norm; `None` is no limit.
         skip: Layers to leave to SGD with momentum, by name or pattern: `[head, "*norm*"]`.
+        decay_filter: Parameters that decay, a pattern or a list of them; a minus in front leaves out: `-*norm*`,
+            `["*.weight", -head]`. `None` is all.
     """
 
     lr: float = 0.05
@@ -36,11 +38,14 @@ class THORSettings(OptimizerSettings):
     factor_decay: float = 0.0
     kl_clip: float | None = None
     skip: tuple[str, ...] = ()
+    decay_filter: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.trace_thresholds, list):  # as YAML has it
             object.__setattr__(self, "trace_thresholds", tuple(self.trace_thresholds))
+        if isinstance(self.decay_filter, list):
+            object.__setattr__(self, "decay_filter", tuple(self.decay_filter))
         interval_of(self.update_interval)
         thresholds_of(self.trace_thresholds)
 
