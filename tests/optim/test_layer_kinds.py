@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -69,6 +70,8 @@ MODELS = {
     "transposed_2d": lambda: (convolutional(nn.ConvTranspose2d(2, 3, (3, 2), padding=(1, 0)), 18), (2, 2, 2)),
     "transposed_2d_one_output": lambda: (convolutional(nn.ConvTranspose2d(2, 1, 2, stride=2), 16), (2, 2, 2)),
     "transposed_3d": lambda: (convolutional(nn.ConvTranspose3d(2, 2, (1, 2, 1), bias=False), 12), (2, 1, 2, 2)),
+    "standardised": lambda: (convolutional(StdConv2d(2, 4, 2, padding=0, groups=2, bias=True), 24), (2, 3, 4)),
+    "standardised_scaled": lambda: (convolutional(ScaledStdConv2d(2, 3, 3, gamma=1.7), 27), (2, 3, 3)),
     "embedding": lambda: (nn.Sequential(nn.Embedding(7, 4), nn.Tanh(), nn.Linear(4, 3)), TOKENS),
     "embedding_padding": lambda: (nn.Sequential(nn.Embedding(7, 4, padding_idx=2), Mean(), nn.Linear(4, 3)), TOKENS),
     "hugging_face": lambda: (nn.Sequential(Conv1D(6, 4), nn.Tanh(), Conv1D(3, 6)), (3, 4)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import nn
 
-from reference.rows import CALLED, TRANSPOSED, is_gpt2_linear, places
+from reference.rows import CALLED, TRANSPOSED, is_gpt2_linear, is_standardised, places
 
 NORMS = (
     nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm1d
@@ -91,7 +91,9 @@ def layers_of(
     for name in names:
         calls = [name, *pooled.get(name, ())]
         biases = {
-            known[id(modules[c].bias)]: slice(None) for c in calls if getattr(modules[c], "bias", None) is not None
+            known[id(modules[c].bias)]: slice(None)
+            for c in calls
+            if getattr(modules[c], "bias", None) is not None and not is_standardised(modules[c])
         }
         layers[name] = Layer(modules[name], known[id(modules[name].weight)], biases=biases, calls=calls)
     return layers

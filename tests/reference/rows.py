@@ -10,6 +10,17 @@ TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 CALLED = nn.Linear | CONVOLUTIONS | TRANSPOSED | nn.Embedding
 
 
+STANDARDISED = (
+    "StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame", "WeightStandardizedConv2d"
+)  # fmt: skip
+SAME_PADDED = ("StdConv2dSame", "ScaledStdConv2dSame", "Conv2dSame", "WeightStandardizedConv2d")
+
+
+def is_standardised(module: nn.Module | None) -> bool:
+    """A convolution with a weight whose rows have been given mean 0 and variance 1."""
+    return type(module).__name__ in STANDARDISED
+
+
 def is_gpt2_linear(module: nn.Module | None) -> bool:
     """A linear layer whose weight is (in, out)."""
     return type(module).__name__ == "Conv1D"
@@ -27,7 +38,12 @@ def batched(x: np.ndarray, conv: nn.Module) -> np.ndarray:
 
 def padded_input(x: np.ndarray, conv: nn.Module) -> np.ndarray:
     """(N, C, *L) with the margins that the convolution sees."""
-    if conv.padding == "valid":
+    if type(conv).__name__ in SAME_PADDED and not any(conv.padding):
+        margins = []
+        for n, k, stride, d in zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, strict=True):
+            total = max((-(-n // stride) - 1) * stride + d * (k - 1) + 1 - n, 0)  # for ⌈n / stride⌉ pixels
+            margins.append((total // 2, total - total // 2))
+    elif conv.padding == "valid":
         margins = [(0, 0) for _ in conv.kernel_size]
     elif conv.padding == "same":
         totals = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
@@ -90,16 +106,31 @@ def conv_output_rows(grad_y: np.ndarray, conv: nn.Module, group: int) -> np.ndar
     return np.array(rows)
 
 
+def standardised_rows(a: np.ndarray, g: np.ndarray, conv: nn.Module, group: int):
+    """Rows of the weight that is trained, from rows of the one that convolves: W_i / its deviation, times a gain."""
+    centred = np.array([row - sum(row) / len(row) for row in a])
+    width = conv.out_channels // conv.groups
+    scales = []
+    for channel in range(group * width, (group + 1) * width):
+        taps = conv.weight[channel].detach().numpy().ravel()
+        mean = sum(taps) / len(taps)
+        variance = sum((tap - mean) ** 2 for tap in taps) / len(taps)
+        gain = conv.gain[channel].item() * conv.scale if hasattr(conv, "gain") else 1.0
+        scales.append(gain / np.sqrt(variance + conv.eps))
+    return centred, np.array([row * scales for row in g])
+
+
 def embedding_rows(tokens: np.ndarray, grad_y: np.ndarray, embedding: nn.Embedding):
-    """One-hot vectors; a padding token is no row."""
+    """One-hot vectors; a padding token is no row; a scaled embedding's output is its vector times a number."""
     rows, outputs = [], []
+    scale = float(getattr(embedding, "embed_scale", 1.0))
     for token, g in zip(tokens.ravel(), grad_y.reshape(tokens.size, -1), strict=True):
         if token == embedding.padding_idx:
             continue
         one_hot = np.zeros(embedding.num_embeddings)
         one_hot[token] = 1.0
         rows.append(one_hot)
-        outputs.append(g)
+        outputs.append(scale * g)
     return np.array(rows), np.array(outputs)
 
 
@@ -108,6 +139,11 @@ def rows_of(module: nn.Module | None, x: np.ndarray, grad_y: np.ndarray, mask: n
 
     A mask leaves out rows of whatever has its leading dimensions.
     """
+    if is_standardised(module):
+        return [
+            standardised_rows(conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q), module, q)
+            for q in range(module.groups)
+        ]
     if isinstance(module, CONVOLUTIONS):
         return [(conv_input_rows(x, module, q), conv_output_rows(grad_y, module, q)) for q in range(module.groups)]
     if isinstance(module, TRANSPOSED):

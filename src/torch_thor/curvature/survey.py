@@ -176,11 +176,10 @@ def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: d
                 reasons[id(parameter)] = f"shared by {', '.join(repr(o.name) for o in sharing)}"
             continue
         first, kind = group[0]
-        biases = [
-            Piece(o.module, "bias")
-            for o, _ in group
-            if (b := getattr(o.module, "bias", None)) is not None and id(b) not in reasons and len(owners[id(b)]) == 1
-        ]
+        own_biases = [(o, b) for o, _ in group if (b := getattr(o.module, "bias", None)) is not None]
+        if not kind.solves_biases:
+            reasons.update({id(b): f"G of {kind.label} is that of its weight alone" for _, b in own_biases})
+        biases = [Piece(o.module, "bias") for o, b in own_biases if id(b) not in reasons and len(owners[id(b)]) == 1]
         layers[first.module_name] = Layer(
             first.module_name,
             kind,

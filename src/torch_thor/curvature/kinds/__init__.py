@@ -5,8 +5,9 @@ from torch import nn
 from torch_thor.curvature.kinds.attention import PROJECTIONS, ProjectionKind
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.kinds.convolution import ConvKind, ConvTransposeKind
-from torch_thor.curvature.kinds.embedding import EmbeddingKind
+from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled
 from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind
+from torch_thor.curvature.kinds.standardised import StandardisedConvKind, is_same_padded, is_standardised
 
 __all__ = ["PROJECTIONS", "Kind", "ProjectionKind", "is_hugging_face_conv1d", "kind_of", "parent_of", "why_not"]
 
@@ -29,6 +30,10 @@ def kind_of(module: nn.Module) -> Kind | None:
     """
     if why_not(module) is not None:
         return None
+    if isinstance(module, nn.Conv2d) and is_standardised(module):
+        return StandardisedConvKind(module)
+    if isinstance(module, nn.Conv2d) and is_same_padded(module):
+        return ConvKind(module, same=True)
     if isinstance(module, nn.Linear):
         return LinearKind(module)
     if isinstance(module, _CONVOLUTIONS):
@@ -36,7 +41,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, _TRANSPOSED):
         return ConvTransposeKind(module)
     if isinstance(module, nn.Embedding):
-        return EmbeddingKind(module)
+        return ScaledEmbeddingKind(module) if is_scaled(module) else EmbeddingKind(module)
     return TransposedLinearKind(module)
 
 
@@ -50,12 +55,12 @@ def why_not(module: nn.Module) -> str | None:
         The reason; None where :func:`kind_of` has a kind.
     """
     label = type(module).__name__
-    if is_hugging_face_conv1d(module):
+    if is_hugging_face_conv1d(module) or is_standardised(module) or is_same_padded(module):
         return None
     parent = parent_of(module)
     if parent is None:
         return f"no curvature for {label}"
-    if type(module).forward is not parent.forward:
+    if type(module).forward is not parent.forward and not is_scaled(module):
         return f"{label} overrides the forward of {parent.__name__}"
     if isinstance(module, _CONVOLUTIONS) and type(module)._conv_forward is not parent._conv_forward:  # type: ignore[attr-defined]
         return f"{label} overrides the forward of {parent.__name__}"

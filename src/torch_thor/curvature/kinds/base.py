@@ -17,6 +17,7 @@ class Kind(Protocol):
 
     ``label`` names the kind in :meth:`THOR.coverage`. ``diagonal_input`` says that A is diagonal, whatever the split.
     ``transposed`` says that :meth:`to_matrix` gives ``(groups, inputs, outputs)``: the weight lies so in memory.
+    ``solves_biases`` says that G is the second moment of the output's own gradient, which is also the bias's.
     """
 
     @property
@@ -47,6 +48,11 @@ class Kind(Protocol):
     @property
     def transposed(self) -> bool:
         """Whether inputs come before outputs in the weight's memory."""
+        ...
+
+    @property
+    def solves_biases(self) -> bool:
+        """Whether biases are solved with G."""
         ...
 
     def loss_terms(self, x: Tensor) -> int:
@@ -84,6 +90,8 @@ class Kind(Protocol):
 
 class MatrixWeight:
     """The weight is one matrix, as it lies in memory."""
+
+    solves_biases = True
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as a batch of one matrix.

@@ -28,13 +28,17 @@ class ConvKind:
 
     Args:
         module: the layer.
+        same: whether it pads its input by itself, as TensorFlow's "SAME" does, so that ``ceil(size / stride)`` pixels
+            come out; ``module.padding`` is then not looked at.
     """
 
     diagonal_input = False
     transposed = False
+    solves_biases = True
 
-    def __init__(self, module: _Conv | _ConvTranspose) -> None:
+    def __init__(self, module: _Conv | _ConvTranspose, *, same: bool = False) -> None:
         self.label = f"{'ConvTranspose' if module.transposed else 'Conv'}{len(module.kernel_size)}d"
+        self.same = same
         self.groups = module.groups
         self.kernel = module.kernel_size
         self.stride = module.stride
@@ -83,18 +87,36 @@ class ConvKind:
             x, grad = x[None], grad[None]
         sizes, dtype = grad.shape[2:], a.blocks.dtype
         for piece in _pieces(x, self.groups * self.inputs * math.prod(sizes) * dtype.itemsize):
-            a.add_second_moment_(self._patches(piece.to(dtype), sizes).reshape(self.groups, self.inputs, -1))
+            a.add_second_moment_(self._input_samples(piece.to(dtype), sizes))
         for piece in _pieces(grad, grad[:1].numel() * dtype.itemsize):
-            g.add_second_moment_(piece.to(dtype).transpose(0, 1).reshape(self.groups, self.outputs, -1))
+            g.add_second_moment_(self._output_samples(piece.to(dtype)))
         return len(x) * math.prod(sizes)
+
+    def _input_samples(self, x: Tensor, sizes: torch.Size) -> Tensor:
+        """Return the rows of ``a``, ``(groups, inputs, rows)``."""
+        return self._patches(x, sizes).reshape(self.groups, self.inputs, -1)
+
+    def _output_samples(self, grad: Tensor) -> Tensor:
+        """Return the rows of ``g``, ``(groups, outputs, rows)``."""
+        return grad.transpose(0, 1).reshape(self.groups, self.outputs, -1)
 
     def _patches(self, x: Tensor, sizes: torch.Size) -> Tensor:
         """Return every patch, ``(C_in, *kernel, N, *sizes)``: reshape then makes samples with a single copy."""
         if math.prod(self.kernel) > 1:  # windows of a channels_last image would be gathered number by number
             x = x.contiguous()
-        if any(self.padding):
-            x = F.pad(x, self.padding, mode=self.padding_mode)
+        padding = self._same_padding(x, sizes) if self.same else self.padding
+        if any(padding):
+            x = F.pad(x, padding, mode="constant" if self.same else self.padding_mode)
         return _windows(x, self.kernel, self.dilation, self.stride, sizes)
+
+    def _same_padding(self, x: Tensor, sizes: torch.Size) -> tuple[int, ...]:
+        """Return (before, after) of each dimension, the last first: what these sizes need, the odd pixel at the end."""
+        padding: list[int] = []
+        for i in reversed(range(len(self.kernel))):
+            reach = (sizes[i] - 1) * self.stride[i] + self.dilation[i] * (self.kernel[i] - 1) + 1
+            total = max(reach - x.shape[2 + i], 0)
+            padding += [total // 2, total - total // 2]
+        return tuple(padding)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as matrices, a group each.

@@ -1,4 +1,10 @@
-"""``nn.Embedding``: a linear layer on one-hot rows, whose A is the diagonal of token frequencies."""
+"""``nn.Embedding``: a linear layer on one-hot rows, whose A is the diagonal of token frequencies.
+
+Subclasses of the model libraries (``GemmaTextScaledWordEmbedding``, ``BartScaledWordEmbedding``) multiply what they
+look up by a number, ``embed_scale``: the gradient of a vector is then that number times the output's.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +54,14 @@ class EmbeddingKind(MatrixWeight):
         """
         return x.shape
 
+    def scale(self) -> Tensor | float:
+        """Return what the vectors are multiplied by.
+
+        Returns:
+            A number.
+        """
+        return 1.0
+
     def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
         """Add token counts, and the second moment of the output gradient.
 
@@ -71,5 +85,64 @@ class EmbeddingKind(MatrixWeight):
         if not len(tokens):
             return 0
         a.blocks.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
-        g.add_second_moment_(outputs.to(g.blocks.dtype).mT[None])
+        g.add_second_moment_((outputs.to(g.blocks.dtype) * self.scale()).mT[None])
         return len(tokens)
+
+
+class ScaledEmbeddingKind(EmbeddingKind):
+    """An embedding whose output is ``embed_scale`` times the vectors.
+
+    Args:
+        module: the layer.
+    """
+
+    def __init__(self, module: nn.Embedding) -> None:
+        super().__init__(module)
+        self._module = module
+
+    def scale(self) -> Tensor | float:
+        """Return what the vectors are multiplied by.
+
+        Returns:
+            ``embed_scale`` as it stands now.
+        """
+        scale: Tensor | float = _scale_of(self._module)
+        return scale
+
+
+def is_scaled(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that multiplies by ``embed_scale`` and does nothing else.
+
+    By what it computes and not by its class: it looks a few tokens up.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Whether it is.
+    """
+    if not isinstance(module, nn.Embedding) or type(module).forward is nn.Embedding.forward:
+        return False
+    scale = _scale_of(module)
+    alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]
+    # max_norm writes into the weight of what is looked up; a weight on no device, or in pieces, cannot be looked at
+    if scale is None or not alone or module.max_norm is not None or module.weight.is_meta:
+        return False
+    if type(module.weight.data) is not Tensor:
+        return False
+    tokens = torch.arange(min(len(module.weight), 8), device=module.weight.device)[None]
+    with torch.no_grad():
+        vectors = module.weight[tokens]
+        expected = vectors * (scale.to(vectors.dtype) if isinstance(scale, Tensor) else scale)
+        try:
+            found = type(module).forward(module, tokens)
+        except (TypeError, ValueError, IndexError, RuntimeError):  # it wants something else than tokens
+            return False
+    return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.equal(found, expected))
+
+
+def _scale_of(module: nn.Module) -> Any:
+    """Return ``embed_scale``, or None where there is no such number."""
+    scale = getattr(module, "embed_scale", None)
+    is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
+    return scale if is_number else None

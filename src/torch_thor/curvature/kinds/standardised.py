@@ -1,0 +1,112 @@
+"""Weight-standardised convolutions: timm's ``StdConv2d`` and ``ScaledStdConv2d``, and their like in transformers.
+
+They convolve with ``Ŵ_i = c_i (W_i − mean W_i)``, ``c_i = gain_i · scale / √(var W_i + ε)``, for each output channel i.
+The gradient of W is that of Ŵ through the standardisation, with ``n_i`` the unit vector along ``W_i − mean W_i``:
+
+    ∇W_i = c_i (P − n_i n_iᵀ) ∇Ŵ_i        P x = x − mean x
+
+(up to ε). P is the same for all channels and c_i a number of each one, so W has rows of its own: with a patch ``a`` and
+the gradient ``g`` of an output pixel, ``a' = P a`` and ``g'_i = c_i g_i``. What is left out is ``n_i n_iᵀ``, which
+differs from channel to channel and has no Kronecker form. It takes away the direction that changes the length of W_i
+alone, on which the output does not depend: on all others ``F = T · (A' ⊗ G')`` holds as it does for any convolution.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.kinds.convolution import ConvKind
+
+# The packages and classes whose forward is known, by name: none of them is a dependency, and looking imports nothing.
+_CLASSES: Mapping[str, tuple[str, ...]] = {
+    "timm": ("StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame"),
+    "transformers": ("WeightStandardizedConv2d",),
+}
+_SAME_PADDED: Mapping[str, tuple[str, ...]] = {"timm": ("Conv2dSame",)}
+
+
+class StandardisedConvKind(ConvKind):
+    """A convolution with the standardised weight: patches without their mean, gradients times ``c``.
+
+    Biases see ``g`` and not ``g'``, so G is not theirs.
+
+    Args:
+        module: the layer.
+    """
+
+    solves_biases = False
+
+    def __init__(self, module: nn.Conv2d) -> None:
+        super().__init__(module, same=bool(getattr(module, "same_pad", False) or getattr(module, "pad", None)))
+        self.label = _owner_of_forward(module).__name__
+        self._module: Any = module  # eps, gain and scale are the subclasses' own
+
+    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
+        """Add the rows of one pass.
+
+        Args:
+            a: the input factor, changed in place.
+            g: the output factor, changed in place.
+            x: ``(N, C_in, H, W)`` or ``(C_in, H, W)``.
+            grad: ``(N, C_out, H_out, W_out)`` or ``(C_out, H_out, W_out)``.
+            keep: not used.
+
+        Returns:
+            The number of rows.
+        """
+        scales = self._scales(g.blocks.dtype)
+        return super().add_rows_(a, g, x, grad.to(scales.dtype) * scales[:, None, None], keep)
+
+    def _input_samples(self, x: Tensor, sizes: torch.Size) -> Tensor:
+        samples = super()._input_samples(x, sizes)
+        return samples - samples.mean(1, keepdim=True)
+
+    def _scales(self, dtype: torch.dtype) -> Tensor:
+        """Return ``c`` as the weight stands now, ``(C_out,)``."""
+        module = self._module
+        weight = module.weight.detach().to(dtype)
+        scales: Tensor = (weight.flatten(1).var(1, correction=0) + module.eps).rsqrt()
+        gain = getattr(module, "gain", None)
+        return scales if gain is None else scales * gain.detach().to(dtype).flatten() * module.scale
+
+
+def is_standardised(module: nn.Module) -> bool:
+    """Return whether a module is a weight-standardised convolution whose forward is known.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Whether it runs the forward of one of them; a subclass that overrides it again does not.
+    """
+    return _runs_forward_of(module, _CLASSES)
+
+
+def is_same_padded(module: nn.Module) -> bool:
+    """Return whether a module is timm's ``Conv2dSame``: a convolution that pads its input as TensorFlow does.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Whether it runs that forward.
+    """
+    return _runs_forward_of(module, _SAME_PADDED)
+
+
+def _runs_forward_of(module: nn.Module, classes: Mapping[str, tuple[str, ...]]) -> bool:
+    owner = _owner_of_forward(module)
+    known = classes.get(owner.__module__.partition(".")[0], ())
+    return (
+        isinstance(module, nn.Conv2d)
+        and owner.__name__ in known
+        and type(module)._conv_forward is nn.Conv2d._conv_forward
+    )
+
+
+def _owner_of_forward(module: nn.Module) -> type[nn.Module]:
+    """Return the class in which a module's forward is written."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
