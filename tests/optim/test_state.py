@@ -353,22 +353,6 @@ def test_loading_other_factor_shapes_is_refused(features, split_dim):
         THOR(other, split_dim=split_dim).load_state_dict(optimizer.state_dict())
 
 
-def test_momentum_of_an_sgd_checkpoint_is_taken_over():
-    """Changing the optimizer in the middle: momentum goes on, factors come with the next step."""
-    model = build()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    train(model, sgd, STREAM[:3])
-    optimizer = THOR(model, lr=0.05, update_interval=100)
-    optimizer.load_state_dict(sgd.state_dict())
-    assert optimizer.param_groups[0]["damping"] == 0.03
-    for parameter in model.parameters():
-        buffer = optimizer.state[parameter]["momentum_buffer"]
-        assert torch.equal(buffer, sgd.state[parameter]["momentum_buffer"])
-        assert buffer is not sgd.state[parameter]["momentum_buffer"]
-    train(model, optimizer, STREAM[3:5])
-    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
-
-
 def test_load_into_a_running_optimizer_drops_what_was_gathered():
     """Rolling back after a bad epoch: rows gathered before the load belong to nobody."""
     model, twin = build(), build()

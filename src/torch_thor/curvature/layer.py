@@ -20,6 +20,15 @@ from torch_thor.curvature.precision import factor_dtype, ieee_float32
 State = MutableMapping[str, Any]
 
 _NO_CHANGE_YET = -1.0  # a number, because NaN never equals itself and None is no number to a checkpoint
+# the state's numbers at first
+_NUMBERS = {
+    "rows_per_term": 0.0,
+    "refreshes": 0,
+    "stopped": 0,
+    "due": 1,
+    "idle": 0,
+    "last_trace_change": _NO_CHANGE_YET,
+}
 
 
 @dataclass(frozen=True)
@@ -197,6 +206,20 @@ class LayerCurvature:
             kind.groups, kind.outputs, split
         )
 
+    def missing(self) -> list[str]:
+        """Return the entries that a state with some of this layer's lacks.
+
+        Returns:
+            Their keys; none where the state has nothing of this layer yet, or all.
+        """
+        keys = list(_NUMBERS)
+        for key, layout in zip(("A", "G"), self.layouts(), strict=True):
+            for matrix in (key, f"{key}_inverse"):
+                keys += [matrix, f"{matrix}_tail"] if layout.tail else [matrix]
+        absent = [self._prefix + key for key in keys if self._prefix + key not in self.state]
+        # what earlier versions did not keep is made later
+        return [] if len(absent) == len(keys) else [key for key in absent if key != self._prefix + "idle"]
+
     def materialise(self) -> None:
         """Make every entry of the state, so that a checkpoint has the same keys and shapes at any time."""
         if self._prefix + "idle" in self.state:
@@ -210,15 +233,7 @@ class LayerCurvature:
         for key, layout in zip(("A", "G"), self.layouts(), strict=True):
             for matrix in (key, f"{key}_inverse"):
                 self._store(matrix, BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device))
-        fresh = {
-            "rows_per_term": 0.0,
-            "refreshes": 0,
-            "stopped": 0,
-            "due": 1,
-            "idle": 0,
-            "last_trace_change": _NO_CHANGE_YET,
-        }
-        state.update({self._prefix + key: value for key, value in fresh.items()})
+        state.update({self._prefix + key: value for key, value in _NUMBERS.items()})
 
     def _store(self, key: str, matrix: BlockDiagonal) -> None:
         self.state[self._prefix + key] = matrix.blocks

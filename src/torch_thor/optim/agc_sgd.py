@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from torch_thor.optim.agc import ClipStatistics, add_statistics, check_clipping, clip_factors, excluded_from_clipping
+from torch_thor.optim.checkpoint import check_origin
 from torch_thor.optim.checks import check_flags, in_range, require
 from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer
 from torch_thor.optim.units import ROWS, Clippable, UnitLayout, layouts_of
@@ -195,6 +196,10 @@ class AGCSGD(ExcludingOptimizer):
             "give a momentum > 0, and no dampening or dampen_first=True",
         )
 
+    def _check_origin(self, state_dict: dict[str, Any]) -> None:
+        remedy = "It goes on from torch.optim.SGD's or its own: load the model's weights, and let it start anew"
+        check_origin(state_dict, "AGCSGD", ("momentum", "dampening", "nesterov"), remedy)
+
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
         return set() if self.model is None else excluded_from_clipping(self.model, None)
 
@@ -209,10 +214,11 @@ class AGCSGD(ExcludingOptimizer):
         self._layouts.append([layouts.get(id(p), ROWS) for p in self.param_groups[-1]["params"]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; what is not clipped stays as this optimizer was made.
+        """Load a state as a whole, or raise and have changed nothing; what is not clipped stays as it was made.
 
         Args:
-            state_dict: what ``state_dict()`` gave, of this optimizer or of :class:`torch.optim.SGD`.
+            state_dict: what ``state_dict()`` gave, of this optimizer or of :class:`torch.optim.SGD`, whose options mean
+                the same.
         """
         super().load_state_dict(state_dict)
         self._state_is_placeholder = False

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.selection import self_and_parents
-from torch_thor.optim.checkpoint import restore_tensors
+from torch_thor.optim.checkpoint import (
+    as_a_whole,
+    check_moments,
+    complete_groups,
+    hooked_load,
+    options_of,
+    restore_tensors,
+)
 from torch_thor.optim.guards import some
 from torch_thor.optim.parameters import parameters_of
 
@@ -118,6 +125,13 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         """Check the options of a parameter group."""
         raise NotImplementedError
 
+    def _check_origin(self, state_dict: dict[str, Any]) -> None:
+        """Refuse the state dict of an optimizer that this one cannot go on from."""
+        raise NotImplementedError
+
+    def _take_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
+        """Put back options that do not mean the same in the optimizer that was saved."""
+
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
         """Return the ``id`` of those that are treated apart where the user has not said."""
         raise NotImplementedError
@@ -195,17 +209,26 @@ class ExcludingOptimizer(torch.optim.Optimizer):
     # ---- checkpoints and copies --------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; what is treated apart stays as this optimizer was made.
+        """Load a state as a whole, or raise and have changed nothing; what is treated apart stays as it was made.
 
         Args:
             state_dict: what ``state_dict()`` gave. Options that it does not hold stay as they are.
         """
-        kept = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, kept, strict=True):
-            for key, value in own.items():
-                group.setdefault(key, value)
-        restore_tensors(self.state, self.param_groups, state_dict)
+        own = options_of(self.param_groups)
+        with as_a_whole(self):
+            saved = hooked_load(self, super().load_state_dict, state_dict, self._check_origin)
+            for group, kept in zip(self.param_groups, own, strict=True):
+                self._take_options(group, kept)
+            complete_groups(self.param_groups, own)
+            for group in self.param_groups:
+                self._check_group(group)
+            restore_tensors(self.state, self.param_groups, saved)
+            names = {
+                id(p): name
+                for group, names in zip(self.param_groups, self._names, strict=True)
+                for p, name in zip(group["params"], names, strict=True)
+            }
+            check_moments(self.state, self.param_groups, lambda parameter: names[id(parameter)])
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("model", "exclude", "_excluded", "_names")}

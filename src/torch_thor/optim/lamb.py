@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.precision import factor_dtype
+from torch_thor.optim.checkpoint import check_origin
 from torch_thor.optim.checks import check_flags, in_range, require
 from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer
 
@@ -26,7 +27,7 @@ class LAMB(ExcludingOptimizer):
     excluded parameters have neither decay nor ratio: ``x ← x − lr · r``. Gradients are not clipped: where a recipe
     wants that (BERT's: global norm 1), call :func:`torch.nn.utils.clip_grad_norm_` before ``step``.
 
-    State is that of :class:`torch.optim.AdamW` (whose checkpoints load), in float32 under parameters of less precision.
+    State is that of :class:`torch.optim.AdamW` (whose moments load), in float32 under parameters of less precision.
 
     Args:
         params: the model; or parameters, named parameters or parameter groups.
@@ -138,14 +139,24 @@ class LAMB(ExcludingOptimizer):
         for beta in betas:
             in_range("betas", beta, lambda v: 0 <= v < 1, "two numbers in [0, 1)", "use (0.9, 0.999)")
 
+    def _check_origin(self, state_dict: dict[str, Any]) -> None:
+        remedy = "It goes on from torch.optim.AdamW's or its own: load the model's weights, and let it start anew"
+        check_origin(state_dict, "LAMB", ("betas", "eps", "weight_decay"), remedy)
+
+    def _take_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
+        if "amsgrad" in group:  # AdamW's: the betas belong to the moments, the rest to another length of step
+            group.update({key: own[key] for key in ("lr", "eps", "weight_decay")})
+
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
         return {id(p) for p in params if p.dim() <= 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; moments keep float32 under parameters of less precision.
+        """Load a state as a whole, or raise and have changed nothing; moments are float32 at least.
 
         Args:
-            state_dict: what ``state_dict()`` gave, of this optimizer or of :class:`torch.optim.AdamW`.
+            state_dict: what ``state_dict()`` gave, of this optimizer or of :class:`torch.optim.AdamW`. Of the latter
+                moments and betas are taken over; ``lr``, ``eps`` and ``weight_decay``, which mean another thing to
+                LAMB, stay as they are.
         """
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():

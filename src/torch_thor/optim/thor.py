@@ -27,7 +27,16 @@ from torch_thor.distributed.statistics import pool
 from torch_thor.optim import clock
 from torch_thor.optim.auto_split import AutoSplit, block_size
 from torch_thor.optim.candidates import candidates_of
-from torch_thor.optim.checkpoint import check_factors, restore_tensors
+from torch_thor.optim.checkpoint import (
+    as_a_whole,
+    check_factors,
+    check_moments,
+    check_thors,
+    complete_groups,
+    hooked_load,
+    options_of,
+    restore_tensors,
+)
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.guards import (
     check_row_mask,
@@ -520,29 +529,34 @@ class THOR(torch.optim.Optimizer):
         return {**state_dict, "param_groups": [clock.plain(group) for group in state_dict["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; factors, inverses and momentum keep the dtype they were saved in.
+        """Load a state as a whole, or raise and have changed nothing; tensors take the dtype that the model asks for.
 
         Args:
-            state_dict: what ``state_dict()`` gave. Options that it does not hold (those that an SGD checkpoint lacks)
-                stay as they are. So does ``update_interval`` where it is a function, here or in the run that was saved:
-                functions are the program's. Schedules of :mod:`torch_thor.intervals` are loaded like any option.
+            state_dict: what ``state_dict()`` of a THOR gave, this version's or an earlier one's: options that it does
+                not hold stay as they are. So does ``update_interval`` where it is a function, here or in the run that
+                was saved: functions are the program's. Schedules of :mod:`torch_thor.intervals` are loaded like any
+                option.
 
         Raises:
-            ValueError: it has other groups or parameters, factors of other shapes, or an unknown schedule.
+            ValueError: it is another optimizer's, has other groups or parameters, tensors of other shapes, NaN or inf,
+                an option that is out of range, or an unknown schedule.
         """
-        kept = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        pairs = zip(state_dict["param_groups"], kept, strict=False)  # the base class says what is wrong with the number
-        intervals = [clock.loaded_interval(saved, own["update_interval"]) for saved, own in pairs]
-        super().load_state_dict(state_dict)
-        for group, own, interval in zip(self.param_groups, kept, intervals, strict=True):
-            for key, value in own.items():
-                group.setdefault(key, value)
-            group["update_interval"] = interval
-        restore_tensors(self.state, self.param_groups, state_dict)
-        self._index.update(self.param_groups, self.state)
+        own = options_of(self.param_groups)
+        try:
+            with as_a_whole(self):
+                saved = hooked_load(self, super().load_state_dict, state_dict, check_thors)
+                complete_groups(self.param_groups, own)
+                for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
+                    group["update_interval"] = clock.loaded_interval(given, kept["update_interval"])
+                    check_scaling([group], self.scaling)
+                    check_group(group)
+                restore_tensors(self.state, self.param_groups, saved)
+                self._index.update(self.param_groups, self.state)
+                check_factors(self._layers.values())
+                check_moments(self.state, self.param_groups, self._index.name)
+        finally:
+            self._index.update(self.param_groups, self.state)
         self._capture.discard()
-        check_scaling(self.param_groups, self.scaling)
-        check_factors(self._layers.values())
         self._arm()
 
     def __getstate__(self) -> dict[str, Any]:
