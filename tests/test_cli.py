@@ -56,6 +56,9 @@ def test_list_names_the_recipes(run):
     assert code == 0
     assert "digits" in out
     assert "fashion-mnist" in out
+    # and the keys, as the documentation and the messages about unknown ones say
+    for key in ("ema_decay", "max_broken", "horizon_epochs", "clip_factor", "trace_thresholds"):
+        assert f"│ {key} " in out
 
 
 @pytest.mark.parametrize(("words", "said"), [(["train"], "--resume"), (["eval"], "RUN_OR_CHECKPOINT"), ([], "train")])

@@ -79,7 +79,7 @@ def train(
         bool,
         typer.Option("--profile", help="Profile a few steps, a refresh among them, into OPTIMIZER/profile/; go on."),
     ] = False,
-    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and their keys, and stop.")] = False,
 ) -> None:
     """Train a recipe and compare its optimizers.
 
@@ -89,13 +89,14 @@ def train(
         resume: Go on with the run in the folder.
         overwrite: Throw away the run in the folder.
         profile: Profile a few steps of each optimizer.
-        list_recipes: List the recipes instead.
+        list_recipes: List the recipes and their keys instead.
 
     Raises:
         UserError: If more than one recipe is named.
         StoppedError: If a signal stopped the training.
     """
     from torch_thor.training.experiment import run_recipe
+    from torch_thor.training.keys import key_tables
     from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, override, recipe_list
     from torch_thor.training.runfolder import RunFolder
 
@@ -104,6 +105,8 @@ def train(
         for row in recipe_list():
             table.add_row(*row)
         Console().print(table)
+        for keys in key_tables():
+            Console().print(keys)
         return
     names = [word for word in words or [] if "=" not in word]
     if len(names) > 1:
