@@ -25,9 +25,9 @@ from torch_thor.training.plan import Plan
 
 DEFAULT_RECIPE = "digits"
 # What a resumed run may change: where data lie and how they are read, when a run ends, what is written and when. A key
-# with a dot at its end means all inside. None of them changes what a step computes.
+# with a dot at its end means all inside. None of them changes what a step computes; `lengthening` checks the epochs.
 FREE_ON_RESUME = (
-    "about", "reaches", "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
+    "about", "reaches", "epochs", "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
     "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best", "log_interval",
 )  # fmt: skip
 WHOLE_SETTINGS = {"update_interval", "trace_thresholds", "decay_filter"}  # THOR's, which are of more than one type

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_thor.training.errors import UserError, require
+from torch_thor.training.lengthening import check_epochs
 from torch_thor.training.optimizers import OPTIMIZERS
 from torch_thor.training.recipe import FREE_ON_RESUME, Recipe, differences, parse_recipe, recipe_yaml
 
@@ -145,6 +146,8 @@ class RunFolder:
             f"{self.path} holds a run already: go on with --resume, choose another folder with --out, "
             "or throw it away with --overwrite",
         )
+        if resume:
+            check_epochs(stored, recipe)
         changed = differences(stored, recipe, but=FREE_ON_RESUME)
         require(
             overwrite or not changed,

@@ -67,6 +67,7 @@ FALLS: dict[str, Callable[[ScheduleSpec, Moment], float]] = {  # from 1 to 0, pu
     "cosine": lambda spec, at: (1.0 + math.cos(math.pi * at.progress)) / 2.0,
     "polynomial": lambda spec, at: (1.0 - at.progress) ** spec.power,
 }
+BOUNDED = (*FALLS, "thor-lr")  # those that have a horizon
 SHAPES: dict[str, Callable[[ScheduleSpec, Moment], float]] = {
     "constant": lambda spec, at: 1.0,
     **FALLS,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from torch_thor.training.errors import require
-from torch_thor.training.schedules.curves import SHAPES
+from torch_thor.training.schedules.curves import BOUNDED, SHAPES
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ class ScheduleSpec:
                 value is None or 0 < value < math.inf,
                 f"{name}={value} must be above 0; null is the length of the training",
             )
+
+    @property
+    def ends_with_training(self) -> bool:
+        """Whether the length of the training is part of the formula."""
+        return self.kind in BOUNDED and self.horizon_epochs is None and self.horizon_steps is None
 
     def horizon(self, steps_per_epoch: int, total_steps: int) -> float:
         """Where the schedule ends.

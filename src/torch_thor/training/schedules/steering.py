@@ -3,7 +3,7 @@
 import torch
 
 from torch_thor.training.errors import require
-from torch_thor.training.schedules.curves import FALLS, factor
+from torch_thor.training.schedules.curves import BOUNDED, FALLS, factor
 from torch_thor.training.schedules.spec import ScheduleSpec
 
 
@@ -58,9 +58,8 @@ def check(
     horizon, field, training = spec.horizon_epochs, "horizon_epochs", f"{epochs:g} epochs"
     if spec.horizon_steps is not None:
         horizon, field, training = spec.horizon_steps, "horizon_steps", f"{total_steps} steps"
-    bounded = spec.kind in FALLS or spec.kind == "thor-lr"
     require(
-        not bounded or spec.horizon(steps_per_epoch, total_steps) >= total_steps,
+        spec.kind not in BOUNDED or spec.horizon(steps_per_epoch, total_steps) >= total_steps,
         f"{name}.{field}={horizon} is shorter than the training ({training}), and {key} would be 0 or no number "
         f"after it: raise it to that or more, or lower epochs",
     )
