@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from torch_thor.curvature.calls import module_calls
+
 # kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its input
 CONVOLUTIONS = {
     "plain": ({"kernel_size": 3}, (5, 5)),
@@ -102,3 +104,9 @@ def assert_same_bits(left, right):
     for name, value in left.items():
         assert value.dtype == right[name].dtype, name
         assert torch.equal(value, right[name]), f"{name} differs by {(value - right[name]).abs().max()}"
+
+
+def listened_to(model):
+    """Names of the modules whose calls some optimizer hears."""
+    heard = {listener for _, listeners in module_calls._heard.values() for listener in listeners}
+    return {name for name, module in model.named_modules() if id(module) in heard}

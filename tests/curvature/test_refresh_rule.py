@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same_bits, batches, mlp, train, weights
+from tiny import assert_same_bits, batches, listened_to, mlp, train, weights
 from torch_thor import THOR
+from torch_thor.curvature.calls import module_calls
 from torch_thor.curvature.capture import Capture
 from torch_thor.curvature.refresh import Decision, RefreshEvent, decide, trace_change
-from torch_thor.curvature.sources import inert_hook
 
 STREAM = batches(10)
 STOP_AT_ONCE = (1e9, 1e8)  # Δ is never above ω1, and always below ω2
@@ -141,12 +141,6 @@ def test_what_told_nothing_tells_nothing():
 # ----------------------------------------------------------------------------- what a stopped layer costs
 
 
-def hooked(model, names=("0", "2", "4")):
-    """The layers that have a forward hook which is not one of a copy."""
-    modules = {name: model.get_submodule(name) for name in names}
-    return {name for name, m in modules.items() if any(hook is not inert_hook for hook in m._forward_hooks.values())}
-
-
 def stopping(model, *names):
     """THOR that stops the named layers at their second refresh."""
     groups = [
@@ -174,14 +168,14 @@ def test_a_stopped_layer_has_no_hook_when_others_refresh(names, left):
     model = mlp()
     optimizer = stopping(model, *names)
     train(model, optimizer, STREAM[:2])
-    assert hooked(model) == {"0", "2", "4"}  # the step to come decides
+    assert listened_to(model) == {"0", "2", "4"}  # the step to come decides
     train(model, optimizer, STREAM[2:3])
     assert {name for name, layer in optimizer.curvature.items() if layer.stopped} == set(names)
-    assert hooked(model) == set()
+    assert listened_to(model) == set()
     train(model, optimizer, STREAM[3:4])
-    assert hooked(model) == left
+    assert listened_to(model) == left
     train(model, optimizer, STREAM[4:])
-    assert hooked(model) == left
+    assert listened_to(model) == left
 
 
 @pytest.mark.parametrize("names", [("2",), ("0", "2"), ("0", "2", "4")])
@@ -189,18 +183,17 @@ def test_without_hooks_the_bits_are_the_same(names, monkeypatch):
     model, twin = mlp(), mlp()
     twin.load_state_dict(model.state_dict())
     train(model, stopping(model, *names), STREAM)
-    assert len(hooked(model)) < 3
+    assert len(listened_to(model)) < 3
     attach = Capture.attach
 
     def hooks_everywhere(self):
         attach(self)
-        for source in self._sources:
-            source.attach(self, True)
+        module_calls.listen(self, self._sources)
 
     monkeypatch.setattr(Capture, "attach", hooks_everywhere)
     other = stopping(twin, *names)
     train(twin, other, STREAM)
-    assert hooked(twin) == {"0", "2", "4"}  # else nothing was compared
+    assert listened_to(twin) == {"0", "2", "4"}  # else nothing was compared
     assert other.curvature["2"].stopped
     assert_same_bits(weights(model), weights(twin))
 
@@ -212,7 +205,9 @@ def test_a_stopped_layer_gathers_nothing(monkeypatch):
     gathered = []
     for name, layer in optimizer.curvature.items():
         gather = layer.gather
-        monkeypatch.setattr(layer, "gather", lambda *a, name=name, gather=gather: (gathered.append(name), gather(*a)))
+        monkeypatch.setattr(
+            layer, "gather", lambda *a, name=name, gather=gather, **k: (gathered.append(name), gather(*a, **k))
+        )
     train(model, optimizer, STREAM[4:])
     assert gathered == ["4", "4", "4"]  # steps 4, 6 and 8
 
@@ -223,14 +218,14 @@ def test_loading_a_stopped_state_takes_the_hooks_off_and_an_older_one_puts_them_
     train(model, optimizer, STREAM[:2])
     early = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, STREAM[2:4])
-    assert hooked(fresh) == {"0", "2", "4"}
+    assert listened_to(fresh) == {"0", "2", "4"}
     other.load_state_dict(optimizer.state_dict())
-    assert hooked(fresh) == set()
+    assert listened_to(fresh) == set()
     other.load_state_dict(early)
-    assert hooked(fresh) == {"0", "2", "4"}
+    assert listened_to(fresh) == {"0", "2", "4"}
     train(fresh, other, STREAM[2:4])
     assert [layer.stopped for layer in other.curvature.values()] == [True, True, True]
-    assert hooked(fresh) == set()
+    assert listened_to(fresh) == set()
 
 
 def test_after_loading_every_layer_counts_until_the_first_is_known():
@@ -240,10 +235,10 @@ def test_after_loading_every_layer_counts_until_the_first_is_known():
     train(model, optimizer, STREAM[:4])
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())
-    assert hooked(fresh) == {"0", "2", "4"}
+    assert listened_to(fresh) == {"0", "2", "4"}
     train(fresh, other, STREAM[4:6])
     train(model, optimizer, STREAM[4:6])
-    assert hooked(fresh) == hooked(model) == {"0", "4"}
+    assert listened_to(fresh) == listened_to(model) == {"0", "4"}
     assert_same_bits(weights(fresh), weights(model))
 
 
@@ -252,7 +247,7 @@ def test_copies_of_stopped_optimizers_have_no_hooks():
     optimizer = stopping(model, "0", "2", "4")
     train(model, optimizer, STREAM[:4])
     twin, other = copy.deepcopy((model, optimizer))
-    assert hooked(twin) == set()
+    assert listened_to(twin) == set()
     train(model, optimizer, STREAM[4:])
     train(twin, other, STREAM[4:])
     assert_same_bits(weights(model), weights(twin))

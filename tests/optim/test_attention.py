@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from tiny import assert_same_bits, weights
+from tiny import assert_same_bits, listened_to, weights
 from torch_thor import THOR
 
 E, HEADS, N, L = 8, 2, 3, 4
@@ -99,8 +99,7 @@ def test_hooks_are_there_on_refresh_steps_only():
     optimizer = THOR(model, update_interval=3)
     x = torch.randn(N, L, E)
     for step in range(7):
-        assert bool(model.attention._forward_pre_hooks) == (step % 3 == 0)
-        assert bool(model.attention._forward_hooks) == (step % 3 == 0)
+        assert ("attention" in listened_to(model)) == (step % 3 == 0)
         model(x)[0].square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -281,7 +280,7 @@ def uses_fast_path(layer, x, monkeypatch):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_layer_evaluates_alike_with_and_without(norm_first, monkeypatch):
-    """The fused kernel on ordinary steps; on refresh steps torch takes the slow way, because hooks are there."""
+    """The fused kernel also on refresh steps: torch takes the slow way where a module has hooks, and it has none."""
     layer = encoder(norm_first)
     bare = copy.deepcopy(layer)
     optimizer = THOR(layer, lr=0.0, update_interval=2, trace_thresholds=(0.0, 0.0))
@@ -292,7 +291,7 @@ def test_encoder_layer_evaluates_alike_with_and_without(norm_first, monkeypatch)
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 torch.testing.assert_close(layer(x), bare(x), rtol=1e-5, atol=1e-6)
-                assert uses_fast_path(layer, x, monkeypatch) == (step % 2 == 1)
+                assert uses_fast_path(layer, x, monkeypatch)
                 assert uses_fast_path(bare, x, monkeypatch)
         for one in (layer, bare):
             one.train()

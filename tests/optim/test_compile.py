@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
+from tiny import listened_to
 from torch_thor import THOR
 from torch_thor.curvature.eager import eager_window
 
@@ -33,8 +35,8 @@ def fresh_compiler():
     """Nothing compiled, and no optimizer of another test (one that failed keeps its locals) that waits."""
     torch._dynamo.reset()
     gc.collect()
-    for waiting in list(eager_window._holders):
-        eager_window.hold(waiting, False)
+    for waiting in [reference() for reference in eager_window._holders.values()]:
+        waiting.remove()
     yield
     torch._dynamo.reset()
 
@@ -118,7 +120,7 @@ def test_inductor_has_no_hook_of_ours():
     optimizer = THOR(model, update_interval=100)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     train(compiled, optimizer)
-    assert all(not module._forward_hooks for name, module in model.named_modules() if name != "unused")
+    assert not listened_to(model)
 
 
 def test_the_compiler_is_left_alone_between_refreshes():
@@ -156,6 +158,71 @@ def test_the_users_stance_comes_back():
         functional.cross_entropy(model(x), labels).backward()
         optimizer.step()
         assert stance() == "eager_on_recompile"
+
+
+@pytest.mark.parametrize("leaves", ["before the step", "after the step"])
+def test_a_stance_that_is_entered_while_thor_waits(leaves):
+    """It holds inside its context, and what held before it, once the step is done."""
+    model = Model()
+    optimizer = THOR(model, update_interval=100)
+    assert stance() == "force_eager"
+    x, labels = stream(1)[0]
+    with torch.compiler.set_stance("eager_on_recompile"):
+        functional.cross_entropy(model(x), labels).backward()
+        if leaves == "after the step":
+            optimizer.step()
+            assert stance() == "eager_on_recompile"
+    if leaves == "before the step":
+        assert stance() == "force_eager"
+        optimizer.step()
+    assert stance() == "default"
+
+
+def test_a_stance_that_is_set_while_thor_waits_stays():
+    model = Model()
+    optimizer = THOR(model, update_interval=2)
+    torch.compiler.set_stance("eager_on_recompile")
+    try:
+        seen = []
+        for x, labels in stream(4):
+            functional.cross_entropy(model(x), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(stance())
+        assert seen == ["eager_on_recompile", "force_eager"] * 2
+    finally:
+        del optimizer
+        gc.collect()
+        torch.compiler.set_stance("default")
+
+
+def test_a_stance_whose_context_ends_while_thor_waits_is_over():
+    model = Model()
+    with torch.compiler.set_stance("eager_on_recompile"):
+        optimizer = THOR(model, update_interval=100)
+    x, labels = stream(1)[0]
+    functional.cross_entropy(model(x), labels).backward()
+    optimizer.step()
+    assert stance() == "default"
+
+
+def test_compiled_models_run_without_a_warning_while_thor_waits():
+    """Torch warns of global hooks on each call of a compiled model; ours are no matter of its user."""
+    model = Model()
+    compiled = torch.compile(model, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = list(warnings.filters)
+        optimizer = THOR(model, update_interval=2)
+        for x, labels in stream(4):
+            functional.cross_entropy(compiled(x), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert warnings.filters != before  # the next step refreshes
+        del optimizer
+        gc.collect()
+        assert warnings.filters == before
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 def test_a_layer_that_is_used_late_is_refreshed_when_it_is():

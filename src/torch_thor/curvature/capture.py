@@ -1,24 +1,23 @@
-"""Where rows come from: on refresh steps a forward hook a layer, which hangs a hook on the gradient of its output.
+"""Where rows come from: on refresh steps each layer's call is heard, which hangs a hook on the gradient of its output.
 
 Between refreshes there is no hook at all. On a refresh step the output's hook gets both rows at once: so an evaluation
 pass, a pass whose loss is never differentiated, and the first of the two passes of activation checkpointing leave
 nothing behind, and the input is kept alive no longer than autograd keeps it anyway.
 """
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
+from torch_thor.curvature.calls import module_calls
 from torch_thor.curvature.eager import eager_window
-from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.kinds import Kind, ProjectionKind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.sources import Source, remove
+from torch_thor.curvature.sources import Source
+from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
 
 
 class Capture:
@@ -29,25 +28,40 @@ class Capture:
     """
 
     def __init__(self, sources: Sequence[Source] = ()) -> None:
-        self._sources = list(sources)
-        self._layers = list(dict.fromkeys(layer for source in sources for layer in source.layers))
-        self._order = itertools.count()
-        # backward pass -> (order of its first layer in the forward pass, leading dimension of that layer's input)
-        self._terms: dict[int, tuple[int, int]] = {}
+        self._passes: dict[int, Pass] = {}  # by backward pass
         self._parents: dict[int, int] = {}
-        self._first: LayerCurvature | None = None  # the layer that the model's forward pass reaches first
+        self._generation = 0  # of what is gathered: a pass that has been forgotten may go through its graph again
         self.row_mask: Tensor | None = None
         self.mask_taken = False  # whether some layer's rows have been of the shape of the mask
         self.inside_transform: set[str] = set()  # layers that ran under torch.func, where no hook sees a gradient
-        for source in sources:
-            source.clean()
-        # handles alone: what a finalizer holds lives on, and a source leads to the optimizer
-        weakref.finalize(self, _remove, [source.handles for source in sources])
+        self.follow(sources)
+
+    def follow(self, sources: Sequence[Source]) -> None:
+        """Gather from other modules from now on; what has been gathered stays.
+
+        Args:
+            sources: the modules whose calls give rows, and the layers they give them to.
+        """
+        self._sources = list(sources)
+        self._layers = list(dict.fromkeys(layer for source in sources for layer in source.layers))
+        self._first: LayerCurvature | None = None  # the layer nearest to the input that knows N
 
     @property
     def loss_terms(self) -> int:
-        """N of the backward passes since the last :meth:`discard`: the leading dimension of each one's first layer."""
-        return sum(count for _, count in self._terms.values())
+        """N of the backward passes since the last :meth:`discard` (:mod:`torch_thor.curvature.terms`)."""
+        return terms_of_step(self._passes.values())
+
+    @property
+    def doubtful_terms(self) -> tuple[int, int] | None:
+        """N of a backward pass and what its last layer saw, where that is another number; None if all is well.
+
+        Only while all layers count: those that are left when others have stopped say less.
+        """
+        for one in self._passes.values() if self._first is None else ():
+            terms = terms_of(one.calls)
+            if terms.number != terms.last:
+                return terms.number, terms.last
+        return None
 
     @property
     def watching(self) -> bool:
@@ -55,11 +69,10 @@ class Capture:
         return any(layer.watched for layer in self._layers)
 
     def attach(self) -> None:
-        """Put hooks where statistics are wanted, and take them off everywhere else.
+        """Listen where statistics are wanted, and nowhere else.
 
-        Loss terms are counted where some layers want statistics and the first layer does not: its leading dimension
-        stands for the whole model's, also when it has stopped or has an interval of its own. To be called when layers
-        were armed or disarmed.
+        Loss terms are counted where some layers want statistics and the first layer does not: it stands for the whole
+        model, also when it has stopped or has an interval of its own. To be called when layers were armed or disarmed.
         """
         for layer in self._layers:
             # a layer that no loss has reached keeps nobody from running compiled
@@ -67,10 +80,15 @@ class Capture:
         wanted = self.watching
         for layer in self._layers:
             layer.counts = wanted and self._first in (None, layer)
-        for source in self._sources:
-            of_use = (layer.counts or (layer.armed and layer.weight.requires_grad) for layer in source.layers)
-            source.attach(self, wanted and any(of_use))
+        module_calls.listen(self, self._of_use() if wanted else ())
         eager_window.hold(self, wanted)
+
+    def _of_use(self) -> list[Source]:
+        return [
+            source
+            for source in self._sources
+            if any(layer.counts or (layer.armed and layer.weight.requires_grad) for layer in source.layers)
+        ]
 
     def notice_reached(self) -> None:
         """Watch from the next step on, loss terms with them, the layers that no loss had reached until this step."""
@@ -80,16 +98,18 @@ class Capture:
 
     def discard(self) -> None:
         """Forget what has been gathered, as a step that is not taken must."""
-        self._terms.clear()
+        self._remember_first()
+        self._passes.clear()
         self._parents.clear()
+        self._generation += 1
         self.inside_transform.clear()
         self.mask_taken = False
         for layer in self._layers:
             layer.forget()
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
-        _remove([source.handles for source in self._sources])
+        """Listen no more."""
+        module_calls.listen(self, ())
         eager_window.hold(self, False)
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
@@ -111,14 +131,15 @@ class Capture:
         weight = getattr(layer.weight_piece.module, layer.weight_piece.attribute)
         if not weight.requires_grad:  # frozen
             return
-        order = next(self._order)
         outer = _running_backward()  # a forward pass inside a backward pass: activation checkpointing
         x = x.detach()  # shares storage and version counter
         version = x._version
         weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
         mask = self.row_mask
+        delivered = -1  # the generation in which this call's gradient has come before
 
         def on_gradient(g: Tensor) -> None:
+            nonlocal delivered
             if not (layer.armed or layer.counts):
                 return
             if weight_node is not None and not _accumulates(weight_node):
@@ -128,27 +149,52 @@ class Capture:
                     f"the input of layer {layer.name!r} was changed in place between forward and backward, so its "
                     f"statistics would be wrong; make the operation that follows the layer's input out of place"
                 )
-            self._count(layer, order, kind.loss_terms(x), outer)
+            into = self._pass(outer)
+            again, delivered = delivered == self._generation, self._generation
+            into.repeated |= again
+            into.calls.append(_call(layer, kind, x))
             if layer.armed:
                 keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
                 self.mask_taken |= keep is not None
-                layer.gather(kind, x, g, keep)
+                layer.gather(kind, x, g, keep, again=again)
 
         output.register_hook(on_gradient)
 
-    def _count(self, layer: LayerCurvature, order: int, terms: int, outer: int) -> None:
+    def _pass(self, outer: int) -> Pass:
+        """Return the backward pass that is running, and forget the ones whose gradients have been dropped."""
         current = _running_backward()
         if outer >= 0 and outer != current:  # a nested backward pass belongs to the one that started it
             self._parents[current] = outer
         while current in self._parents:
             current = self._parents[current]
-        # A second pass before the step. Were the gradients of the first one dropped, without optimizer.zero_grad()?
-        if current not in self._terms and layer.seen and not layer.has_gradient():
-            self.discard()
-        first = self._terms.get(current)
-        if first is None or order < first[0]:
-            self._terms[current] = (order, terms)
-            self._first = layer
+        if current not in self._passes:
+            # A second pass before the step. Were the gradients of the first one dropped, without optimizer.zero_grad()?
+            if self._passes and self._dropped():
+                self.discard()
+            self._passes[current] = Pass()
+        return self._passes[current]
+
+    def _dropped(self) -> bool:
+        """Return whether no gradient is left of the passes so far.
+
+        One layer does not tell: its gradient is zero where a gain behind it is, or where a whole micro-batch is masked.
+        Zeros in all layers are dropped gradients where the rows had others (``model.zero_grad(set_to_none=False)``).
+        """
+        seen = [layer for layer in self._layers if layer.seen]
+        if any(layer.has_gradient() for layer in seen):
+            return False
+        return all(layer.weight.grad is None for layer in seen) or any(layer.has_rows_with_gradient() for layer in seen)
+
+    def _remember_first(self) -> None:
+        for one in self._passes.values():
+            if one.calls:
+                self._first = terms_of(one.calls).first
+
+
+def _call(layer: LayerCurvature, kind: Kind, x: Tensor) -> Call:
+    dims = tuple(kind.row_shape(x))
+    certain = not dims or isinstance(kind, ProjectionKind)  # rows that are patches are those of a convolution
+    return Call(layer, kind.loss_terms(x), dims, certain, kind.diagonal_input)
 
 
 def _running_backward() -> int:
@@ -162,8 +208,3 @@ def _accumulates(weight_node: Node) -> bool:
         return bool(torch._C._will_engine_execute_node(weight_node))
     except RuntimeError:  # what it says of a leaf under torch.autograd.grad, which fills no .grad
         return False
-
-
-def _remove(handles: list[list[RemovableHandle]]) -> None:
-    for of_source in handles:
-        remove(of_source)

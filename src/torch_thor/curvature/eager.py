@@ -5,7 +5,10 @@ stays as it is, with no hook of ours, no graph break and nothing to recompile, a
 without it.
 """
 
+import sys
 import weakref
+from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -14,8 +17,9 @@ class EagerWindow:
     """The time during which compiled code is not used, for all optimizers of the process together."""
 
     def __init__(self) -> None:
-        self._holders: weakref.WeakSet[object] = weakref.WeakSet()
-        self._before: object | None = None
+        self._holders: dict[int, weakref.ref[object]] = {}  # by identity; weak, so that holding keeps nobody alive
+        self._ours: Any = None  # the stance that was set here
+        self._before: Any = None  # what to go back to
 
     def hold(self, holder: object, wanted: bool) -> None:
         """Open the window for a holder, or close it.
@@ -24,22 +28,49 @@ class EagerWindow:
             holder: whoever wants statistics; one that is dropped wants none.
             wanted: whether it wants them now.
         """
-        if wanted:
-            if holder not in self._holders:
-                self._holders.add(holder)
-                weakref.finalize(holder, self._settle)
-        else:
-            self._holders.discard(holder)
+        key = id(holder)
+        if not wanted:
+            self._holders.pop(key, None)
+        elif key not in self._holders:
+
+            def dropped(reference: weakref.ref[object]) -> None:
+                if not sys.is_finalizing() and self._holders.get(key) is reference:
+                    del self._holders[key]
+                    self._settle()
+
+            self._holders[key] = weakref.ref(holder, dropped)
         self._settle()
 
     def _settle(self) -> None:
-        held = any(True for _ in self._holders)  # its length counts one that is just being dropped
-        if held and self._before is None:
-            self._before = torch.compiler.set_stance("force_eager")
-        elif not held and self._before is not None:
-            # leaving the context puts back what was there before, be it the user's own stance
-            self._before.__exit__(None, None, None)  # type: ignore[attr-defined]
-            self._before = None
+        if self._holders:
+            self._open()
+        elif self._ours is not None:
+            self._close()
+
+    def _open(self) -> None:
+        from torch._dynamo import eval_frame
+
+        if self._ours is not None and eval_frame._stance is self._ours:
+            return
+        # also where the user has set a stance since: it holds again once statistics are no longer waited for
+        if self._ours is not None:
+            self._retire()
+        self._before = eval_frame._stance
+        torch.compiler.set_stance("force_eager")
+        self._ours = eval_frame._stance
+
+    def _close(self) -> None:
+        from torch._dynamo import eval_frame
+
+        if eval_frame._stance is self._ours:  # else the user has set another one since, and it stays
+            eval_frame._set_stance(self._before)
+        self._retire()
+        self._ours = self._before = None
+
+    def _retire(self) -> None:
+        """Have our stance mean what held before it: a context that was entered under it puts it back on leaving."""
+        for field in fields(self._before):
+            setattr(self._ours, field.name, getattr(self._before, field.name))
 
 
 eager_window = EagerWindow()

@@ -287,20 +287,30 @@ class LayerCurvature:
     # ---- fresh statistics ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None) -> None:
+    def gather(self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None, *, again: bool = False) -> None:
         """Add the rows of one forward and backward pass through the layer.
+
+        The rows of a call that has given its rows before are no new ones: what a second loss of the same forward pass
+        adds to G is its own second moment, as that of an independent loss.
 
         Args:
             kind: the geometry of the module that ran: where modules share the weight, each has its own.
             x: its input.
             g: the gradient of the loss with respect to its output, as autograd gives it.
             keep: which rows count, of the leading dimensions of ``x``; None for all.
+            again: whether this call has given its rows before.
         """
         self.seen = True
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
         with ieee_float32(x.device.type):
-            self.rows += kind.add_rows_(*self.sums(), x.detach(), g.detach(), keep)
+            a, g_sum = self.sums()
+            if again:
+                kind.add_rows_(
+                    a.with_parts([torch.zeros_like(p) for p in a.parts()]), g_sum, x.detach(), g.detach(), keep
+                )
+            else:
+                self.rows += kind.add_rows_(a, g_sum, x.detach(), g.detach(), keep)
 
     def sums(self) -> tuple[BlockDiagonal, BlockDiagonal]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far; what is added to them counts.
@@ -351,6 +361,14 @@ class LayerCurvature:
         if gradient is None:
             return False
         return bool((gradient._values() if gradient.is_sparse else self.weight_piece.of(gradient)).any())
+
+    def has_rows_with_gradient(self) -> bool:
+        """Return whether some row of this step so far has a gradient that is not zero.
+
+        Returns:
+            Whether there is one (a wait for the device).
+        """
+        return self._sums is not None and any(bool(part.any()) for part in self._sums[1].parts())
 
     def gathered(self) -> tuple[BlockDiagonal, BlockDiagonal] | None:
         """Return the sums ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far.

@@ -36,7 +36,7 @@ class Layer:
     biases: list[Piece] = field(default_factory=list)
     prefix: str = ""
     modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    attention: tuple[nn.Module, str] | None = None
+    attention: tuple[nn.MultiheadAttention, str] | None = None
 
     @property
     def module(self) -> nn.Module:

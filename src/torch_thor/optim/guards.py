@@ -139,6 +139,23 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> No
     )
 
 
+def doubtful_terms_message(number: int, last: int) -> str:
+    """Return the text of the warning for a number of loss terms that the layers do not agree on.
+
+    Args:
+        number: N, as taken from a backward pass.
+        last: what the layer nearest to the loss saw.
+
+    Returns:
+        The message.
+    """
+    return (
+        f"THOR takes N = {number} for the number of loss terms of a backward pass, from the leading dimension of the "
+        f"layers' inputs, while the last layer's input has {last}. If the loss averages over another number (predicted "
+        f"tokens, groups of rows), set loss_terms; loss_terms={number} confirms this one"
+    )
+
+
 def nonfinite_message(step: int, names: Sequence[str]) -> str:
     """Return the text of the error for a step that is refused.
 

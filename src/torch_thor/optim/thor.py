@@ -41,6 +41,7 @@ from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.guards import (
     check_row_mask,
     check_statistics,
+    doubtful_terms_message,
     largest_gradient,
     nonfinite_message,
     nonfinite_names,
@@ -124,7 +125,7 @@ class THOR(torch.optim.Optimizer):
             on every layer and task; decoupled weight decay; AdamW for what is no matrix
             (:mod:`torch_thor.optim.spectral`). λ is then relative to the mean diagonal of each factor.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
-            callable that returns it, or None for the leading dimension of the input of the first layer in each backward
+            callable that returns it, or None for the number of samples (leading dimension of the inputs) in each backward
             pass, summed over the passes of a step. Give it where that is not what the loss averages over (tokens,
             padding); ``optimizer.loss_terms = n`` may be set any time before ``step``.
         skip: layers to leave to SGD with momentum: names or patterns as :mod:`fnmatch` has them (a module's name means
@@ -378,6 +379,8 @@ class THOR(torch.optim.Optimizer):
             return Reading(skipped=True)
         given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
         terms = self._capture.loss_terms if given is None else check_loss_terms(given)
+        if given is None and self._capture.doubtful_terms:
+            self._warn(doubtful_terms_message(*self._capture.doubtful_terms))
         captured = scale.of_outputs() if any(layer.rows for layer in self._layers.values()) else 1.0
         refreshes = clock.next_refreshes(self.param_groups)
         scale.unscale_(gradient for _, _, gradient in with_gradient(self.param_groups))
@@ -429,17 +432,22 @@ class THOR(torch.optim.Optimizer):
 
     def _report(self, layer: LayerCurvature, what: str) -> None:
         """Warn, once a layer and kind of trouble."""
-        if (layer.name, what) not in self._reported:
-            self._reported.add((layer.name, what))
-            step = self._index.group(layer.weight)["step"]
-            warnings.warn(f"THOR, step {step}, layer {layer.name!r}: {what}", RuntimeWarning, stacklevel=2)
+        step = self._index.group(layer.weight)["step"]
+        self._warn(f"THOR, step {step}, layer {layer.name!r}: {what}", (layer.name, what))
+
+    def _warn(self, message: str, once: Any = None) -> None:
+        """Warn, once a message, or once of what it is about."""
+        once = message if once is None else once
+        if once not in self._reported:
+            self._reported.add(once)
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     # ---- bookkeeping --------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         self._layers: dict[str, LayerCurvature] = {}
         self._covered: list[Covered] = []
-        self._reported: set[tuple[str, str]] = set()
+        self._reported: set[Any] = set()
         self._last_refresh = ()
         self._capture = Capture()
         self._index = ParameterIndex(self.model)
@@ -477,10 +485,7 @@ class THOR(torch.optim.Optimizer):
         }
         self._index.set_layers(self._layers, found.elementwise)
         self._index.update(self.param_groups, self.state)
-        self._capture.remove()
-        row_mask = self._capture.row_mask
-        self._capture = Capture(sources_of(found.layers, self._layers))
-        self._capture.row_mask = row_mask
+        self._capture.follow(sources_of(found.layers, self._layers))
         self._attached = True
         self._arm()
 

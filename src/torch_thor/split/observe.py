@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.calls import module_calls
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.sources import sources_of
@@ -83,8 +84,6 @@ class Observer:
         self._waiting = dict.fromkeys(self.layers, 0)  # calls whose gradient has not come by yet
         self._losses: Losses = {}
         self._sources = sources_of(found, self.layers)
-        for source in self._sources:
-            source.attach(self, True)
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
         """Gather a layer's rows when the gradient of its output arrives.
@@ -125,7 +124,11 @@ class Observer:
         self._split_dims = split_dims
         inputs, targets = _to(_parted(sample_batch), self._device)
         with _same_random_numbers(self._device), torch.enable_grad():
-            _loss(_forward(self._model, inputs), targets, loss_fn).backward()
+            module_calls.listen(self, self._sources)
+            try:
+                _loss(_forward(self._model, inputs), targets, loss_fn).backward()
+            finally:
+                module_calls.listen(self, ())
         for layer in self.layers.values():  # where a call of several got no gradient
             self._finish(layer)
         if not self._losses:

@@ -1,0 +1,407 @@
+"""N, the number of loss terms, found from the layers' inputs: models that people bring, whose true N is known."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_thor import THOR
+from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
+
+N, L, D = 6, 5, 4
+DOUBT = "ignore:THOR takes N:RuntimeWarning"
+
+
+class Forward(nn.Module):
+    """Layers by name, and a forward given as a function of them and of the input."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self._forward = forward
+
+    def forward(self, x):
+        return self._forward(self.layers, x)
+
+
+def linear(inputs=D, outputs=D):
+    return nn.Linear(inputs, outputs)
+
+
+def positions_first(m, x):
+    """BERT's and GPT-2's embeddings, in the order that gave N = 1 or N = L."""
+    h = m["positions"](torch.arange(x.shape[1])) + m["words"](x)
+    return m["head"](torch.tanh(m["body"](h)).mean(1))
+
+
+def positions_with_a_batch_of_one(m, x):
+    return m["head"](torch.tanh(m["body"](m["positions"](torch.arange(L)[None]) + m["words"](x))).mean(1))
+
+
+def embeddings_alone(m, x):
+    return (m["positions"](torch.arange(L)) + m["words"](x)).sum(1)
+
+
+def sequence_first(m, x):
+    """nn.Transformer's layout without batch_first: the attention knows which dimension is the batch."""
+    h = m["words"](x.T)
+    h = m["norm"](h + m["attention"](h, h, h)[0])
+    return m["head"](torch.tanh(m["body"](h))).transpose(0, 1)
+
+
+def sequence_first_pooled(m, x):
+    h = m["first"](m["words"](x.T))
+    return m["head"](torch.tanh(m["attention"](h, h, h)[0]).mean(0))
+
+
+def queries_first(m, x):
+    """Learned queries or a time step go through a layer before the batch does."""
+    queries = torch.tanh(m["queries"](x.new_ones(3, D)))
+    return m["head"](torch.tanh(m["body"](x)) @ queries.T.mean(1, keepdim=True) + torch.tanh(m["more"](x)))
+
+
+def time_first(m, x):
+    return m["head"](torch.tanh(m["body"](x)) + m["time"](x.new_ones(1, D)))
+
+
+def vector_first(m, x):
+    return m["head"](torch.tanh(m["body"](x)) + m["time"](x.new_ones(D)))
+
+
+def windows(m, x):
+    """Swin: (N, H, W, C), cut into windows for the attention's projections alone."""
+    h = m["patches"](x).permute(0, 2, 3, 1)
+    w = h.reshape(N, 2, 2, 2, 2, D).transpose(2, 3).reshape(-1, 4, D)
+    h = h + m["project"](torch.tanh(m["qkv"](w))).reshape(N, 2, 2, 2, 2, D).transpose(2, 3).reshape(h.shape)
+    return m["head"](torch.tanh(m["mlp"](h)).mean((1, 2)))
+
+
+def experts(m, x):
+    """A router and two experts on rows of tokens, between layers that see sequences."""
+    h = torch.tanh(m["body"](x))
+    rows = h.flatten(0, 1)
+    chosen = (m["router"](rows).sum(1) > 0).long()
+    out = torch.stack([m["one"](rows), m["two"](rows)])[chosen, torch.arange(len(rows))]
+    out = out + m["one"](rows[:7]).mean() + m["two"](rows[:7]).mean()
+    return m["head"](out.reshape(h.shape).mean(1))
+
+
+def detection(m, x):
+    """DETR: a backbone, a sequence-first transformer, and a head on the outputs of all its layers together."""
+    h = m["backbone"](x).flatten(2).permute(2, 0, 1)
+    h = torch.tanh(m["body"](h)) + m["attention"](h, h, h)[0]
+    return m["head"](torch.stack([h, 2 * h, 3 * h]).transpose(1, 2)).mean(0)
+
+
+def twice(m, x):
+    return m["head"](torch.tanh(m["body"](x)) * torch.tanh(m["body"](-x)))
+
+
+def checkpointed(m, x):
+    h = torch.tanh(m["body"](x)).requires_grad_()
+    return m["head"](checkpoint(lambda h: torch.tanh(m["more"](h)), h, use_reentrant=True))
+
+
+TOKENS = torch.arange(N * L).reshape(N, L) % 11
+VECTORS, SEQUENCES, IMAGES = torch.randn(N, D), torch.randn(N, L, D), torch.randn(N, 2, 4, 4)
+
+
+def embeddings():
+    return {"words": nn.Embedding(11, D), "positions": nn.Embedding(L, D)}
+
+
+def attention(**options):
+    return nn.MultiheadAttention(D, 2, **options)
+
+
+MODELS = {
+    "mlp": (lambda m, x: m["head"](torch.tanh(m["body"](x))), {"body": linear, "head": linear}, VECTORS),
+    "sequences": (lambda m, x: m["head"](torch.tanh(m["body"](x))), {"body": linear, "head": linear}, SEQUENCES),
+    "images": (
+        lambda m, x: m["head"](torch.tanh(m["body"](x)).mean((2, 3))),
+        {"body": lambda: nn.Conv2d(2, D, 3), "head": linear},
+        IMAGES,
+    ),
+    "positions_first": (positions_first, {**embeddings(), "body": linear, "head": linear}, TOKENS),
+    "positions_1_L": (positions_with_a_batch_of_one, {**embeddings(), "body": linear, "head": linear}, TOKENS),
+    "embeddings_alone": (embeddings_alone, embeddings(), TOKENS),
+    "sequence_first": (
+        sequence_first,
+        {**embeddings(), "norm": lambda: nn.LayerNorm(D), "attention": attention, "body": linear, "head": linear},
+        TOKENS,
+    ),
+    "sequence_first_pooled": (
+        sequence_first_pooled,
+        {**embeddings(), "first": linear, "attention": attention, "head": linear},
+        TOKENS,
+    ),
+    "queries_first": (queries_first, dict.fromkeys(("queries", "body", "more", "head"), linear), VECTORS),
+    "time_first": (time_first, dict.fromkeys(("time", "body", "head"), linear), VECTORS),
+    "vector_first": (vector_first, dict.fromkeys(("time", "body", "head"), linear), VECTORS),
+    "windows": (
+        windows,
+        {"patches": lambda: nn.Conv2d(2, D, 1), **dict.fromkeys(("qkv", "project", "mlp", "head"), linear)},
+        IMAGES,
+    ),
+    "experts": (experts, dict.fromkeys(("body", "router", "one", "two", "head"), linear), SEQUENCES),
+    "detection": (
+        detection,
+        {"backbone": lambda: nn.Conv2d(2, D, 1), "body": linear, "attention": attention, "head": linear},
+        IMAGES,
+    ),
+    "one_layer_twice": (twice, {"body": linear, "head": linear}, VECTORS),
+    "checkpointed": (checkpointed, {"body": linear, "more": linear, "head": linear}, VECTORS),
+}
+
+
+def build(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    forward, layers, x = MODELS[name]
+    made = {key: layer() if not isinstance(layer, nn.Module) else copy.deepcopy(layer) for key, layer in layers.items()}
+    return Forward(forward, **made).to(dtype), x.to(dtype) if x.is_floating_point() else x
+
+
+def found(optimizer):
+    return optimizer.param_groups[0]["last_loss_terms"]
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_true_number_without_a_warning(name, passes):
+    model, x = build(name)
+    optimizer = THOR(model, lr=0.0, update_interval=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="THOR takes N")
+        for _ in range(3):
+            for _ in range(passes):
+                (model(x).square().mean() / passes).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert found(optimizer) == N * passes
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_resumed_run_finds_what_the_first_one_does(name):
+    """Which layer tells is no state; where layers have stopped those that are left give the same number."""
+    model, x = build(name)
+    optimizer = THOR(model, lr=0.0, update_interval=1, trace_thresholds=(1e-9, 0.0))
+    model(x).square().mean().backward()
+    optimizer.step()
+    for layer in list(optimizer.curvature.values())[1:]:
+        layer.record(stopped=True)
+    other = THOR(twin := copy.deepcopy(model), lr=0.0)
+    other.load_state_dict(optimizer.state_dict())
+    for one, its_model in ((optimizer, model), (other, twin)):
+        one.zero_grad()
+        its_model(2 * x if x.is_floating_point() else x).square().mean().backward()
+        one.step()
+    assert found(optimizer) == found(other) == N
+
+
+def test_layers_that_disagree_are_said_once():
+    """A head on the rows of all sequences: 6 or 30? The number that was taken is named, and how to set it."""
+    model = Forward(lambda m, x: m["head"](torch.tanh(m["body"](x)).flatten(0, 1)), body=linear(), head=linear())
+    optimizer = THOR(model, update_interval=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(SEQUENCES).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [str(w.message) for w in caught if "N = 6" in str(w.message)]
+    assert len(said) == 1
+    assert "30" in said[0]
+    assert "loss_terms" in said[0]
+    assert found(optimizer) == N
+
+
+def test_a_given_number_is_not_doubted():
+    model = Forward(lambda m, x: m["head"](torch.tanh(m["body"](x)).flatten(0, 1)), body=linear(), head=linear())
+    optimizer = THOR(model, loss_terms=30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(SEQUENCES).square().mean().backward()
+        optimizer.step()
+    assert found(optimizer) == 30
+
+
+# -------------------------------------------------------------------------- several backward passes
+
+
+def two_losses(**options):
+    """(the model, its optimizer, two losses of one forward pass)"""
+    model, x = build("mlp")
+    optimizer = THOR(model, lr=0.0, split_dim=None, **options)
+    h = model(x)
+    return model, optimizer, h[:, :2].square().sum(1).mean(), h[:, 2:].pow(3).sum(1).mean()
+
+
+def test_two_backward_passes_through_one_forward():
+    """N, R and A are those of the batch; G has the second moment of each loss."""
+    _, optimizer, one, other = two_losses()
+    one.backward(retain_graph=True)
+    other.backward()
+    optimizer.step()
+    assert found(optimizer) == N
+    wanted = 0
+    for which in (1, 2):
+        _, alone, *losses = two_losses()
+        losses[which - 1].backward()
+        alone.step()
+        wanted = wanted + alone.curvature["layers.body"].factors()[1]
+    layer = optimizer.curvature["layers.body"]
+    assert layer.rows_per_term == 1
+    torch.testing.assert_close(layer.factors()[0], alone.curvature["layers.body"].factors()[0])
+    torch.testing.assert_close(layer.factors()[1], wanted)
+
+
+@pytest.mark.parametrize("drop", ["optimizer", "model", "by hand"])
+def test_a_graph_gone_through_again_after_its_gradients_were_dropped(drop):
+    """The rows of the first pass went with its gradients; the second pass gives them anew."""
+    model, optimizer, one, other = two_losses()
+    _, alone, _, its_other = two_losses()
+    one.backward(retain_graph=True)
+    if drop == "by hand":
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        {"optimizer": optimizer, "model": model}[drop].zero_grad()
+    other.backward()
+    optimizer.step()
+    its_other.backward()
+    alone.step()
+    assert found(optimizer) == N
+    for name, curvature in optimizer.curvature.items():
+        for factor, wanted in zip(curvature.factors(), alone.curvature[name].factors(), strict=True):
+            torch.testing.assert_close(factor, wanted)
+
+
+def test_two_heads_in_two_backward_passes():
+    """They share no layer that is trained: two losses of one batch, not two micro-batches."""
+    model = Forward(
+        lambda m, x: (m["one"](torch.tanh(m["body"](x))), m["two"](torch.tanh(m["body"](x)))),
+        body=linear().requires_grad_(False), one=linear(), two=linear(),
+    )  # fmt: skip
+    optimizer = THOR(model, lr=0.0)
+    one, two = model(VECTORS)
+    one.square().mean().backward()
+    two.square().mean().backward()
+    optimizer.step()
+    assert found(optimizer) == N
+    assert {name: c.rows_per_term for name, c in optimizer.curvature.items() if c.refreshes} == {
+        "layers.one": 1, "layers.two": 1,
+    }  # fmt: skip
+
+
+# -------------------------------------------------------------- micro-batches whose gradient is zero somewhere
+
+
+class Gained(nn.Module):
+    """A residual branch behind a gain of zero, as ReZero, fixup and zero-initialised norms have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.branch, self.head = linear(), linear(), linear()
+        self.gain = nn.Parameter(torch.zeros(()))
+        self.mask = 1.0
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.mask * self.head(h + self.gain * self.branch(h))
+
+
+class ZeroHead(Gained):
+    """What the gradient reaches first has none: the head's input is zero."""
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        return self.mask * (self.head(0 * h) + h)
+
+
+@pytest.mark.parametrize("masked", [(), (0,), (1,), (0, 1), (1, 2, 3)])
+@pytest.mark.parametrize("kind", [Gained, ZeroHead])
+def test_accumulation_equals_the_whole_batch(kind, masked):
+    """32 samples in 4 micro-batches: also where a layer's gradient, or a whole micro-batch's, is zero."""
+    torch.manual_seed(0)
+    model = kind().double()
+    nn.init.zeros_(model.head.bias)
+    twin = copy.deepcopy(model)
+    optimizer, other = THOR(model, lr=0.0), THOR(twin, lr=0.0)
+    x = torch.randn(32, D).double()
+    keep = torch.ones(32, 1).double()
+    for i in range(4):
+        part = slice(8 * i, 8 * i + 8)
+        model.mask = float(i not in masked)
+        keep[part] = model.mask
+        (model(x[part]).square().sum() / 32).backward()
+    twin.mask = keep
+    (twin(x).square().sum() / 32).backward()
+    optimizer.step()
+    other.step()
+    assert found(optimizer) == found(other) == 32
+    for name, curvature in optimizer.curvature.items():
+        if other.curvature[name].refreshes:
+            assert curvature.rows_per_term == other.curvature[name].rows_per_term == 1
+            for factor, wanted in zip(curvature.factors(), other.curvature[name].factors(), strict=True):
+                torch.testing.assert_close(factor, wanted)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", [Gained, ZeroHead])
+def test_gradients_dropped_by_the_model(kind, set_to_none):
+    """`model.zero_grad()` tells the optimizer nothing: what is left of the gradients does."""
+    torch.manual_seed(0)
+    model = kind().double()
+    nn.init.zeros_(model.head.bias)
+    twin = copy.deepcopy(model)
+    optimizer, other = THOR(model, lr=0.0), THOR(twin, lr=0.0)
+    x = torch.randn(16, D).double()
+    model(x[:8]).square().mean().backward()
+    model.zero_grad(set_to_none=set_to_none)
+    for one, its_optimizer in ((model, optimizer), (twin, other)):
+        one(x[8:]).square().mean().backward()
+        its_optimizer.step()
+    assert found(optimizer) == 8
+    for name, curvature in optimizer.curvature.items():
+        if other.curvature[name].refreshes:
+            torch.testing.assert_close(curvature.factors(), other.curvature[name].factors())
+
+
+# ------------------------------------------------------------------------------------- the rule alone
+
+
+def call(layer, *dims, certain=False, embedding=False):
+    return Call(layer, dims[0] if dims else 1, dims, certain, embedding)
+
+
+CALLS = {  # in the order of the backward pass: the head first
+    "one": ([call("a", 8)], 8, "a"),
+    "agree": ([call("b", 8), call("e", 3), call("a", 8)], 8, "a"),
+    "experts": ([call("d", 8), call("c", 3), call("b", 3), call("x", 3), call("a", 8)], 8, "a"),
+    "unbatched_first": ([call("c", 8), call("b", 8), call("a", 5)], 8, "b"),
+    "no_batch_first": ([call("c", 8), call("a")], 8, "c"),
+    "head_on_rows": ([call("c", 40), call("b", 8, 5), call("a", 8, 5)], 8, "a"),
+    "tie": ([call("b", 24), call("a", 8)], 8, "a"),
+    "sequence_first": ([call("c", 5, 8), call("b", 8, 5, certain=True), call("a", 5, 8)], 8, "a"),
+    "frames": ([call("c", 2, 4), call("b", 8, certain=True), call("a", 8, certain=True)], 8, "a"),
+    "unbatched": ([call("b"), call("a")], 1, "a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rule(name):
+    calls, number, first = CALLS[name]
+    terms = terms_of(calls)
+    assert (terms.number, terms.first) == (number, first)
+
+
+def test_passes_add_up_where_they_share_a_layer():
+    trunk, head, other = call("trunk", 8), call("head", 8), call("other", 8)
+    assert terms_of_step([]) == 0
+    assert terms_of_step([Pass([head, trunk]), Pass([head, trunk])]) == 16
+    assert terms_of_step([Pass([head]), Pass([other])]) == 8
+    assert terms_of_step([Pass([head, trunk]), Pass([other, trunk], repeated=True)]) == 8
+    assert terms_of_step([Pass([head, trunk]), Pass([trunk])]) == 16  # an expert that one micro-batch does not reach
