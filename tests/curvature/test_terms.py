@@ -239,23 +239,22 @@ def two_losses(**options):
     return model, optimizer, h[:, :2].square().sum(1).mean(), h[:, 2:].pow(3).sum(1).mean()
 
 
-def test_two_backward_passes_through_one_forward():
-    """N, R and A are those of the batch; G has the second moment of each loss."""
+@pytest.mark.parametrize("times", [1, 2])
+def test_two_backward_passes_through_one_forward(times):
+    """N and all factors are those of the sum of the losses."""
     _, optimizer, one, other = two_losses()
-    one.backward(retain_graph=True)
+    _, alone, its_one, its_other = two_losses()
+    for _ in range(times):
+        one.backward(retain_graph=True)
     other.backward()
-    optimizer.step()
-    assert found(optimizer) == N
-    wanted = 0
-    for which in (1, 2):
-        _, alone, *losses = two_losses()
-        losses[which - 1].backward()
-        alone.step()
-        wanted = wanted + alone.curvature["layers.body"].factors()[1]
-    layer = optimizer.curvature["layers.body"]
-    assert layer.rows_per_term == 1
-    torch.testing.assert_close(layer.factors()[0], alone.curvature["layers.body"].factors()[0])
-    torch.testing.assert_close(layer.factors()[1], wanted)
+    (times * its_one + its_other).backward()
+    for each in (optimizer, alone):
+        each.step()
+        assert found(each) == N
+    for name, curvature in optimizer.curvature.items():
+        assert curvature.rows_per_term == 1
+        for factor, wanted in zip(curvature.factors(), alone.curvature[name].factors(), strict=True):
+            torch.testing.assert_close(factor, wanted)
 
 
 @pytest.mark.parametrize("drop", ["optimizer", "model", "by hand"])

@@ -136,10 +136,10 @@ class Capture:
         version = x._version
         weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
         mask = self.row_mask
-        delivered = -1  # the generation in which this call's gradient has come before
+        earlier: tuple[int, Tensor | None] = -1, None  # when this call's gradient has come before, and what it was
 
         def on_gradient(g: Tensor) -> None:
-            nonlocal delivered
+            nonlocal earlier
             if not (layer.armed or layer.counts):
                 return
             if weight_node is not None and not _accumulates(weight_node):
@@ -150,13 +150,16 @@ class Capture:
                     f"statistics would be wrong; make the operation that follows the layer's input out of place"
                 )
             into = self._pass(outer)
-            again, delivered = delivered == self._generation, self._generation
+            again, before = earlier[0] == self._generation, earlier[1]
             into.repeated |= again
+            total = g.detach() if before is None or not again else g.detach() + before
+            # kept where another pass may come: G is that of the sum of all losses
+            earlier = self._generation, total if _graph_stays() else None
             into.calls.append(_call(layer, kind, x))
             if layer.armed:
                 keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
                 self.mask_taken |= keep is not None
-                layer.gather(kind, x, g, keep, again=again)
+                layer.gather(kind, x, total, keep, instead_of=before if again else None)
 
         output.register_hook(on_gradient)
 
@@ -200,6 +203,11 @@ def _call(layer: LayerCurvature, kind: Kind, x: Tensor) -> Call:
 def _running_backward() -> int:
     """Return the identity of the backward pass this thread is in, -1 outside."""
     return int(torch._C._current_graph_task_id())
+
+
+def _graph_stays() -> bool:
+    """Return whether the running backward pass leaves its graph for another one (``retain_graph``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _accumulates(weight_node: Node) -> bool:

@@ -287,30 +287,32 @@ class LayerCurvature:
     # ---- fresh statistics ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None, *, again: bool = False) -> None:
+    def gather(
+        self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None, instead_of: Tensor | None = None
+    ) -> None:
         """Add the rows of one forward and backward pass through the layer.
-
-        The rows of a call that has given its rows before are no new ones: what a second loss of the same forward pass
-        adds to G is its own second moment, as that of an independent loss.
 
         Args:
             kind: the geometry of the module that ran: where modules share the weight, each has its own.
             x: its input.
             g: the gradient of the loss with respect to its output, as autograd gives it.
             keep: which rows count, of the leading dimensions of ``x``; None for all.
-            again: whether this call has given its rows before.
+            instead_of: the gradient that this call has given its rows with before, where another loss of the same
+                forward pass has added to it; None for a call that is new.
         """
         self.seen = True
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
+        x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
         with ieee_float32(x.device.type):
-            a, g_sum = self.sums()
-            if again:
-                kind.add_rows_(
-                    a.with_parts([torch.zeros_like(p) for p in a.parts()]), g_sum, x.detach(), g.detach(), keep
-                )
-            else:
-                self.rows += kind.add_rows_(a, g_sum, x.detach(), g.detach(), keep)
+            if instead_of is None:
+                self.rows += kind.add_rows_(a_sum, g_sum, x, g, keep)
+                return
+            counted, old = (one.with_parts([torch.zeros_like(p) for p in one.parts()]) for one in (a_sum, g_sum))
+            kind.add_rows_(counted, old, x, instead_of, keep)
+            kind.add_rows_(counted, g_sum, x, g, keep)
+            for part, old_part in zip(g_sum.parts(), old.parts(), strict=True):
+                part.sub_(old_part)
 
     def sums(self) -> tuple[BlockDiagonal, BlockDiagonal]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far; what is added to them counts.

@@ -125,9 +125,9 @@ class THOR(torch.optim.Optimizer):
             on every layer and task; decoupled weight decay; AdamW for what is no matrix
             (:mod:`torch_thor.optim.spectral`). λ is then relative to the mean diagonal of each factor.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
-            callable that returns it, or None for the number of samples (leading dimension of the inputs) in each backward
-            pass, summed over the passes of a step. Give it where that is not what the loss averages over (tokens,
-            padding); ``optimizer.loss_terms = n`` may be set any time before ``step``.
+            callable that returns it, or None for the number of samples (the leading dimension of the inputs) in each
+            backward pass, summed over the passes of a step. Give it where that is not what the loss averages over
+            (tokens, padding); ``optimizer.loss_terms = n`` may be set any time before ``step``.
         skip: layers to leave to SGD with momentum: names or patterns as :mod:`fnmatch` has them (a module's name means
             every layer inside it), or a callable ``(name, module) -> bool``.
         only: layers to keep, in the same words; the rest is left to SGD with momentum.
