@@ -205,8 +205,8 @@ def test_a_vocabulary_is_never_whole(monkeypatch, measured):
     widest = []
     really = LayerCurvature.gather
 
-    def gather(layer, *rows):
-        really(layer, *rows)
+    def gather(layer, *rows, **options):
+        really(layer, *rows, **options)
         widest.append(max(part.shape[-1] for sums in layer.gathered() for part in sums.parts()))
 
     monkeypatch.setattr(LayerCurvature, "gather", gather)

@@ -306,16 +306,3 @@ def test_bfloat16_parameters_have_float32_state():
         assert parameter.isfinite().all(), name
         kept = optimizer.state[parameter]
         assert all(v.dtype == torch.float32 for v in kept.values() if isinstance(v, torch.Tensor)), name
-
-
-def test_momentum_of_an_sgd_checkpoint_is_taken_over():
-    """Biases have a momentum there that AdamW has no use for, and none of what it needs."""
-    model, twin = mlp(), mlp()
-    twin.load_state_dict(model.state_dict())
-    sgd = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    train(twin, sgd, batches(2))
-    optimizer = THOR(model, scaling="spectral")
-    optimizer.load_state_dict(sgd.state_dict())
-    buffer = optimizer.state[model[0].weight]["momentum_buffer"].clone()
-    torch.testing.assert_close(buffer, sgd.state[twin[0].weight]["momentum_buffer"])
-    train(model, optimizer, batches(2))

@@ -161,6 +161,18 @@ class LayerCurvature:
         """The weight that is preconditioned."""
         return self.weight_piece.parameter
 
+    def is_of(self, weight: Piece) -> bool:
+        """Return whether it is the curvature of a weight, and not of one that has taken its name.
+
+        Args:
+            weight: the weight.
+
+        Returns:
+            Whether it is the same piece of the same module.
+        """
+        own = self.weight_piece
+        return own.module is weight.module and (own.attribute, own.rows) == (weight.attribute, weight.rows)
+
     @property
     def state(self) -> State:
         """The mapping that holds factors, inverses and counters; empty before :meth:`materialise`."""
@@ -386,6 +398,13 @@ class LayerCurvature:
             a_layout, g_layout = self.layouts()
             self._sums = self._sums[0].cut(a_layout.block), self._sums[1].cut(g_layout.block)
 
+    def follow_weight(self) -> None:
+        """Move the sums of this step to the weight's device and precision, where it was converted meanwhile."""
+        if self._sums is not None:
+            device, dtype = self.weight.device, factor_dtype(self.weight.dtype)
+            a, g = (one.with_parts([part.to(device, dtype) for part in one.parts()]) for one in self._sums)
+            self._sums = a, g
+
     def forget(self) -> None:
         """Drop the statistics of this step."""
         self._sums, self.rows, self.seen = None, 0, False
@@ -420,9 +439,10 @@ class LayerCurvature:
             into: of the same shape, in the factors' dtype; changed in place.
             decay: a number.
         """
-        if gradient.is_sparse:
+        if gradient.is_sparse and self.kind.diagonal_input and gradient.sparse_dim() == 1:
             self._accumulate_rows_(gradient.coalesce(), into, decay)
             return
+        gradient = _dense(gradient)
         left, right = self.matrix("G_inverse"), self.matrix("A_inverse")
         if self.kind.transposed:
             left, right = right, left
@@ -452,7 +472,7 @@ class LayerCurvature:
             decay: a number.
         """
         g_inverse = self.matrix("G_inverse")
-        column = gradient.to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
+        column = _dense(gradient).to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
         with ieee_float32(gradient.device.type):
             solved = g_inverse.left_multiply(column).reshape(into.shape)
         into.mul_(decay).add_(solved, alpha=1.0 / self.rows_per_term)
@@ -469,3 +489,7 @@ class LayerCurvature:
         """
         size = self.kind.groups * self.kind.inputs * self.kind.outputs
         return math.fsum((factors[0].double() * factors[1].double()).tolist()) + damping * size
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

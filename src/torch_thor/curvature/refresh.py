@@ -120,47 +120,47 @@ def refresh(
         What was done with each candidate, in their order.
     """
     traces = _fisher_traces(candidates, root, processes)
-    judged = [_judge(c, now, before, report) for c, (now, before) in zip(candidates, traces, strict=True)]
-    failed = _invert(
-        [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE],
-        report,
-        root,
-        processes,
-    )
+    judged = [_judge(c, now, before) for c, (now, before) in zip(candidates, traces, strict=True)]
+    taken = [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE]
+    averaged, inverses = _invert(taken, root, processes)
+    # until here (out of memory, a lost process) nothing has changed, and from here on nothing raises
+    for candidate, (decision, change) in zip(candidates, judged, strict=True):
+        _note(candidate.layer, decision, change, report)
+    failed = _put_to_use(taken, averaged, inverses, report)
     return tuple(
         RefreshEvent(c.layer.name, c.step, Decision.FAILED if c.layer in failed else decision, change, now)
         for c, (decision, change), (now, _) in zip(candidates, judged, traces, strict=True)
     )
 
 
-def _judge(
-    candidate: Candidate, now: float, before: float, report: Callable[[LayerCurvature, str], None]
-) -> tuple[Decision, float | None]:
-    layer = candidate.layer
+def _judge(candidate: Candidate, now: float, before: float) -> tuple[Decision, float | None]:
     if not math.isfinite(now):
-        layer.set_due(not layer.refreshes)
-        report(layer, f"its new factors hold NaN or inf and were not inverted; {_instead(layer)}")
         return Decision.FAILED, None
-    layer.set_due(False)
-    if not layer.refreshes:
+    if not candidate.layer.refreshes:
         return Decision.UPDATE, None
     change = trace_change(now, before)
-    layer.record(change)
-    decision = decide(change, candidate.thresholds)
-    if decision is Decision.STOP:
-        layer.record(stopped=True)
-    return decision, change
+    return decide(change, candidate.thresholds), change
+
+
+def _note(
+    layer: LayerCurvature, decision: Decision, change: float | None, report: Callable[[LayerCurvature, str], None]
+) -> None:
+    if decision is Decision.FAILED:
+        layer.set_due(not layer.refreshes)
+        report(layer, f"its new factors hold NaN or inf and were not inverted; {_instead(layer)}")
+        return
+    layer.set_due(False)
+    layer.record(change, stopped=True if decision is Decision.STOP else None)
+
+
+Pair = tuple[BlockDiagonal, BlockDiagonal]
 
 
 def _invert(
-    taken: Sequence[Candidate],
-    report: Callable[[LayerCurvature, str], None],
-    root: int | None,
-    processes: Processes,
-) -> set[LayerCurvature]:
-    """Invert and put to use; return the layers whose factors could not be inverted."""
-    failed = set()
-    averaged = [tuple(_average(c, key, new) for key, new in zip("AG", c.factors, strict=True)) for c in taken]
+    taken: Sequence[Candidate], root: int | None, processes: Processes
+) -> tuple[list[Pair], list[tuple[Inverse, Inverse]]]:
+    """Return, of each candidate, the factors to be put to use and their inverses."""
+    averaged = [(_average(c, "A", c.factors[0]), _average(c, "G", c.factors[1])) for c in taken]
     shifts = [c.damping if root else math.sqrt(c.damping / c.rows_per_term) for c in taken]
     damped = [(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair]
 
@@ -168,9 +168,19 @@ def _invert(
         return damped_inverse_roots(factors, root) if root else damped_inverses(factors)
 
     inverses = processes.invert(damped, solve)
-    for i, (candidate, (a, g)) in enumerate(zip(taken, averaged, strict=True)):
+    return averaged, list(zip(inverses[::2], inverses[1::2], strict=True))
+
+
+def _put_to_use(
+    taken: Sequence[Candidate],
+    averaged: Sequence[Pair],
+    inverses: Sequence[tuple[Inverse, Inverse]],
+    report: Callable[[LayerCurvature, str], None],
+) -> set[LayerCurvature]:
+    """Have the layers take what could be inverted; return those whose factors could not."""
+    failed = set()
+    for candidate, factors, (a_inverse, g_inverse) in zip(taken, averaged, inverses, strict=True):
         layer = candidate.layer
-        a_inverse, g_inverse = inverses[2 * i : 2 * i + 2]
         if a_inverse.failed or g_inverse.failed:
             failed.add(layer)
             layer.set_due(not layer.refreshes)
@@ -179,7 +189,7 @@ def _invert(
                 f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping; {_instead(layer)}",
             )
             continue
-        layer.take((a, g), (a_inverse.matrix, g_inverse.matrix), candidate.rows_per_term)
+        layer.take(factors, (a_inverse.matrix, g_inverse.matrix), candidate.rows_per_term)
         if a_inverse.raised or g_inverse.raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")
     return failed

@@ -13,6 +13,8 @@ from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, kind_o
 from torch_thor.curvature.layer import Piece
 from torch_thor.curvature.selection import Selection, left_out
 
+NOT_TRAINED = "in no parameter group of this optimizer: not trained"
+
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
 
@@ -151,7 +153,7 @@ def _untrainable(model: nn.Module, trained: Iterable[Tensor]) -> dict[int, str]:
                 f"parameter {name!r} has no shape yet; run one batch through the lazy module before THOR is made"
             )
         if id(parameter) not in trained_ids:
-            reasons[id(parameter)] = "in no parameter group of this optimizer: not trained"
+            reasons[id(parameter)] = NOT_TRAINED
         elif not parameter.is_floating_point():
             reasons[id(parameter)] = f"{parameter.dtype} is not a real floating-point type"
     return reasons

@@ -13,7 +13,7 @@ def candidates_of(
     index: ParameterIndex,
     report: Callable[[LayerCurvature, str], None],
 ) -> list[Candidate]:
-    """Make a candidate of every layer that has rows; note which ones the loss has not reached.
+    """Make a candidate of every layer that has rows.
 
     Args:
         layers: those that want new factors; their statistics are used up.
@@ -27,7 +27,6 @@ def candidates_of(
     candidates = []
     for layer in layers:
         weight, rows, seen = layer.weight, layer.rows, layer.seen
-        layer.set_idle(not seen and not layer.has_gradient())
         if weight.grad is None:
             continue
         factors = layer.fresh_factors()

@@ -15,6 +15,9 @@ from torch_thor.optim.guards import some
 
 StateDict = dict[str, Any]
 
+# What optimizers keep of a parameter in its own shape.
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
 # What the parameter groups of one optimizer have and those of others have not, to name a stranger by; first match.
 _SIGNS = (
     ("THOR", {"damping", "trace_thresholds"}),
@@ -197,7 +200,7 @@ def check_moments(
             if not isinstance(value, Tensor):
                 continue
             where = f"{key!r} of parameter {name(parameter)!r}"
-            if key in ("momentum_buffer", "exp_avg", "exp_avg_sq") and value.shape != parameter.shape:
+            if key in MOMENTS and value.shape != parameter.shape:
                 raise ValueError(
                     f"the state dict has {where} in shape {tuple(value.shape)}, the parameter has "
                     f"{tuple(parameter.shape)}: it belongs to another model, or its parameters stand in another order; "

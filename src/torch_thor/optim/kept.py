@@ -68,7 +68,7 @@ class KeptState:
         return still and largest_gradient(self._groups, self._index) == 0
 
     def materialise(self, layers: Iterable[LayerCurvature]) -> None:
-        """Make all state at the first step.
+        """Make all state that there is not yet, at the first step and where parameters have come.
 
         So that a checkpoint has the same keys on every rank and at every time; not at construction, because wrappers
         that replace parameters would leave it under keys that are gone.
@@ -76,15 +76,14 @@ class KeptState:
         Args:
             layers: the preconditioned layers.
         """
-        if not self._state:
-            for group in self._groups:
-                for parameter in group["params"]:
-                    # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
-                    self._state[parameter]["preconditioned"] = int(bool(self._index.shares(parameter)))
-                    if self._scaling == "spectral":
-                        if parameter.requires_grad:
-                            self.scale_free(parameter)
-                    elif group["momentum"] and parameter.requires_grad:
-                        self.momentum_buffer(parameter)
+        for group in self._groups:
+            for parameter in group["params"]:
+                # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
+                self._state[parameter].setdefault("preconditioned", int(bool(self._index.shares(parameter))))
+                if self._scaling == "spectral":
+                    if parameter.requires_grad:
+                        self.scale_free(parameter)
+                elif group["momentum"] and parameter.requires_grad:
+                    self.momentum_buffer(parameter)
         for layer in layers:
             layer.materialise()

@@ -81,6 +81,7 @@ class ParameterIndex:
             model: the model; it may have new layers.
         """
         self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
+        self._attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
         self._elementwise: frozenset[str] = frozenset()
@@ -110,11 +111,32 @@ class ParameterIndex:
         """
         self._given, self.states = groups, states
         self._names = {}
-        for name, module in self._owners.items():
-            parameter = module._parameters.get(name.rpartition(".")[2])
+        for name, attribute, module in self._attributes:
+            parameter = module._parameters.get(attribute)
             if parameter is not None:
                 self._names[id(parameter)] = name
         self._groups = {id(p): group for group in groups for p in group["params"]}
+
+    def identities(self) -> list[int]:
+        """Return which parameter objects the model has today.
+
+        Returns:
+            Their ``id``.
+        """
+        return list(self._names)
+
+    def gone(self, model: nn.Module) -> list[str]:
+        """Return what is no longer in the model: modules that were replaced or deleted after they were surveyed.
+
+        Args:
+            model: the model.
+
+        Returns:
+            Names of modules that have parameters of their own.
+        """
+        present = {id(module) for module in model.modules()}
+        names = (name.rpartition(".")[0] for name, module in self._owners.items() if id(module) not in present)
+        return list(dict.fromkeys(names))
 
     def name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the model.

@@ -1,11 +1,12 @@
 """What a step knows before it changes anything, and how several processes come to know the same."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.distributed.agreement import agree, check_same_gradients
+from torch_thor.optim.conform import Look
 from torch_thor.optim.parameters import Group
 
 # Options that decide what becomes of weights and factors. An interval stands behind next_refresh: it may be a function.
@@ -36,6 +37,8 @@ class Reading:
         skipped: the step is not taken.
         counted: it is not taken because a gradient is not finite, which ``skipped_steps`` counts.
         largest: the largest norm of a gradient.
+        decaying: ``id`` of the parameters that decay in this step.
+        looked: what the state has to fit, see :mod:`torch_thor.optim.conform`.
     """
 
     terms: int = 0
@@ -44,6 +47,8 @@ class Reading:
     skipped: bool = False
     counted: bool = False
     largest: float = 0.0
+    decaying: frozenset[int] = frozenset()
+    looked: Look = field(default_factory=list)
 
 
 def read_alike(

@@ -145,7 +145,7 @@ def with_norm(matrices: Tensor, norm: float) -> Tensor:
 
 def _matrix_step_(parameter: nn.Parameter, gradient: Tensor, buffer: Tensor, shares: list[Share], group: Group) -> None:
     momentum = float(group["momentum"])
-    fresh = gradient.to(buffer.dtype)
+    fresh = (gradient.to_dense() if gradient.is_sparse else gradient).to(buffer.dtype)
     buffer.mul_(momentum).add_(fresh)
     ahead = fresh.add(buffer, alpha=momentum) if group["nesterov"] else buffer
     for share in shares:

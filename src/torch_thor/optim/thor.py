@@ -6,7 +6,6 @@ stands in :mod:`torch_thor.curvature`.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +20,7 @@ from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import RefreshEvent, refresh
 from torch_thor.curvature.selection import Selection
 from torch_thor.curvature.sources import sources_of
-from torch_thor.curvature.survey import survey
+from torch_thor.curvature.survey import Survey, survey
 from torch_thor.distributed.membership import Membership
 from torch_thor.distributed.statistics import pool
 from torch_thor.optim import clock
@@ -37,6 +36,7 @@ from torch_thor.optim.checkpoint import (
     options_of,
     restore_tensors,
 )
+from torch_thor.optim.conform import Look, conform, gone_message, look
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.guards import (
     check_row_mask,
@@ -60,6 +60,7 @@ from torch_thor.optim.options import (
 )
 from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_gradient
 from torch_thor.optim.reading import Reading, read_alike
+from torch_thor.optim.reports import Reports
 from torch_thor.optim.spectral import ROOT, spectral_update
 from torch_thor.optim.update import update
 
@@ -145,6 +146,8 @@ class THOR(torch.optim.Optimizer):
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
+    _made_for: Look | None  # what the state was last found to fit
+
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -214,7 +217,7 @@ class THOR(torch.optim.Optimizer):
         defaults = with_defaults(defaults, scaling)
         check_group(defaults)
         super().__init__(params, defaults)
-        self._attach()
+        self._use(self._survey())
         if self._processes().count == 1:  # several find a number together, in a step
             self._auto_split().from_cache(ALONE)
 
@@ -281,7 +284,7 @@ class THOR(torch.optim.Optimizer):
         Returns:
             An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
         """
-        return list(self._covered)
+        return list(self._survey().entries if self._index.gone(self.model) else self._covered)
 
     def __repr__(self) -> str:
         covered = sum(math.prod(c.shape) for c in self._covered if c.preconditioned)
@@ -306,7 +309,8 @@ class THOR(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
-            RuntimeError: a layer that is due has a gradient, and no statistics came; nothing has changed.
+            RuntimeError: a layer that is due has a gradient, and no statistics came, or the state no longer fits the
+                model; nothing has changed.
         """
         loss = None
         self._last_refresh = ()
@@ -314,6 +318,7 @@ class THOR(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._index.update(self.param_groups, self.state)
+        replaced = self._let_go() if self._capture.watching else None
         refreshing = self._refreshing()
         kept = KeptState(self.state, self.param_groups, self._index, self.scaling)
         state_only = kept.is_asked_for()
@@ -329,36 +334,40 @@ class THOR(torch.optim.Optimizer):
             self._capture.discard()
             self.skipped_steps += reading.counted
             return loss
-        auto = self._auto_split()
-        auto.from_cache(together)
-        for layer in refreshing:
-            layer.scale_outputs_(reading.output_scale)
-        pool(together, refreshing, self._capture.inside_transform)
-        check_statistics(self._layers.values(), self._capture)
-        # From here on nothing raises: a step is taken as a whole or not at all.
-        auto.from_statistics(together)
-        kept.materialise(self._layers.values())
+        waiting = any(layer.armed for layer in self._layers.values())
+        try:
+            self._gather(refreshing, reading, together)
+            if reading.looked != self._made_for:
+                kept.materialise(self._layers.values())
+                self._made_for = look(self.param_groups, self.state, self._index)
+            if refreshing and not state_only:
+                self._refresh(refreshing, reading.terms, together)
+        except BaseException:  # the sums may be half scaled, or half summed
+            self._capture.discard()
+            raise
         if state_only:
             return loss
-        waiting = any(layer.armed for layer in self._layers.values())
-        if refreshing:
-            self._refresh(refreshing, reading.terms, together)
-        elif waiting:
+        # From here on nothing raises: a step is taken as a whole or not at all.
+        if waiting and not refreshing:
             self._capture.notice_reached()
             self._capture.discard()
+        decaying = reading.decaying
         if self.scaling == "spectral":
-            spectral_update(self.param_groups, self._index, kept.scale_free, self._decays)
+            spectral_update(self.param_groups, self._index, kept.scale_free, lambda p: id(p) in decaying)
         else:
             scale = self._diagonal_scale(processes.count)
-            update(self.param_groups, self._index, kept.momentum_buffer, self._decays, scale)
+            update(self.param_groups, self._index, kept.momentum_buffer, lambda p: id(p) in decaying, scale)
         clock.advance(self.param_groups, reading.refreshes)
         due = any(clock.refreshes_next(group) for group in self.param_groups)
         if due:
             for layer in self._layers.values():
                 if clock.refreshes_next(self._index.group(layer.weight)):
                     layer.set_due(True)
-        if waiting or due:
+        if replaced is not None:
+            self._use(replaced)
+        elif waiting or due:
             self._capture.attach()
+        self._reports.tell()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -374,15 +383,22 @@ class THOR(torch.optim.Optimizer):
         """Look at what this process has for the step, and raise what is wrong with it."""
         for group in self.param_groups:
             check_group(group)  # again: a schedule may have run damping down to 0
+        looked = look(self.param_groups, self.state, self._index)
+        if looked != self._made_for:
+            conform(self.param_groups, self.state, self._layers.values(), self._index)
         scale = LossScale(self, self.grad_scaler)
         if scale.found_inf:
             return Reading(skipped=True)
         given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
         terms = self._capture.loss_terms if given is None else check_loss_terms(given)
         if given is None and self._capture.doubtful_terms:
-            self._warn(doubtful_terms_message(*self._capture.doubtful_terms))
+            message = doubtful_terms_message(*self._capture.doubtful_terms)
+            self._reports.note(message, message)
         captured = scale.of_outputs() if any(layer.rows for layer in self._layers.values()) else 1.0
         refreshes = clock.next_refreshes(self.param_groups)
+        decaying = frozenset(
+            id(p) for group, p, _ in with_gradient(self.param_groups) if group["weight_decay"] and self._decays(p)
+        )
         scale.unscale_(gradient for _, _, gradient in with_gradient(self.param_groups))
         largest = largest_gradient(self.param_groups, self._index)
         if not math.isfinite(largest):
@@ -393,8 +409,23 @@ class THOR(torch.optim.Optimizer):
             )
         check_row_mask(self._layers.values(), self._capture)
         return Reading(
-            terms, (terms if self.loss_reduction == "mean" else 1) / captured, tuple(refreshes), largest=largest
+            terms,
+            (terms if self.loss_reduction == "mean" else 1) / captured,
+            tuple(refreshes),
+            largest=largest,
+            decaying=decaying,
+            looked=looked,
         )
+
+    def _gather(self, refreshing: list[LayerCurvature], reading: Reading, processes: Processes) -> None:
+        """Bring the statistics of all processes together, check that they came, and cut them as was chosen."""
+        auto = self._auto_split()
+        auto.from_cache(processes)
+        for layer in refreshing:
+            layer.scale_outputs_(reading.output_scale)
+        pool(processes, refreshing, self._capture.inside_transform)
+        check_statistics(self._layers.values(), self._capture)
+        auto.from_statistics(processes)
 
     def _refreshing(self) -> list[LayerCurvature]:
         """The layers that are due, the same on every process, whichever of them has their rows."""
@@ -404,9 +435,12 @@ class THOR(torch.optim.Optimizer):
 
     def _refresh(self, refreshing: list[LayerCurvature], terms: int, processes: Processes) -> None:
         """Decide on new factors for the layers that are due, and invert what is taken."""
+        idle = [not layer.seen and not layer.has_gradient() for layer in refreshing]
         candidates = candidates_of(refreshing, terms, self._index, self._report)
         root = ROOT if self.scaling == "spectral" else None
         self._last_refresh = refresh(candidates, self._report, root=root, processes=processes)
+        for layer, is_idle in zip(refreshing, idle, strict=True):
+            layer.set_idle(is_idle)
         self._capture.discard()
         if terms:
             for group in self.param_groups:
@@ -431,30 +465,40 @@ class THOR(torch.optim.Optimizer):
         return self.grad_scaler is None
 
     def _report(self, layer: LayerCurvature, what: str) -> None:
-        """Warn, once a layer and kind of trouble."""
+        """Have a layer's trouble told after the step, once each kind of it."""
         step = self._index.group(layer.weight)["step"]
-        self._warn(f"THOR, step {step}, layer {layer.name!r}: {what}", (layer.name, what))
-
-    def _warn(self, message: str, once: Any = None) -> None:
-        """Warn, once a message, or once of what it is about."""
-        once = message if once is None else once
-        if once not in self._reported:
-            self._reported.add(once)
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        self._reports.note((layer.name, what), f"THOR, step {step}, layer {layer.name!r}: {what}")
 
     # ---- bookkeeping --------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         self._layers: dict[str, LayerCurvature] = {}
         self._covered: list[Covered] = []
-        self._reported: set[Any] = set()
+        self._reports = Reports()
+        self._made_for = None
         self._last_refresh = ()
         self._capture = Capture()
         self._index = ParameterIndex(self.model)
         self._attached = False
 
-    def _attach(self) -> None:
-        """Find out what every parameter gets, and watch the layers."""
+    def _let_go(self) -> Survey | None:
+        """Leave out the layers whose modules are no longer in the model, and return what the survey finds there now."""
+        gone = self._index.gone(self.model)
+        if not gone:
+            return None
+        found = self._survey()
+        self._layers = self._still_there(found)
+        for name in gone:
+            self._reports.note((name, "gone"), gone_message(name, self._covered, found.entries))
+        return found
+
+    def _still_there(self, found: Survey) -> dict[str, LayerCurvature]:
+        """The layers of before whose weights are still those that have their names."""
+        layers = found.layers
+        return {k: old for k, old in self._layers.items() if k in layers and old.is_of(layers[k].weight)}
+
+    def _survey(self) -> Survey:
+        """Find out what every parameter gets."""
         found = survey(
             self.model,
             [p for group in self.param_groups for p in group["params"]],
@@ -467,11 +511,17 @@ class THOR(torch.optim.Optimizer):
                 f"THOR found no layer to precondition in {type(self.model).__name__}; use torch.optim.SGD, or give "
                 f"THOR the weights of its layers. What it found:\n{table(found.entries, '-')}"
             )
+        return found
+
+    def _use(self, found: Survey) -> None:
+        """Watch the layers that were found."""
+        self._made_for = None
         self._covered = found.entries
         index = self._index
         index.survey(self.model)
+        known = self._still_there(found)
         self._layers = {
-            name: self._layers.get(name)
+            name: known.get(name)
             or LayerCurvature(
                 name,
                 layer.kind,
@@ -520,7 +570,7 @@ class THOR(torch.optim.Optimizer):
                 f"pass the model that holds them, or give them an optimizer of their own"
             )
         if self._attached:
-            self._attach()
+            self._use(self._survey())
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -561,6 +611,7 @@ class THOR(torch.optim.Optimizer):
                 check_moments(self.state, self.param_groups, self._index.name)
         finally:
             self._index.update(self.param_groups, self.state)
+        self._made_for = None
         self._capture.discard()
         self._arm()
 
@@ -571,4 +622,4 @@ class THOR(torch.optim.Optimizer):
         super().__setstate__(state)
         if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
             self._reset()
-            self._attach()
+            self._use(self._survey())
