@@ -77,6 +77,60 @@ def test_one_rank_has_the_bits_of_no_group(run):
     assert run(1, one_rank) == [True]
 
 
+class Experts(nn.Module):
+    """A linear layer a kind of word; some words are on one rank alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 8, 8) / 3)
+        self.weight_bias = nn.Parameter(torch.zeros(5, 8))
+
+    def forward(self, x, words):
+        y = torch.zeros_like(x)
+        for e in range(5):
+            mine = words % 5 == e
+            y[mine] = F.linear(x[mine], self.weight[e], self.weight_bias[e])
+        return y
+
+
+class Routed(nn.Module):
+    """Words through experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.experts, self.head = nn.Embedding(11, 8), Experts(), nn.Linear(8, 5)
+
+    def forward(self, batch):
+        words = batch[1]
+        x = self.tokens(words)
+        return self.head(torch.tanh(x + self.experts(x, words)).mean(1))
+
+
+def routed():
+    torch.manual_seed(3)
+    return Routed().double()
+
+
+def experts(rank, world):
+    """Each expert's rows of all ranks are one expert's, also where some rank has none."""
+    options = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
+    batches = list(stream(6))
+    for (_, words), _ in batches:
+        words[0, 0] = 4  # expert 4 has rows of the first example alone
+        words[1:] -= (words[1:] % 5 == 4).long()
+    model, optimizer = parallel(rank, world, make=routed, **options)
+    decisions = train(model, optimizer, [share(b, rank, world) for b in batches])
+    twin, its_optimizer = alone(make=routed, **options)
+    wanted = train(twin, its_optimizer, batches)
+    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted))
+    return digest(model, optimizer)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts(run, world):
+    assert len(set(run(world, experts))) == 1
+
+
 def summed(rank, world):
     """DDP divides the gradient of a sum by the ranks: every direction is 1/P of one process's."""
 

@@ -12,6 +12,7 @@ Legend:
 """
 
 from reference.attention import attention_by_hand, attention_layers
+from reference.experts import expert_by_hand, expert_layers
 from reference.factors import Curvature, Factors, damped, factors_of, keep_blocks, second_moment
 from reference.layers import Layer, layers_of
 from reference.optimizer import ReferenceTHOR, by_stages, gradients
@@ -26,6 +27,8 @@ __all__ = [
     "attention_layers",
     "by_stages",
     "damped",
+    "expert_by_hand",
+    "expert_layers",
     "factors_of",
     "gradients",
     "keep_blocks",

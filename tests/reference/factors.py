@@ -123,6 +123,6 @@ class Curvature:
     def bias_direction(self, grad: np.ndarray) -> np.ndarray:
         """(1/T) G_d⁻¹ ∇b, a group at a time."""
         assert self.taken is not None
-        pieces = np.split(grad, len(self.damped_blocks))
+        pieces = np.split(grad.ravel(), len(self.damped_blocks))
         parts = [np.linalg.solve(G, piece) for (_, G), piece in zip(self.damped_blocks, pieces, strict=True)]
-        return np.concatenate(parts) / self.taken.rows_per_term
+        return np.concatenate(parts).reshape(grad.shape) / self.taken.rows_per_term

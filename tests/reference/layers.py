@@ -20,7 +20,8 @@ NORMS = (
 class Layer:
     """One layer: its weight (some rows of a parameter), its biases, and whose calls give its rows.
 
-    `module` says how the weight lies in memory; None is a plain (out, in).
+    `module` says how the weight lies in memory; None is a plain (out, in), or one of the matrices of a 3-d weight,
+    (in, out) where `inputs_first`.
     """
 
     module: nn.Module | None
@@ -28,6 +29,7 @@ class Layer:
     rows: slice = field(default_factory=lambda: slice(None))
     biases: dict[str, slice] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    inputs_first: bool = False
 
     @property
     def input_split(self) -> int | None:
@@ -39,6 +41,8 @@ class Layer:
         module = self.module
         if isinstance(module, nn.Embedding) or is_gpt2_linear(module):
             return [tensor.T]
+        if module is None and tensor.ndim == 3:
+            return [tensor[0].T if self.inputs_first else tensor[0]]
         if not isinstance(module, TRANSPOSED):
             return np.split(tensor.reshape(len(tensor), -1), getattr(module, "groups", 1))
         found = []
@@ -52,6 +56,8 @@ class Layer:
         module = self.module
         if isinstance(module, nn.Embedding) or is_gpt2_linear(module):
             return matrices[0].T
+        if module is None and len(shape) == 3:
+            return (matrices[0].T if self.inputs_first else matrices[0])[None]
         if not isinstance(module, TRANSPOSED):
             return np.concatenate(matrices).reshape(shape)
         groups = []

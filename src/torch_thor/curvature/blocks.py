@@ -103,6 +103,23 @@ class BlockDiagonal:
             None if tail is None else torch.zeros(tail, dtype=dtype, device=device),
         )
 
+    @classmethod
+    def identities(cls, layout: BlockLayout, *, dtype: torch.dtype, device: torch.device) -> "BlockDiagonal":
+        """Return identity matrices of a layout.
+
+        Args:
+            layout: how it is cut.
+            dtype: dtype of the blocks.
+            device: where they live.
+
+        Returns:
+            The identities.
+        """
+        found = cls.zeros(layout, dtype=dtype, device=device)
+        for part in found.parts():
+            part.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        return found
+
     def parts(self) -> list[Tensor]:
         """Return the stored tensors, each a batch of square blocks.
 
@@ -160,6 +177,45 @@ class BlockDiagonal:
         if self.tail is not None:
             rest = samples[:, layout.covered :]
             self.tail.baddbmm_(rest, rest.mT)
+
+    def group(self, index: int) -> "BlockDiagonal":
+        """Return one of the matrices alone.
+
+        Args:
+            index: which one.
+
+        Returns:
+            Views of its blocks.
+        """
+        layout, own = self.layout, slice(index, index + 1)
+        k = layout.full_blocks
+        blocks = self.blocks[index * k : (index + 1) * k]
+        return BlockDiagonal(
+            BlockLayout(1, layout.size, layout.block), blocks, None if self.tail is None else self.tail[own]
+        )
+
+    def scale_groups_(self, scales: Tensor) -> None:
+        """Multiply each of the matrices by a number of its own.
+
+        Args:
+            scales: ``(groups,)``.
+        """
+        for part in self.parts():
+            part.unflatten(0, (self.layout.groups, -1)).mul_(scales[:, None, None, None])
+
+    def where_groups(self, chosen: Tensor, other: "BlockDiagonal") -> "BlockDiagonal":
+        """Return the chosen matrices, and those of another in the place of the rest.
+
+        Args:
+            chosen: ``(groups,)``, bool.
+            other: of the same layout.
+
+        Returns:
+            A matrix with storage of its own.
+        """
+        masks = [chosen.repeat_interleave(len(part) // self.layout.groups)[:, None, None] for part in self.parts()]
+        pairs = zip(masks, self.parts(), other.parts(), strict=True)
+        return self.with_parts([torch.where(mask, ours, theirs) for mask, ours, theirs in pairs])
 
     def group_traces(self) -> Tensor:
         """Return the trace of each group's matrix.

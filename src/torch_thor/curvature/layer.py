@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.experts import bias_scales, group_rows_per_term, plain_where_unknown, weighted_factors
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 
@@ -95,6 +96,7 @@ class LayerCurvature:
         self.counts = False  # the other: is it this layer's input that tells how many loss terms there are?
         self.watched = False  # whether this step's passes are run so that statistics must come
         self.rows = 0  # R of this step so far
+        self.group_rows = [0] * kind.groups if kind.routed else []  # of each group, where they have rows of their own
         self.seen = False  # whether a gradient of its output came by in this step, with or without rows
         self._states = states
         self._split_dim_of = split_dim_of
@@ -228,6 +230,7 @@ class LayerCurvature:
         for key, layout in zip(("A", "G"), self.layouts(), strict=True):
             for matrix in (key, f"{key}_inverse"):
                 keys += [matrix, f"{matrix}_tail"] if layout.tail else [matrix]
+        keys += ["group_rows_per_term"] if self.kind.routed else []
         absent = [self._prefix + key for key in keys if self._prefix + key not in self.state]
         # what earlier versions did not keep is made later
         return [] if len(absent) == len(keys) else [key for key in absent if key != self._prefix + "idle"]
@@ -246,6 +249,9 @@ class LayerCurvature:
             for matrix in (key, f"{key}_inverse"):
                 self._store(matrix, BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device))
         state.update({self._prefix + key: value for key, value in _NUMBERS.items()})
+        if self.kind.routed:
+            terms = torch.zeros(self.kind.groups, dtype=dtype, device=weight.device)
+            state[self._prefix + "group_rows_per_term"] = terms
 
     def _store(self, key: str, matrix: BlockDiagonal) -> None:
         self.state[self._prefix + key] = matrix.blocks
@@ -318,13 +324,19 @@ class LayerCurvature:
         x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
         with ieee_float32(x.device.type):
             if instead_of is None:
-                self.rows += kind.add_rows_(a_sum, g_sum, x, g, keep)
+                self._count(kind.add_rows_(a_sum, g_sum, x, g, keep))
                 return
             counted, old = (one.with_parts([torch.zeros_like(p) for p in one.parts()]) for one in (a_sum, g_sum))
             kind.add_rows_(counted, old, x, instead_of, keep)
             kind.add_rows_(counted, g_sum, x, g, keep)
             for part, old_part in zip(g_sum.parts(), old.parts(), strict=True):
                 part.sub_(old_part)
+
+    def _count(self, rows: int | list[int]) -> None:
+        if isinstance(rows, list):
+            self.group_rows = [n + more for n, more in zip(self.group_rows, rows, strict=True)]
+            rows = sum(rows)
+        self.rows += rows
 
     def sums(self) -> tuple[BlockDiagonal, BlockDiagonal]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far; what is added to them counts.
@@ -350,16 +362,37 @@ class LayerCurvature:
                 # in two factors, because scale² of a scaled half-precision loss can leave the range of float32
                 part.mul_(scale).mul_(scale)
 
-    def fresh_factors(self) -> tuple[BlockDiagonal, BlockDiagonal] | None:
+    def fresh_group_terms(self, terms: int) -> Tensor | None:
+        """Return T of each group, where they have rows of their own; to be asked before :meth:`fresh_factors`.
+
+        Args:
+            terms: N.
+
+        Returns:
+            ``(groups,)``, or None where one T holds for all.
+        """
+        if not self.kind.routed:
+            return None
+        return group_rows_per_term(self.group_rows, terms, self.state[self._prefix + "group_rows_per_term"])
+
+    def fresh_factors(self, terms: int = 1) -> tuple[BlockDiagonal, BlockDiagonal] | None:
         """Return A and G of this step's rows and forget the rows.
+
+        Groups that have rows of their own are weighted with ``√T``, and one that has none now keeps what it had.
+
+        Args:
+            terms: N.
 
         Returns:
             ``(A, G)``, or None where no row came by.
         """
-        sums, rows = self._sums, self.rows
+        sums, rows, group_rows = self._sums, self.rows, self.group_rows
         self.forget()
         if sums is None or not rows:
             return None
+        if self.kind.routed:
+            before = (self.matrix("A"), self.matrix("G")) if self.refreshes else None
+            return weighted_factors(sums, group_rows, terms, before)
         for factor in sums:
             for part in factor.parts():
                 part.div_(rows)
@@ -408,6 +441,7 @@ class LayerCurvature:
     def forget(self) -> None:
         """Drop the statistics of this step."""
         self._sums, self.rows, self.seen = None, 0, False
+        self.group_rows = [0] * len(self.group_rows)
 
     # ---- stale inverses -----------------------------------------------------------------------------------------
 
@@ -416,6 +450,7 @@ class LayerCurvature:
         factors: tuple[BlockDiagonal, BlockDiagonal],
         inverses: tuple[BlockDiagonal, BlockDiagonal],
         rows_per_term: float,
+        group_rows_per_term: Tensor | None = None,
     ) -> None:
         """Put new factors and their inverses to use.
 
@@ -423,7 +458,11 @@ class LayerCurvature:
             factors: A and G.
             inverses: their damped inverses.
             rows_per_term: T.
+            group_rows_per_term: T of each group, where it is in their factors.
         """
+        if group_rows_per_term is not None:
+            self.state[self._prefix + "group_rows_per_term"] = group_rows_per_term
+            inverses = plain_where_unknown(factors, inverses)
         for key, factor, inverse in zip(("A", "G"), factors, inverses, strict=True):
             self._store(key, factor)
             self._store(f"{key}_inverse", inverse)
@@ -474,7 +513,10 @@ class LayerCurvature:
         g_inverse = self.matrix("G_inverse")
         column = _dense(gradient).to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
         with ieee_float32(gradient.device.type):
-            solved = g_inverse.left_multiply(column).reshape(into.shape)
+            solved = g_inverse.left_multiply(column)
+        if self.kind.routed:
+            solved *= bias_scales(self.state[self._prefix + "group_rows_per_term"])[:, None, None]
+        solved = solved.reshape(into.shape)
         into.mul_(decay).add_(solved, alpha=1.0 / self.rows_per_term)
 
     def trace_of_fisher(self, factors: tuple[Tensor, Tensor], damping: float) -> float:

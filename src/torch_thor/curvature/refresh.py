@@ -87,6 +87,7 @@ class Candidate:
         damping: λ.
         thresholds: (ω1, ω2).
         decay: weight of the factors in use in the running average; 0 takes the new ones alone.
+        group_rows_per_term: T of each group where they have rows of their own; it is in their factors then, and T is 1.
     """
 
     layer: LayerCurvature
@@ -96,6 +97,7 @@ class Candidate:
     damping: float
     thresholds: tuple[float, float]
     decay: float
+    group_rows_per_term: Tensor | None = None
 
 
 def refresh(
@@ -189,7 +191,8 @@ def _put_to_use(
                 f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping; {_instead(layer)}",
             )
             continue
-        layer.take(factors, (a_inverse.matrix, g_inverse.matrix), candidate.rows_per_term)
+        inverse = a_inverse.matrix, g_inverse.matrix
+        layer.take(factors, inverse, candidate.rows_per_term, candidate.group_rows_per_term)
         if a_inverse.raised or g_inverse.raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")
     return failed

@@ -5,12 +5,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from torch_thor.curvature.attention import OpenAttention
 from torch_thor.curvature.calls import Listener
 from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.kinds.experts import ExpertsKind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.routing import OpenExperts
 from torch_thor.curvature.survey import Layer
 
 
@@ -65,22 +67,50 @@ class ModuleSource:
         """Do nothing."""
 
 
-class AttentionSource:
-    """An ``nn.MultiheadAttention``: up to four layers, of which it calls none.
+class OpenedSource:
+    """A module with layers inside that it calls none of: a mode is active while it runs, which sees them.
 
     Args:
         module: the module.
-        layers: by projection, ``"q"``, ``"k"``, ``"v"`` and ``"out"``.
     """
 
-    def __init__(self, module: nn.MultiheadAttention, layers: dict[str, LayerCurvature]) -> None:
-        self.module: nn.Module = module
-        self.layers = list(layers.values())
-        self._by_projection = layers
-        self._open: list[OpenAttention] = []
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.layers: list[LayerCurvature] = []
+        self.by_name: dict[str, LayerCurvature] = {}
+        self._open: list[TorchFunctionMode] = []
+
+    def add(self, name: str, layer: LayerCurvature) -> None:
+        """Take a layer in.
+
+        Args:
+            name: the mode's name for it.
+            layer: the layer.
+        """
+        self.by_name[name] = layer
+        self.layers.append(layer)
+
+    def mode(self, hearer: Watcher) -> TorchFunctionMode:
+        """Return what is to be active while the module runs.
+
+        Args:
+            hearer: who gathers the rows.
+        """
+        raise NotImplementedError
+
+    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Let the loss terms be counted where no rows are wanted.
+
+        Args:
+            hearer: who counts them.
+            args: the module's arguments.
+            kwargs: those by name.
+            output: its output.
+        """
+        raise NotImplementedError
 
     def enter(self, hearer: Watcher, args: Any) -> None:
-        """Take the projections out of the attention function, on a step that wants their rows.
+        """Open the module on a step that wants its rows.
 
         Args:
             hearer: who gathers the rows.
@@ -94,14 +124,8 @@ class AttentionSource:
             stale = self._open.pop()
             if _get_current_function_mode() is stale:
                 stale.__exit__(None, None, None)
-
-        def watch(projection: str, x: Tensor, y: Tensor) -> None:
-            layer = self._by_projection.get(projection)
-            if layer is not None:
-                hearer.watch(layer, layer.kind, x, y)
-
-        mode = OpenAttention(watch)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        mode = self.mode(hearer)
+        mode.__enter__()
         self._open.append(mode)
 
     def leave(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
@@ -118,16 +142,79 @@ class AttentionSource:
             return
         if self._open:
             self.abandon()
-            return
+        else:
+            self.count(hearer, args, kwargs, output)
+
+    def abandon(self) -> None:
+        """Close what was opened."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+
+class AttentionSource(OpenedSource):
+    """An ``nn.MultiheadAttention``: up to four layers, ``"q"``, ``"k"``, ``"v"`` and ``"out"``."""
+
+    def mode(self, hearer: Watcher) -> TorchFunctionMode:
+        """Return what takes the projections out of the attention function.
+
+        Args:
+            hearer: who gathers the rows.
+
+        Returns:
+            The mode.
+        """
+
+        def watch(projection: str, x: Tensor, y: Tensor) -> None:
+            layer = self.by_name.get(projection)
+            if layer is not None:
+                hearer.watch(layer, layer.kind, x, y)
+
+        return OpenAttention(watch)
+
+    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Count the sequences of the query.
+
+        Args:
+            hearer: who counts them.
+            args: the module's arguments.
+            kwargs: those by name.
+            output: its output.
+        """
         query = args[0] if args else kwargs["query"]
         batch_first = query if self.module.batch_first or query.dim() < 3 else query.transpose(0, 1)
         for layer in self.layers:
             hearer.watch(layer, layer.kind, batch_first, output[0])
 
-    def abandon(self) -> None:
-        """Close what was opened."""
-        if self._open:
-            self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+class ExpertsSource(OpenedSource):
+    """The module of fused experts: a layer for each of its 3-d weights, by the weight's name."""
+
+    def mode(self, hearer: Watcher) -> TorchFunctionMode:
+        """Return what looks at products with the experts' weights.
+
+        Args:
+            hearer: who gathers the rows.
+
+        Returns:
+            The mode.
+        """
+
+        def watch(name: str, kind: ExpertsKind, x: Tensor, y: Tensor) -> None:
+            hearer.watch(self.by_name[name], kind, x, y)
+
+        # looked up now: a wrapper may have replaced the parameters
+        kinds = {name: (layer.weight, layer.kind) for name, layer in self.by_name.items()}
+        return OpenExperts({n: (w, k) for n, (w, k) in kinds.items() if isinstance(k, ExpertsKind)}, watch)
+
+    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Do nothing: what a router sends says nothing of the loss.
+
+        Args:
+            hearer: who counts them.
+            args: the module's arguments.
+            kwargs: those by name.
+            output: its output.
+        """
 
 
 def sources_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[Source]:
@@ -141,10 +228,11 @@ def sources_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature])
         One source a module.
     """
     sources: list[Source] = []
-    attentions: dict[int, tuple[nn.MultiheadAttention, dict[str, LayerCurvature]]] = {}
+    opened: dict[int, OpenedSource] = {}
     for name, layer in found.items():
         sources += [ModuleSource(module, kind, layers[name]) for module, kind in layer.modules]
-        if layer.attention is not None:
-            module, projection = layer.attention
-            attentions.setdefault(id(module), (module, {}))[1][projection] = layers[name]
-    return sources + [AttentionSource(module, by_projection) for module, by_projection in attentions.values()]
+        for source, part in ((AttentionSource, layer.attention), (ExpertsSource, layer.experts)):
+            if part is not None:
+                module, inside = part
+                opened.setdefault(id(module), source(module)).add(inside, layers[name])
+    return [*sources, *opened.values()]

@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from torch_thor.curvature.attention import opens
 from torch_thor.curvature.coverage import Covered
-from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, kind_of, why_not
+from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, fused_experts, kind_of, why_not
 from torch_thor.curvature.layer import Piece
 from torch_thor.curvature.selection import Selection, left_out
 
@@ -30,6 +30,7 @@ class Layer:
         prefix: put before the keys of its state, where several layers share a weight.
         modules: the modules whose calls give its rows, each with its own geometry.
         attention: the attention, and which of its projections this is; None for a module that is called.
+        experts: the module of the experts, and the name of their weight in it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Layer:
     prefix: str = ""
     modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
     attention: tuple[nn.MultiheadAttention, str] | None = None
+    experts: tuple[nn.Module, str] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -104,6 +106,7 @@ def survey(
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             layers.update(_attention_layers(name, module, owners, reasons))
+        layers.update(_expert_layers(name, module, owners, reasons))
     norms = {
         name: module
         for name, module in model.named_modules()
@@ -241,6 +244,23 @@ def _attention_layers(
             kept = [b for b in biases if id(b.parameter) not in reasons and len(owners[id(b.parameter)]) == 1]
             kind = ProjectionKind(weight.of(parameter))
             layers[full_name] = Layer(full_name, kind, weight, kept, prefix, attention=(module, projection))
+    return layers
+
+
+def _expert_layers(
+    name: str, module: nn.Module, owners: dict[int, list[_Owner]], reasons: dict[int, str]
+) -> dict[str, Layer]:
+    """Find the 3-d weights that hold a matrix for each expert, with their biases ``(E, out)``."""
+    layers = {}
+    for attribute, kind in fused_experts(module).items():
+        weight = Piece(module, attribute)
+        if id(weight.parameter) in reasons or len(owners[id(weight.parameter)]) > 1:
+            continue
+        bias = module._parameters.get(f"{attribute}_bias")
+        is_theirs = bias is not None and bias.shape == (kind.groups, kind.outputs)
+        biases = [Piece(module, f"{attribute}_bias")] if is_theirs and id(bias) not in reasons else []
+        full_name = f"{name}.{attribute}".lstrip(".")
+        layers[full_name] = Layer(full_name, kind, weight, biases, experts=(module, attribute))
     return layers
 
 

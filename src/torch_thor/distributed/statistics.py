@@ -18,10 +18,11 @@ def pool(processes: Processes, layers: Sequence[LayerCurvature], inside_transfor
     """
     if processes.count == 1:
         return
-    ours = [float(n) for one in layers for n in (one.rows, one.seen, one.name in inside_transform)]
+    ours = [float(n) for one in layers for n in (one.rows, one.seen, one.name in inside_transform, *one.group_rows)]
     totals = iter([sum(column) for column in zip(*processes.gather(ours), strict=True)])
     for layer in layers:
         layer.rows, layer.seen = int(next(totals)), next(totals) > 0
         if next(totals):
             inside_transform.add(layer.name)
+        layer.group_rows = [int(next(totals)) for _ in layer.group_rows]
     processes.sum_([part for one in layers if one.rows for factor in one.sums() for part in factor.parts()])

@@ -29,7 +29,8 @@ def candidates_of(
         weight, rows, seen = layer.weight, layer.rows, layer.seen
         if weight.grad is None:
             continue
-        factors = layer.fresh_factors()
+        of_groups = layer.fresh_group_terms(terms)
+        factors = layer.fresh_factors(terms)
         if factors is None:
             if seen:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
@@ -42,10 +43,11 @@ def candidates_of(
                 layer,
                 group["step"],
                 factors,
-                rows_per_term=rows / terms,
+                rows_per_term=rows / terms if of_groups is None else 1.0,
                 damping=float(group["damping"]),
                 thresholds=(float(upper), float(lower)),
                 decay=float(group["factor_decay"]),
+                group_rows_per_term=of_groups,
             )
         )
     return candidates

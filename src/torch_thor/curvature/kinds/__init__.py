@@ -6,10 +6,20 @@ from torch_thor.curvature.kinds.attention import PROJECTIONS, ProjectionKind
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.kinds.convolution import ConvKind, ConvTransposeKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled
+from torch_thor.curvature.kinds.experts import fused_experts
 from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind
 from torch_thor.curvature.kinds.standardised import StandardisedConvKind, is_same_padded, is_standardised
 
-__all__ = ["PROJECTIONS", "Kind", "ProjectionKind", "is_hugging_face_conv1d", "kind_of", "parent_of", "why_not"]
+__all__ = [
+    "PROJECTIONS",
+    "Kind",
+    "ProjectionKind",
+    "fused_experts",
+    "is_hugging_face_conv1d",
+    "kind_of",
+    "parent_of",
+    "why_not",
+]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -18,6 +18,7 @@ class Kind(Protocol):
     ``label`` names the kind in :meth:`THOR.coverage`. ``diagonal_input`` says that A is diagonal, whatever the split.
     ``transposed`` says that :meth:`to_matrix` gives ``(groups, inputs, outputs)``: the weight lies so in memory.
     ``solves_biases`` says that G is the second moment of the output's own gradient, which is also the bias's.
+    ``routed`` says that each group has rows of its own, some none: T is then in the factors.
     """
 
     @property
@@ -55,6 +56,11 @@ class Kind(Protocol):
         """Whether biases are solved with G."""
         ...
 
+    @property
+    def routed(self) -> bool:
+        """Whether each group has rows of its own: experts, and no convolution."""
+        ...
+
     def loss_terms(self, x: Tensor) -> int:
         """Return the leading dimension of the layer's input, 1 if it is not batched."""
         ...
@@ -63,7 +69,9 @@ class Kind(Protocol):
         """Return the leading dimensions of the input, whose every index is a row; none where rows are patches."""
         ...
 
-    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
+    def add_rows_(
+        self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None
+    ) -> int | list[int]:
         """Add ``Σ a aᵀ`` and ``Σ g gᵀ`` of one pass to two factors.
 
         Args:
@@ -75,7 +83,7 @@ class Kind(Protocol):
                 rows (a convolution) takes all.
 
         Returns:
-            The number of rows.
+            The number of rows; that of each group, where they have rows of their own.
         """
         ...
 
@@ -92,6 +100,7 @@ class MatrixWeight:
     """The weight is one matrix, as it lies in memory."""
 
     solves_biases = True
+    routed = False
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as a batch of one matrix.

@@ -35,6 +35,7 @@ class ConvKind:
     diagonal_input = False
     transposed = False
     solves_biases = True
+    routed = False
 
     def __init__(self, module: _Conv | _ConvTranspose, *, same: bool = False) -> None:
         self.label = f"{'ConvTranspose' if module.transposed else 'Conv'}{len(module.kernel_size)}d"

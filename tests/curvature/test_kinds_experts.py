@@ -1,0 +1,303 @@
+"""Fused experts: E layers in one 3-d weight, against E layers of the reference, each with rows and a T of its own."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  # registers its grouped product
+from torch import nn
+from torch.nn import functional as F
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from comparing import compare
+from reference import expert_by_hand, expert_layers
+from tiny import assert_same_bits, cross_entropy, train, weights
+from torch_thor import THOR
+
+HIDDEN, INNER, EXPERTS = 4, 2, 5
+WEIGHTS = ("gate_up_proj", "down_proj")
+STYLES = ("linear", "matmul", "transposed_view", "from_the_left", "grouped", "gathered", "gathered_columns", "unbound")
+INPUTS_FIRST = {"matmul": True, "gathered": True}
+
+
+class MoeExperts(nn.Module):
+    """Gated experts, multiplied in the ways that are met."""
+
+    def __init__(self, style, *, bias=False, inputs_first=None):
+        super().__init__()
+        self.style = style
+        self.is_transposed = INPUTS_FIRST.get(style, False) if inputs_first is None else inputs_first
+        for name, outputs, inputs in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):
+            size = (inputs, outputs) if self.is_transposed else (outputs, inputs)
+            self.register_parameter(name, nn.Parameter(torch.randn(EXPERTS, *size)))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(EXPERTS, outputs)) if bias else None)
+
+    def forward(self, x, chosen):
+        order = chosen.argsort(stable=True)
+        gate, up = self.product("gate_up_proj", x[order], chosen[order]).chunk(2, dim=-1)
+        y = self.product("down_proj", torch.tanh(gate) * up, chosen[order])
+        return y[order.argsort()]
+
+    def product(self, name, x, chosen):
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+        if self.style == "grouped":
+            ends = torch.bincount(chosen, minlength=EXPERTS).cumsum(0).int()
+            y = torch.ops.transformers.grouped_mm_fallback(x, weight.mT, ends)  # F.grouped_mm has no float64
+        elif self.style == "gathered":
+            y = torch.bmm(x[:, None], weight[chosen])[:, 0]
+        elif self.style == "gathered_columns":
+            y = torch.bmm(weight[chosen], x[..., None])[..., 0]
+        else:
+            one = {
+                "linear": lambda e, rows: F.linear(rows, weight[e]),
+                "matmul": lambda e, rows: rows @ weight[e],
+                "transposed_view": lambda e, rows: torch.mm(rows, weight.mT[e]),
+                "from_the_left": lambda e, rows: torch.matmul(weight[torch.tensor(e)], rows.mT).mT,
+                "unbound": lambda e, rows: F.linear(input=rows, weight=weight.unbind(0)[e]),
+            }[self.style]
+            y = torch.cat([one(e, x[chosen == e]) for e in range(EXPERTS)])
+        return y if bias is None else y + bias[chosen]
+
+
+class Model(nn.Module):
+    """Experts between two ordinary layers."""
+
+    def __init__(self, style, **options):
+        super().__init__()
+        self.body = nn.Linear(3, HIDDEN)
+        self.experts = MoeExperts(style, **options)
+        self.head = nn.Linear(HIDDEN, 3)
+
+    def forward(self, x, chosen):
+        return self.head(self.experts(self.body(x).flatten(0, 1), chosen.flatten()).view(*x.shape[:2], HIDDEN))
+
+
+def by_hand(model, x):
+    x, chosen = x[0], x[1].flatten()
+    h = model.body(x)
+    tokens = h.flatten(0, 1)
+    seen, parts, places = [("body", x, h)], [], []
+    for e in range(EXPERTS):
+        mine = (chosen == e).nonzero()[:, 0]
+        if len(mine):
+            options = {"inputs_first": model.experts.is_transposed}
+            gated, more = expert_by_hand(model.experts, "experts", "gate_up_proj", e, tokens[mine], **options)
+            gate, up = gated.chunk(2, dim=-1)
+            y, again = expert_by_hand(model.experts, "experts", "down_proj", e, torch.tanh(gate) * up, **options)
+            seen += more + again
+            parts.append(y)
+            places.append(mine)
+    z = torch.cat(parts)[torch.cat(places).argsort()].view(*x.shape[:2], HIDDEN)
+    y = model.head(z)
+    return y, [*seen, ("head", z, y)]
+
+
+def stream(count):
+    """Batches of three sequences of four tokens; expert 4 has none in the first three, expert 0 in late even ones."""
+    batches = []
+    for step in range(count):
+        none_of_the_first = step >= 6 and step % 2 == 0
+        experts = torch.randint(int(none_of_the_first), EXPERTS - (step < 3), (3, 4))
+        batches.append(((torch.randn(3, 4, 3).double(), experts), cross_entropy(torch.randint(3, (3, 4)))))
+    return batches
+
+
+def against_the_reference(style, batches, *, inputs_first=None, bias=False, **options):
+    model = Model(style, bias=bias, inputs_first=inputs_first).double()
+    flipped = model.experts.is_transposed
+    layers = {"layers": lambda m: expert_layers(m, "experts", WEIGHTS, inputs_first=flipped)}
+    settings = {"update_interval": 2, "trace_thresholds": (0.0, 0.0), **options}
+    return compare(model, batches, forward=by_hand, reference_options=layers, **settings)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_steps_are_those_of_separate_layers(style):
+    """The reference has no weights √T: a layer an expert, which keeps what it has where it gets no rows."""
+    optimizer, reference = against_the_reference(style, stream(10))
+    assert {name for name in optimizer.curvature if "experts" in name} == {f"experts.{name}" for name in WEIGHTS}
+    refreshes = [reference.curvature[f"experts.down_proj.{e}"].refreshes for e in range(EXPERTS)]
+    assert 1 < max(refreshes[0], refreshes[4]) < min(refreshes[1:4])
+
+
+@pytest.mark.parametrize("settings", [
+    {"momentum": 0.0, "split_dim": 3, "damping": 0.3},
+    {"nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": None},
+], ids=["split", "everything"])  # fmt: skip
+@pytest.mark.parametrize("style", ["linear", "grouped", "gathered"])
+def test_steps_with_biases(style, settings):
+    against_the_reference(style, stream(8), bias=True, **settings)
+
+
+@pytest.mark.parametrize("style", ["transposed_view", "gathered_columns"])
+def test_the_other_orientation_is_another_use(style):
+    """``weight.mT[e]`` of a weight that says it has inputs first: (out, in), which fits no product of these."""
+    model = Model("matmul").double()
+    model.experts.style = "linear"
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(*stream(1)[0][0])
+
+
+def test_factors_by_hand():
+    """Expert 0 has tokens (1, 0) and (0, 2), expert 1 has (3, 0), N = 4: A_0 = diag(1, 4) / 2, T = 2 / 4 and 1 / 4."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 1, 2).double())
+
+        def forward(self, x):
+            return torch.cat([F.linear(x[:2], self.weight[0]), F.linear(x[2:], self.weight[1])])
+
+    model = nn.Sequential(Experts())
+    optimizer = THOR(model, lr=1.0, damping=0.25, momentum=0.0, loss_terms=4, kl_clip=None)
+    x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]).double()
+    (model(x) * torch.tensor([[1.0], [2.0], [3.0]]).double()).sum().div(4).backward()
+    optimizer.step()
+    A, G = optimizer.curvature["0.weight"].factors()
+    for found, wanted in zip(A, ([0.5, 2.0], [9.0, 0.0], [0.0, 0.0]), strict=True):
+        share = {0.5: 2 / 4, 9.0: 1 / 4}.get(wanted[0], 0.0)
+        np.testing.assert_allclose(found, math.sqrt(share) * np.diag(wanted), rtol=1e-12)
+    np.testing.assert_allclose([g.item() for g in G], [math.sqrt(0.5) * 2.5, math.sqrt(0.25) * 9.0, 0.0], rtol=1e-12)
+    # expert 0: ∇ = (1, 4) / 4; √T (A_d) = √0.5 diag(0.5, 2) + 0.5, √T (G_d) = √0.5 · 2.5 + 0.5
+    root = math.sqrt(0.5)
+    expected = np.array([1.0, 4.0]) / 4 / (root * np.array([0.5, 2.0]) + 0.5) / (root * 2.5 + 0.5)
+    np.testing.assert_allclose(-model[0].weight.detach()[0, 0], expected, rtol=1e-10)
+    assert not model[0].weight[2].any()
+
+
+def test_every_expert_sees_every_token():
+    """Dense experts: one product of the whole weight. Each is a linear layer that all rows go through."""
+
+    class Experts(nn.Module):
+        def __init__(self, how):
+            super().__init__()
+            self.weight, self.how = nn.Parameter(torch.randn(3, 4, 2).double()), how
+
+        def forward(self, x):
+            if self.how == "bmm":
+                return torch.bmm(x[None].expand(3, -1, -1), self.weight.mT)
+            return {"matmul": lambda: x @ self.weight.mT, "left": lambda: (self.weight @ x.mT).mT}[self.how]()
+
+    x, coefficients = torch.randn(6, 2).double(), torch.randn(3, 6, 4).double()
+    for how in ("bmm", "matmul", "left"):
+        model = nn.Sequential(Experts(how))
+        optimizer = THOR(model, lr=0.0, loss_terms=6, split_dim=None)
+        (model(x) * coefficients).sum().div(6).backward()
+        optimizer.step()
+        A, G = optimizer.curvature["0.weight"].factors()
+        for e in range(3):
+            torch.testing.assert_close(A[e], x.T @ x / 6)
+            torch.testing.assert_close(G[e], coefficients[e].T @ coefficients[e] / 6)
+
+
+# ------------------------------------------------------------------------------- what is and is not
+
+
+class Positions(nn.Module):
+    """A 3-d parameter that is no expert's."""
+
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(1, 4, 3))
+        self.heads = nn.Parameter(torch.zeros(2, 3, 3))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(x + self.position)
+
+
+def test_other_parameters_of_three_dimensions_are_listed():
+    entries = {e.name: e for e in THOR(Positions()).coverage()}
+    assert not entries["position"].preconditioned
+    assert not entries["heads"].preconditioned
+
+
+def test_coverage():
+    entries = {e.name: e for e in THOR(Model("linear", bias=True)).coverage()}
+    found = {name: (e.kind, e.factor_sizes, e.groups) for name, e in entries.items() if "experts" in name}
+    assert found == {
+        "experts.gate_up_proj": ("Experts", (HIDDEN, 2 * INNER), EXPERTS),
+        "experts.gate_up_proj_bias": ("Experts", (2 * INNER,), EXPERTS),
+        "experts.down_proj": ("Experts", (INNER, HIDDEN), EXPERTS),
+        "experts.down_proj_bias": ("Experts", (HIDDEN,), EXPERTS),
+    }
+
+
+def test_left_out():
+    entries = {e.name: e for e in THOR(Model("linear"), skip="experts.down_proj").coverage()}
+    assert entries["experts.down_proj"].reason == "left out by skip="
+    assert entries["experts.gate_up_proj"].preconditioned
+
+
+# ------------------------------------------------------------------------------- models
+
+
+def mixtral(**options):
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **options))
+
+
+def qwen(**options):
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 6}
+    inner = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **heads, **inner, **options))
+
+
+def trained(make, implementation, **options):
+    """(model, optimizer, losses) after eight steps; the same start for every implementation."""
+    torch.manual_seed(3)
+    model = make(experts_implementation=implementation)
+    optimizer = THOR(model, **options)
+    tokens, losses = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(1)), []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, optimizer, losses
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen])
+def test_models(make):
+    """Whatever multiplies: the same factors, and next to everything is covered."""
+    found = {}
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        model, optimizer, losses = trained(make, implementation, kl_clip=1e-3)
+        assert model.config._experts_implementation == implementation
+        assert losses[-1] < 0.9 * losses[0]
+        covered = sum(math.prod(e.shape) for e in optimizer.coverage() if e.preconditioned)
+        assert covered > 0.95 * sum(p.numel() for p in model.parameters())
+        found[implementation] = optimizer.curvature["model.layers.1.mlp.experts.down_proj"].factors()
+    for other in ("grouped_mm", "batched_mm"):
+        for eager, same in zip(found["eager"], found[other], strict=True):
+            torch.testing.assert_close(same, eager, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen])
+def test_models_scale_free(make):
+    assert trained(make, "grouped_mm", scaling="spectral")[2][-1] < 4.0
+
+
+def test_resume_with_experts_that_had_no_rows():
+    batches = [(x, labels) for (x, _), labels in zip(stream(6), torch.randint(3, (6, 3, 4)), strict=True)]
+
+    class Tuple(Model):
+        def forward(self, x):
+            return super().forward(*x)
+
+    def fresh():
+        torch.manual_seed(2)
+        model = Tuple("linear", bias=True).double()
+        return model, THOR(model, update_interval=2, factor_decay=0.5)
+
+    (whole, one), (first, two), (second, three) = fresh(), fresh(), fresh()
+    train(whole, one, batches)
+    train(first, two, batches[:3])
+    second.load_state_dict(first.state_dict())
+    three.load_state_dict(two.state_dict())
+    train(second, three, batches[3:])
+    assert_same_bits(weights(second), weights(whole))
