@@ -1,5 +1,6 @@
 """The command line: it reads words, calls `torch_thor.training`, and turns a `UserError` into one line."""
 
+import json
 import os
 import shlex
 import sys
@@ -131,24 +132,48 @@ def train(
     help="""Print top-1 and top-5 accuracy on the test set.
 
 A run folder is evaluated at the newest whole checkpoint of each of its optimizers, `RUN/OPTIMIZER/checkpoints/best`
-at the best one.
+at the best one. Of an image folder only the evaluation images must be there. Under `torchrun` the processes share the
+images.
+
+Examples:
+
+- `torch-thor eval runs/digits`
+
+- `torch-thor eval runs/mine data.root=/moved/images data.workers.count=8 --json`
 """,
 )
 def evaluate(
     path: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or one checkpoint in it, or its best/.")
     ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys to override: those of data, device, batch_size, threads."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON list, with the loss and all digits, and nothing else.")
+    ] = False,
 ) -> None:
     """Print top-1 and top-5 accuracy on the test set.
 
     Args:
         path: A run folder or a checkpoint.
+        words: The overrides.
+        as_json: Print JSON in the place of a table.
     """
-    from torch_thor.training.experiment import evaluate_saved
+    from torch_thor.training.evaluating import evaluate_saved
 
+    scores = evaluate_saved(path, words or [], _complain)
+    if not _is_first():
+        return
+    if as_json:
+        rows = [{**vars(one), "path": str(one.path), **vars(one.score)} for one in scores]
+        typer.echo(json.dumps([{key: row[key] for key in row if key != "score"} for row in rows], indent=2))
+        return
     table = Table("optimizer", "step", "top-1", "top-5")
-    for name, (step, score) in evaluate_saved(path, _complain).items():
-        table.add_row(name, str(step), f"{score.top1:.2%}", f"{score.top5:.2%}")
+    for one in scores:
+        name = f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer
+        table.add_row(name, str(one.step), f"{one.score.top1:.2%}", f"{one.score.top5:.2%}")
     Console().print(table)
 
 
@@ -289,6 +314,10 @@ def figures(
         pixels=pixels,
     )
     make_figures(name, out, Console(), options, device=device, overwrite=overwrite, redraw=redraw)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"  # of `torchrun`, which starts many processes
 
 
 def _complain(line: str) -> None:

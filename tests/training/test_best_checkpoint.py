@@ -44,7 +44,7 @@ class Keep(Callback):
 @pytest.fixture(autouse=True)
 def accuracies(monkeypatch):
     def score(model, *rest):
-        return Score(1.0, ACCURACIES[score.run.step // 2 - 1], 1.0)
+        return Score(1.0, ACCURACIES[score.run.step // 2 - 1], 1.0, 100)
 
     monkeypatch.setattr("torch_thor.training.loop.evaluate", score)
     return score

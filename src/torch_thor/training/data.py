@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torch_thor.training.data_spec import DataSpec
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.shards import EvaluationOrder, Shard, TrainingOrder, epoch_order
-from torch_thor.training.stream import MemoryLoader, Streams, TrainingStream
+from torch_thor.training.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches, epoch_order
+from torch_thor.training.stream import BatchLoader, MemoryLoader, Streams, TrainingStream
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 DIGITS_TEST_SHARE = 0.2
@@ -83,6 +83,19 @@ class DataBundle:
             TrainingStream(MemoryLoader(self.train_images, self.train_labels, order), order),
             MemoryLoader(self.test_images, self.test_labels, evaluation),
         )
+
+    def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:
+        """Open the test images alone.
+
+        Args:
+            batch_size: Makes no difference: it is that of the evaluations in training.
+            shard: Which rank of how many.
+
+        Returns:
+            The rank's batches.
+        """
+        order = WholeBatches(len(self.test_labels), EVALUATION_BATCH, shard)
+        return MemoryLoader(self.test_images, self.test_labels, order)
 
 
 def load_data(spec: DataSpec) -> DataBundle:

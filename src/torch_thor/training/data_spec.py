@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch_thor.training.errors import require
 
-IN_MEMORY = ("digits", "fashion-mnist")
+IN_MEMORY = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28)}  # shapes of their images
 FOLDER = "image-folder"
 CIFAR_SETS = ("cifar10", "cifar100")
 
@@ -104,6 +104,16 @@ class DataSpec:
     workers: Workers = field(default_factory=Workers)
     max_broken: float = 0.01
     cache: str | None = None
+
+    @property
+    def crops(self) -> ImageTransform:
+        """Sizes and chances, where images are cropped: what is given, or what the data set is usually read with."""
+        return self.transform or (IMAGENET if self.name == FOLDER else CIFAR)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of an image as the network sees it."""
+        return IN_MEMORY.get(self.name) or (3, self.crops.size, self.crops.size)
 
     def __post_init__(self) -> None:
         names = (*IN_MEMORY, *CIFAR_SETS, FOLDER)

@@ -1,5 +1,6 @@
 """Top-1 and top-5 accuracy on a test set, as the reference trainings report them."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,11 +13,12 @@ from torch_thor.training import parallel
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss (without label smoothing) and accuracies in [0, 1]."""
+    """Mean loss (without label smoothing) and accuracies in [0, 1], over so many images."""
 
     loss: float
     top1: float
     top5: float
+    images: int
 
 
 @torch.no_grad()
@@ -34,12 +36,11 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], classes
     """
     from torchmetrics.classification import MulticlassAccuracy  # takes seconds to import
 
-    # the sums are added up by `parallel.total`, the loss's among them: one way for all three, of the same bits on all
     top1, top5 = (
         MulticlassAccuracy(classes, top_k=min(k, classes), average="micro", sync_on_compute=False).to(device)
         for k in (1, 5)
     )
-    loss = torch.zeros((), dtype=torch.float64, device=device)
+    losses = []
     count = 0
     was_training = model.training
     model.eval()
@@ -47,11 +48,14 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], classes
         if not len(labels):
             continue
         scores = model(images)
-        loss += functional.cross_entropy(scores, labels, reduction="sum")
+        losses.append(functional.cross_entropy(scores, labels, reduction="sum").double())
         top1.update(scores, labels)
         top5.update(scores, labels)
         count += len(labels)
     model.train(was_training)
     right = [round(float(metric.compute()) * count) if count else 0 for metric in (top1, top5)]  # exact again
-    sums = parallel.total([float(loss), *map(float, right), float(count)], device)
-    return Score(*(value / sums[3] for value in sums[:3]))
+    sums = parallel.total([*map(float, right), float(count)], device)
+    own = torch.stack(losses).tolist() if losses else []
+    # rounded once, so that the sum does not hang on which process had which batch
+    loss = math.fsum(value for part in parallel.gathered(own) for value in part)
+    return Score(loss / sums[2], sums[0] / sums[2], sums[1] / sums[2], int(sums[2]))

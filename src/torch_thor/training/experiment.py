@@ -10,8 +10,7 @@ from rich.console import Console
 
 from torch_thor.training import checkpoint, parallel
 from torch_thor.training.averaging import averaged
-from torch_thor.training.errors import UserError, require, writing
-from torch_thor.training.evaluation import Score, evaluate
+from torch_thor.training.errors import require, writing
 from torch_thor.training.loop import Callback, Run, train
 from torch_thor.training.metrics import MetricsFile
 from torch_thor.training.models import build_model, check_fits, check_head
@@ -20,7 +19,7 @@ from torch_thor.training.optimizers import build_optimizer
 from torch_thor.training.parallel import resolve_device
 from torch_thor.training.profiling import Profiler
 from torch_thor.training.progress import Bar, Display, Lines
-from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
+from torch_thor.training.recipe import Recipe, recipe_yaml
 from torch_thor.training.refresh_plot import draw_refreshes
 from torch_thor.training.report import (
     Summary,
@@ -178,44 +177,3 @@ def _report(recipe: Recipe, folder: RunFolder, summaries: list[Summary], console
             console.print(refresh_table(summary))
     console.print(summary_table(summaries, targets))
     console.print(f"Curves, metrics, recipe and checkpoints are in {folder.path}", soft_wrap=True)
-
-
-def evaluate_saved(path: Path, say: Callable[[str], None]) -> dict[str, tuple[int, Score]]:
-    """Evaluate a checkpoint, or the newest whole checkpoint of every optimizer in a run folder.
-
-    Args:
-        path: A run folder, a checkpoint, or a folder of checkpoints such as `best`.
-        say: Told, in one line each, which checkpoints were passed over.
-
-    Returns:
-        For each optimizer, and its averaged weights where there are any, the step and the score.
-
-    Raises:
-        UserError: If there is nothing whole to evaluate.
-    """
-    require(path.exists(), f"{path} does not exist: give a run folder or a checkpoint")
-    if checkpoint.is_checkpoint(path):
-        found = [checkpoint.open_checkpoint(path)]
-    elif checkpoint.holds_checkpoints(path):
-        found = [saved for saved in [checkpoint.newest_whole(path, say)] if saved is not None]
-    else:
-        recipe = RunFolder(path).stored_recipe() if path.is_dir() else None
-        if recipe is None:
-            raise UserError(f"{path} is neither a run folder nor a checkpoint")
-        folders = [RunFolder(path).checkpoints(name) for name in recipe.optimizer]
-        found = [saved for folder in folders if (saved := checkpoint.newest_whole(folder, say)) is not None]
-        require(bool(found), f"{path} holds no checkpoint yet: train it on with --resume")
-    scores = {}
-    for saved in found:
-        recipe = parse_recipe(saved.recipe_text, "unnamed", [])
-        data = open_data(recipe.data, resolve_device(recipe.device), say)
-        outputs = recipe.classes or data.classes
-        check_head(outputs, data.classes)
-        model = build_model(recipe.model, data.image_shape[0], outputs)
-        model = model.to(data.device).to(memory_format=torch.channels_last)  # the sums of training's evaluations
-        streams = data.open(batch_size=recipe.batch_size, seed=recipe.seed, shard=parallel.shard())
-        for averaged_too in (False, True) if saved.has_average else (False,):
-            saved.load_weights(model, averaged=averaged_too)
-            name = f"{saved.optimizer}, averaged weights" if averaged_too else saved.optimizer
-            scores[name] = saved.step, evaluate(model, streams.evaluation, outputs, data.device)
-    return scores

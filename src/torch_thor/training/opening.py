@@ -7,7 +7,7 @@ import torch
 from torch_thor.training import parallel
 from torch_thor.training.data import load_data
 from torch_thor.training.data_spec import IN_MEMORY, DataSpec
-from torch_thor.training.stream import DataSet
+from torch_thor.training.stream import DataSet, EvaluationSet
 
 
 def open_data(
@@ -29,3 +29,21 @@ def open_data(
     from torch_thor.training.images.opening import ImageSet  # torchvision's transforms are slow to import
 
     return ImageSet(spec, device, say, report, processes=parallel.local_processes())
+
+
+def open_evaluation(spec: DataSpec, device: torch.device, say: Callable[[str], None]) -> EvaluationSet:
+    """Find and check what a network is evaluated on; of an image folder the training images need not be there.
+
+    Args:
+        spec: Which, and how it is read.
+        device: Where batches go.
+        say: Told, in one line each, what is odd about the images.
+
+    Returns:
+        The evaluation images.
+    """
+    if spec.name in IN_MEMORY:
+        return load_data(spec).to(device)
+    from torch_thor.training.images.opening import EvaluationImages
+
+    return EvaluationImages(spec, device, parallel.voice(say), say, processes=parallel.local_processes())

@@ -146,6 +146,60 @@ class TrainingOrder:
 
 
 @dataclass(frozen=True)
+class WholeBatches:
+    """Every image once, in the set's own order, in the batches that one process would have.
+
+    The ranks take turns, so one may have a batch more than another: for networks that do not communicate in forward.
+    What a batch gives is then the same, bit for bit, whoever computes it.
+
+    Args:
+        count: Images in the set.
+        batch_size: Most images in a batch; sizes differ by one at most.
+        shard: Which rank.
+    """
+
+    count: int
+    batch_size: int
+    shard: Shard = Shard()
+
+    may_be_empty = True
+
+    def __post_init__(self) -> None:
+        require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
+
+    @property
+    def batches(self) -> int:
+        """Batches of this rank."""
+        return len(self._own)
+
+    @property
+    def images(self) -> int:
+        """Images of this rank."""
+        return sum(len(batch) for batch in self.epoch(0))
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
+        """The batches of an epoch.
+
+        Args:
+            epoch: Makes no difference.
+            start: Batches to pass over.
+
+        Yields:
+            For each batch the numbers of its images.
+        """
+        for batch in self._own[start:]:
+            yield list(range(batch * self.count // self._all, (batch + 1) * self.count // self._all))
+
+    @property
+    def _all(self) -> int:
+        return -(-self.count // self.batch_size)
+
+    @property
+    def _own(self) -> range:
+        return range(self.shard.rank, self._all, self.shard.world_size)
+
+
+@dataclass(frozen=True)
 class EvaluationOrder:
     """Every image once, in the set's own order.
 

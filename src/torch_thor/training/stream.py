@@ -181,6 +181,37 @@ class Streams:
     evaluation: BatchLoader
 
 
+class EvaluationSet(Protocol):
+    """What a network is evaluated on, whether there is anything to train it on or not."""
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        ...
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of an image as the network sees it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches stand."""
+        ...
+
+    def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:
+        """Open it, each image once over all ranks, in the batches that one process would have.
+
+        Args:
+            batch_size: Images of a batch.
+            shard: Which rank of how many.
+
+        Returns:
+            The rank's batches; one rank may have a batch more than another.
+        """
+        ...
+
+
 class DataSet(Protocol):
     """A data set that streams can be opened on, again for each training."""
 

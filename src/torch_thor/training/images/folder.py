@@ -7,7 +7,7 @@ read alike. Classes are numbered by their sorted folder names and files sorted w
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -142,16 +142,7 @@ def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, 
             class lists differ.
     """
     train, evaluation = (list_images(folder) for folder in find_splits(root))
-    if train.classes != evaluation.classes:
-        parts = [
-            f"{_some(sorted(set(one.classes) - set(other.classes)))} only in {one.root.name}/"
-            for one, other in ((train, evaluation), (evaluation, train))
-            if set(one.classes) - set(other.classes)
-        ]
-        raise UserError(
-            f"{root}: the class folders of {train.root.name}/ and {evaluation.root.name}/ differ ({'; '.join(parts)}): "
-            "labels are their sorted order, so both must be the same"
-        )
+    _check_same_classes({train.root: train.classes, evaluation.root: evaluation.classes})
     require(
         len(train.classes) > 1,
         f"{train.root} holds one class folder, {train.classes[0]}: training a classifier needs two or more",
@@ -162,11 +153,58 @@ def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, 
         f"{train.root}: no image in {_some(empty)}: add images ({', '.join(IMG_EXTENSIONS)}) or remove the class "
         f"from {train.root.name}/ and {evaluation.root.name}/",
     )
+    _check_evaluation(evaluation, say)
+    return train, evaluation
+
+
+def open_evaluation_folder(root: Path, say: Callable[[str], None]) -> FolderSource:
+    """List the evaluation images of an image folder, whose training images need not be there.
+
+    Args:
+        root: The folder that holds them, see `SPLITS`.
+        say: Told, in one line, which classes are empty.
+
+    Returns:
+        The images. Where the folder of the training images stands there too, it has the same classes.
+
+    Raises:
+        UserError: If there is no evaluation folder, or no image in it.
+    """
+    require(root.is_dir(), f"data.root={root} is not a folder: set it to the folder that holds val/")
+    for train, evaluation in SPLITS:
+        if not (root / evaluation).is_dir():
+            continue
+        source = list_images(root / evaluation)
+        if (root / train).is_dir():
+            classes = tuple(sorted(item.name for item in (root / train).iterdir() if item.is_dir()))
+            _check_same_classes({root / train: classes, source.root: source.classes})
+        _check_evaluation(source, say)
+        return source
+    names = " or ".join(f"{evaluation}/" for _, evaluation in SPLITS)
+    found = sorted(item.name for item in root.iterdir() if item.is_dir())
+    raise UserError(f"data.root={root} must hold {names}, with a folder for each class; it holds {_some(found)}")
+
+
+def _check_same_classes(classes: Mapping[Path, Sequence[str]]) -> None:
+    (train, own), (evaluation, others) = classes.items()
+    if own == others:
+        return
+    parts = [
+        f"{_some(sorted(set(some) - set(rest)))} only in {folder.name}/"
+        for folder, some, rest in ((train, own, others), (evaluation, others, own))
+        if set(some) - set(rest)
+    ]
+    raise UserError(
+        f"{train.parent}: the class folders of {train.name}/ and {evaluation.name}/ differ ({'; '.join(parts)}): "
+        "labels are their sorted order, so both must be the same"
+    )
+
+
+def _check_evaluation(evaluation: FolderSource, say: Callable[[str], None]) -> None:
     missing = _empty_classes(evaluation)
     require(len(missing) < len(evaluation.classes), f"{evaluation.root} holds no image: there is nothing to evaluate")
     if missing:
         say(f"{evaluation.root}: no image in {_some(missing)}: accuracy is that of the other classes")
-    return train, evaluation
 
 
 def _empty_classes(source: FolderSource) -> list[str]:
