@@ -75,8 +75,8 @@ class Capture:
         model, also when it has stopped or has an interval of its own. To be called when layers were armed or disarmed.
         """
         for layer in self._layers:
-            # a layer that no loss has reached keeps nobody from running compiled
-            layer.watched = layer.armed and not layer.idle and layer.weight.requires_grad
+            # a layer that no loss has reached, or that is not called, keeps nobody from running compiled
+            layer.watched = layer.wanted and not layer.idle
         wanted = self.watching
         for layer in self._layers:
             layer.counts = wanted and self._first in (None, layer)
@@ -87,7 +87,7 @@ class Capture:
         return [
             source
             for source in self._sources
-            if any(layer.counts or (layer.armed and layer.weight.requires_grad) for layer in source.layers)
+            if any((layer.counts or layer.armed) and layer.weight.requires_grad for layer in source.layers)
         ]
 
     def notice_reached(self) -> None:

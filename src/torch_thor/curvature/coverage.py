@@ -16,6 +16,7 @@ class Covered:
         groups: independent (A, G) pairs: the groups of a convolution, the three blocks of a fused projection.
         reason: why it is trained by plain momentum (AdamW, with ``scaling="spectral"``); None if it is preconditioned.
         note: what else there is to say: ``"diagonal"`` for an elementwise Fisher, or with whom it is shared.
+        trained: False for what is frozen or in no parameter group.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Covered:
     groups: int = 1
     reason: str | None = None
     note: str | None = None
+    trained: bool = True
 
     @property
     def preconditioned(self) -> bool:

@@ -28,8 +28,10 @@ _NUMBERS = {
     "stopped": 0,
     "due": 1,
     "idle": 0,
+    "uncalled": 0,
     "last_trace_change": _NO_CHANGE_YET,
 }
+_LATER = ("idle", "uncalled")  # what earlier versions did not keep
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,26 @@ class LayerCurvature:
         """
         self.state[self._prefix + "idle"] = int(idle)
 
+    @property
+    def uncalled(self) -> bool:
+        """Whether its weight got a gradient and the layer no statistics, while others had theirs: it is not called."""
+        return bool(self.state.get(self._prefix + "uncalled", 0))
+
+    def set_uncalled(self, uncalled: bool) -> None:
+        """Say whether the weight is used without calling the layer; kept in the state, as nobody waits for it then.
+
+        Args:
+            uncalled: True until statistics come after all.
+        """
+        self.state[self._prefix + "uncalled"] = int(uncalled)
+        if uncalled:
+            self.set_due(False)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether statistics are wanted and can come: of a weight that is trained, and of a layer that is called."""
+        return self.armed and self.weight.requires_grad and not self.uncalled
+
     def set_due(self, due: bool) -> None:
         """Say whether a refresh is wanted; a stopped layer stays stopped.
 
@@ -232,17 +254,23 @@ class LayerCurvature:
                 keys += [matrix, f"{matrix}_tail"] if layout.tail else [matrix]
         keys += ["group_rows_per_term"] if self.kind.routed else []
         absent = [self._prefix + key for key in keys if self._prefix + key not in self.state]
-        # what earlier versions did not keep is made later
-        return [] if len(absent) == len(keys) else [key for key in absent if key != self._prefix + "idle"]
+        later = {self._prefix + key for key in _LATER}  # made in the next step
+        return [] if len(absent) == len(keys) else [key for key in absent if key not in later]
 
     def materialise(self) -> None:
-        """Make every entry of the state, so that a checkpoint has the same keys and shapes at any time."""
-        if self._prefix + "idle" in self.state:
+        """Make every entry of the state, so that a checkpoint has the same keys and shapes at any time.
+
+        A frozen weight has none until it is trained.
+        """
+        if self._prefix + _LATER[-1] in self.state:
             return
-        if self._prefix + "refreshes" in self.state:  # of a version that did not keep it
-            self.set_idle(False)
+        if self._prefix + "refreshes" in self.state:  # of a version that did not keep all of it
+            for key in _LATER:
+                self.state.setdefault(self._prefix + key, _NUMBERS[key])
             return
         weight = self.weight
+        if not weight.requires_grad:
+            return
         state = self._states()[weight]
         dtype = factor_dtype(weight.dtype)
         for key, layout in zip(("A", "G"), self.layouts(), strict=True):

@@ -303,7 +303,8 @@ def _entry(
     tied = [layer.name for layer in layers if owner.attribute == "bias" and layer.weight.parameter is weight]
     if tied and not others:
         reason = reason or f"the weight of its layer is preconditioned as that of {tied[0]!r}, which has another G"
-    return Covered(name, shape, label, reason=reason or _why_plain(owner, shared=len(owners) > 1))
+    reason = reason or _why_plain(owner, shared=len(owners) > 1)
+    return Covered(name, shape, label, reason=reason, trained=reason != NOT_TRAINED)
 
 
 def _why_plain(owner: _Owner, *, shared: bool) -> str:

@@ -40,7 +40,8 @@ class AutoSplit:
         self._groups = [group for group in groups if group["split_dim"] == AUTO]
         self._layers: dict[str, LayerCurvature] = {}
         if self._groups:
-            self._layers = {k: one for k, one in layers.items() if index.group(one.weight)["split_dim"] == AUTO}
+            trained = {k: one for k, one in layers.items() if one.weight.requires_grad}
+            self._layers = {k: one for k, one in trained.items() if index.group(one.weight)["split_dim"] == AUTO}
 
     def from_cache(self, processes: Processes) -> None:
         """Take the number that an earlier training has left for this model, device and version.

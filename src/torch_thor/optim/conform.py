@@ -39,7 +39,8 @@ def look(groups: Iterable[Group], states: Mapping[Tensor, dict[str, Any]], index
         found.append((group["split_dim"], len(group["params"])))
         for parameter in group["params"]:
             buffer = states.get(parameter, _NOTHING).get("momentum_buffer")
-            found.append((parameter.shape, parameter.dtype, parameter.device, None if buffer is None else buffer.shape))
+            made = (parameter.requires_grad, None if buffer is None else buffer.shape)
+            found.append((parameter.shape, parameter.dtype, parameter.device, *made))
     return found
 
 

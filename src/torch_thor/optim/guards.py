@@ -109,33 +109,47 @@ def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None
     )
 
 
-def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> None:
+def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> list[tuple[LayerCurvature, str]]:
     """Refuse a refresh whose statistics never came, on any process, with the cause.
 
     Args:
         layers: the preconditioned layers.
         capture: who gathers their statistics; it forgets them where this raises.
 
+    Returns:
+        The layers that have a gradient and no statistics while others have theirs, and what to say of each: their
+        weights are used without calling them.
+
     Raises:
-        RuntimeError: a layer that is due has a gradient and no statistics.
+        RuntimeError: layers that are due have gradients, and none has statistics.
     """
-    silent = [
-        layer.name for layer in layers if layer.armed and layer.watched and not layer.seen and layer.has_gradient()
-    ]
-    inside = [name for name in silent if name in capture.inside_transform]
-    if not silent:
-        return
+    silent = [layer for layer in layers if layer.armed and layer.watched and not layer.seen and layer.has_gradient()]
+    inside = capture.inside_transform
+    if not silent or any(layer.seen for layer in layers):
+        return [(layer, _uncalled_message(layer, layer.name in inside)) for layer in silent]
+    names = some([layer.name for layer in silent if layer.name in inside])
     capture.discard()
-    if inside:
+    if names:
         raise RuntimeError(
-            f"layers {some(inside)} ran inside a torch.func transform, where their statistics cannot be seen; take "
+            f"layers {names} ran inside a torch.func transform, where their statistics cannot be seen; take "
             f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
         )
     raise RuntimeError(
-        f"layers {some(silent)} have gradients and no statistics, because their forward was not seen: their "
-        f"weights were used without calling the module, the gradients were not made by loss.backward() (or "
-        f"before THOR was made), or a compiled or copied model ran in the place of the one that THOR has. Call "
-        f"the modules, or leave the layers out with skip="
+        f"layers {some([layer.name for layer in silent])} have gradients and no statistics, and so has every other "
+        f"layer, because their forward was not seen: the gradients were not made by loss.backward() (or before THOR "
+        f"was made), a compiled or copied model ran in the place of the one that THOR has, or the weights were used "
+        f"without calling the modules. Call the modules, or leave the layers out with skip="
+    )
+
+
+def _uncalled_message(layer: LayerCurvature, inside_transform: bool) -> str:
+    cause = "its weight is used without calling the module"
+    if inside_transform:
+        cause = "it ran inside a torch.func transform, where they cannot be seen"
+    then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
+    return (
+        f"it has a gradient and no statistics: {cause}. It {then} from now on, unless statistics come in a later "
+        f"refresh; skip= leaves it out from the start"
     )
 
 

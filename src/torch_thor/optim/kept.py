@@ -71,19 +71,20 @@ class KeptState:
         """Make all state that there is not yet, at the first step and where parameters have come.
 
         So that a checkpoint has the same keys on every rank and at every time; not at construction, because wrappers
-        that replace parameters would leave it under keys that are gone.
+        that replace parameters would leave it under keys that are gone. Frozen parameters have none.
 
         Args:
             layers: the preconditioned layers.
         """
         for group in self._groups:
             for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
                 # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
                 self._state[parameter].setdefault("preconditioned", int(bool(self._index.shares(parameter))))
                 if self._scaling == "spectral":
-                    if parameter.requires_grad:
-                        self.scale_free(parameter)
-                elif group["momentum"] and parameter.requires_grad:
+                    self.scale_free(parameter)
+                elif group["momentum"]:
                     self.momentum_buffer(parameter)
         for layer in layers:
             layer.materialise()

@@ -37,6 +37,7 @@ from torch_thor.optim.checkpoint import (
     restore_tensors,
 )
 from torch_thor.optim.conform import Look, conform, gone_message, look
+from torch_thor.optim.covered import covered_now, sizes, warn_of_little
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.guards import (
     check_row_mask,
@@ -218,6 +219,10 @@ class THOR(torch.optim.Optimizer):
         check_group(defaults)
         super().__init__(params, defaults)
         self._use(self._survey())
+        if not any(layer.weight.requires_grad for layer in self._layers.values()):
+            raise ValueError(self._nothing_found(self._covered))
+        if only is None:
+            warn_of_little(self.coverage(), self._rest, stacklevel=2)
         if self._processes().count == 1:  # several find a number together, in a step
             self._auto_split().from_cache(ALONE)
 
@@ -284,16 +289,24 @@ class THOR(torch.optim.Optimizer):
         Returns:
             An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
         """
-        return list(self._survey().entries if self._index.gone(self.model) else self._covered)
+        self._index.update(self.param_groups, self.state)
+        entries = self._survey().entries if self._index.gone(self.model) else self._covered
+        return self._now(entries)
 
     def __repr__(self) -> str:
-        covered = sum(math.prod(c.shape) for c in self._covered if c.preconditioned)
-        total = sum(math.prod(c.shape) for c in self._covered)
+        entries = self.coverage()
+        covered, total = sizes(entries)
+        layers = sum(layer.weight.requires_grad for layer in self._layers.values())
         split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
         return (
-            f"{super().__repr__()}\n{covered:,} of {total:,} parameters in {len(self._layers)} layers are "
-            f"preconditioned:\n{table(self._covered, split, 'AdamW' if self.scaling else 'plain momentum')}"
+            f"{super().__repr__()}\n{covered:,} of {total:,} trained parameters, in {layers} layers, are "
+            f"preconditioned:\n{table(entries, split, self._rest)}"
         )
+
+    @property
+    def _rest(self) -> str:
+        """What trains the parameters that are not preconditioned."""
+        return "AdamW" if self.scaling else "plain momentum"
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
@@ -309,8 +322,8 @@ class THOR(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
-            RuntimeError: a layer that is due has a gradient, and no statistics came, or the state no longer fits the
-                model; nothing has changed.
+            RuntimeError: layers that are due have gradients, and no statistics came of any, or the state no longer fits
+                the model; nothing has changed.
         """
         loss = None
         self._last_refresh = ()
@@ -334,14 +347,14 @@ class THOR(torch.optim.Optimizer):
             self._capture.discard()
             self.skipped_steps += reading.counted
             return loss
-        waiting = any(layer.armed for layer in self._layers.values())
+        waiting = any(layer.wanted for layer in self._layers.values())
         try:
-            self._gather(refreshing, reading, together)
+            uncalled = self._gather(refreshing, reading, together)
             if reading.looked != self._made_for:
                 kept.materialise(self._layers.values())
                 self._made_for = look(self.param_groups, self.state, self._index)
             if refreshing and not state_only:
-                self._refresh(refreshing, reading.terms, together)
+                self._refresh(refreshing, reading.terms, uncalled, together)
         except BaseException:  # the sums may be half scaled, or half summed
             self._capture.discard()
             raise
@@ -417,15 +430,22 @@ class THOR(torch.optim.Optimizer):
             looked=looked,
         )
 
-    def _gather(self, refreshing: list[LayerCurvature], reading: Reading, processes: Processes) -> None:
-        """Bring the statistics of all processes together, check that they came, and cut them as was chosen."""
+    def _gather(
+        self, refreshing: list[LayerCurvature], reading: Reading, processes: Processes
+    ) -> list[tuple[LayerCurvature, str]]:
+        """Bring the statistics of all processes together, cut them as was chosen, and find the layers without any.
+
+        Returns:
+            The layers that are not called, with what to say of each.
+        """
         auto = self._auto_split()
         auto.from_cache(processes)
         for layer in refreshing:
             layer.scale_outputs_(reading.output_scale)
         pool(processes, refreshing, self._capture.inside_transform)
-        check_statistics(self._layers.values(), self._capture)
+        uncalled = check_statistics(self._layers.values(), self._capture)
         auto.from_statistics(processes)
+        return uncalled
 
     def _refreshing(self) -> list[LayerCurvature]:
         """The layers that are due, the same on every process, whichever of them has their rows."""
@@ -433,14 +453,24 @@ class THOR(torch.optim.Optimizer):
             return []
         return [layer for layer in self._layers.values() if layer.armed and layer.weight.requires_grad]
 
-    def _refresh(self, refreshing: list[LayerCurvature], terms: int, processes: Processes) -> None:
+    def _refresh(
+        self,
+        refreshing: list[LayerCurvature],
+        terms: int,
+        uncalled: list[tuple[LayerCurvature, str]],
+        processes: Processes,
+    ) -> None:
         """Decide on new factors for the layers that are due, and invert what is taken."""
+        silent = {layer for layer in refreshing if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}
         idle = [not layer.seen and not layer.has_gradient() for layer in refreshing]
         candidates = candidates_of(refreshing, terms, self._index, self._report)
         root = ROOT if self.scaling == "spectral" else None
         self._last_refresh = refresh(candidates, self._report, root=root, processes=processes)
         for layer, is_idle in zip(refreshing, idle, strict=True):
             layer.set_idle(is_idle)
+            layer.set_uncalled(layer in silent)
+        for layer, what in uncalled:
+            self._report(layer, what)
         self._capture.discard()
         if terms:
             for group in self.param_groups:
@@ -507,10 +537,7 @@ class THOR(torch.optim.Optimizer):
             elementwise_too=self.scaling is None,
         )
         if not found.layers:
-            raise ValueError(
-                f"THOR found no layer to precondition in {type(self.model).__name__}; use torch.optim.SGD, or give "
-                f"THOR the weights of its layers. What it found:\n{table(found.entries, '-')}"
-            )
+            raise ValueError(self._nothing_found(found.entries))
         return found
 
     def _use(self, found: Survey) -> None:
@@ -538,6 +565,15 @@ class THOR(torch.optim.Optimizer):
         self._capture.follow(sources_of(found.layers, self._layers))
         self._attached = True
         self._arm()
+
+    def _now(self, entries: Iterable[Covered]) -> list[Covered]:
+        return covered_now(entries, dict(self.model.named_parameters()), self._index)
+
+    def _nothing_found(self, entries: Iterable[Covered]) -> str:
+        return (
+            f"THOR found no layer to precondition among what is trained in {type(self.model).__name__}; use "
+            f"torch.optim.SGD, or give THOR the weights of its layers. What it found:\n{table(self._now(entries), '-')}"
+        )
 
     def _processes(self) -> Processes:
         return self._membership.processes(next(iter(self._layers.values())).weight.device)

@@ -1,0 +1,81 @@
+"""What is preconditioned today: the survey of the model, seen with what was frozen and what was never called."""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from torch_thor.curvature.coverage import Covered
+from torch_thor.curvature.selection import SKIPPED
+from torch_thor.optim.parameters import ParameterIndex
+
+_UNCALLED = "the weight is used without calling the module, so no statistics come"
+
+
+def covered_now(entries: Iterable[Covered], parameters: Mapping[str, Tensor], index: ParameterIndex) -> list[Covered]:
+    """Return the survey's entries as they hold now.
+
+    Args:
+        entries: what the survey found.
+        parameters: the model's parameters, by name.
+        index: knows the layers of each.
+
+    Returns:
+        One a parameter, in order.
+    """
+    return [_now(entry, parameters[entry.name], index) for entry in entries if entry.name in parameters]
+
+
+def _now(entry: Covered, parameter: Tensor, index: ParameterIndex) -> Covered:
+    if not parameter.requires_grad:
+        return replace(entry, reason="frozen (requires_grad=False)", trained=False)
+    shares = index.shares(parameter) if isinstance(parameter, nn.Parameter) else []
+    if not entry.preconditioned or not shares:
+        return entry
+    if not any(share.layer.weight.requires_grad for share in shares):
+        return replace(entry, reason="the weight of its layer is frozen")
+    if all(share.layer.uncalled and not share.layer.refreshes for share in shares):
+        return replace(entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}")
+    return entry
+
+
+def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
+    """Count what is trained.
+
+    Args:
+        entries: what each parameter gets.
+
+    Returns:
+        How many numbers are preconditioned, and how many are trained at all.
+    """
+    trained = [entry for entry in entries if entry.trained]
+    return sum(_size(entry) for entry in trained if entry.preconditioned), sum(_size(entry) for entry in trained)
+
+
+def warn_of_little(entries: Iterable[Covered], rest: str, stacklevel: int) -> None:
+    """Say so, where less than half of what is trained is preconditioned, and the user has not chosen so by ``skip=``.
+
+    Args:
+        entries: what each parameter gets.
+        rest: what trains the parameters that are not preconditioned.
+        stacklevel: as for :func:`warnings.warn`.
+    """
+    entries = [entry for entry in entries if entry.reason != SKIPPED]
+    covered, total = sizes(entries)
+    if 2 * covered >= total:
+        return
+    plain = sorted((e for e in entries if e.trained and not e.preconditioned), key=_size, reverse=True)
+    largest = "; ".join(f"{e.name} {e.shape}: {e.reason}" for e in plain[:3])
+    more = f"; and {len(plain) - 3} more" if len(plain) > 3 else ""
+    warnings.warn(
+        f"THOR preconditions {covered:,} of {total:,} trained parameters ({covered / total:.0%}); {rest} trains the "
+        f"rest, the largest of which are {largest}{more}. print(optimizer) lists all",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def _size(entry: Covered) -> int:
+    return math.prod(entry.shape)

@@ -1,0 +1,215 @@
+"""Frozen weights have no state and no statistics, and are no part of what is counted; unfreezing works at any time."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from tiny import assert_same_bits, batches, listened_to, mlp, train, weights
+from torch_thor import THOR
+
+STREAM = batches(8)
+SCALINGS = pytest.mark.parametrize("scaling", [None, "spectral"])
+
+
+def entries(optimizer):
+    return {entry.name: entry for entry in optimizer.coverage()}
+
+
+def shares(optimizer):
+    """(preconditioned, trained) as printed."""
+    found = re.search(r"([\d,]+) of ([\d,]+) trained parameters, in (\d+) layers", repr(optimizer))
+    return tuple(int(number.replace(",", "")) for number in found.groups())
+
+
+@SCALINGS
+def test_no_state_no_statistics_no_share(scaling):
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = THOR(model, update_interval=2, scaling=scaling)
+    assert listened_to(model) == {"0", "4"}
+    train(model, optimizer, STREAM[:4])
+    assert {id(p) for p in optimizer.state} == {id(p) for name, p in model.named_parameters() if name[0] != "2"}
+    assert not listened_to(model) or optimizer.param_groups[0]["step"] % 2 == 0
+    for name in ("2.weight", "2.bias"):
+        assert "frozen" in entries(optimizer)[name].reason
+        assert not entries(optimizer)[name].trained
+    covered, trained, layers = shares(optimizer)
+    assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert layers == 2
+    assert covered == sum(
+        p.numel() for name, p in model.named_parameters() if name[0] != "2" and (p.dim() == 2 or not scaling)
+    )
+
+
+def test_a_trained_bias_of_a_frozen_weight():
+    model = mlp()
+    model[2].weight.requires_grad_(False)
+    optimizer = THOR(model)
+    assert "frozen" in entries(optimizer)["2.bias"].reason
+    assert entries(optimizer)["2.bias"].trained
+    train(model, optimizer, STREAM[:2])
+    assert set(optimizer.state[model[2].bias]) == {"preconditioned", "momentum_buffer"}
+
+
+def test_frozen_norm():
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    model[1].requires_grad_(False)
+    optimizer = THOR(model)
+    train(model, optimizer, STREAM[:2])
+    assert model[1].weight not in optimizer.state
+    assert "frozen" in entries(optimizer)["1.weight"].reason
+
+
+@SCALINGS
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_unfrozen_it_is_preconditioned_from_the_second_step_on(when, scaling):
+    """One plain step, as for a layer that is used late; it does not wait for the others' refresh."""
+    model = mlp()
+    model[2].requires_grad_(False)
+    optimizer = THOR(model, update_interval=100, scaling=scaling)
+    train(model, optimizer, STREAM[:when])
+    assert not listened_to(model)
+    model[2].requires_grad_(True)
+    before = model[2].weight.detach().clone()
+    train(model, optimizer, STREAM[when : when + 1])
+    assert not torch.equal(model[2].weight, before)
+    assert optimizer.curvature["2"].refreshes == 0
+    train(model, optimizer, STREAM[when + 1 : when + 2])
+    assert {name: curvature.refreshes for name, curvature in optimizer.curvature.items()} == {"0": 1, "2": 1, "4": 1}
+    assert set(optimizer.state) == set(model.parameters())
+    assert all("preconditioned" in state for state in optimizer.state.values())
+    assert entries(optimizer)["2.weight"].preconditioned
+    train(model, optimizer, STREAM[when + 2 :])
+    assert not listened_to(model)
+
+
+def test_frozen_later_it_stands_still_and_keeps_its_state():
+    """As for any optimizer of torch; thawed, it goes on with the inverses that it had."""
+    model = mlp()
+    optimizer = THOR(model, update_interval=2, trace_thresholds=(0.0, 0.0))
+    train(model, optimizer, STREAM[:3])
+    model[2].requires_grad_(False)
+    before, state = weights(model), copy.deepcopy(optimizer.state[model[2].weight])
+    train(model, optimizer, STREAM[3:6])
+    assert torch.equal(model[2].weight, before["2.weight"])
+    assert optimizer.curvature["2"].refreshes == 2
+    for key, value in optimizer.state[model[2].weight].items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(value, state[key])
+    assert not entries(optimizer)["2.weight"].trained
+    model[2].requires_grad_(True)
+    train(model, optimizer, STREAM[6:])
+    assert optimizer.curvature["2"].refreshes == 3
+
+
+@SCALINGS
+def test_resuming_with_frozen_weights(scaling):
+    def build():
+        torch.manual_seed(0)
+        model = mlp()
+        model[2].requires_grad_(False)
+        return model, THOR(model, update_interval=2, scaling=scaling)
+
+    (model, optimizer), (twin, other) = build(), build()
+    train(model, optimizer, STREAM[:3])
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its_optimizer in ((model, optimizer), (twin, other)):
+        train(one, its_optimizer, STREAM[3:5])
+        one[2].requires_grad_(True)
+        train(one, its_optimizer, STREAM[5:])
+    assert_same_bits(weights(model), weights(twin))
+    assert optimizer.curvature["2"].refreshes > 0
+
+
+@SCALINGS
+def test_distributed_checkpoint_with_frozen_weights(scaling):
+    def build():
+        torch.manual_seed(0)
+        model = mlp()
+        model[2].requires_grad_(False)
+        return model, THOR(model, update_interval=2, scaling=scaling)
+
+    (model, optimizer), (twin, other) = build(), build()
+    train(model, optimizer, STREAM[:3])
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert not any(name.startswith("2.") for name in saved["state"])
+    twin.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(twin, other, saved)
+    train(model, optimizer, STREAM[3:])
+    train(twin, other, STREAM[3:])
+    assert_same_bits(weights(model), weights(twin))
+
+
+def test_nothing_that_is_trained_is_preconditioned():
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 3))
+    model[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"among what is trained.*SGD(.|\n)*0\.weight.*frozen"):
+        THOR(model)
+
+
+def test_a_copy_made_while_all_is_frozen():
+    """A generator's turn: the optimizer of the discriminator is copied with its model as it is."""
+    model = mlp()
+    optimizer = THOR(model)
+    train(model, optimizer, STREAM[:1])
+    model.requires_grad_(False)
+    twin, other = copy.deepcopy((model, optimizer))
+    for one, its_optimizer in ((model, optimizer), (twin, other)):
+        one.requires_grad_(True)
+        train(one, its_optimizer, STREAM[1:3])
+    assert_same_bits(weights(model), weights(twin))
+
+
+# --------------------------------------------------------------- less than half of it is preconditioned
+
+
+class Little(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.table = nn.Parameter(torch.zeros(40, 4))
+        self.bilinear = nn.Bilinear(4, 4, 3)
+        self.small = nn.Parameter(torch.zeros(2))
+        self.other = nn.Parameter(torch.zeros(3))
+
+
+def said(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = make()
+    found = [w for w in caught if w.category is UserWarning]
+    assert all(w.filename == __file__ for w in found), "it points at the user's line"
+    return optimizer, [str(w.message) for w in found]
+
+
+def test_less_than_half_is_said_once_with_the_largest():
+    _, messages = said(lambda: THOR(Little()))
+    assert len(messages) == 1
+    for part in ("15 of 231", "6%", "table (40, 4)", "bilinear.weight (3, 4, 4): no curvature for Bilinear", "2 more"):
+        assert part in messages[0]
+    assert "small" not in messages[0]
+
+
+def test_what_is_frozen_or_not_in_the_groups_does_not_count():
+    model = Little()
+    model.table.requires_grad_(False)
+    model.bilinear.requires_grad_(False)
+    assert not said(lambda: THOR(model))[1]
+    model = Little()
+    assert not said(lambda: THOR(model.linear.parameters(), model=model))[1]
+
+
+@pytest.mark.parametrize("options", [{"skip": ["body", "more"]}, {"only": "head"}])
+def test_what_the_user_has_left_out_is_no_surprise(options):
+    model = nn.ModuleDict({"body": nn.Linear(9, 9), "more": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
+    assert not said(lambda: THOR(model, **options))[1]
+
+
+def test_most_of_it_is_preconditioned():
+    assert not said(lambda: THOR(mlp()))[1]
+    assert not said(lambda: THOR(mlp(), scaling="spectral"))[1]

@@ -1,0 +1,271 @@
+"""Layers whose weight is used without calling them: named once, trained plainly, and waited for no longer."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import timm
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from tiny import assert_same_bits, batches, cross_entropy, listened_to, train, weights
+from torch_thor import THOR
+
+STREAM = batches(8)
+
+
+class Bypassed(nn.Module):
+    """Three layers, of which the middle one is used by its weight alone, or called, as the test says."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.calls = False
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        h = self.middle(h) if self.calls else functional.linear(h, self.middle.weight, self.middle.bias)
+        return self.last(torch.tanh(h))
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = Bypassed().double()
+    return model, THOR(model, **{"update_interval": 2, "trace_thresholds": (0.0, 0.0), **options})
+
+
+def caught(function, *args):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function(*args)
+    return [str(w.message) for w in found if w.category is RuntimeWarning]
+
+
+def reasons(optimizer):
+    return {entry.name: entry.reason for entry in optimizer.coverage() if entry.reason}
+
+
+@pytest.mark.parametrize("options", [{"update_interval": 2}, {"update_interval": 1}])
+def test_the_layer_takes_plain_steps_and_the_others_their_own(options):
+    """As if it had been left out by `skip=`, bit for bit."""
+    model, optimizer = build(**options)
+    twin = copy.deepcopy(model)
+    left_out = THOR(twin, skip="middle", trace_thresholds=(0.0, 0.0), **options)
+    messages = caught(train, model, optimizer, STREAM)
+    train(twin, left_out, STREAM)
+    assert_same_bits(weights(model), weights(twin))
+    assert len(messages) == 1
+    assert "'middle'" in messages[0]
+    assert "without calling" in messages[0]
+    assert "skip=" in messages[0]
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_the_layer_is_waited_for_no_longer(scaling):
+    model, optimizer = build(scaling=scaling)
+    caught(train, model, optimizer, STREAM[:1])
+    assert optimizer.curvature["middle"].refreshes == 0
+    for x, labels in STREAM[1:5]:
+        refreshes = optimizer.param_groups[0]["step"] % 2 == 0
+        assert bool(listened_to(model)) == refreshes
+        before = weights(model)
+        assert not caught(train, model, optimizer, [(x, labels)])
+        assert all(not torch.equal(before[name], value) for name, value in weights(model).items())
+    assert {name: curvature.refreshes for name, curvature in optimizer.curvature.items()} == {
+        "first": 3, "middle": 0, "last": 3,
+    }  # fmt: skip
+
+
+def test_coverage_says_so_by_name():
+    model, optimizer = build()
+    assert not reasons(optimizer)
+    caught(train, model, optimizer, STREAM[:1])
+    assert set(reasons(optimizer)) == {"middle.weight", "middle.bias"}
+    assert all("without calling" in reason for reason in reasons(optimizer).values())
+    preconditioned = sum(p.numel() for name, p in model.named_parameters() if "middle" not in name)
+    assert f"{preconditioned} of {sum(p.numel() for p in model.parameters())} trained parameters" in repr(optimizer)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_resumed_run_knows(steps, how):
+    """No second warning, and the same bits."""
+    model, optimizer = build()
+    caught(train, model, optimizer, STREAM[:steps])
+    if how == "state_dict":
+        twin, other = build()
+        twin.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        copied = copy.deepcopy if how == "deepcopy" else lambda pair: pickle.loads(pickle.dumps(pair))
+        twin, other = copied((model, optimizer))
+    assert set(reasons(other)) == {"middle.weight", "middle.bias"}
+    assert not caught(train, twin, other, STREAM[steps:])
+    train(model, optimizer, STREAM[steps:])
+    assert_same_bits(weights(model), weights(twin))
+
+
+def test_state_of_an_earlier_version_loads():
+    """It had no such entry."""
+    model, optimizer = build()
+    caught(train, model, optimizer, STREAM[:1])
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry.pop("uncalled", None)
+    other = THOR(copy.deepcopy(model))
+    other.load_state_dict(saved)
+    assert len(caught(train, other.model, other, STREAM[1:3])) == 1
+    assert other.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+
+
+def test_a_layer_that_is_called_later_is_preconditioned_then():
+    model, optimizer = build()
+    caught(train, model, optimizer, STREAM[:2])
+    model.calls = True
+    train(model, optimizer, STREAM[2:3])
+    assert optimizer.curvature["middle"].refreshes == 1
+    assert not reasons(optimizer)
+    train(model, optimizer, STREAM[3:5])
+    assert optimizer.curvature["middle"].refreshes == 2
+
+
+def test_a_layer_that_is_called_no_longer_keeps_its_inverses():
+    model, optimizer = build()
+    model.calls = True
+    train(model, optimizer, STREAM[:2])
+    model.calls = False
+    before = [inverse.clone() for inverse in optimizer.curvature["middle"].inverses()]
+    messages = caught(train, model, optimizer, STREAM[2:6])
+    assert len(messages) == 1
+    assert "keeps the inverses" in messages[0]
+    for inverse, wanted in zip(optimizer.curvature["middle"].inverses(), before, strict=True):
+        assert torch.equal(inverse, wanted)
+    assert not reasons(optimizer)
+
+
+def test_a_group_of_its_own_waits_for_nobody():
+    """Its interval comes round, and nothing is listened to: nobody else wants statistics."""
+    torch.manual_seed(0)
+    model = Bypassed().double()
+    rest = [*model.first.parameters(), *model.last.parameters()]
+    groups = [{"params": rest, "update_interval": 100}, {"params": list(model.middle.parameters())}]
+    optimizer = THOR(groups, model=model, update_interval=1)
+    caught(train, model, optimizer, STREAM[:1])
+    for batch in STREAM[1:4]:
+        assert not listened_to(model)
+        assert not caught(train, model, optimizer, [batch])
+
+
+@pytest.mark.parametrize("made", ["by_hand", "before THOR", "by another model"])
+def test_no_statistics_at_all_are_an_error_with_the_cause(made):
+    """Then it is not the layers that are at fault; nothing has changed, and a real step works."""
+    model = Bypassed().double()
+    x, labels = STREAM[0]
+    if made == "before THOR":
+        cross_entropy(labels)(model(x)).backward()
+    optimizer = THOR(model)
+    if made == "by_hand":
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    elif made == "by another model":
+        twin = copy.deepcopy(model)
+        cross_entropy(labels)(twin(x)).backward()
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            ours.grad = theirs.grad
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"layers first, middle, last have gradients and no statistics.*skip="):
+        optimizer.step()
+    assert_same_bits(weights(model), before)
+    assert not optimizer.state
+    optimizer.zero_grad()
+    model.calls = True
+    train(model, optimizer, STREAM[:1])
+    assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {1}
+
+
+def test_one_layer_inside_torch_func():
+    """The others have their statistics, so training goes on, and the message knows the cause."""
+
+    class Inside(Bypassed):
+        def forward(self, x):
+            h = torch.tanh(self.first(x))
+            return self.last(torch.func.vmap(self.middle)(h))
+
+    model = Inside().double()
+    optimizer = THOR(model)
+    messages = caught(train, model, optimizer, STREAM[:2])
+    assert len(messages) == 1
+    assert "torch.func" in messages[0]
+    assert optimizer.curvature["middle"].refreshes == 0
+
+
+# --------------------------------------------------------------------------- models that do this
+
+
+def mamba():
+    config = transformers.MambaConfig(vocab_size=30, hidden_size=16, state_size=4, num_hidden_layers=2, use_cache=False)
+    model = transformers.MambaForCausalLM(config)
+    x = torch.randint(30, (4, 6))
+    return model, lambda: model(input_ids=x, labels=x).loss
+
+
+def deberta():
+    config = transformers.DebertaV2Config(
+        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        relative_attention=True, position_buckets=4, max_relative_positions=8, pos_att_type=["p2c", "c2p"],
+        share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False, max_position_embeddings=16,
+        num_labels=3,
+    )  # fmt: skip
+    model = transformers.DebertaV2ForSequenceClassification(config)
+    x, y = torch.randint(30, (4, 6)), torch.randint(3, (4,))
+    return model, lambda: model(input_ids=x, labels=y).loss
+
+
+def eva02():
+    model = timm.models.eva.Eva(
+        img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3, qkv_fused=True, mlp_ratio=2,
+        swiglu_mlp=True, use_rot_pos_emb=True, ref_feat_shape=(2, 2),
+    )  # fmt: skip
+    x, y = torch.randn(4, 3, 16, 16), torch.randint(3, (4,))
+    return model, lambda: functional.cross_entropy(model(x), y)
+
+
+MODELS = {"mamba": mamba, "deberta": deberta, "eva02": eva02}
+
+
+@pytest.mark.filterwarnings("ignore:THOR preconditions:UserWarning")
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_use_weights_directly_train(name, scaling):
+    model, loss_of = MODELS[name]()
+    lr = {} if scaling else {"lr": 0.01, "kl_clip": 1e-3}
+    optimizer = THOR(model, update_interval=4, scaling=scaling, **lr)
+
+    def steps():
+        losses = []
+        for _ in range(6):
+            loss = loss_of()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[-1] < losses[0]
+
+    messages = [m for m in caught(steps) if "without calling" in m]
+    uncalled = {name for name, curvature in optimizer.curvature.items() if curvature.uncalled}
+    assert len(messages) == len(uncalled)
+    assert all(any(f"'{layer}'" in message for message in messages) for layer in uncalled)
+    assert {
+        entry.name.rpartition(".")[0] for entry in optimizer.coverage() if "without" in (entry.reason or "")
+    } == uncalled
+    reached = [c for c in optimizer.curvature.values() if not c.uncalled and not c.idle]
+    assert all(c.refreshes == 2 or c.last_trace_change is not None for c in reached)
+    assert len(reached) > len(uncalled)
+    if (name, scaling) in EXPECTED:
+        assert EXPECTED[name, scaling] <= {layer.rpartition(".")[2] for layer in uncalled}
+
+
+EXPECTED = {("deberta", None): {"rel_embeddings"}, ("eva02", None): {"qkv"}}
