@@ -15,9 +15,11 @@ from multiprocessing.connection import wait
 import torch
 from torch import distributed as dist
 
-START_SECONDS = 120  # importing torch, beside other tests
-SECONDS = 60  # for one function; a collective that waits in vain gives up before that
-COLLECTIVE_SECONDS = 20
+# How long nothing may come: generous, so that no test hangs on how busy the machine is. What waits for something waits
+# for the thing itself, and goes on at once when it is there; the limits are for what will never come.
+START_SECONDS = 600  # importing torch, beside other tests; and ending
+SECONDS = 600  # for one function; a collective that waits in vain gives up before that
+COLLECTIVE_SECONDS = 300
 
 
 def _serve(rank, connection):
@@ -85,7 +87,7 @@ class Ranks:
                 try:
                     answers[rank] = connection.recv()
                 except EOFError:
-                    self.processes[rank].join(5)
+                    self.processes[rank].join(START_SECONDS)  # its end of the pipe is closed, so it is ending
                     code = self.processes[rank].exitcode
                     self.kill()
                     raise ChildProcessError(f"rank {rank} died in {function.__name__} with exit code {code}") from None
@@ -104,8 +106,9 @@ class Ranks:
         """End the processes as they should end; raise if one does not."""
         for connection in self.connections:
             connection.send(None)
+        deadline = time.monotonic() + START_SECONDS
         for process in self.processes:
-            process.join(20)
-        codes = [process.exitcode for process in self.processes]
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]  # None for one that hangs
         self.kill()
         assert all(code == 0 for code in codes), f"exit codes {codes}"

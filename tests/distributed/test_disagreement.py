@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from joined import alone, assert_same_training, copies, digest, mean_loss, network, parallel, share, stream, train
 from tiny import assert_same_bits
-from torch_thor import THOR
+from torch_thor import THOR, intervals
 from torch_thor.curvature import refresh
 from torch_thor.curvature.layer import LayerCurvature
 
@@ -35,6 +35,19 @@ def failing_interval(rank, model, optimizer):
 
     if rank == 1:
         optimizer.param_groups[0]["update_interval"] = interval
+
+
+def other_interval(rank, model, optimizer):
+    if rank == 1:
+        optimizer.param_groups[0]["update_interval"] = 4
+
+
+def other_schedule(rank, model, optimizer):
+    optimizer.param_groups[0]["update_interval"] = intervals.Piecewise([2, 8], [3 + rank, 5, 6])
+
+
+def other_callable(rank, model, optimizer):
+    optimizer.param_groups[0]["update_interval"] = lambda step: 3 + rank
 
 
 def wrong_damping(rank, model, optimizer):
@@ -81,6 +94,21 @@ FAULTS = {
     "loss-terms": (wrong_loss_terms, ValueError, "loss_terms=0"),
     "interval": (wrong_interval, ValueError, r"update_interval\(0\)=0"),
     "interval-raises": (failing_interval, {0: RuntimeError, 1: KeyError}, "the user's own"),
+    "other-interval": (
+        other_interval,
+        RuntimeError,
+        "makes step 3 the next.*rank 1 has .*makes step 4",
+    ),
+    "other-schedule": (
+        other_schedule,
+        RuntimeError,
+        "makes step 3 the next.*rank 1 has .*makes step 4",
+    ),
+    "other-callable": (
+        other_callable,
+        RuntimeError,
+        "makes step 3 the next.*rank 1 has .*makes step 4",
+    ),
     "damping": (wrong_damping, ValueError, "damping=0.0"),
     "other-damping": (other_damping, RuntimeError, "rank 0 has 'parameter group 0: damping=0.05', rank 1 has .*0.04"),
     "other-lr": (other_learning_rate, RuntimeError, r"lr=0.02', rank 1 has 'parameter group 0: lr=0.5'.*schedule it"),
@@ -122,6 +150,27 @@ def faulty(rank, world, name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_one_rank_is_raised_on_all(run, name):
     run(2, faulty, name)
+
+
+def changed_between(rank, world):
+    """By hand, on one rank: the interval is asked at the next refresh, and there the ranks find out."""
+    batches = [share(b, rank, world) for b in stream(6)]
+    model, optimizer = parallel(rank, world)
+    train(model, optimizer, batches[:2])
+    optimizer.param_groups[0]["update_interval"] = 3 + rank
+    train(model, optimizer, batches[2:3])
+    inputs, labels = batches[3]
+    mean_loss(model(inputs), labels).backward()
+    before = copies(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"rank 0 has .*makes step 6 the next refresh.*rank 1 has .*makes step 7"):
+        optimizer.step()
+    after = copies(model, optimizer)
+    assert_same_bits(before[0], after[0])
+    assert str(before[1]) == str(after[1])
+
+
+def test_an_interval_that_is_changed_on_one_rank(run):
+    run(2, changed_between)
 
 
 def not_called(x, layer):

@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.distributed.announcement import announce
 from torch_thor.distributed.data_parallel import DataParallel
 
 _LOST = "lost"
@@ -29,6 +31,19 @@ class Membership:
                 f"mesh.get_group()"
             )
         self.group = group
+        self._announced = False
+
+    def announce(self, model: nn.Module) -> None:
+        """Find out, before the first step of several processes, whether all of them mean the same ones.
+
+        Args:
+            model: the model that is about to take a step.
+        """
+        if self._announced or self.group == _LOST or not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_world_size() > 1:
+            announce(self.group, model)
+            self._announced = True
 
     def processes(self, device: torch.device) -> Processes:
         """Return those that train together at this time.

@@ -1,6 +1,6 @@
 """What a step knows before it changes anything, and how several processes come to know the same."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_thor.curvature.layer import LayerCurvature
@@ -9,7 +9,7 @@ from torch_thor.distributed.agreement import agree, check_same_gradients
 from torch_thor.optim.conform import Look
 from torch_thor.optim.parameters import Group
 
-# Options that decide what becomes of weights and factors. An interval stands behind next_refresh: it may be a function.
+# Options that decide what becomes of weights and factors. An interval may be a function: told is what it leads to.
 _OPTIONS = (
     "lr",
     "damping",
@@ -75,7 +75,7 @@ def read_alike(
     reading, error, facts = Reading(), None, []
     try:
         reading = read()
-        facts = [f"loss_reduction={loss_reduction!r}", *_facts(groups, layers)]
+        facts = [f"loss_reduction={loss_reduction!r}", *_facts(groups, layers, reading.refreshes)]
     except Exception as problem:  # it is raised on every process
         error = problem
     rows = agree(processes, error, facts, [reading.terms, reading.skipped, reading.counted, reading.largest])
@@ -86,11 +86,13 @@ def read_alike(
     return replace(reading, terms=int(sum(terms)))
 
 
-def _facts(groups: list[Group], layers: Iterable[LayerCurvature]) -> Iterator[str]:
+def _facts(groups: list[Group], layers: Iterable[LayerCurvature], refreshes: Sequence[int]) -> Iterator[str]:
     for i, group in enumerate(groups):
         for name in _OPTIONS:
             value = group[name]
             yield f"parameter group {i}: {name}={float(value) if hasattr(value, 'item') else value!r}"
+        # where intervals differ, one rank would wait in a refresh that the others do not take: known one refresh before
+        yield f"parameter group {i}: update_interval makes step {refreshes[i]} the next refresh"
     for layer in layers:
         weight = layer.weight
         yield (

@@ -335,6 +335,8 @@ class THOR(torch.optim.Optimizer):
         refreshing = self._refreshing()
         kept = KeptState(self.state, self.param_groups, self._index, self.scaling)
         state_only = kept.is_asked_for()
+        if not state_only:
+            self._membership.announce(self.model)
         processes = ALONE if state_only else self._processes()
         # What follows holds for all processes: on a refresh step they agree, else they have the same gradients.
         together = processes if refreshing else ALONE
@@ -399,16 +401,16 @@ class THOR(torch.optim.Optimizer):
         looked = look(self.param_groups, self.state, self._index)
         if looked != self._made_for:
             conform(self.param_groups, self.state, self._layers.values(), self._index)
+        refreshes = tuple(clock.next_refreshes(self.param_groups))
         scale = LossScale(self, self.grad_scaler)
         if scale.found_inf:
-            return Reading(skipped=True)
+            return Reading(refreshes=refreshes, skipped=True)
         given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
         terms = self._capture.loss_terms if given is None else check_loss_terms(given)
         if given is None and self._capture.doubtful_terms:
             message = doubtful_terms_message(*self._capture.doubtful_terms)
             self._reports.note(message, message)
         captured = scale.of_outputs() if any(layer.rows for layer in self._layers.values()) else 1.0
-        refreshes = clock.next_refreshes(self.param_groups)
         decaying = frozenset(
             id(p) for group, p, _ in with_gradient(self.param_groups) if group["weight_decay"] and self._decays(p)
         )
@@ -416,7 +418,7 @@ class THOR(torch.optim.Optimizer):
         largest = largest_gradient(self.param_groups, self._index)
         if not math.isfinite(largest):
             if self.nonfinite == "skip":
-                return Reading(skipped=True, counted=True)
+                return Reading(refreshes=refreshes, skipped=True, counted=True)
             raise FloatingPointError(
                 nonfinite_message(self.param_groups[0]["step"], nonfinite_names(self.param_groups, self._index))
             )
@@ -424,7 +426,7 @@ class THOR(torch.optim.Optimizer):
         return Reading(
             terms,
             (terms if self.loss_reduction == "mean" else 1) / captured,
-            tuple(refreshes),
+            refreshes,
             largest=largest,
             decaying=decaying,
             looked=looked,

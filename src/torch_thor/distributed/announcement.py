@@ -1,0 +1,155 @@
+"""Before the first collective: do all ranks mean the same processes?
+
+A rank that waits for another in a collective which that one never enters waits for ever. So every optimizer, at its
+first step, writes into the store of the default group with whom it trains, and reads what the others have written: no
+collective, once an optimizer, and bounded by the time that the group was given.
+
+What can be told apart: another group, or none, for the same model. What cannot: a rank that never takes a step (it is
+waited for as a collective would), and a trial of the same model that some ranks make alone while others wait for them
+to train together (make it on every rank, or after the first step of the training).
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+
+ALONE = "alone"
+
+# How long a rank listens for those that it does not train with, and that may mean to train with it. They are told in
+# any case.
+LISTEN_SECONDS = 5.0
+
+_PAUSE_SECONDS = 0.01  # between two questions whether all are here, and doubled
+_LOOK_SECONDS = 0.01  # until the first look at what the others have said, for each of them, and doubled
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return what tells models apart that are trained side by side.
+
+    Args:
+        model: the model.
+
+    Returns:
+        A short text of the names and shapes of its parameters.
+    """
+    told = "\n".join(f"{name} {tuple(p.shape)}" for name, p in model.named_parameters())
+    return hashlib.sha1(told.encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+class Announcement:
+    """What one optimizer has said in the store, and what the others have.
+
+    Args:
+        store: the ``torch.distributed.Store`` of the default group (the stubs do not know its timeout).
+        rank: this process, in the default group.
+        world: how many processes that has.
+        members: the ranks that this optimizer trains with, this one among them; None to train alone.
+        model: says which model, see :func:`fingerprint`.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, members: Sequence[int] | None, model: str) -> None:
+        self._store, self._rank, self._world, self._model = store, rank, world, model
+        self._members = [rank] if members is None else list(members)
+        self._outsiders = world > len(self._members)
+        self._choice = f"{ALONE} {rank}" if members is None else " ".join(map(str, members))
+        # the choice in words first, and its count before that of the tries: whoever sees a try may read what was chosen
+        store.set(f"torch_thor/last/{model}/{rank}", self._choice)
+        self._mine = self._count("settled", self._choice, rank) + 1
+        if self._count("chosen", self._choice, rank) < self._mine:  # not yet, in a try that failed
+            self._count("chosen", self._choice, rank, add=1)
+            self._add(f"chosen/{self._choice}", 1)
+        self._tries = self._count("tries", model, rank, add=1)
+        self._add(f"tries/{model}", 1)
+
+    def settle(self) -> None:
+        """Wait until the others train with the same processes, or raise.
+
+        Raises:
+            RuntimeError: one of them means others, or not all came.
+        """
+        start = time.monotonic()
+        limit = self._store.timeout.total_seconds()
+        pause, look_at = _PAUSE_SECONDS, start + _LOOK_SECONDS * self._world
+        while True:
+            here = self._all_here()
+            heard = here and (self._has_heard_all() or time.monotonic() > start + LISTEN_SECONDS)
+            if not here and time.monotonic() > start + limit:
+                raise RuntimeError(
+                    f"rank {self._rank} trains with {_words(self._choice)}, and not all of them have come to a step of "
+                    f"THOR in {self._store.timeout}: give process_group= the processes that step it together, or False "
+                    f"where every process trains a model of its own"
+                )
+            if time.monotonic() >= look_at or (heard and self._outsiders):
+                self._look()
+                look_at = time.monotonic() + 2 * (look_at - start)  # a look is one question a rank: seldom and seldom
+            if heard:
+                self._count("settled", self._choice, self._rank, add=1)
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    def _all_here(self) -> bool:
+        # no member chooses again before all have settled this choice, so that the sum tells
+        return self._add(f"chosen/{self._choice}", 0) >= self._mine * len(self._members)
+
+    def _has_heard_all(self) -> bool:
+        return not self._outsiders or self._add(f"tries/{self._model}", 0) >= self._tries * self._world
+
+    def _look(self) -> None:
+        """Raise if a rank has made another choice for this model."""
+        for rank in range(self._world):
+            if rank == self._rank or self._count("tries", self._model, rank) < self._tries:
+                continue
+            if rank in self._members:
+                differs = self._count("chosen", self._choice, rank) < self._mine
+            else:
+                differs = self._rank in _ranks(self._said_by(rank), rank)
+            if differs:
+                raise RuntimeError(self._difference(rank))
+
+    def _difference(self, rank: int) -> str:
+        return (
+            f"the ranks do not train with the same processes: rank {self._rank} has {_words(self._choice)}, "
+            f"rank {rank} has {_words(self._said_by(rank))}. Give process_group= alike on all of them: the "
+            f"group whose gradients are averaged, None for the default group, False where every process trains "
+            f"a model of its own"
+        )
+
+    def _said_by(self, rank: int) -> str:
+        return str(self._store.get(f"torch_thor/last/{self._model}/{rank}").decode())
+
+    def _count(self, what: str, of: str, rank: int, add: int = 0) -> int:
+        return self._add(f"{what}/{of}/of {rank}", add)
+
+    def _add(self, key: str, number: int) -> int:
+        return int(self._store.add(f"torch_thor/{key}", number))  # what is not there yet counts 0
+
+
+def _ranks(choice: str, rank: int) -> list[int]:
+    return [rank] if choice.startswith(ALONE) else [int(r) for r in choice.split()]
+
+
+def _words(choice: str) -> str:
+    return (
+        "process_group=False" if choice.startswith(ALONE) else f"a process group of ranks {choice.replace(' ', ', ')}"
+    )
+
+
+def announce(group: Any, model: nn.Module) -> None:
+    """Say with whom this process trains, and hear that the others say the same.
+
+    Args:
+        group: the process group, None for the default one, False to train alone.
+        model: the model.
+    """
+    world = dist.get_world_size()
+    members = None
+    if group is not False:
+        members = list(range(world)) if group is None else sorted(dist.get_process_group_ranks(group))
+    store = dist.distributed_c10d._get_default_store()
+    if store is not None:  # MPI has none
+        Announcement(store, dist.get_rank(), world, members, fingerprint(model)).settle()
