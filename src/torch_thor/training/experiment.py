@@ -33,6 +33,7 @@ from torch_thor.training.runfolder import CURVES_FILE, SUMMARY_FILE, RunFolder
 from torch_thor.training.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.stream import DataSet
 from torch_thor.training.tensorboard import TensorBoard
+from torch_thor.training.weights import load_weights, with_checksum
 
 
 def run_recipe(
@@ -62,10 +63,13 @@ def run_recipe(
         say = parallel.voice(console.print)
         folder = RunFolder(out)
         with parallel.agreed():
+            recipe = with_checksum(recipe)
             folder.check(recipe, resume=resume, overwrite=overwrite)
             data = open_data(recipe.data, device, say, console.print)
         with parallel.agreed():  # not with the above: to make a run is to communicate
-            new_run(recipe, recipe.optimizer[0], data)  # a recipe that cannot start must not touch the folder
+            new_run(
+                recipe, recipe.optimizer[0], data, resumed=resume
+            )  # a recipe that cannot start must not touch the folder
         with parallel.agreed():
             if parallel.is_first():
                 folder.claim(recipe, resume=resume, overwrite=overwrite)
@@ -91,21 +95,24 @@ def run_recipe(
     return summaries
 
 
-def new_run(recipe: Recipe, optimizer: str, data: DataSet) -> Run:
+def new_run(recipe: Recipe, optimizer: str, data: DataSet, *, resumed: bool = False) -> Run:
     """A run of one optimizer, before its first step.
 
     Args:
         recipe: The recipe.
         optimizer: Which of its optimizers.
         data: The data, for the device to train on.
+        resumed: Whether its weights come from a checkpoint later, so that those it started from need not be there.
 
     Returns:
-        The run; its weights are a function of the recipe's seed.
+        The run; its weights are a function of the recipe's seed, or those that the recipe names.
     """
     outputs = recipe.classes or data.classes
     check_head(outputs, data.classes)
     torch.manual_seed(recipe.seed)
     model = build_model(recipe.model, data.image_shape[0], outputs)
+    if recipe.weights is not None and not resumed:
+        load_weights(model, recipe)
     # convolutions are faster in channels_last, on a CPU too, and for every optimizer alike
     model = model.to(data.device).to(memory_format=torch.channels_last)
     check_fits(recipe.model, model, data.image_shape, outputs)
@@ -127,8 +134,8 @@ def _train_one(
     profiler: Profiler | None,
 ) -> Summary:
     with parallel.agreed():
-        run = new_run(recipe, name, data)
         saved = checkpoint.newest_whole(folder.checkpoints(name), say)
+        run = new_run(recipe, name, data, resumed=saved is not None)
         if saved is not None:
             require(
                 saved.optimizer == name,

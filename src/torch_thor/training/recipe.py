@@ -25,9 +25,11 @@ from torch_thor.training.plan import Plan
 
 DEFAULT_RECIPE = "digits"
 # What a resumed run may change: where data lie and how they are read, when a run ends, what is written and when. A key
-# with a dot at its end means all inside. None of them changes what a step computes; `lengthening` checks the epochs.
+# with a dot at its end means all inside. None of them changes what a step computes; `lengthening` checks the epochs,
+# and weights are known by their checksum.
 FREE_ON_RESUME = (
-    "about", "reaches", "epochs", "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
+    "about", "reaches", "epochs", "weights",
+    "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
     "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best", "log_interval",
 )  # fmt: skip
 WHOLE_SETTINGS = {"update_interval", "trace_thresholds", "decay_filter"}  # THOR's, which are of more than one type
@@ -44,6 +46,10 @@ class Recipe(Plan):
         data: The data set.
         model: The network: small-cnn, small-resnet, cifar-resnet18, or an image classifier of torchvision's or timm's
             (`torchvision:NAME`, `timm:NAME`, or bare), with random weights.
+        weights: What the network starts from in the place of random weights: a safetensors file, or a checkpoint of a
+            run; `None` is random weights.
+        weights_except: Weights that start at random all the same, by name or pattern: `[head]`.
+        weights_sha256: The checksum of the file, which a run writes down; where it is given it must be right.
         classes: Outputs of the network, at least the classes of the data; `None` is that number. (The reference
             ResNet-50 has 1001 for ImageNet's 1000.)
         optimizer: The optimizers to train with, one after the other.
@@ -63,6 +69,9 @@ class Recipe(Plan):
     reaches: str = ""
     data: DataSpec = field(default_factory=DataSpec)
     model: str = "small-cnn"
+    weights: str | None = None
+    weights_except: tuple[str, ...] = ()
+    weights_sha256: str | None = None
     classes: int | None = None
     optimizer: tuple[str, ...] = ("thor", "sgd")
     optimizers: dict[str, OptimizerSettings] = field(default_factory=default_settings)
@@ -80,6 +89,11 @@ class Recipe(Plan):
             f"threads={self.threads} must be 1 or more; null leaves torch's choice",
         )
         check_name(self.model)
+        require(
+            self.weights is not None or (self.weights_sha256 is None and not self.weights_except),
+            f"weights is not set, and weights_except={list(self.weights_except)} or "
+            f"weights_sha256={self.weights_sha256} is: give weights=FILE, or leave them out",
+        )
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
         for name in (*self.optimizer, *self.optimizers):
             require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
