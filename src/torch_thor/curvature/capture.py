@@ -128,9 +128,9 @@ class Capture:
             return
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
-        weight = getattr(layer.weight_piece.module, layer.weight_piece.attribute)
-        if not weight.requires_grad:  # frozen
+        if not layer.weight_piece.is_there or not layer.weight.requires_grad:  # pruned since THOR was made; frozen
             return
+        weight = layer.weight
         outer = _running_backward()  # a forward pass inside a backward pass: activation checkpointing
         x = x.detach()  # shares storage and version counter
         version = x._version

@@ -50,10 +50,23 @@ class Piece:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter."""
+        """The parameter.
+
+        Raises:
+            RuntimeError: the module computes it now.
+        """
         parameter = getattr(self.module, self.attribute)
-        assert isinstance(parameter, nn.Parameter)
+        if not isinstance(parameter, nn.Parameter):
+            raise RuntimeError(
+                f"{self.attribute!r} of {self.module} is no parameter any more: it was pruned or parametrised after "
+                f"THOR was made, and is computed from other parameters. The next step trains those plainly"
+            )
         return parameter
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the module has it as a parameter, and does not compute it from others (pruning)."""
+        return self.module._parameters.get(self.attribute) is not None
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this piece of a tensor that is shaped like the parameter.

@@ -105,13 +105,14 @@ def _follow(parameter: Tensor, state: dict[str, Any] | None) -> None:
             state[key] = as_made(value, parameter, dtype)
 
 
-def gone_message(name: str, before: Iterable[Covered], now: Iterable[Covered]) -> str:
-    """Return the text of the warning for a module that is no longer in the model.
+def gone_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *, computed: bool = False) -> str:
+    """Return the text of the warning for a module that is no longer in the model, or has lost a parameter.
 
     Args:
         name: the module.
         before: what every parameter got while it was there.
         now: what every parameter gets.
+        computed: whether the module is there, and computes what was its weight.
 
     Returns:
         The message.
@@ -119,8 +120,14 @@ def gone_message(name: str, before: Iterable[Covered], now: Iterable[Covered]) -
     known = {entry.name for entry in before if entry.reason == NOT_TRAINED}
     new = [entry.name for entry in now if entry.reason == NOT_TRAINED and entry.name not in known]
     told = f"THOR: module {name!r} is no longer in the model: it was replaced or removed after THOR was made"
+    then = ", and what it had is not trained any more"
+    if computed:
+        told = (
+            f"THOR: the weight of {name!r} is no parameter any more: it was pruned or parametrised after THOR was made"
+        )
+        then = ", and what it is computed from is trained plainly; THOR takes it up again when it is a parameter again"
     if not new:
-        return f"{told}, and what it had is not trained any more"
+        return told + then
     return (
         f"{told}. In no parameter group, and so not trained, are {some(new)}: give them to "
         f"optimizer.add_param_group({{'params': [...]}}), or make THOR anew"

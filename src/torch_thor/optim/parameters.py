@@ -82,6 +82,7 @@ class ParameterIndex:
         """
         self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
         self._attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
+        self.computed: list[str] = []  # modules that have lost a parameter: pruned or parametrised since
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
         self._elementwise: frozenset[str] = frozenset()
@@ -111,10 +112,13 @@ class ParameterIndex:
         """
         self._given, self.states = groups, states
         self._names = {}
+        self.computed = []
         for name, attribute, module in self._attributes:
             parameter = module._parameters.get(attribute)
             if parameter is not None:
                 self._names[id(parameter)] = name
+            else:
+                self.computed.append(name.rpartition(".")[0])
         self._groups = {id(p): group for group in groups for p in group["params"]}
 
     def identities(self) -> list[int]:

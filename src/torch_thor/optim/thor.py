@@ -290,13 +290,15 @@ class THOR(torch.optim.Optimizer):
             An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
         """
         self._index.update(self.param_groups, self.state)
-        entries = self._survey().entries if self._index.gone(self.model) else self._covered
+        changed = self._index.gone(self.model) or self._index.computed
+        entries = self._survey().entries if changed else self._covered
         return self._now(entries)
 
     def __repr__(self) -> str:
         entries = self.coverage()
         covered, total = sizes(entries)
-        layers = sum(layer.weight.requires_grad for layer in self._layers.values())
+        there = [layer for layer in self._layers.values() if layer.weight_piece.is_there]
+        layers = sum(layer.weight.requires_grad for layer in there)
         split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
         return (
             f"{super().__repr__()}\n{covered:,} of {total:,} trained parameters, in {layers} layers, are "
@@ -331,7 +333,9 @@ class THOR(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._index.update(self.param_groups, self.state)
-        replaced = self._let_go() if self._capture.watching else None
+        if self._capture.watching or self._index.computed:
+            self._let_go()
+        replaced = self._replaced
         refreshing = self._refreshing()
         kept = KeptState(self.state, self.param_groups, self._index, self.scaling)
         state_only = kept.is_asked_for()
@@ -508,21 +512,29 @@ class THOR(torch.optim.Optimizer):
         self._covered: list[Covered] = []
         self._reports = Reports()
         self._made_for = None
+        self._replaced: Survey | None = None
         self._last_refresh = ()
         self._capture = Capture()
         self._index = ParameterIndex(self.model)
         self._attached = False
 
-    def _let_go(self) -> Survey | None:
-        """Leave out the layers whose modules are no longer in the model, and return what the survey finds there now."""
-        gone = self._index.gone(self.model)
-        if not gone:
-            return None
+    def _let_go(self) -> None:
+        """Leave out the layers whose modules are no longer in the model, or compute their weight now (pruning)."""
+        gone, computed = self._index.gone(self.model), self._index.computed
+        if not gone and not computed:
+            return
         found = self._survey()
+        before = set(self._layers)
         self._layers = self._still_there(found)
         for name in gone:
             self._reports.note((name, "gone"), gone_message(name, self._covered, found.entries))
-        return found
+        for name in sorted(before - set(found.layers)) if computed else ():
+            self._reports.note((name, "computed"), gone_message(name, self._covered, found.entries, computed=True))
+        self._index.survey(self.model)
+        self._index.set_layers(self._layers, found.elementwise)
+        self._index.update(self.param_groups, self.state)
+        self._capture.follow(sources_of({k: found.layers[k] for k in self._layers}, self._layers))
+        self._replaced = found  # what has come is looked at after this step, which has no statistics of it
 
     def _still_there(self, found: Survey) -> dict[str, LayerCurvature]:
         """The layers of before whose weights are still those that have their names."""
@@ -544,7 +556,7 @@ class THOR(torch.optim.Optimizer):
 
     def _use(self, found: Survey) -> None:
         """Watch the layers that were found."""
-        self._made_for = None
+        self._made_for = self._replaced = None
         self._covered = found.entries
         index = self._index
         index.survey(self.model)
@@ -634,6 +646,9 @@ class THOR(torch.optim.Optimizer):
             ValueError: it is another optimizer's, has other groups or parameters, tensors of other shapes, NaN or inf,
                 an option that is out of range, or an unknown schedule.
         """
+        self._index.update(self.param_groups, self.state)
+        if self._index.computed:
+            self._use(self._survey())
         own = options_of(self.param_groups)
         try:
             with as_a_whole(self):

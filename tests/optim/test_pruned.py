@@ -1,0 +1,143 @@
+"""A weight that is pruned or parametrised after THOR was made: said once, trained plainly, later taken up again."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from tiny import assert_same_bits, batches, mlp, train, weights
+from torch_thor import THOR
+
+STREAM = batches(9)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+    def right_inverse(self, x):
+        return x / 2
+
+
+CHANGES = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
+    "parametrised": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+    "spectral_norm": parametrizations.spectral_norm,
+}
+
+
+def told(model, optimizer, stream):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, stream)
+    return [str(w.message) for w in caught if w.category is RuntimeWarning]
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = mlp()
+    return model, THOR(model, **{"update_interval": 3, "trace_thresholds": (0.0, 0.0), **options})
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("steps", [0, 1, 3, 4], ids=["first step", "ordinary step", "refresh step", "after a refresh"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_said_once_and_trained_plainly(change, steps, scaling):
+    model, optimizer = build(scaling=scaling)
+    train(model, optimizer, STREAM[:steps])
+    CHANGES[change](model[2])
+    entries = {entry.name: entry for entry in optimizer.coverage()}
+    assert list(entries) == [name for name, _ in model.named_parameters()]
+    assert not any(entry.preconditioned for name, entry in entries.items() if name.startswith("2."))
+    before = weights(model)
+    messages = told(model, optimizer, STREAM[steps:])
+    assert len(messages) == 1
+    assert "'2'" in messages[0]
+    assert "pruned or parametrised" in messages[0]
+    assert all(not torch.equal(before[name], value) for name, value in weights(model).items())
+    assert set(optimizer.curvature) == {"0", "4"}
+    assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {3}
+    assert "in 2 layers" in repr(optimizer)
+
+
+def test_the_pruned_weight_takes_the_steps_of_sgd():
+    """From the step after the pruning on, under its new name."""
+    model, optimizer = build(momentum=0.0, weight_decay=0.1, decay_filter=lambda name, _: name == "2.weight_orig")
+    train(model, optimizer, STREAM[:1])
+    prune.l1_unstructured(model[2], "weight", 0.4)
+    x, labels = STREAM[1]
+    nn.functional.cross_entropy(model(x), labels).backward()
+    wanted = model[2].weight_orig - 0.05 * (model[2].weight_orig.grad + 0.1 * model[2].weight_orig)
+    with pytest.warns(RuntimeWarning, match="'2'"):
+        optimizer.step()
+    torch.testing.assert_close(model[2].weight_orig, wanted)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_taken_up_again(steps):
+    """`prune.remove` gives the weight back, and with it the layer, its inverses and its refreshes."""
+    model, optimizer = build()
+    train(model, optimizer, STREAM[:1])
+    inverse = optimizer.curvature["2"].inverses()[0].clone()
+    prune.l1_unstructured(model[2], "weight", 0.4)
+    told(model, optimizer, STREAM[1 : 1 + steps])
+    assert "2" not in optimizer.curvature
+    prune.remove(model[2], "weight")
+    assert not told(model, optimizer, STREAM[1 + steps : 2 + steps])
+    assert torch.equal(optimizer.curvature["2"].inverses()[0], inverse)
+    assert not told(model, optimizer, STREAM[2 + steps :])
+    assert optimizer.curvature["2"].refreshes >= 2
+    assert {entry.name for entry in optimizer.coverage()} == {name for name, _ in model.named_parameters()}
+    assert all(entry.preconditioned for entry in optimizer.coverage())
+
+
+def test_resumed_and_copied_while_it_is_pruned():
+    model, optimizer = build()
+    train(model, optimizer, STREAM[:1])
+    prune.l1_unstructured(model[2], "weight", 0.4)
+    told(model, optimizer, STREAM[1:4])
+    with torch.no_grad():
+        model(STREAM[0][0])  # torch copies no weight that was computed under autograd
+    twin, other = copy.deepcopy((model, optimizer))
+    third, resumed = build()  # as the program does: the optimizer, then the pruning
+    prune.l1_unstructured(third[2], "weight", 0.4)
+    third.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, its_optimizer in ((model, optimizer), (twin, other), (third, resumed)):
+        train(one, its_optimizer, STREAM[4:])
+    assert_same_bits(weights(model), weights(twin))
+    assert_same_bits(weights(model), weights(third))
+
+
+def test_new_parameters_are_in_no_group():
+    """`weight_norm` makes new ones: named, with what to do about it."""
+    model, optimizer = build()
+    train(model, optimizer, STREAM[:1])
+    parametrizations.weight_norm(model[2])
+    messages = told(model, optimizer, STREAM[1:5])
+    assert len(messages) == 1
+    for part in ("original0", "original1", "add_param_group"):
+        assert part in messages[0]
+
+
+def test_a_curvature_that_is_looked_at_meanwhile():
+    model, optimizer = build()
+    train(model, optimizer, STREAM[:1])
+    prune.l1_unstructured(model[2], "weight", 0.4)
+    with pytest.raises(RuntimeError, match=r"'weight' of Linear.*pruned or parametrised"):
+        optimizer.curvature["2"].factors()
+
+
+def test_all_layers_pruned_is_the_documented_error():
+    model, optimizer = build()
+    train(model, optimizer, STREAM[:1])
+    for i in (0, 2, 4):
+        prune.l1_unstructured(model[i], "weight", 0.4)
+    nn.functional.cross_entropy(model(STREAM[1][0]), STREAM[1][1]).backward()
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"no layer to precondition.*SGD"):
+        optimizer.step()
+    assert_same_bits(weights(model), before)
