@@ -25,6 +25,7 @@ WRONG = [
     ("loss_reduction", "none"), ("loss_reduction", None),
     ("loss_terms", 0), ("loss_terms", -3), ("loss_terms", 2.5), ("loss_terms", "tokens"),
     ("scaling", "muon"), ("scaling", 1.0), ("scaling", ["spectral"]),
+    ("fisher", "exact"), ("fisher", None),
     ("nonfinite", "ignore"), ("nonfinite", None),
     ("nesterov", "yes"),
     ("decay_filter", "bias"),

@@ -105,6 +105,17 @@ def untimed(record):
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("stop_at", [1, 4, 6, 9, 17])  # first step, evaluation and refresh, end of epoch, mid-epoch
 def test_resumed_equals_never_stopped(tmp_path, recipe, data, name, stop_at):
+    assert_resumes(tmp_path, recipe, data, name, stop_at)
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 6])
+def test_a_resumed_run_draws_the_labels_of_the_one_that_never_stopped(tmp_path, recipe, data, stop_at):
+    settings = replace(recipe.optimizers["thor"], fisher="sampled")
+    sampled = replace(recipe, optimizers={**recipe.optimizers, "thor": settings}, accumulation=2)
+    assert_resumes(tmp_path, sampled, data, "thor", stop_at)
+
+
+def assert_resumes(tmp_path, recipe, data, name, stop_at):
     whole = go(tmp_path / "whole", recipe, name, data) if (tmp_path / "whole").mkdir() is None else None
     random = torch.get_rng_state()
     (tmp_path / "cut").mkdir()

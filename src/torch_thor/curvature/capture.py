@@ -16,6 +16,7 @@ from torch_thor.curvature.calls import module_calls
 from torch_thor.curvature.eager import eager_window
 from torch_thor.curvature.kinds import Kind, ProjectionKind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.sampling import Sampler
 from torch_thor.curvature.sources import Source
 from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
 
@@ -25,9 +26,11 @@ class Capture:
 
     Args:
         sources: the modules whose calls give rows, and the layers they give them to.
+        sampled: whether rows come from the backward passes of sampled labels, not from those of the training loss.
     """
 
-    def __init__(self, sources: Sequence[Source] = ()) -> None:
+    def __init__(self, sources: Sequence[Source] = (), *, sampled: bool = False) -> None:
+        self.sampler = Sampler() if sampled else None
         self._passes: dict[int, Pass] = {}  # by backward pass
         self._parents: dict[int, int] = {}
         self._generation = 0  # of what is gathered: a pass that has been forgotten may go through its graph again
@@ -48,7 +51,12 @@ class Capture:
 
     @property
     def loss_terms(self) -> int:
-        """N of the backward passes since the last :meth:`discard` (:mod:`torch_thor.curvature.terms`)."""
+        """N of the backward passes since the last :meth:`discard` (:mod:`torch_thor.curvature.terms`).
+
+        Where labels are sampled, the number of labels.
+        """
+        if self.sampler is not None:
+            return self.sampler.terms
         return terms_of_step(self._passes.values())
 
     @property
@@ -79,7 +87,9 @@ class Capture:
             layer.watched = layer.wanted and not layer.idle
         wanted = self.watching
         for layer in self._layers:
-            layer.counts = wanted and self._first in (None, layer)
+            layer.counts = wanted and self.sampler is None and self._first in (None, layer)
+        if self.sampler is not None:
+            self.sampler.wanted = wanted
         module_calls.listen(self, self._of_use() if wanted else ())
         eager_window.hold(self, wanted)
 
@@ -104,8 +114,24 @@ class Capture:
         self._generation += 1
         self.inside_transform.clear()
         self.mask_taken = False
+        if self.sampler is not None:
+            self.sampler.reset()
         for layer in self._layers:
             layer.forget()
+
+    def discard_with_gradients(self) -> None:
+        """Forget what has been gathered, as the gradients of the same passes are dropped.
+
+        Labels that were sampled for a loss whose own pass is still to come stay: many loops call ``zero_grad`` between
+        the forward pass and ``loss.backward()``.
+        """
+        if self.sampler is None or self.sampler.trained:
+            self.discard()
+
+    def discard_stale(self) -> None:
+        """Forget sampled labels whose loss has been differentiated and left no gradient: dropped without a step."""
+        if self.sampler is not None and self.sampler.trained and self._dropped():
+            self.discard()
 
     def remove(self) -> None:
         """Listen no more."""
@@ -136,19 +162,33 @@ class Capture:
         version = x._version
         weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
         mask = self.row_mask
+        sampler = self.sampler
+        mark = sampler.mark(output) if sampler is not None else None
         earlier: tuple[int, Tensor | None] = -1, None  # when this call's gradient has come before, and what it was
 
         def on_gradient(g: Tensor) -> None:
             nonlocal earlier
             if not (layer.armed or layer.counts):
                 return
-            if weight_node is not None and not _accumulates(weight_node):
+            sampled = sampler is not None and sampler.running  # it adds to no gradient
+            if not sampled and weight_node is not None and not _accumulates(weight_node):
+                return
+            if sampler is not None and mark is not None and not sampled:
+                mark.trained = sampler.trained = True
                 return
             if x._version != version:
                 raise RuntimeError(
                     f"the input of layer {layer.name!r} was changed in place between forward and backward, so its "
                     f"statistics would be wrong; make the operation that follows the layer's input out of place"
                 )
+            keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
+            if sampler is not None:
+                self.mask_taken |= keep is not None
+                if sampler.empty:
+                    layer.seen = True
+                else:
+                    layer.gather(kind, x, g, keep)
+                return
             into = self._pass(outer)
             again, before = earlier[0] == self._generation, earlier[1]
             into.repeated |= again
@@ -157,7 +197,6 @@ class Capture:
             earlier = self._generation, total if _graph_stays() else None
             into.calls.append(_call(layer, kind, x))
             if layer.armed:
-                keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
                 self.mask_taken |= keep is not None
                 layer.gather(kind, x, total, keep, instead_of=before if again else None)
 

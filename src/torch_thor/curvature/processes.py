@@ -28,6 +28,11 @@ class Processes(Protocol):
         ...
 
     @property
+    def rank(self) -> int:
+        """Which one this is, from 0."""
+        ...
+
+    @property
     def first(self) -> bool:
         """Whether this is the one that decides where one must."""
         ...
@@ -49,6 +54,7 @@ class OneProcess:
     """A process that trains alone."""
 
     count = 1
+    rank = 0
     first = True
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:

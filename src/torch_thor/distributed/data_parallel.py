@@ -26,7 +26,8 @@ class DataParallel:
         self._group = group
         self._device = device
         self.count = dist.get_world_size(group)
-        self.first = dist.get_rank(group) == 0
+        self.rank = dist.get_rank(group)
+        self.first = self.rank == 0
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank, in their order (one collective, and a wait for the device).

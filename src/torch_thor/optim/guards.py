@@ -126,14 +126,21 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
     silent = [layer for layer in layers if layer.armed and layer.watched and not layer.seen and layer.has_gradient()]
     inside = capture.inside_transform
     if not silent or any(layer.seen for layer in layers):
-        return [(layer, _uncalled_message(layer, layer.name in inside)) for layer in silent]
+        return [
+            (layer, _uncalled_message(layer, layer.name in inside, capture.sampler is not None)) for layer in silent
+        ]
     names = some([layer.name for layer in silent if layer.name in inside])
+    sampler, called, nonfinite = capture.sampler, False, False
+    if sampler is not None:
+        called, nonfinite = sampler.passes > 0, sampler.nonfinite
     capture.discard()
     if names:
         raise RuntimeError(
             f"layers {names} ran inside a torch.func transform, where their statistics cannot be seen; take "
             f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
         )
+    if sampler is not None:
+        raise RuntimeError(_unsampled(called, nonfinite))
     raise RuntimeError(
         f"layers {some([layer.name for layer in silent])} have gradients and no statistics, and so has every other "
         f"layer, because their forward was not seen: the gradients were not made by loss.backward() (or before THOR "
@@ -142,10 +149,12 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
     )
 
 
-def _uncalled_message(layer: LayerCurvature, inside_transform: bool) -> str:
+def _uncalled_message(layer: LayerCurvature, inside_transform: bool, sampled: bool) -> str:
     cause = "its weight is used without calling the module"
     if inside_transform:
         cause = "it ran inside a torch.func transform, where they cannot be seen"
+    elif sampled:
+        cause = "the output given to sample_fisher() does not depend on it, or its module is not called"
     then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
     return (
         f"it has a gradient and no statistics: {cause}. It {then} from now on, unless statistics come in a later "
@@ -167,6 +176,25 @@ def doubtful_terms_message(number: int, last: int) -> str:
         f"THOR takes N = {number} for the number of loss terms of a backward pass, from the leading dimension of the "
         f"layers' inputs, while the last layer's input has {last}. If the loss averages over another number (predicted "
         f"tokens, groups of rows), set loss_terms; loss_terms={number} confirms this one"
+    )
+
+
+def _unsampled(called: bool, nonfinite: bool) -> str:
+    if nonfinite and not called:
+        return (
+            "the output given to sample_fisher() held NaN or inf where the loss does not, so no labels could be drawn "
+            "from it; give the part of it that the loss depends on"
+        )
+    if not called:
+        return (
+            'this step refreshes, and fisher="sampled" has no statistics for it: call optimizer.sample_fisher(output) '
+            "in each step, between the forward pass and loss.backward(), with what the model returned; or make the "
+            'optimizer with fisher="empirical"'
+        )
+    return (
+        "the output given to sample_fisher() depends on no layer that waits for statistics: it was computed by a "
+        "compiled or copied model in the place of the one that THOR has, or before THOR was made. Give what this model "
+        "returned in this step"
     )
 
 

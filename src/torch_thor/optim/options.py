@@ -9,6 +9,7 @@ from torch_thor.optim.checks import in_range, number, require, whole
 
 UpdateInterval = int | Callable[[int], int]
 
+FISHERS = ("empirical", "sampled")  # whose labels statistics come from
 PRESETS = {"thor": (0.01, 0.0), "thor_stop": (0.01, 0.001), "thor_nt": (0.0, 0.0)}  # (ω1, ω2), by the paper's names
 
 
@@ -202,16 +203,21 @@ def check_loss_terms(value: Any) -> int:
     return int(value)
 
 
-def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, loss_terms: Any) -> None:
+def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher: Any, loss_terms: Any) -> None:
     """Check the options that hold for the whole optimizer.
 
     Args:
         loss_reduction: ``"mean"`` or ``"sum"``.
         nonfinite: ``"raise"`` or ``"skip"``.
         scaling: None or ``"spectral"``.
+        fisher: ``"empirical"`` or ``"sampled"``.
         loss_terms: None, a number or a callable.
     """
-    named = (("loss_reduction", loss_reduction, ("mean", "sum")), ("nonfinite", nonfinite, ("raise", "skip")))
+    named = (
+        ("loss_reduction", loss_reduction, ("mean", "sum")),
+        ("nonfinite", nonfinite, ("raise", "skip")),
+        ("fisher", fisher, FISHERS),
+    )
     for name, value, known in named:
         require(name, value, value in known, f"one of {known}", f"use {known[0]!r}, the default")
     require(

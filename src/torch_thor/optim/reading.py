@@ -56,7 +56,7 @@ def read_alike(
     read: Callable[[], Reading],
     groups: list[Group],
     layers: Iterable[LayerCurvature],
-    loss_reduction: str,
+    settings: Iterable[str],
 ) -> Reading:
     """Read, and have all processes raise what one of them found wrong, skip what one skips, and know all loss terms.
 
@@ -65,7 +65,7 @@ def read_alike(
         read: reads what this process has.
         groups: the optimizer's parameter groups.
         layers: those that are about to refresh.
-        loss_reduction: ``"mean"`` or ``"sum"``.
+        settings: what else must be the same on all of them, a line each.
 
     Returns:
         This process's reading, with the decisions and the loss terms of all.
@@ -75,7 +75,7 @@ def read_alike(
     reading, error, facts = Reading(), None, []
     try:
         reading = read()
-        facts = [f"loss_reduction={loss_reduction!r}", *_facts(groups, layers, reading.refreshes)]
+        facts = [*settings, *_facts(groups, layers, reading.refreshes)]
     except Exception as problem:  # it is raised on every process
         error = problem
     rows = agree(processes, error, facts, [reading.terms, reading.skipped, reading.counted, reading.largest])

@@ -6,7 +6,7 @@ stands in :mod:`torch_thor.curvature`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -62,6 +62,7 @@ from torch_thor.optim.options import (
 from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_gradient
 from torch_thor.optim.reading import Reading, read_alike
 from torch_thor.optim.reports import Reports
+from torch_thor.optim.sampled_fisher import SampledFisher
 from torch_thor.optim.spectral import ROOT, spectral_update
 from torch_thor.optim.update import update
 
@@ -71,6 +72,7 @@ LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 _COPIED = (
     "model",
     "scaling",
+    "fisher",
     "decay_filter",
     "loss_reduction",
     "loss_terms",
@@ -83,7 +85,7 @@ _COPIED = (
 )
 
 
-class THOR(torch.optim.Optimizer):
+class THOR(SampledFisher, torch.optim.Optimizer):
     """Natural gradient with Kronecker factors, refreshed layer by layer when their trace has changed.
 
     For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings and the projections of
@@ -126,6 +128,8 @@ class THOR(torch.optim.Optimizer):
             inverse fourth roots of the factors, orthogonalised and given a norm of its own, so that lr means the same
             on every layer and task; decoupled weight decay; AdamW for what is no matrix
             (:mod:`torch_thor.optim.spectral`). λ is then relative to the mean diagonal of each factor.
+        fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
+            drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
             callable that returns it, or None for the number of samples (the leading dimension of the inputs) in each
             backward pass, summed over the passes of a step. Give it where that is not what the loss averages over
@@ -167,6 +171,7 @@ class THOR(torch.optim.Optimizer):
         scaling: str | None = None,
         *,
         model: nn.Module | None = None,
+        fisher: str = "empirical",
         loss_terms: LossTerms = None,
         skip: Selection = None,
         only: Selection = None,
@@ -184,10 +189,12 @@ class THOR(torch.optim.Optimizer):
             loss_reduction=loss_reduction,
             nonfinite=nonfinite,
             scaling=scaling,
+            fisher=fisher,
             loss_terms=loss_terms,
         )
         self.model = model
         self.scaling = scaling
+        self.fisher = fisher
         self.decay_filter = decay_filter_of(decay_filter, model)
         self.loss_reduction = loss_reduction
         self.loss_terms = loss_terms
@@ -345,7 +352,7 @@ class THOR(torch.optim.Optimizer):
         # What follows holds for all processes: on a refresh step they agree, else they have the same gradients.
         together = processes if refreshing else ALONE
         try:
-            reading = read_alike(together, self._read, self.param_groups, refreshing, self.loss_reduction)
+            reading = read_alike(together, self._read, self.param_groups, refreshing, self._settings())
         except FloatingPointError:
             self._capture.discard()
             raise
@@ -396,7 +403,15 @@ class THOR(torch.optim.Optimizer):
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
         super().zero_grad(set_to_none)
-        self._capture.discard()
+        self._capture.discard_with_gradients()
+
+    def _settings(self) -> Iterator[str]:
+        """What must be the same on all processes, beside the options of the groups."""
+        yield f"loss_reduction={self.loss_reduction!r}"
+        yield f"fisher={self.fisher!r}"
+        sampler = self._capture.sampler
+        if sampler is not None:
+            yield f"sampled labels: {'yes' if sampler.passes else 'no'}"
 
     def _read(self) -> Reading:
         """Look at what this process has for the step, and raise what is wrong with it."""
@@ -414,7 +429,8 @@ class THOR(torch.optim.Optimizer):
         if given is None and self._capture.doubtful_terms:
             message = doubtful_terms_message(*self._capture.doubtful_terms)
             self._reports.note(message, message)
-        captured = scale.of_outputs() if any(layer.rows for layer in self._layers.values()) else 1.0
+        sampled = self._capture.sampler is not None  # gradients of single terms as they are
+        captured = scale.of_outputs() if not sampled and any(one.rows for one in self._layers.values()) else 1.0
         decaying = frozenset(
             id(p) for group, p, _ in with_gradient(self.param_groups) if group["weight_decay"] and self._decays(p)
         )
@@ -427,9 +443,10 @@ class THOR(torch.optim.Optimizer):
                 nonfinite_message(self.param_groups[0]["step"], nonfinite_names(self.param_groups, self._index))
             )
         check_row_mask(self._layers.values(), self._capture)
+        output_scale = (terms if self.loss_reduction == "mean" and not sampled else 1) / captured
         return Reading(
             terms,
-            (terms if self.loss_reduction == "mean" else 1) / captured,
+            output_scale,
             refreshes,
             largest=largest,
             decaying=decaying,
@@ -514,7 +531,7 @@ class THOR(torch.optim.Optimizer):
         self._made_for = None
         self._replaced: Survey | None = None
         self._last_refresh = ()
-        self._capture = Capture()
+        self._capture = Capture(sampled=self.fisher == "sampled")
         self._index = ParameterIndex(self.model)
         self._attached = False
 

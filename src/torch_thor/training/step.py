@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torch_thor.optim import THOR
 from torch_thor.training import parallel
 from torch_thor.training.errors import DivergedError
 from torch_thor.training.plan import Plan
@@ -41,6 +42,7 @@ class Stepper:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, device: torch.device) -> None:
         self.optimizer, self.plan, self.device = optimizer, plan, device
+        self._sampling = optimizer if isinstance(optimizer, THOR) and optimizer.fisher == "sampled" else None
         self.network = parallel.wrap(model, device)
         if plan.compile:
             self.network = torch.compile(self.network)  # type: ignore[assignment]
@@ -67,6 +69,8 @@ class Stepper:
             with nullcontext() if last else parallel.without_averaging(self.network):
                 with self.precision.autocast():
                     scores = self.network(some)
+                    if self._sampling is not None:
+                        self._sampling.sample_fisher(scores, seed=self.plan.seed)
                     mean = training_loss(scores, truth, self.plan.label_smoothing, self.plan.smoothing_form)
                     part = mean * (len(truth) / len(labels))
                 self.precision.backward(part)

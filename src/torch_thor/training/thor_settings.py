@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch_thor.optim import THOR, intervals
-from torch_thor.optim.options import check_interval, check_thresholds
+from torch_thor.optim.options import FISHERS, check_interval, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizer_settings import OptimizerSettings
 
@@ -23,6 +23,8 @@ class THORSettings(OptimizerSettings):
         split_dim: Size of the blocks that factors are split into; `None` leaves them whole, `auto` measures.
         factor_decay: Decay of the running average of the factors.
         kl_clip: Limit on the step's length in the Fisher norm; `None` is no limit.
+        fisher: Whose labels the curvature comes from: `empirical` is those of the training loss, `sampled` those drawn
+            from the network's own predictions.
         skip: Layers to leave to SGD with momentum, by name or pattern: `[head, "*norm*"]`.
         decay_filter: Parameters that decay, a pattern or a list of them; a minus in front leaves out: `-*norm*`,
             `["*.weight", -head]`. `None` is all.
@@ -37,6 +39,7 @@ class THORSettings(OptimizerSettings):
     split_dim: int | str | None = 128
     factor_decay: float = 0.0
     kl_clip: float | None = None
+    fisher: str = "empirical"
     skip: tuple[str, ...] = ()
     decay_filter: Any = None
 
@@ -48,6 +51,7 @@ class THORSettings(OptimizerSettings):
             object.__setattr__(self, "decay_filter", tuple(self.decay_filter))
         interval_of(self.update_interval)
         thresholds_of(self.trace_thresholds)
+        require(self.fisher in FISHERS, f"fisher={self.fisher} must be one of {', '.join(FISHERS)}")
 
 
 @dataclass(frozen=True)
