@@ -224,6 +224,26 @@ def test_coverage():
     }
 
 
+def test_a_product_that_is_not_understood_is_said_and_trained_plainly():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, 4))
+
+        def forward(self, x):
+            return torch.einsum("ni,eoi->no", x, self.weight)
+
+    model = nn.Sequential(nn.Linear(4, 4), Experts())
+    optimizer, before = THOR(model), model[1].weight.detach().clone()
+    model(torch.randn(5, 4)).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match=r"layer '1\.weight': it has a gradient and no statistics"):
+        optimizer.step()
+    assert optimizer.curvature["0"].refreshes == 1
+    assert not optimizer.curvature["1.weight"].refreshes
+    assert not torch.equal(model[1].weight, before)
+    assert not next(e for e in optimizer.coverage() if e.name == "1.weight").preconditioned
+
+
 def test_left_out():
     entries = {e.name: e for e in THOR(Model("linear"), skip="experts.down_proj").coverage()}
     assert entries["experts.down_proj"].reason == "left out by skip="

@@ -196,11 +196,10 @@ def test_part_of_the_model_in_the_groups():
     [
         nn.Sequential(nn.LayerNorm(4)),
         nn.Bilinear(4, 4, 4),
-        nn.LSTM(4, 4),
         nn.Sequential(Everything.Scaled(4, 4)),
         nn.Sequential(nn.Embedding(4, 4, scale_grad_by_freq=True)),
     ],
-    ids=["norm", "bilinear", "recurrent", "overridden", "scaled_by_frequency"],
+    ids=["norm", "bilinear", "overridden", "scaled_by_frequency"],
 )
 def test_nothing_to_precondition_is_an_error(model):
     with pytest.raises(ValueError, match="SGD"):

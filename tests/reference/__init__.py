@@ -16,6 +16,7 @@ from reference.experts import expert_by_hand, expert_layers
 from reference.factors import Curvature, Factors, damped, factors_of, keep_blocks, second_moment
 from reference.layers import Layer, layers_of
 from reference.optimizer import ReferenceTHOR, by_stages, gradients
+from reference.recurrent import recurrent_layers, sequence_by_hand, step_by_hand
 from reference.rows import rows_of
 
 __all__ = [
@@ -33,6 +34,9 @@ __all__ = [
     "gradients",
     "keep_blocks",
     "layers_of",
+    "recurrent_layers",
     "rows_of",
     "second_moment",
+    "sequence_by_hand",
+    "step_by_hand",
 ]

@@ -5,13 +5,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from torch_thor.curvature.attention import OpenAttention
 from torch_thor.curvature.calls import Listener
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.kinds.experts import ExpertsKind
+from torch_thor.curvature.kinds.recurrent import RecurrentCall, RecurrentKind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.recurrence import OpenRecurrence
 from torch_thor.curvature.routing import OpenExperts
 from torch_thor.curvature.survey import Layer
 
@@ -217,6 +220,59 @@ class ExpertsSource(OpenedSource):
         """
 
 
+class RecurrentSource(OpenedSource):
+    """A recurrent layer or cell: a layer for each of its weights, by the weight's name."""
+
+    def mode(self, hearer: Watcher) -> TorchFunctionMode:
+        """Return what computes it step by step.
+
+        Args:
+            hearer: who gathers the rows.
+
+        Returns:
+            The mode.
+        """
+
+        def watch(name: str, batch: int, x: Tensor, y: Tensor) -> None:
+            layer = self.by_name.get(name)
+            if layer is not None:
+                hearer.watch(layer, self._call(layer, batch, packed=x.dim() == 2 and self._is_sequence), x, y)
+
+        return OpenRecurrence(getattr(self.module, "_flat_weights_names", ()), watch)
+
+    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Count the sequences.
+
+        Args:
+            hearer: who counts them.
+            args: the module's arguments.
+            kwargs: those by name.
+            output: its output.
+        """
+        x = args[0] if args else kwargs["input"]
+        y = output[0] if isinstance(output, tuple) else output
+        packed = isinstance(x, PackedSequence)
+        if packed:
+            batch, x, y = int(x.batch_sizes[0]), x.data, y.data
+        elif x.dim() == (2 if self._is_sequence else 1):
+            batch, x = 1, x[None]
+        elif self._is_sequence and not self.module.batch_first:
+            batch, x = x.shape[1], x.transpose(0, 1)
+        else:
+            batch = len(x)
+        for layer in self.layers:
+            hearer.watch(layer, self._call(layer, batch, packed=packed), x, y)
+
+    @property
+    def _is_sequence(self) -> bool:
+        return isinstance(self.module, nn.RNNBase)
+
+    @staticmethod
+    def _call(layer: LayerCurvature, batch: int, *, packed: bool) -> Kind:
+        assert isinstance(layer.kind, RecurrentKind)
+        return RecurrentCall(layer.kind, batch, packed=packed)
+
+
 def sources_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[Source]:
     """Return where the rows of layers come from.
 
@@ -231,7 +287,11 @@ def sources_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature])
     opened: dict[int, OpenedSource] = {}
     for name, layer in found.items():
         sources += [ModuleSource(module, kind, layers[name]) for module, kind in layer.modules]
-        for source, part in ((AttentionSource, layer.attention), (ExpertsSource, layer.experts)):
+        for source, part in (
+            (AttentionSource, layer.attention),
+            (ExpertsSource, layer.experts),
+            (RecurrentSource, layer.recurrent),
+        ):
             if part is not None:
                 module, inside = part
                 opened.setdefault(id(module), source(module)).add(inside, layers[name])

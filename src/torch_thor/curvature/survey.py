@@ -9,8 +9,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from torch_thor.curvature.attention import opens
 from torch_thor.curvature.coverage import Covered
-from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, fused_experts, kind_of, why_not
+from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, RecurrentKind, fused_experts, kind_of, why_not
 from torch_thor.curvature.layer import Piece
+from torch_thor.curvature.recurrence import unrolls
 from torch_thor.curvature.selection import Selection, left_out
 
 NOT_TRAINED = "in no parameter group of this optimizer: not trained"
@@ -31,6 +32,7 @@ class Layer:
         modules: the modules whose calls give its rows, each with its own geometry.
         attention: the attention, and which of its projections this is; None for a module that is called.
         experts: the module of the experts, and the name of their weight in it.
+        recurrent: the recurrent layer, and the name of this weight in it.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Layer:
     modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
     attention: tuple[nn.MultiheadAttention, str] | None = None
     experts: tuple[nn.Module, str] | None = None
+    recurrent: tuple[nn.Module, str] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -107,6 +110,8 @@ def survey(
         if isinstance(module, nn.MultiheadAttention):
             layers.update(_attention_layers(name, module, owners, reasons))
         layers.update(_expert_layers(name, module, owners, reasons))
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            layers.update(_recurrent_layers(name, module, owners, reasons))
     norms = {
         name: module
         for name, module in model.named_modules()
@@ -261,6 +266,34 @@ def _expert_layers(
         biases = [Piece(module, f"{attribute}_bias")] if is_theirs and id(bias) not in reasons else []
         full_name = f"{name}.{attribute}".lstrip(".")
         layers[full_name] = Layer(full_name, kind, weight, biases, experts=(module, attribute))
+    return layers
+
+
+def _recurrent_layers(
+    name: str, module: nn.Module, owners: dict[int, list[_Owner]], reasons: dict[int, str]
+) -> dict[str, Layer]:
+    """Find the projections of a recurrent layer, each with its bias."""
+    label = type(module).__name__
+    if not unrolls(module):
+        for p in module.parameters(recurse=False):
+            reasons.setdefault(id(p), f"{label} overrides the forward of a recurrent layer")
+        return {}
+    layers = {}
+    for attribute, parameter in module.named_parameters(recurse=False):
+        alone = parameter.dim() == 2 and len(owners[id(parameter)]) == 1 and id(parameter) not in reasons
+        if not attribute.startswith("weight_") or not alone:
+            continue
+        beside = attribute.replace("weight_", "bias_", 1)
+        bias = module._parameters.get(beside)
+        is_own = bias is not None and id(bias) not in reasons and len(owners[id(bias)]) == 1
+        full_name = f"{name}.{attribute}".lstrip(".")
+        layers[full_name] = Layer(
+            full_name,
+            RecurrentKind(parameter, label),
+            Piece(module, attribute),
+            [Piece(module, beside)] if is_own else [],
+            recurrent=(module, attribute),
+        )
     return layers
 
 

@@ -8,12 +8,14 @@ from torch_thor.curvature.kinds.convolution import ConvKind, ConvTransposeKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled
 from torch_thor.curvature.kinds.experts import fused_experts
 from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind
+from torch_thor.curvature.kinds.recurrent import RecurrentKind
 from torch_thor.curvature.kinds.standardised import StandardisedConvKind, is_same_padded, is_standardised
 
 __all__ = [
     "PROJECTIONS",
     "Kind",
     "ProjectionKind",
+    "RecurrentKind",
     "fused_experts",
     "is_hugging_face_conv1d",
     "kind_of",

@@ -1,0 +1,224 @@
+"""How the projections of recurrent layers are seen: their fused kernels show no gradient of a gate.
+
+On a refresh step, and only then, what ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells compute is computed step by
+step, with the projections of input and hidden state as linear layers. The numbers are the same up to the order of
+rounding, whatever the module has of layers, directions, projections and packed sequences; dropout between layers draws
+the same masks on a CPU, and others from cuDNN's own generator on a GPU.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+Watch = Callable[[str, int, Tensor, Tensor], None]
+Cell = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+
+_FORWARDS = (
+    nn.LSTM.forward,
+    nn.GRU.forward,
+    nn.RNN.forward,
+    nn.LSTMCell.forward,
+    nn.GRUCell.forward,
+    nn.RNNCell.forward,
+)
+
+
+def unrolls(module: nn.Module) -> bool:
+    """Return whether a module is a recurrent layer whose projections can be seen.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Whether it is one of torch's recurrent layers or cells, or a subclass that runs its forward.
+    """
+    return isinstance(module, nn.RNNBase | nn.RNNCellBase) and type(module).forward in _FORWARDS
+
+
+class OpenRecurrence(TorchFunctionMode):
+    """While it is active, recurrent functions run step by step.
+
+    Args:
+        names: the names of the weights, in the order in which the function gets them.
+        watch: called with the name of a weight, the number of sequences, its input and its output or what has the
+            gradient of its output; sequences are batch first, ``(N, L, features)``, packed ones ``(rows, features)``.
+    """
+
+    def __init__(self, names: Sequence[str], watch: Watch) -> None:
+        super().__init__()
+        self._names = list(names)
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Replace the recurrent functions; leave every other one alone.
+
+        Args:
+            func: the function.
+            types: unused.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            Its result.
+        """
+        name = getattr(func, "__name__", "")
+        cell = _CELLS.get(name.removesuffix("_cell"))
+        if cell is None:
+            return func(*args, **(kwargs or {}))
+        device = args[0].device.type
+        run = self._one_step if name.endswith("_cell") else self._sequences
+        if not torch.is_autocast_enabled(device) or (device == "cpu" and name != "lstm"):
+            return run(cell, *args)
+        # these autocast runs from end to end in its own precision; the others operation by operation, as it will here
+        with torch.autocast(device, enabled=False):
+            return run(cell, *_cast(args, torch.get_autocast_dtype(device)))
+
+    def _one_step(
+        self,
+        cell: Cell,
+        x: Tensor,
+        state: Any,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Any:
+        states = list(state) if isinstance(state, tuple | list) else [state]
+        from_input, from_hidden = F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh)
+        self._watch("weight_ih", len(x), x, from_input)
+        self._watch("weight_hh", len(x), states[0], from_hidden)
+        new = cell(from_input, from_hidden, states)
+        return new if len(new) > 1 else new[0]
+
+    def _sequences(self, cell: Cell, *args: Any) -> tuple[Tensor, ...]:
+        packed = isinstance(
+            args[3], list | tuple
+        )  # (data, batch_sizes, state, weights, ...) or (x, state, weights, ...)
+        x, sizes, state, flat, *options = args if packed else (args[0], None, *args[1:])
+        has_bias, layers, dropout, training, bidirectional = options[:5]
+        batch_first = not packed and bool(options[5])
+        directions = 2 if bidirectional else 1
+        states = list(state) if isinstance(state, tuple | list) else [state]
+        if not packed and not batch_first:
+            x = x.transpose(0, 1)
+        counts = sizes.tolist() if packed else None
+        size = len(flat) // (layers * directions)
+        finals = []
+        for layer in range(layers):
+            outputs = []
+            for direction in range(directions):
+                place = layer * directions + direction
+                mine = slice(place * size, (place + 1) * size)
+                start = [one[place] for one in states]
+                run = _Run(self._names[mine], flat[mine], has_bias, self._watch)
+                y, final = run.over(cell, x, counts, start, backwards=direction == 1)
+                outputs.append(y)
+                finals.append(final)
+            x = torch.cat(outputs, -1)
+            if dropout and layer < layers - 1:
+                # drawn in the order of time, as the fused function draws it
+                x = F.dropout(x, dropout, training) if packed else _drop(x, dropout, training)
+        stacked = [torch.stack(one) for one in zip(*finals, strict=True)]
+        return (x if packed or batch_first else x.transpose(0, 1), *stacked)
+
+
+class _Run:
+    """One layer in one direction."""
+
+    def __init__(self, names: Sequence[str], weights: Sequence[Tensor], has_bias: bool, watch: Watch) -> None:
+        self._names = names
+        self._ih, self._hh = weights[:2]
+        self._b_ih: Tensor | None = weights[2] if has_bias else None
+        self._b_hh: Tensor | None = weights[3] if has_bias else None
+        self._hr = weights[-1] if len(weights) % 2 else None
+        self._trained = any(w.requires_grad for w in weights)
+        self._watch = watch
+
+    def over(
+        self, cell: Cell, x: Tensor, counts: Sequence[int] | None, start: list[Tensor], *, backwards: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the outputs, as ``x`` is laid out, and the last states."""
+        # packed rows are in the order of time, those of the longest sequences first: counts[t] of them at time t
+        per_step = [len(x)] * x.shape[1] if counts is None else list(counts)
+        batch = len(x) if counts is None else per_step[0]
+        gates = F.linear(x, self._ih, self._b_ih)
+        self._watch(self._names[0], batch, x, gates)
+        inputs = gates.unbind(1) if counts is None else gates.split(per_step)
+        hidden = _Probe(gates.shape, gates, per_step, self._trained)
+        projected = None
+        if self._hr is not None:
+            projected = _Probe((*x.shape[:-1], len(self._hr)), gates, per_step, self._trained)
+        states, outputs = start, [x] * len(per_step)
+        for t in reversed(range(len(per_step))) if backwards else range(len(per_step)):
+            n = per_step[t]
+            now = [one[:n] for one in states]
+            from_hidden = hidden.see(t, now[0], F.linear(now[0], self._hh, self._b_hh))
+            new = list(cell(inputs[t], from_hidden, now))
+            if projected is not None and self._hr is not None:
+                new[0] = projected.see(t, new[0], F.linear(new[0], self._hr))
+            outputs[t] = new[0]
+            states = [torch.cat([a, b[n:]]) if n < len(b) else a for a, b in zip(new, states, strict=True)]
+        for name, probe in ((self._names[1], hidden), (self._names[-1], projected)):
+            if probe is not None:
+                self._watch(name, batch, probe.inputs(), probe.zeros)
+        return (torch.stack(outputs, 1) if counts is None else torch.cat(outputs)), states
+
+
+class _Probe:
+    """Zeros that are added to the outputs of all steps, so that one tensor has the gradients of all of them."""
+
+    def __init__(self, shape: Sequence[int], like: Tensor, per_step: list[int], trained: bool) -> None:
+        # a frozen layer's output needs no gradient, and gets none through these
+        self.zeros = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=trained)
+        self._is_batch = len(shape) == 3
+        self._steps = self.zeros.unbind(1) if self._is_batch else self.zeros.split(per_step)
+        self._inputs = [like] * len(per_step)
+
+    def see(self, t: int, x: Tensor, y: Tensor) -> Tensor:
+        """Take note of the input of a step, and return its output."""
+        self._inputs[t] = x.detach()
+        return y + self._steps[t]
+
+    def inputs(self) -> Tensor:
+        """Return the inputs of all steps, laid out as the zeros."""
+        return torch.stack(self._inputs, 1) if self._is_batch else torch.cat(self._inputs)
+
+
+def _lstm(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    i, f, g, o = (from_input + from_hidden).chunk(4, -1)
+    c = f.sigmoid() * states[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    (r, z, n), (hidden_r, hidden_z, hidden_n) = from_input.chunk(3, -1), from_hidden.chunk(3, -1)
+    new = (n + (r + hidden_r).sigmoid() * hidden_n).tanh()
+    return (new + (z + hidden_z).sigmoid() * (states[0] - new),)
+
+
+def _rnn_tanh(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return ((from_input + from_hidden).tanh(),)
+
+
+def _rnn_relu(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return ((from_input + from_hidden).relu(),)
+
+
+_CELLS: Mapping[str, Cell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn_tanh, "rnn_relu": _rnn_relu}
+
+
+def _drop(x: Tensor, dropout: float, training: bool) -> Tensor:
+    return F.dropout(x.transpose(0, 1).contiguous(), dropout, training).transpose(0, 1)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return arguments with their floating-point tensors in a dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return type(value)(_cast(one, dtype) for one in value) if isinstance(value, list | tuple) else value
