@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-PATIENCE = 120  # seconds: starting takes a few, a busy machine makes them many
+PATIENCE = 600  # seconds, for what never comes: starting takes a few, a busy machine makes them many
 
 # Images of 32 x 32 out of the small ImageNet, 2 of whose 18 training images are broken.
 IMAGES = (

@@ -346,6 +346,7 @@ def test_replacing_the_only_layer_is_the_documented_error():
     model = nn.Sequential(nn.Linear(5, 3))
     optimizer = THOR(model)
     model[0] = nn.Linear(5, 3)
+    assert "not trained" in repr(optimizer)
     backward(model, STREAM[0])
     with pytest.raises(ValueError, match="found no layer to precondition"):
         optimizer.step()

@@ -30,7 +30,8 @@ def covered_now(entries: Iterable[Covered], parameters: Mapping[str, Tensor], in
 
 def _now(entry: Covered, parameter: Tensor, index: ParameterIndex) -> Covered:
     if not parameter.requires_grad:
-        return replace(entry, reason="frozen (requires_grad=False)", trained=False)
+        can_be_trained = parameter.is_floating_point() or parameter.is_complex()
+        return replace(entry, reason="frozen (requires_grad=False)" if can_be_trained else entry.reason, trained=False)
     shares = index.shares(parameter) if isinstance(parameter, nn.Parameter) else []
     if not entry.preconditioned or not shares:
         return entry

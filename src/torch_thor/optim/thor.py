@@ -298,7 +298,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         """
         self._index.update(self.param_groups, self.state)
         changed = self._index.gone(self.model) or self._index.computed
-        entries = self._survey().entries if changed else self._covered
+        entries = self._survey_model().entries if changed else self._covered
         return self._now(entries)
 
     def __repr__(self) -> str:
@@ -558,15 +558,18 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         layers = found.layers
         return {k: old for k, old in self._layers.items() if k in layers and old.is_of(layers[k].weight)}
 
-    def _survey(self) -> Survey:
-        """Find out what every parameter gets."""
-        found = survey(
+    def _survey_model(self) -> Survey:
+        return survey(
             self.model,
             [p for group in self.param_groups for p in group["params"]],
             skip=self.skip,
             only=self.only,
             elementwise_too=self.scaling is None,
         )
+
+    def _survey(self) -> Survey:
+        """Find out what every parameter gets, some of them curvature."""
+        found = self._survey_model()
         if not found.layers:
             raise ValueError(self._nothing_found(found.entries))
         return found

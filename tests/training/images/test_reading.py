@@ -76,5 +76,5 @@ def test_a_program_ends_quietly_with_its_workers_alive():
     # the interpreter ends the workers with SIGTERM, which neither a handler of ours may stop nor be an error
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     command = [sys.executable, "-c", ENDING]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -37,11 +37,11 @@ def test_a_stranger_cannot_stop_a_worker(number):
     read(batches, 1)
     [worker] = multiprocessing.active_children()
     script = f"import os; os.kill({worker.pid}, {int(number)})"
-    subprocess.run([sys.executable, "-S", "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-S", "-c", script], check=True, timeout=600)
     assert read(batches, 39) == list(range(1, 40))
     assert worker.is_alive()
     worker.terminate()  # as a DataLoader does with one that does not listen
-    worker.join(timeout=30)
+    worker.join(timeout=600)
     assert worker.exitcode == 0
 
 
@@ -53,7 +53,7 @@ def test_workers_end_with_their_loader():
     assert os.getpid() not in {worker.pid for worker in workers}
     del batches
     for worker in workers:
-        worker.join(timeout=30)
+        worker.join(timeout=600)
         assert worker.exitcode == 0
 
 
