@@ -17,9 +17,22 @@ LAYERS = ["curvature", "distributed", "split", "optim", "training", "cli"]
 
 
 def test_core_needs_torch_alone():
-    """`import torch_thor` must not pull in what only the training application needs."""
+    """`from torch_thor import *` must not pull in what only the training application needs."""
     extras = ["torchvision", "sklearn", "omegaconf", "typer", "rich", "matplotlib", "tensorboard", "safetensors"]
-    code = f"import sys, torch_thor; found = [m for m in {extras} if m in sys.modules]; assert not found, found"
+    code = f"import sys; from torch_thor import *; found = {{*{extras}}} & {{*sys.modules}}; assert not found, found"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_public_names_are_there_and_torch_is_imported_with_the_first():
+    code = """
+import sys, torch_thor
+assert "torch" not in sys.modules, "to import torch takes seconds: Ctrl-C must already be listened to"
+assert set(torch_thor.__all__) <= set(dir(torch_thor))
+for name in torch_thor.__all__:
+    assert getattr(torch_thor, name) is getattr(torch_thor, name)
+assert torch_thor.THOR is torch_thor.optim.thor.THOR
+assert not hasattr(torch_thor, "THRO")
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -1,11 +1,15 @@
 """torch-thor: the THOR natural-gradient optimizer for PyTorch."""
 
-from torch_thor.optim import intervals
-from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
-from torch_thor.optim.agc_sgd import AGCSGD
-from torch_thor.optim.lamb import LAMB
-from torch_thor.optim.thor import THOR
-from torch_thor.split.choice import SplitChoice, choose_split_dim
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_thor.optim import intervals
+    from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
+    from torch_thor.optim.agc_sgd import AGCSGD
+    from torch_thor.optim.lamb import LAMB
+    from torch_thor.optim.thor import THOR
+    from torch_thor.split.choice import SplitChoice, choose_split_dim
 
 __all__ = [
     "AGCSGD",
@@ -20,3 +24,42 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "AGCSGD": "optim.agc_sgd",
+    "LAMB": "optim.lamb",
+    "THOR": "optim.thor",
+    "ClipStatistics": "optim.agc",
+    "SplitChoice": "split.choice",
+    "adaptive_clip_grad_": "optim.agc",
+    "choose_split_dim": "split.choice",
+}
+_PACKAGES = ("curvature", "distributed", "optim", "split")
+
+if not TYPE_CHECKING:  # a type checker would take every name for one that is here
+
+    def __getattr__(name: str) -> object:
+        """Import a public name when it is asked for first (PEP 562).
+
+        To import torch takes seconds, in which the command line must already listen to Ctrl-C.
+
+        Args:
+            name: The name.
+
+        Returns:
+            What it stands for.
+
+        Raises:
+            AttributeError: If there is no such name.
+        """
+        if name == "intervals":
+            return import_module("torch_thor.optim.intervals")
+        if name in _PACKAGES:
+            return import_module(f"torch_thor.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module 'torch_thor' has no attribute '{name}'")
+        globals()[name] = value = getattr(import_module(f"torch_thor.{_MODULES[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_PACKAGES})

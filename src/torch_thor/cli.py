@@ -1,28 +1,51 @@
 """The command line: it reads words, calls `torch_thor.training`, and turns a `UserError` into one line."""
 
+import errno
 import json
 import os
 import shlex
 import sys
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
+
+from torch_thor import __version__
+from torch_thor.training.errors import CTRL_C, INTERRUPTED, USER_ERROR, ElsewhereError, StoppedError, UserError
 
 try:
     import typer
     from rich.console import Console
     from rich.table import Table
+    from typer.core import TyperGroup
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"torch-thor: {error.name} is missing: install it with `pip install 'torch-thor[train]'`"
     ) from error
+except KeyboardInterrupt:
+    sys.stderr.write(f"torch-thor: {CTRL_C}\n")
+    raise SystemExit(INTERRUPTED) from None
 
-from torch_thor import __version__
-from torch_thor.training.errors import ElsewhereError, StoppedError, UserError
+from torch_thor.training.printing import cell, visible
 
-USER_ERROR, INTERRUPTED = 2, 130
+# What a disk, a network share or a limit on open files may do at any moment
+OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
+
+
+class _InterruptedError(Exception):
+    """Ctrl-C, in a form that typer passes on."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _InterruptedError from error
+
 
 app = typer.Typer(
     name="torch-thor",
+    cls=_Commands,
     help="Train networks with THOR, the trace-based natural-gradient optimizer, and compare it with others.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -104,7 +127,7 @@ def train(
     if list_recipes:
         table = Table("recipe", "about", "should reach", show_lines=True)
         for row in recipe_list():
-            table.add_row(*row)
+            table.add_row(*map(cell, row))
         Console().print(table)
         for keys in key_tables():
             Console().print(keys)
@@ -173,7 +196,7 @@ def evaluate(
     table = Table("optimizer", "step", "top-1", "top-5")
     for one in scores:
         name = f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer
-        table.add_row(name, str(one.step), f"{one.score.top1:.2%}", f"{one.score.top5:.2%}")
+        table.add_row(cell(name), str(one.step), f"{one.score.top1:.2%}", f"{one.score.top5:.2%}")
     Console().print(table)
 
 
@@ -322,15 +345,19 @@ def _is_first() -> bool:
 
 def _complain(line: str) -> None:
     rank = os.environ.get("RANK", "0")  # of `torchrun`, which starts many that may all have something to say
-    sys.stderr.write(f"torch-thor{'' if rank == '0' else f', rank {rank}'}: {line}\n")
+    sys.stderr.write(f"torch-thor{'' if rank == '0' else f', rank {rank}'}: {visible(line)}\n")
 
 
 def main() -> None:
     """Run the command line; exits with 0, 2 (the user can put it right) or 130 (stopped by a signal).
 
     Raises:
-        SystemExit: Always.
+        SystemExit: Always, but for
+        OSError: One that says nothing of a file or a disk, which is a fault of ours.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name that the terminal has no letters for
     try:
         app()
     except UserError as error:
@@ -341,6 +368,16 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":  # all processes stop at the same step
             _complain(str(stop))
         raise SystemExit(INTERRUPTED) from stop
+    except _InterruptedError as stop:
+        if _is_first():
+            _complain(CTRL_C)
+        raise SystemExit(INTERRUPTED) from stop
+    except OSError as error:
+        if error.filename is None and error.errno not in OUTSIDE:
+            raise
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        _complain(f"{where}{error.strerror}: check the path, its permissions and its disk")
+        raise SystemExit(USER_ERROR) from error
 
 
 if __name__ == "__main__":

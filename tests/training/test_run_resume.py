@@ -1,6 +1,7 @@
 """A resumed run equals one that never stopped, bit for bit, wherever it stopped."""
 
 import io
+import json
 from dataclasses import replace
 
 import pytest
@@ -176,13 +177,40 @@ def test_what_changes_no_step_may_change_on_resume(tmp_path):
         run_recipe(load_recipe("digits", [*changed, "label_smoothing=0.1"]), cut.path, silent, resume=True)
 
 
-def test_metrics_that_lost_steps_are_refused(tmp_path, recipe, data):
+def test_metrics_that_lost_steps_come_back_from_the_checkpoint(tmp_path, recipe, data):
     with pytest.raises(StoppedError):
         go(tmp_path, recipe, "sgd", data, stop_at=7)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]))
+    metrics = tmp_path / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    for damage, said in (
+        (b"".join(whole.splitlines(keepends=True)[:3]), "is cut short"),
+        (whole.replace(b'"step": 5', b'"step": 6', 1), "is damaged in line 6"),  # after the evaluation of step 4
+        (None, "cannot be read (No such file or directory)"),
+    ):
+        metrics.unlink() if damage is None else metrics.write_bytes(damage)
+        run, heard = new_run(recipe, "sgd", data), []
+        restore(run, newest_whole(tmp_path / "checkpoints", pytest.fail), metrics, heard.append)
+        assert heard == [f"{metrics} {said}: written anew from the copy in {tmp_path / 'checkpoints/step-00000007'}"]
+        file = MetricsFile(metrics)
+        file.before_training(run)
+        file.close()
+        assert metrics.read_bytes() == whole
+
+
+def test_a_checkpoint_of_format_2_needs_every_step_in_the_metrics_file(tmp_path, recipe, data):
+    with pytest.raises(StoppedError):
+        go(tmp_path, recipe, "sgd", data, stop_at=7)
+    for path in (tmp_path / "checkpoints").iterdir():
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["checksum"], manifest["sha256"]["metrics.jsonl.gz"]
+        (path / "metrics.jsonl.gz").unlink()
+        (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text("".join(text.splitlines(keepends=True)[:3]))
     with pytest.raises(UserError, match="3 of 7 steps"):
         go(tmp_path, recipe, "sgd", data, resume=True)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert go(tmp_path, recipe, "sgd", data, resume=True).step == 3 * STEPS_PER_EPOCH
 
 
 def test_initial_weights_are_a_function_of_the_seed(recipe, data):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch_thor.training import checkpoint
 from torch_thor.training.errors import writing
+from torch_thor.training.files import flush
 from torch_thor.training.record import Record
 
 
@@ -42,10 +43,10 @@ def keep(path: Path) -> None:
         temporary.mkdir()
         for file in path.iterdir():
             _link(file, temporary / file.name)
-        checkpoint.flush(temporary)
+        flush(temporary)
         shutil.rmtree(final, ignore_errors=True)  # the same step again, after falling back past a damaged checkpoint
         temporary.rename(final)
-        checkpoint.flush(folder)
+        flush(folder)
     remove_others(final)
 
 
@@ -78,4 +79,4 @@ def _link(file: Path, name: Path) -> None:
         os.link(file, name)
         return
     shutil.copyfile(file, name)
-    checkpoint.flush(name)
+    flush(name)

@@ -5,20 +5,21 @@ A checkpoint is a folder `step-00000123` with
     model.safetensors      the weights: loading them runs no code
     averaged.safetensors   their moving average, where there is one
     state.pt               optimizer, loss scale, random numbers, position: tensors and plain values, loaded as such
+    metrics.jsonl.gz       the lines of `metrics.jsonl` up to its step, so that the run can do without that file
     recipe.yaml            the recipe as run
-    manifest.json          the step, and the SHA-256 of each file above
+    manifest.json          the step, the SHA-256 of each file above, and one of its own
 
 It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums. The best one
-of a run stands in a folder of its own, `best`, in the same form.
+of a run stands in a folder of its own, `best`, in the same form. Checkpoints of format 2 have no metrics and no
+checksum of the manifest itself; all else in them is checked as here.
 """
 
-import contextlib
-import hashlib
+import gzip
 import json
-import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from torch_thor.training.errors import DamagedCheckpointError, UserError
+from torch_thor.training.files import CHECKSUM, flush, intact, sealed, sha256
 
-FORMAT = 2
+FORMAT, UNSEALED_FORMAT = 3, 2
 PREFIX = "step-"
 BEST = "best"
 TEMPORARY = ".writing-"
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
-RECIPE, MANIFEST = "recipe.yaml", "manifest.json"
+METRICS, RECIPE, MANIFEST = "metrics.jsonl.gz", "recipe.yaml", "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class Checkpoint:
     def recipe_text(self) -> str:
         """The recipe as run, in YAML."""
         return (self.path / RECIPE).read_text(encoding="utf-8")
+
+    @property
+    def metrics(self) -> bytes | None:
+        """The run's `metrics.jsonl` up to this step; `None` in a checkpoint of format 2."""
+        path = self.path / METRICS
+        return gzip.decompress(path.read_bytes()) if path.exists() else None
 
     @property
     def has_average(self) -> bool:
@@ -100,6 +108,7 @@ def save(
     optimizer: str,
     recipe: str,
     keep: int,
+    metrics: bytes | None = None,
     average: nn.Module | None = None,
 ) -> Path:
     """Write a checkpoint, then remove the oldest ones before it.
@@ -112,6 +121,7 @@ def save(
         optimizer: The optimizer's name in the recipe.
         recipe: The recipe as run, in YAML.
         keep: Newest checkpoints to keep, this one among them; a newer one, which can only be damaged, does not count.
+        metrics: The run's `metrics.jsonl`, which ends with this step.
         average: The network with averaged weights.
 
     Returns:
@@ -127,7 +137,7 @@ def save(
         for remains in folder.glob(f"{TEMPORARY}*"):  # by a run that was killed while it wrote
             shutil.rmtree(remains, ignore_errors=True)
         temporary.mkdir()
-        _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, average)
+        _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, metrics, average)
         if final.exists():  # the same step again, after falling back past a damaged checkpoint
             shutil.rmtree(final)
         temporary.rename(final)
@@ -161,6 +171,7 @@ def _write(
     state: dict[str, Any],
     about: dict[str, Any],
     recipe: str,
+    metrics: bytes | None,
     average: nn.Module | None,
 ) -> None:
     save_model(model, str(folder / WEIGHTS))
@@ -168,9 +179,13 @@ def _write(
         save_model(average, str(folder / AVERAGED))
     with (folder / STATE).open("wb") as file:  # given a path, torch would not say why it could not be written
         torch.save(state, file)
+    for path in folder.glob("*.safetensors"):  # which safetensors lets nobody but their owner read
+        path.chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
+    if metrics is not None:
+        (folder / METRICS).write_bytes(gzip.compress(metrics, compresslevel=1, mtime=0))
     (folder / RECIPE).write_text(recipe, encoding="utf-8")
-    sums = {path.name: _sha256(path) for path in sorted(folder.iterdir())}
-    manifest = {"format": FORMAT, **about, "sha256": sums}
+    sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    manifest = sealed({"format": FORMAT, **about, "sha256": sums})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for name in (*sums, MANIFEST):
         flush(folder / name)
@@ -190,17 +205,41 @@ def open_checkpoint(path: Path) -> Checkpoint:
         DamagedCheckpointError: If a file is missing, cut short or altered.
     """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise DamagedCheckpointError(f"{path} has format {manifest['format']}, this version reads {FORMAT}")
-        for name in dict.fromkeys((WEIGHTS, STATE, RECIPE, *manifest["sha256"])):
-            if _sha256(path / name) != manifest["sha256"][name]:
+        manifest = _manifest(path)
+        for name, digest in manifest["sha256"].items():
+            if sha256(path / name) != digest:
                 raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
-        return Checkpoint(path, int(manifest["step"]), str(manifest["optimizer"]))
+        return Checkpoint(path, manifest["step"], manifest["optimizer"])
     except OSError as error:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error.strerror}: {error.filename}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not whole") from error
+
+
+def _manifest(path: Path) -> Mapping[str, Any]:
+    # of a checkpoint, when it holds what `save` writes
+    damaged = DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not whole")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
+        raise damaged from error
+    if not isinstance(manifest, dict):
+        raise damaged
+    format_ = manifest.get("format")
+    # a version to come may write anything, but one whose checksum is wrong is only damaged
+    if (CHECKSUM in manifest or format_ == FORMAT) and not intact(manifest):
+        raise damaged
+    if format_ not in (FORMAT, UNSEALED_FORMAT):
+        raise DamagedCheckpointError(f"{path} has format {format_}, this version reads {UNSEALED_FORMAT} and {FORMAT}")
+    step, sums = manifest.get("step"), manifest.get("sha256")
+    if type(step) is not int or not isinstance(manifest.get("optimizer"), str) or not isinstance(sums, dict):
+        raise damaged
+    missing = {WEIGHTS, STATE, RECIPE, *sums} - {file.name for file in path.iterdir()}
+    if missing:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {', '.join(sorted(missing))} is missing")
+    if not {WEIGHTS, STATE, RECIPE} <= sums.keys():
+        raise damaged
+    if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{step:08d}":
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: it holds step {step}")
+    return manifest
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
@@ -253,27 +292,3 @@ def is_checkpoint(path: Path) -> bool:
 
 def _newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{PREFIX}*"), reverse=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk.
-
-    Args:
-        path: The file or folder.
-    """
-    with _descriptor(path) as descriptor:
-        os.fsync(descriptor)

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+USER_ERROR, INTERRUPTED = 2, 130  # exit codes
+CTRL_C = "stopped by Ctrl-C; a run that has a checkpoint goes on with --resume"
+MAKE_ROOM = "make room for it, then go on with --resume"
+
 
 class UserError(ValueError):
     """Something that the person at the keyboard can put right."""
@@ -54,11 +58,12 @@ def require(condition: bool, message: str) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
     """Say in one line what could not be written, and why.
 
     Args:
         path: What the block writes.
+        remedy: What to do about it.
 
     Yields:
         For the block.
@@ -69,6 +74,4 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror or error}): make room for it, then go on with --resume"
-        ) from error
+        raise UserError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error

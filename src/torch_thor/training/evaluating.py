@@ -13,8 +13,9 @@ from torch_thor.training.evaluation import Score, evaluate
 from torch_thor.training.models import build_model, check_fits, check_head
 from torch_thor.training.opening import open_evaluation
 from torch_thor.training.parallel import resolve_device
-from torch_thor.training.recipe import Recipe, parse_recipe
+from torch_thor.training.recipe import Recipe, override
 from torch_thor.training.runfolder import RunFolder
+from torch_thor.training.stored_recipe import read_stored
 
 KEYS = ("data", "device", "batch_size", "threads")  # what may be said anew: all else made the weights what they are
 BATCH = 256  # most images at a time where nothing else is said: those of a step may be of many devices
@@ -69,7 +70,7 @@ def _find(path: Path, say: Callable[[str], None]) -> list[checkpoint.Checkpoint]
         return [checkpoint.open_checkpoint(path)]
     if checkpoint.holds_checkpoints(path):
         return [saved for saved in [checkpoint.newest_whole(path, say)] if saved is not None]
-    recipe = RunFolder(path).stored_recipe() if path.is_dir() else None
+    recipe = RunFolder(path).stored_recipe(say) if path.is_dir() else None
     if recipe is None:
         raise UserError(f"{path} is neither a run folder nor a checkpoint")
     folders = [RunFolder(path).checkpoints(name) for name in recipe.optimizer]
@@ -86,8 +87,9 @@ def _recipe(saved: checkpoint.Checkpoint, words: Sequence[str]) -> Recipe:
             f"{key} is no key of eval, which takes {', '.join(KEYS)} and what is inside of data: the weights are as "
             f"they were trained; leave {key} out",
         )
-    trained = parse_recipe(saved.recipe_text, "unnamed", [])
-    recipe = parse_recipe(saved.recipe_text, "unnamed", list(words))
+    stored = read_stored(saved.recipe_text)
+    trained, recipe = stored.recipe, override(stored.recipe, list(words))
+    stored.check_values(recipe, str(saved.path), but=[name for key in KEYS for name in (key, f"{key}.")])
     if any(key.startswith("data.transform") for key in keys):
         return recipe
     data = recipe.data

@@ -11,15 +11,17 @@ from rich.console import Console
 from torch_thor.training import checkpoint, parallel
 from torch_thor.training.averaging import averaged
 from torch_thor.training.errors import require, writing
+from torch_thor.training.files import write_whole
 from torch_thor.training.loop import Callback, Run, train
 from torch_thor.training.metrics import MetricsFile
 from torch_thor.training.models import build_model, check_fits, check_head
 from torch_thor.training.opening import open_data
 from torch_thor.training.optimizers import build_optimizer
 from torch_thor.training.parallel import resolve_device
+from torch_thor.training.printing import printer
 from torch_thor.training.profiling import Profiler
 from torch_thor.training.progress import Bar, Display, Lines
-from torch_thor.training.recipe import Recipe, recipe_yaml
+from torch_thor.training.recipe import Recipe
 from torch_thor.training.refresh_plot import draw_refreshes
 from torch_thor.training.report import (
     Summary,
@@ -31,6 +33,7 @@ from torch_thor.training.report import (
 )
 from torch_thor.training.runfolder import CURVES_FILE, SUMMARY_FILE, RunFolder
 from torch_thor.training.saving import Checkpoints, StopSignal, restore
+from torch_thor.training.stored_recipe import stored_text
 from torch_thor.training.stream import DataSet
 from torch_thor.training.tensorboard import TensorBoard
 from torch_thor.training.weights import load_weights, with_checksum
@@ -59,20 +62,22 @@ def run_recipe(
         One summary for each optimizer.
     """
     device = resolve_device(recipe.device)
-    with parallel.processes(device), parallel.threads(recipe.threads):
-        say = parallel.voice(console.print)
-        folder = RunFolder(out)
+    folder = RunFolder(out)
+    with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
+        say = parallel.voice(printer(console))
         with parallel.agreed():
             recipe = with_checksum(recipe)
-            folder.check(recipe, resume=resume, overwrite=overwrite)
-            data = open_data(recipe.data, device, say, console.print)
+            if parallel.is_first() and folder.is_run():
+                lock.take()
+            folder.check(recipe, resume=resume, overwrite=overwrite, say=say)
+            data = open_data(recipe.data, device, say, printer(console))
         with parallel.agreed():  # not with the above: to make a run is to communicate
             new_run(
                 recipe, recipe.optimizer[0], data, resumed=resume
             )  # a recipe that cannot start must not touch the folder
         with parallel.agreed():
             if parallel.is_first():
-                folder.claim(recipe, resume=resume, overwrite=overwrite)
+                folder.claim(recipe, lock, resume=resume, overwrite=overwrite)
         # the bars are drawn over and over: into a file they would be no use
         hidden = not (parallel.is_first() and console.is_interactive)
         with StopSignal().listening() as stop, Display(console=console, disable=hidden) as display:
@@ -85,7 +90,7 @@ def run_recipe(
                     folder,
                     Lines(display, name, recipe.log_interval) if hidden else Bar(display, task),
                     stop,
-                    parallel.voice(display.console.print),
+                    parallel.voice(printer(display.console)),
                     Profiler(folder.profile(name), display.console) if profile else None,
                 )
                 for name, task in tasks.items()
@@ -143,7 +148,8 @@ def _train_one(
             )
             restore(run, saved, folder.metrics(name), say)
             say(f"{name}: goes on from step {run.step} of {run.total_steps}")
-    folder.metrics(name).parent.mkdir(exist_ok=True)
+    with writing(folder.metrics(name)):
+        folder.metrics(name).parent.mkdir(exist_ok=True)
     metrics = MetricsFile(folder.metrics(name))
     tensorboard = TensorBoard(folder.tensorboard(name), recipe.log_interval)
     checkpoints = Checkpoints(
@@ -153,7 +159,7 @@ def _train_one(
         interval=recipe.checkpoint_interval,
         keep=recipe.keep_checkpoints,
         optimizer=name,
-        recipe=recipe_yaml(recipe),
+        recipe=stored_text(recipe),
         keep_best=recipe.keep_best,
     )
     callbacks: list[Callback] = [checkpoints]
@@ -174,8 +180,7 @@ def _report(recipe: Recipe, folder: RunFolder, summaries: list[Summary], console
     with writing(folder.path / CURVES_FILE):
         draw_curves(summaries, folder.path / CURVES_FILE)
     results = [as_json(summary, targets) for summary in summaries]
-    with writing(folder.path / SUMMARY_FILE):
-        (folder.path / SUMMARY_FILE).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder.path / SUMMARY_FILE, json.dumps(results, indent=2) + "\n")
     for summary in summaries:
         if summary.refreshed:
             layers = [layer.layer for layer in summary.refreshed]
@@ -183,4 +188,4 @@ def _report(recipe: Recipe, folder: RunFolder, summaries: list[Summary], console
                 draw_refreshes(summary.record, layers, folder.refreshes(summary.name))
             console.print(refresh_table(summary))
     console.print(summary_table(summaries, targets))
-    console.print(f"Curves, metrics, recipe and checkpoints are in {folder.path}", soft_wrap=True)
+    printer(console)(f"Curves, metrics, recipe and checkpoints are in {folder.path}")

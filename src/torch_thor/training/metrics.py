@@ -74,6 +74,15 @@ class MetricsFile(Callback):
         with writing(self.path):
             _flush(self._file)
 
+    def content(self) -> bytes:
+        """What is in the file, up to the latest `sync`.
+
+        Returns:
+            Its bytes.
+        """
+        with writing(self.path):
+            return self.path.read_bytes()
+
     def close(self) -> None:
         """Close the file."""
         file, self._file = self._file, None
@@ -106,10 +115,30 @@ def read_metrics(path: Path) -> Record:
         Its record; a last line that a killed run left unfinished is not in it.
 
     Raises:
-        UserError: If the file is missing, or a line in the middle is no metrics line.
+        UserError: If the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is unfinished
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): start again with --overwrite or --out") from error
+    return parse_metrics(content, path)
+
+
+def parse_metrics(content: bytes, path: Path) -> Record:
+    """Read the content of a `metrics.jsonl`.
+
+    Args:
+        content: The bytes.
+        path: Where they are from.
+
+    Returns:
+        The record; a last line that a killed run left unfinished is not in it.
+
+    Raises:
+        UserError: If a line is no metrics line.
+    """
+    try:
+        lines = content.decode("utf-8").split("\n")[:-1]  # what follows the last newline is unfinished
         return from_lines([json.loads(line) for line in lines])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): start again with --overwrite or --out") from error

@@ -7,6 +7,18 @@ from torch_thor.training.precision import PRECISIONS
 from torch_thor.training.schedules import ScheduleSpec
 from torch_thor.training.smoothing import FORMS
 
+MOST_SEED = 2**63 - 1  # torch's generators take 64 bits, and each process adds its rank
+
+
+def check_seed(said: str, seed: int) -> None:
+    """Refuse a seed that torch has no room for.
+
+    Args:
+        said: What the user wrote before it.
+        seed: The seed.
+    """
+    require(0 <= seed <= MOST_SEED, f"{said}{seed} must lie in [0, {MOST_SEED}]")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,7 +66,7 @@ class Plan:
     def __post_init__(self) -> None:
         require(self.epochs >= 1, f"epochs={self.epochs} must be 1 or more")
         require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
-        require(self.seed >= 0, f"seed={self.seed} must be 0 or more")
+        check_seed("seed=", self.seed)
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")
         require(
             self.smoothing_form in FORMS,

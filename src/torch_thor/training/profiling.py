@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 
 from torch_thor.training.errors import UserError, writing
 from torch_thor.training.loop import Callback, Run
+from torch_thor.training.printing import cell, printer
 from torch_thor.training.progress import milliseconds
 from torch_thor.training.record import StepPoint
 from torch_thor.training.refreshes import steps_to_refresh
@@ -81,7 +82,7 @@ class Profiler(Callback):
         """
         self._end()
         if not self._done:
-            self.console.print(f"nothing was profiled: training went on for {self._seen} steps only")
+            printer(self.console)(f"nothing was profiled: training went on for {self._seen} steps only")
 
     def close(self) -> None:
         """Stop profiling; what was not complete is not written."""
@@ -121,7 +122,7 @@ class Profiler(Callback):
         if not path.exists():  # it is written in C++, which logs what went wrong, and no more
             raise UserError(f"{path} cannot be written: make room for it, then go on with --resume")
         self.console.print(top_operations(finished, points))
-        self.console.print(f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing", soft_wrap=True)
+        printer(self.console)(f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing")
 
 
 def top_operations(finished: profile, points: list[StepPoint]) -> Table:
@@ -151,7 +152,7 @@ def top_operations(finished: profile, points: list[StepPoint]) -> Table:
         table.add_column(column, justify="right")
     for name in sorted(seconds, key=lambda name: -seconds[name])[:ROWS]:
         share = f"{seconds[name] / total:.1%}" if total else ""
-        table.add_row(name, str(calls[name]), milliseconds(seconds[name]), share)
+        table.add_row(cell(name), str(calls[name]), milliseconds(seconds[name]), share)
     return table
 
 

@@ -18,6 +18,7 @@ from rich.progress import (
 
 from torch_thor.training.loop import Callback, Run
 from torch_thor.training.pace import pace
+from torch_thor.training.printing import printer
 from torch_thor.training.record import EvalPoint, RefreshPoint, StepPoint
 from torch_thor.training.refreshes import curvature_of
 
@@ -215,7 +216,7 @@ class Lines(_Watch):
 
     def _say(self, run: Run, what: str) -> None:
         where = f"step {run.step} of {run.total_steps}, epoch {run.step / run.steps_per_epoch:.4g}"
-        self.display.console.print(f"{self.name}: {where}, {what}", soft_wrap=True, markup=False, highlight=False)
+        printer(self.display.console)(f"{self.name}: {where}, {what}")
 
 
 def milliseconds(seconds: float) -> str:

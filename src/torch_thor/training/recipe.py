@@ -4,8 +4,9 @@ A recipe is a `Plan` with names: which data, which network, which optimizers, an
 """
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -22,8 +23,10 @@ from torch_thor.training.models import check_name
 from torch_thor.training.optimizer_settings import OptimizerSettings
 from torch_thor.training.optimizers import OPTIMIZERS, default_settings
 from torch_thor.training.plan import Plan
+from torch_thor.training.yaml_text import check_yaml, load_yaml, read_text
 
 DEFAULT_RECIPE = "digits"
+MOST_THREADS, MOST_CLASSES = 4096, 10_000_000
 # What a resumed run may change: where data lie and how they are read, when a run ends, what is written and when. A key
 # with a dot at its end means all inside. None of them changes what a step computes; `lengthening` checks the epochs,
 # and weights are known by their checksum.
@@ -62,6 +65,8 @@ class Recipe(Plan):
             TensorBoard; `None` prints a line for each evaluation only.
         threads: CPU threads; `None` leaves torch's choice. A tiny network is fastest with one, above all where other
             programs want the cores too; and a resumed run is the same bit for bit only with the same number.
+        written: No key of a recipe: what was written in the place of a value that OmegaConf has resolved, by key
+            (`{"data.root": "${oc.env:DATA}"}`). A file keeps this text and not the value, which may be a secret.
     """
 
     name: str = "unnamed"
@@ -81,12 +86,19 @@ class Recipe(Plan):
     keep_best: bool = True
     log_interval: int | None = 100
     threads: int | None = None
+    written: dict[str, Any] = field(
+        default_factory=dict, compare=False, repr=False, metadata={"omegaconf_ignore": True}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.threads is None or self.threads >= 1,
-            f"threads={self.threads} must be 1 or more; null leaves torch's choice",
+            self.threads is None or 1 <= self.threads <= MOST_THREADS,
+            f"threads={self.threads} must lie in [1, {MOST_THREADS}]; null leaves torch's choice",
+        )
+        require(
+            self.classes is None or 1 <= self.classes <= MOST_CLASSES,
+            f"classes={self.classes} must lie in [1, {MOST_CLASSES}]; null is the number of the data's",
         )
         check_name(self.model)
         require(
@@ -177,7 +189,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
             path.is_file(),
             f"{path} is not a file: name a recipe ({', '.join(recipe_names())}) or a YAML file",
         )
-        return parse_recipe(path.read_text(encoding="utf-8"), path.stem, overrides or [])
+        return parse_recipe(read_text(path), path.stem, overrides or [])
     names = recipe_names()
     require(name in names, f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}")
     text = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8")
@@ -194,14 +206,8 @@ def parse_recipe(text: str, name: str, overrides: list[str]) -> Recipe:
 
     Returns:
         The checked recipe.
-
-    Raises:
-        UserError: If a key is unknown, or a value is not of its key's type or breaks its rule.
     """
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"recipe {name} is not YAML ({' '.join(str(error).split())})") from error
+    content = load_yaml(text, f"recipe {name}")
     require(isinstance(content, dict), f"recipe {name} holds no keys: write it as `key: value` lines")
     config = _merged(OmegaConf.structured(Recipe), {"name": name, **content})
     pairs = [_split(word) for word in overrides]
@@ -216,7 +222,9 @@ def parse_recipe(text: str, name: str, overrides: list[str]) -> Recipe:
 
 def _to_recipe(config: DictConfig) -> Recipe:
     try:
-        return cast(Recipe, OmegaConf.to_object(config))
+        recipe = cast(Recipe, OmegaConf.to_object(config))
+        texts = _flat(OmegaConf.to_container(config))
+        return replace(recipe, written={key: text for key, text in texts.items() if _interpolates(text)})
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
 
@@ -243,7 +251,25 @@ def recipe_yaml(recipe: Recipe) -> str:
     Returns:
         Text that `parse_recipe` turns into an equal recipe.
     """
-    return OmegaConf.to_yaml(OmegaConf.structured(recipe))
+    written = recipe.written
+    if written:
+        with suppress(UserError):  # a variable is gone: then no text can be compared with its value
+            again = flat_values(_to_recipe(_merged(OmegaConf.structured(Recipe), _with(recipe, written))))
+            values = flat_values(recipe)
+            replaced = {key for key in values if values[key] != again.get(key)}  # by `dataclasses.replace`
+            written = {key: text for key, text in written.items() if not any(_inside(one, key) for one in replaced)}
+    return OmegaConf.to_yaml(OmegaConf.create(_with(recipe, written)))
+
+
+def _with(recipe: Recipe, written: Mapping[str, Any]) -> dict[str, Any]:
+    container = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(recipe)))
+    for key, text in written.items():
+        node = container
+        *above, last = key.split(".")
+        for part in above:
+            node = node[part]
+        node[last] = text
+    return container
 
 
 def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
@@ -255,20 +281,59 @@ def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
         but: Keys to pass over; with a dot at the end, all that are inside.
 
     Returns:
-        `key: old -> new` for each, empty if they are equal.
+        `key: old -> new` for each, with the text in the place of a resolved value; empty if they are equal.
     """
-    flat_old, flat_new = (_flat(OmegaConf.to_container(OmegaConf.structured(recipe))) for recipe in (old, new))
-    keys = [key for key in {**flat_old, **flat_new} if flat_old.get(key) != flat_new.get(key)]
-    keys = [key for key in keys if not any(key == one or (one.endswith(".") and key.startswith(one)) for one in but)]
-    return [f"{key}: {flat_old.get(key)} -> {flat_new.get(key)}" for key in keys]
+    flat_old, flat_new = flat_values(old), flat_values(new)
+    keys = [key for key in {**flat_old, **flat_new} if flat_old.get(key) != flat_new.get(key) and not covers(but, key)]
+    return [f"{key}: {_shown(old, key, flat_old)} -> {_shown(new, key, flat_new)}" for key in keys]
+
+
+def flat_values(recipe: Recipe) -> dict[str, Any]:
+    """The values of a recipe, resolved.
+
+    Args:
+        recipe: The recipe.
+
+    Returns:
+        Each by its key, with dots inside.
+    """
+    return _flat(OmegaConf.to_container(OmegaConf.structured(recipe)))
+
+
+def covers(keys: Sequence[str], key: str) -> bool:
+    """Whether a list of keys names one.
+
+    Args:
+        keys: Keys; one with a dot at its end means all inside.
+        key: A key.
+
+    Returns:
+        True if it is in the list.
+    """
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in keys)
+
+
+def _shown(recipe: Recipe, key: str, values: Mapping[str, Any]) -> Any:
+    return next((text for own, text in recipe.written.items() if _inside(key, own)), values.get(key))
+
+
+def _inside(key: str, other: str) -> bool:
+    return f"{key}.".startswith(f"{other}.")
+
+
+def _interpolates(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(_interpolates(part) for part in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and "${" in value
 
 
 def _split(word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
     require(bool(key) and bool(equals), f"'{word}' is no override: write key=value, for example lr=0.1")
+    check_yaml(value, f"{word}: the value")
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index, call-overload]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         raise UserError(
             f"{word}: the value is not YAML; quote it if it begins with * or holds brackets or colons"
         ) from error
@@ -300,7 +365,9 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
     unknown = [name for name in _settings_in(change) if name not in OPTIMIZERS]
-    require(not unknown, f"optimizers.{', '.join(unknown)}: no such optimizer; use one of {', '.join(OPTIMIZERS)}")
+    require(
+        not unknown, f"optimizers.{', '.join(map(str, unknown))}: no such optimizer; use one of {', '.join(OPTIMIZERS)}"
+    )
     try:
         return cast(DictConfig, OmegaConf.merge(_without_replaced(config, change), OmegaConf.create(change)))
     except (ConfigKeyError, ConfigAttributeError) as error:

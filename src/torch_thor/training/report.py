@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from torch_thor.training.printing import cell
 from torch_thor.training.record import Record
 from torch_thor.training.refreshes import curvature_of
 
@@ -114,7 +115,7 @@ def refresh_table(summary: Summary) -> Table:
     table.add_column("stopped")
     for layer in summary.refreshed:
         counts = (str(layer.refreshes), str(layer.kept), str(layer.failed))
-        table.add_row(layer.layer, *counts, "yes" if layer.stopped else "no")
+        table.add_row(cell(layer.layer), *counts, "yes" if layer.stopped else "no")
     return table
 
 

@@ -1,18 +1,25 @@
 """A run's folder: whose it is, what stands in it, and when it may be written to.
 
-recipe.yaml  curves.png  summary.json
+recipe.yaml  curves.png  summary.json  .lock
 <optimizer>/metrics.jsonl  <optimizer>/checkpoints/  <optimizer>/tensorboard/  <optimizer>/refreshes.png
 <optimizer>/profile/
 """
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch_thor.training.errors import UserError, require
+from torch_thor.training import checkpoint
+from torch_thor.training.errors import DamagedCheckpointError, UserError, require, writing
+from torch_thor.training.files import check_place, write_whole
 from torch_thor.training.lengthening import check_epochs
+from torch_thor.training.lock import LOCK_FILE, Lock
 from torch_thor.training.optimizers import OPTIMIZERS
-from torch_thor.training.recipe import FREE_ON_RESUME, Recipe, differences, parse_recipe, recipe_yaml
+from torch_thor.training.recipe import FREE_ON_RESUME, Recipe, differences
+from torch_thor.training.stored_recipe import DamagedRecipeError, StoredRecipe, read_stored, stored_text
+from torch_thor.training.yaml_text import read_text
 
 RECIPE_FILE = "recipe.yaml"
 CURVES_FILE = "curves.png"
@@ -84,76 +91,127 @@ class RunFolder:
         """
         return self.path / optimizer / "refreshes.png"
 
-    def stored_recipe(self) -> Recipe | None:
+    def lock(self) -> Lock:
+        """The lock of whoever writes to the folder.
+
+        Returns:
+            The lock, not taken yet.
+        """
+        what = f"the run in {self.path}"
+        return Lock(self.path / LOCK_FILE, what, "wait for it, end it, or choose another folder with --out")
+
+    def stored_recipe(self, say: Callable[[str], None] = lambda _: None) -> Recipe | None:
         """The recipe that this folder was made with.
+
+        Args:
+            say: Told, in one line, if the file is damaged and a checkpoint's copy takes its place.
 
         Returns:
             The recipe, or `None` if there is nothing here yet.
-
-        Raises:
-            UserError: If the folder holds something that is no run.
         """
+        stored = self._stored(say)
+        return None if stored is None else stored.recipe
+
+    def _stored(self, say: Callable[[str], None]) -> StoredRecipe | None:
         file = self.path / RECIPE_FILE
-        if not file.is_file():
-            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if not self.is_run():
+            if self.path.exists() and (not self.path.is_dir() or any(p.name != LOCK_FILE for p in self.path.iterdir())):
                 raise UserError(f"{self.path} is not a run folder and not empty: choose another with --out")
             return None
         try:
-            return parse_recipe(file.read_text(encoding="utf-8"), "unnamed", [])
+            require(file.is_file(), f"{file} is missing")
+            stored = read_stored(read_text(file))
+            copy = None if stored.sealed else self._copy()
+            if copy is not None:
+                changed = differences(copy[1].recipe, stored.recipe, but=FREE_ON_RESUME)
+                require(not changed, f"it is not that of {copy[0].path}: {'; '.join(changed)}")
+                check_epochs(copy[1].recipe, stored.recipe)
         except UserError as error:
-            raise UserError(
-                f"{file} is not a recipe of this version ({error}): choose another folder with --out"
-            ) from error
+            copy = self._copy()
+            if copy is None:
+                what = "damaged" if isinstance(error, DamagedRecipeError) else "not a recipe of this version"
+                raise UserError(f"{file} is {what} ({error}): choose another folder with --out") from error
+            say(f"{file} cannot be used ({error}): the copy in {copy[0].path} takes its place")
+            return copy[1]
+        return stored
 
-    def claim(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+    def is_run(self) -> bool:
+        """Whether the folder holds a run, whole or not.
+
+        Returns:
+            True if there is a recipe or a checkpoint.
+        """
+        if (self.path / RECIPE_FILE).is_file():
+            return True
+        return any(checkpoint.holds_checkpoints(self.checkpoints(name)) for name in OPTIMIZERS)
+
+    def _copy(self) -> tuple[checkpoint.Checkpoint, StoredRecipe] | None:
+        # the recipe in the latest of the whole checkpoints
+        found = []
+        for name in OPTIMIZERS:
+            with suppress(DamagedCheckpointError):
+                saved = checkpoint.newest_whole(self.checkpoints(name), lambda _: None)
+                found += [] if saved is None else [saved]
+        for saved in sorted(found, key=lambda saved: saved.path.stat().st_mtime, reverse=True):
+            with suppress(UserError):
+                return saved, read_stored(saved.recipe_text)
+        return None
+
+    def claim(self, recipe: Recipe, lock: Lock, *, resume: bool, overwrite: bool) -> None:
         """Make the folder this recipe's, or refuse before anything is touched.
 
         Args:
             recipe: The recipe to run.
+            lock: From `lock`; it is taken here, if it is not yet.
             resume: Go on with the run that is here.
             overwrite: Throw away the run that is here.
         """
-        self.check(recipe, resume=resume, overwrite=overwrite)
-        stored = self.stored_recipe()
+        with writing(self.path, "choose another folder with --out"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        self.check(recipe, resume=resume, overwrite=overwrite)  # another process may have been faster
         if overwrite and not resume:
             self._clear()
-            stored = None
-        if stored != recipe:  # there is none, or a resumed run has changed what it may
-            self.path.mkdir(parents=True, exist_ok=True)
-            temporary = self.path / f"{RECIPE_FILE}.writing"
-            temporary.write_text(recipe_yaml(recipe), encoding="utf-8")
-            temporary.rename(self.path / RECIPE_FILE)
+        file, text = self.path / RECIPE_FILE, stored_text(recipe)
+        if not file.is_file() or file.read_bytes() != text.encode("utf-8"):
+            write_whole(file, text)  # there is none, it was damaged, or a resumed run has changed what it may
 
-    def check(self, recipe: Recipe, *, resume: bool, overwrite: bool) -> None:
+    def check(
+        self, recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         """Refuse a folder that this run may not write to; nothing is touched.
 
         Args:
             recipe: The recipe to run.
             resume: Go on with the run that is here.
             overwrite: Throw away the run that is here.
+            say: As for `stored_recipe`.
         """
-        stored = self.stored_recipe()
+        stored = self._stored(say)
+        check_place(self.path)
         require(not (resume and overwrite), "--resume and --overwrite exclude each other: choose one")
         if stored is None:
             require(not resume, f"there is no run in {self.path} to resume: leave --resume out to start one")
             return
         require(
-            stored.name == recipe.name,
-            f"{self.path} belongs to recipe {stored.name}, not {recipe.name}: choose another with --out",
+            stored.recipe.name == recipe.name,
+            f"{self.path} belongs to recipe {stored.recipe.name}, not {recipe.name}: choose another with --out",
         )
         require(
             resume or overwrite,
             f"{self.path} holds a run already: go on with --resume, choose another folder with --out, "
             "or throw it away with --overwrite",
         )
-        if resume:
-            check_epochs(stored, recipe)
-        changed = differences(stored, recipe, but=FREE_ON_RESUME)
+        if overwrite:
+            return
+        check_epochs(stored.recipe, recipe)
+        changed = differences(stored.recipe, recipe, but=(*FREE_ON_RESUME, *stored.unchanged(recipe)))
         require(
-            overwrite or not changed,
+            not changed,
             f"the run in {self.path} has other settings ({'; '.join(changed)}): "
             "resume without changing them, or choose another folder with --out",
         )
+        stored.check_values(replace(recipe, epochs=stored.recipe.epochs), f"the run in {self.path}")
 
     def _clear(self) -> None:
         for name in OPTIMIZERS:

@@ -12,7 +12,8 @@ import torch
 from torch_thor.training import best, checkpoint, parallel
 from torch_thor.training.errors import StoppedError, UserError
 from torch_thor.training.loop import Callback, Run
-from torch_thor.training.metrics import MetricsFile, read_metrics
+from torch_thor.training.metrics import MetricsFile, parse_metrics, read_metrics
+from torch_thor.training.record import Record
 
 
 class StopSignal:
@@ -119,6 +120,7 @@ class Checkpoints(Callback):
             optimizer=self.optimizer,
             recipe=self.recipe,
             keep=keep,
+            metrics=self.metrics.content(),
             average=None if run.average is None else run.average.module,
         )
 
@@ -159,14 +161,9 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
         run: A new training, of the same recipe.
         saved: The checkpoint.
         metrics: The run's `metrics.jsonl`.
-        say: Told, in one line, if the number of processes has changed.
-
-    Raises:
-        UserError: If the metrics file knows fewer steps than the checkpoint, or the data or the network are others.
+        say: Told, in one line each, if the metrics file is damaged, and if the number of processes has changed.
     """
-    record = read_metrics(metrics).up_to(saved.step)
-    if len(record.steps) != saved.step:
-        raise UserError(f"{metrics} holds {len(record.steps)} of {saved.step} steps: use --overwrite or another --out")
+    record = known_record(saved, metrics, say)
     saved.load_weights(run.model)
     state = saved.load_state()
     run.optimizer.load_state_dict(state["optimizer"])
@@ -188,3 +185,43 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
     torch.set_rng_state(own["rng"])
     if own["device_rng"] is not None and run.data.device.type == "cuda":
         torch.cuda.set_rng_state(own["device_rng"], run.data.device)
+
+
+def known_record(saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> Record:
+    """What a run had measured when a checkpoint was written.
+
+    The checkpoint's own copy decides: the file beside it, which a resumed run goes on to write anew, has no checksum.
+
+    Args:
+        saved: The checkpoint.
+        metrics: The run's `metrics.jsonl`.
+        say: Told, in one line, if the file is damaged.
+
+    Returns:
+        The record up to the checkpoint's step.
+
+    Raises:
+        UserError: If a checkpoint of format 2, which has no copy, knows more steps than the file.
+    """
+    own = saved.metrics
+    if own is None:  # of format 2
+        record = read_metrics(metrics).up_to(saved.step)
+    else:
+        record = parse_metrics(own, saved.path / checkpoint.METRICS)
+        if damage := _damage(metrics, own):
+            say(f"{metrics} {damage}: written anew from the copy in {saved.path}")
+    if [point.step for point in record.steps] != list(range(1, saved.step + 1)):
+        raise UserError(f"{metrics} holds {len(record.steps)} of {saved.step} steps: use --overwrite or another --out")
+    return record
+
+
+def _damage(metrics: Path, own: bytes) -> str | None:
+    try:
+        found = metrics.read_bytes()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if found.startswith(own):
+        return None
+    lines = zip(found.splitlines(keepends=True), own.splitlines(keepends=True), strict=False)
+    same = next((number for number, (left, right) in enumerate(lines) if left != right), None)
+    return "is cut short" if same is None else f"is damaged in line {same + 1}"

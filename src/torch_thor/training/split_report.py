@@ -13,8 +13,11 @@ from rich.table import Table
 
 from torch_thor import __version__
 from torch_thor.split.choice import SplitChoice, choose_split_dim
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, require, writing
+from torch_thor.training.files import check_place, write_whole
 from torch_thor.training.parallel import resolve_device
+from torch_thor.training.plan import check_seed
+from torch_thor.training.printing import cell, printer, visible
 from torch_thor.training.split_subject import load_subject, sample_images
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
@@ -54,14 +57,19 @@ def report_split_dim(
     files = [out / FIGURE_FILE, out / NUMBERS_FILE]
     there = [file for file in files if file.exists()]
     require(not there or overwrite, f"{there and there[0]} is there: give another --out, or --overwrite")
+    check_place(out)
     choice, numbers = measure_split_dim(word, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed)
-    out.mkdir(parents=True, exist_ok=True)
-    _write(files[1], numbers)
-    draw_choice(choice, word, files[0])
+    say = printer(console)
     for table in (loss_table(choice), choice_table(choice)):
         console.print(table)
-    console.print(verdict(choice))
-    console.print(f"Figure and numbers are in {out}", soft_wrap=True)
+    say(verdict(choice))
+    remedy = "choose another folder with --out"  # what was measured is printed by now
+    with writing(out, remedy):
+        out.mkdir(parents=True, exist_ok=True)
+    write_whole(files[1], json.dumps(numbers, indent=1) + "\n", remedy)
+    with writing(files[0], remedy):
+        draw_choice(choice, word, files[0])
+    say(f"Figure and numbers are in {out}")
     return choice
 
 
@@ -87,12 +95,13 @@ def measure_split_dim(
     """
     require(batch >= 1, f"--batch {batch}: give 1 or more")
     require(pixels >= 1, f"--pixels {pixels}: give 1 or more")
+    check_seed("--seed ", seed)
     where = resolve_device(device)
     subject = load_subject(word, seed)
     sample, source = subject.sample_batch, f"the batch that {word} returned"
     if sample is None:
         sample, source = sample_images(batch, pixels, data, seed)
-    console.print(f"{word} on {where}; sample: {source}. Large blocks take long to invert ...", soft_wrap=True)
+    printer(console)(f"{word} on {where}; sample: {source}. Large blocks take long to invert ...")
     try:
         choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
@@ -112,12 +121,6 @@ def measure_split_dim(
         **choice.as_dict(),
     }
     return choice, numbers
-
-
-def _write(path: Path, numbers: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".writing")
-    temporary.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    temporary.rename(path)
 
 
 def verdict(choice: SplitChoice) -> str:
@@ -168,7 +171,7 @@ def loss_table(choice: SplitChoice) -> Table:
     table.add_column("G", justify="right")
     index = choice.candidates.index(choice.split_dim)
     for name, factors in choice.losses.items():
-        table.add_row(name, *(f"{factors[key][index]:.1%}" if key in factors else "uncut" for key in "AG"))
+        table.add_row(cell(name), *(f"{factors[key][index]:.1%}" if key in factors else "uncut" for key in "AG"))
     return table
 
 
@@ -203,6 +206,7 @@ def draw_choice(
     ]  # 4096 and 4608 would lie on each other
     axes.set_xticks(choice.candidates, names)
     axes.minorticks_off()
+    title = visible(title).replace("$", r"\$")  # a file's name is no formula
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center")

@@ -1,10 +1,12 @@
 """`torch-thor figures` as typed: lists, results, and one-line errors with exit code 2."""
 
+import os
 import sys
 
 import pytest
 
 from torch_thor.cli import main
+from torch_thor.training.lock import Lock
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def test_one_command_makes_a_figure(run, tmp_path):
     code, out, err = run(*words)
     assert (code, err) == (0, "")
     assert "Theirs, not ours" in out
-    made = {path.name for path in (tmp_path / "runs" / "figures").iterdir()}
+    made = {path.name for path in (tmp_path / "runs" / "figures").glob("[!.]*")}
     assert made == {"batch-sizes.json", "batch-sizes.png", "batch-sizes.md"}
 
 
@@ -82,5 +84,16 @@ def test_a_file_is_no_folder(run, tmp_path):
     taken.write_text("mine")
     code, _, err = run("curves", "--out", taken)
     assert code == 2
-    assert "is a file: choose a folder" in err
+    assert "is a file: choose another folder with --out" in err
     assert taken.read_text() == "mine"
+
+
+def test_two_processes_do_not_measure_the_same_figure(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    with Lock(tmp_path / "out" / ".curves.lock", "it", "wait") as lock:
+        lock.take()
+        code, _, err = run("curves", "--data", "digits", "--out", "out")
+    assert code == 2
+    assert f"torch-thor: figure curves in out is in use by process {os.getpid()} on " in err
+    assert err.count("\n") == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".curves.lock"]

@@ -125,15 +125,49 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_cache(tree, tmp_path
     assert torch.equal(source.load(0), CROP(list_images(tree / "train").load(0), 0, 0))
 
 
+DAMAGE = {
+    "first byte": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "middle byte": lambda c: c[: len(c) // 2] + bytes([c[len(c) // 2] ^ 1]) + c[len(c) // 2 + 1 :],
+    "cut short": lambda content: content[:10],
+    "longer": lambda content: content + b"0",
+    "empty": lambda content: b"",
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", [cache.IMAGES, cache.INDEX])
-def test_a_damaged_cache_is_made_anew(imagenet, tmp_path, name):
+def test_a_damaged_cache_is_named_and_made_anew(imagenet, tmp_path, name, damage):
     whole, _ = opened(tmp_path, imagenet)
     pixels = whole.images.clone()
-    damaged = tmp_path / folders(tmp_path)[0] / name
-    damaged.write_bytes(damaged.read_bytes()[:10])
-    source, made = opened(tmp_path, imagenet)
-    assert made
+    path = tmp_path / folders(tmp_path)[0] / name
+    content = path.read_bytes()
+    path.unlink()  # what is mapped stays as it is
+    if DAMAGE[damage] is not None:
+        path.write_bytes(DAMAGE[damage](content))
+    said = []
+    source = open_cache(tmp_path, list_images(imagenet / "train"), CROP, Workers(count=0), said.append)
     assert torch.equal(source.images, pixels)
+    assert source.broken == whole.broken
+    assert f"the cache {path.parent} is damaged (" in said[0]
+    assert name in said[0]
+    assert len(said) == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs file modes")
+def test_others_may_read_it_if_the_user_lets_them(imagenet, tmp_path):
+    before = os.umask(0o022)
+    try:
+        source, _ = opened(tmp_path, imagenet)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in source.folder.iterdir()} == {0o644}
+
+
+def test_a_place_that_cannot_hold_it_is_one_line(imagenet, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/cache cannot be written \(Not a directory\): choose another data.cache"):
+        opened(tmp_path / "file" / "cache", imagenet)
 
 
 def test_processes_that_come_together_make_it_once(imagenet, tmp_path):

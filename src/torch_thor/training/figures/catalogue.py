@@ -10,15 +10,18 @@ from rich.table import Table
 from torch.distributed import is_torchelastic_launched
 
 from torch_thor.training import parallel
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, require, writing
 from torch_thor.training.figures.batch_sizes import BATCH_SIZES
 from torch_thor.training.figures.curves import CURVES
 from torch_thor.training.figures.figure import WHICH_RUNS, Figure, Options, device_of
 from torch_thor.training.figures.fisher_norm import FISHER_NORM
 from torch_thor.training.figures.measuring import describe
-from torch_thor.training.figures.raw import RawData, differences, plain, read, write_whole
+from torch_thor.training.figures.raw import RawData, differences, plain, read
 from torch_thor.training.figures.split_dim import SPLIT_DIM
+from torch_thor.training.files import check_place, write_whole
 from torch_thor.training.library_models import nearest
+from torch_thor.training.lock import LOCK_FILE, Lock
+from torch_thor.training.printing import printer
 
 FIGURES: dict[str, Figure] = {
     "curves": CURVES,
@@ -27,6 +30,7 @@ FIGURES: dict[str, Figure] = {
     "batch-sizes": BATCH_SIZES,
 }
 ALL = "all"
+ANOTHER = "choose another folder with --out"
 
 
 def figure_table() -> Table:
@@ -73,37 +77,39 @@ def make_figures(
         require(not redraw, f"--redraw draws what was measured: leave out {word}")
         takers = [key for key, figure in FIGURES.items() if option in figure.takes]
         require(not set(takers).isdisjoint(names), f"{word} means nothing to {name}: it is for {', '.join(takers)}")
-    require(not out.exists() or out.is_dir(), f"--out {out} is a file: choose a folder")
+    check_place(out)
     paths = {each: out / f"{each}.json" for each in names}
-    found = {  # of all figures before the first one is measured: what is wrong with the last is not told hours later
-        each: _stored(each, path) if redraw else _opened(each, path, options, device, overwrite=overwrite)
-        for each, path in paths.items()
-    }
-    _claim(out)
-    for each, raw in found.items():
-        _complete(raw, paths[each], console)
-        _show(raw, paths[each], console)
+
+    def find(each: str) -> RawData:
+        path = paths[each]
+        return _stored(each, path) if redraw else _opened(each, path, options, device, overwrite=overwrite)
+
+    for each in names:  # before the first one is measured: what is wrong with the last is not told hours later
+        find(each)
+    with writing(out, ANOTHER):
+        out.mkdir(parents=True, exist_ok=True)
+    for each in names:
+        with Lock(out / f".{each}{LOCK_FILE}", f"figure {each} in {out}", f"wait for it, or {ANOTHER}") as lock:
+            lock.take()
+            raw = find(each)  # another process may have gone on with it
+            _complete(raw, paths[each], console)
+            _show(raw, paths[each], console)
 
 
 def _show(raw: RawData, path: Path, console: Console) -> None:
     figure = FIGURES[raw.figure]
     raw = raw.only(figure.jobs(raw.settings))  # the file may hold runs of more seeds
     text = figure.table(raw)
-    write_whole(path.with_suffix(".md"), text + "\n")
-    figure.draw(raw, path.with_suffix(".png"))
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Raw data, picture and table are {path.with_suffix('')}.json, .png and .md", soft_wrap=True)
+    write_whole(path.with_suffix(".md"), text + "\n", ANOTHER)
+    with writing(path.with_suffix(".png"), ANOTHER):
+        figure.draw(raw, path.with_suffix(".png"))
+    for line in text.splitlines():
+        printer(console)(line)
+    printer(console)(f"Raw data, picture and table are {path.with_suffix('')}.json, .png and .md")
 
 
 def _missing(raw: RawData) -> list[dict[str, Any]]:
     return [job for job in FIGURES[raw.figure].jobs(raw.settings) if raw.run(**job) is None]
-
-
-def _claim(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be a folder ({error.strerror}): choose another") from error
 
 
 def _stored(name: str, path: Path) -> RawData:
@@ -152,14 +158,14 @@ def _complete(raw: RawData, path: Path, console: Console) -> None:
     missing = _missing(raw)
     if not missing:
         raw.write(path)  # it may be for other seeds than before
-        console.print(f"{path} holds all runs: drawn again, nothing measured", soft_wrap=True)
+        printer(console)(f"{path} holds all runs: drawn again, nothing measured")
     with _threads_of(raw.settings):
         for number, job in enumerate(missing, start=1):
             raw.runs.append({"job": job, **plain(FIGURES[raw.figure].measure(raw.settings, job, console))})
             raw.write(path)
             for ending in (".png", ".md"):  # of other data, until these are complete
                 path.with_suffix(ending).unlink(missing_ok=True)
-            console.print(f"{raw.figure}: {number} of {len(missing)} runs done", soft_wrap=True)
+            printer(console)(f"{raw.figure}: {number} of {len(missing)} runs done")
 
 
 def _threads_of(settings: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch_thor.training.experiment import new_run
 from torch_thor.training.loop import Callback, Run, train
 from torch_thor.training.opening import open_data
 from torch_thor.training.parallel import resolve_device
+from torch_thor.training.printing import printer
 from torch_thor.training.progress import Bar, Display, Lines
-from torch_thor.training.recipe import Recipe, parse_recipe, recipe_yaml
+from torch_thor.training.recipe import FREE_ON_RESUME, Recipe, covers, parse_recipe, recipe_yaml
 from torch_thor.training.record import KINDS, Record, StepPoint
 
 UNUSED = (  # keys of a recipe that each run sets, or that change no number
@@ -111,7 +112,10 @@ def recipe_settings(recipe: Recipe, optimizers: Sequence[str]) -> dict[str, Any]
     Returns:
         Its keys without those that each run sets or that change no number; settings of the optimizers named alone.
     """
-    keys = {key: value for key, value in yaml.safe_load(recipe_yaml(recipe)).items() if key not in UNUSED}
+    # what trains is what the environment says now; where the data lie may be a secret, and changes nothing
+    written = {key: text for key, text in recipe.written.items() if covers(FREE_ON_RESUME, key) and key != "epochs"}
+    text = recipe_yaml(replace(recipe, written=written))
+    keys = {key: value for key, value in yaml.safe_load(text).items() if key not in UNUSED}
     return {**keys, "optimizers": {name: keys["optimizers"][name] for name in optimizers}}
 
 
@@ -146,7 +150,7 @@ def train_run(
     """
     words = [f"optimizer={optimizer}", f"device={settings['device']}", *overrides]
     recipe = parse_recipe(yaml.safe_dump(settings["recipe"]), "figures", words)
-    run = new_run(recipe, optimizer, open_data(recipe.data, resolve_device(recipe.device), console.print))
+    run = new_run(recipe, optimizer, open_data(recipe.data, resolve_device(recipe.device), printer(console)))
     if prepare is not None:
         prepare(run)
     trained = Trained(run)

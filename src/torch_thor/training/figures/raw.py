@@ -4,7 +4,6 @@ A figure is measured run by run, and the file is written anew after each one: a 
 with the runs that are missing. A checksum tells a file that was cut short or changed by hand.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_thor.training.errors import UserError, require
+from torch_thor.training.files import digest, write_whole
 
 FORMAT = 1
 DIGITS = 6  # significant ones that a number keeps
@@ -74,13 +74,10 @@ class RawData:
 
         Args:
             path: The file.
-
-        Raises:
-            UserError: If it cannot be written.
         """
-        lines = {"format": FORMAT, "checksum": _checksum(asdict(self)), **asdict(self)}
+        lines = {"format": FORMAT, "checksum": digest(asdict(self)), **asdict(self)}
         text = ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in lines.items())
-        write_whole(path, f"{{{text}}}\n")
+        write_whole(path, f"{{{text}}}\n", "choose another folder with --out")
 
 
 def plain(values: Any) -> Any:
@@ -120,7 +117,7 @@ def read(path: Path, figure: str) -> RawData | None:
         f"{path} is no raw data of a figure in format {FORMAT}: {remedy}",
     )
     parts = {key: value for key, value in content.items() if key not in {"format", "checksum"}}
-    require(content.get("checksum") == _checksum(parts), f"{path} is damaged, its checksum does not fit: {remedy}")
+    require(content.get("checksum") == digest(parts), f"{path} is damaged, its checksum does not fit: {remedy}")
     require(parts["figure"] == figure, f"{path} holds figure {parts['figure']}, not {figure}: {remedy}")
     return RawData(**parts)
 
@@ -141,28 +138,6 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     ]
     more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return "; ".join(found[:MOST_NAMED]) + more
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file under another name and rename it, so that it is whole or not there.
-
-    Args:
-        path: The file.
-        text: Its contents.
-
-    Raises:
-        UserError: If it cannot be written.
-    """
-    temporary = path.with_name(f"{path.name}.writing")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.rename(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}): choose another folder with --out") from error
-
-
-def _checksum(parts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _lines(value: Any) -> str:

@@ -3,34 +3,38 @@
 Evaluation crops never change, so decoding them at each evaluation is the same work again. The cache is a folder
 
     <what>-<key>/images.u8    (N, size, size, 3), uint8
-    <what>-<key>/index.json   what it was made from, and the images that could not be read
+    <what>-<key>/index.json   what it was made from, the images that could not be read, and a checksum of each file
 
 whose key is a digest over the crop and over path, size and modification time of every file. It is written under another
-name, flushed, and renamed. When a file changes the key does, and the stale folder is removed.
+name, flushed, and renamed. When a file changes the key does, and the stale folder is removed. Each opening reads all of
+it once, to compare the checksums: some seconds for the 7.5 GB of ImageNet, which evaluation is about to read anyway.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from torch_thor.training.data_spec import Workers
-from torch_thor.training.errors import UserError
+from torch_thor.training.errors import UserError, writing
+from torch_thor.training.files import flush, intact, sealed, sha256
 from torch_thor.training.images.decoding import BrokenImageError
 from torch_thor.training.images.folder import FolderSource
 from torch_thor.training.images.reading import raw_loader
 from torch_thor.training.images.transforms import EvaluationTransform
 
-FORMAT = 1
+FORMAT = 2  # in the key: a cache of format 1, without checksums, is stale
 IMAGES, INDEX = "images.u8", "index.json"
 BATCH = 64
+ANOTHER = "choose another data.cache, or null for none"
 
 
 class CachedSource:
@@ -121,31 +125,52 @@ def open_cache(
         source: The evaluation images.
         crop: What is done to each.
         workers: The processes that decode.
-        say: Told, in one line, when a cache is made.
+        say: Told, in one line each, when a cache is made, and what is wrong with one that is there.
 
     Returns:
         The same images, cropped.
     """
     what = _digest(str(source.root.resolve()), str(crop.size), str(crop.resize))
     final = folder / f"{what}-{_key(source, crop)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder / f"{what}.lock"):
-        broken = _read_index(final, len(source.labels) * crop.size * crop.size * 3)
-        if broken is None:
-            for stale in folder.glob(f"{what}-*"):  # also what a killed process left behind
-                shutil.rmtree(stale)
-            broken = _make(final, source, crop, workers, say)
+    size = len(source.labels) * crop.size * crop.size * 3
+    with suppress(_UnusableError):  # all processes of a machine at once: it takes seconds
+        return CachedSource(source, final, crop.size, _read(final, size))
+    with writing(folder, ANOTHER):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{what}.lock"):  # let go by a process that dies, too
+            try:
+                broken = _read(final, size)
+            except _UnusableError as error:
+                if error.said:
+                    say(f"the cache {final} is damaged ({error.said}): it is made anew")
+                for stale in folder.glob(f"{what}-*"):  # also what a killed process left behind
+                    shutil.rmtree(stale)
+                broken = _make(final, source, crop, workers, say)
     return CachedSource(source, final, crop.size, broken)
 
 
-def _read_index(final: Path, size: int) -> dict[int, str] | None:
-    # the broken images of a whole cache; a folder that someone else's hand or disk has damaged is not whole
+class _UnusableError(Exception):
+    """No whole cache; with what is wrong with it, or nothing where there is none."""
+
+    def __init__(self, said: str = "") -> None:
+        self.said = said
+
+
+def _read(final: Path, size: int) -> dict[int, str]:
+    # the broken images of a whole cache
+    if not final.exists():
+        raise _UnusableError
     try:
         index = json.loads((final / INDEX).read_text(encoding="utf-8"))
-        broken = {int(number): str(reason) for number, reason in index["broken"].items()}
-        return broken if (final / IMAGES).stat().st_size == size else None
-    except (OSError, ValueError, KeyError):
-        return None
+        if not (isinstance(index, dict) and intact(index)):
+            raise _UnusableError(f"{INDEX} does not match its checksum")
+        if (final / IMAGES).stat().st_size != size or sha256(final / IMAGES) != index["sha256"]:
+            raise _UnusableError(f"{IMAGES} does not match its checksum")
+    except OSError as error:
+        raise _UnusableError(f"{error.strerror}: {error.filename}") from error
+    except (ValueError, RecursionError) as error:
+        raise _UnusableError(f"{INDEX} is no JSON") from error
+    return {int(number): str(reason) for number, reason in index["broken"].items()}
 
 
 def _make(
@@ -156,11 +181,15 @@ def _make(
     if free < count * pixels:
         raise UserError(
             f"the cache of {count} decoded images needs {count * pixels / 1e9:.1f} GB, {final.parent} has "
-            f"{free / 1e9:.1f} GB free: choose another data.cache, or null for none"
+            f"{free / 1e9:.1f} GB free: {ANOTHER}"
         )
     say(f"{source.root}: decoding {count} images into {final} ({count * pixels / 1e9:.1f} GB), once")
     temporary = final.with_name(f"{final.name}.writing")
     temporary.mkdir()
+    with (temporary / IMAGES).open("wb") as file:  # torch would let nobody but its owner read it
+        file.truncate(count * pixels)
+        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would kill a process that writes to its memory
+            os.posix_fallocate(file.fileno(), 0, count * pixels)
     images = torch.from_file(str(temporary / IMAGES), shared=True, size=count * pixels, dtype=torch.uint8)
     rows = images.view(count, crop.size, crop.size, 3)
     broken: dict[int, str] = {}
@@ -170,11 +199,18 @@ def _make(
         broken.update(batch.broken)
         kept = [index for index in part if index not in broken]
         rows[kept] = batch.images.permute(0, 2, 3, 1)
-    index = {"format": FORMAT, "root": str(source.root), "size": crop.size, "resize": crop.resize, "broken": broken}
-    (temporary / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    for name in (IMAGES, INDEX):
-        with (temporary / name).open("rb+") as file:
-            os.fsync(file.fileno())
+    with (temporary / IMAGES).open("rb+") as file:
+        os.fsync(file.fileno())
+    index = {
+        "format": FORMAT,
+        "root": str(source.root),
+        "size": crop.size,
+        "resize": crop.resize,
+        "broken": {str(number): reason for number, reason in broken.items()},
+        "sha256": sha256(temporary / IMAGES),
+    }
+    (temporary / INDEX).write_text(json.dumps(sealed(index), indent=1) + "\n", encoding="utf-8")
+    flush(temporary / INDEX)
     temporary.rename(final)
     return broken
 
@@ -192,12 +228,3 @@ def _key(source: FolderSource, crop: EvaluationTransform) -> str:
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    import fcntl  # Windows has none, and reads images without a cache
-
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, also by a process that dies
-        yield
