@@ -129,7 +129,7 @@ def test_another_data_set_is_read_as_the_network_was_trained():
 
     def data(words, *trained):
         text = recipe_yaml(load_recipe("digits", list(trained)))
-        return _recipe(SimpleNamespace(recipe_text=text), words).data
+        return _recipe(SimpleNamespace(recipe_text=text, path="here"), words).data
 
     cifar = ("data.name=cifar10", "model=cifar-resnet18")
     assert data(["data.name=image-folder", "data.root=x"], *cifar).transform == CIFAR

@@ -46,7 +46,8 @@ def keys_of(kind: type) -> list[Key]:
         One for each field, in their order.
     """
     hints, meanings = typing.get_type_hints(kind), _meanings(kind)
-    return [Key(item.name, _type(hints[item.name]), _default(item), meanings[item.name]) for item in fields(kind)]
+    own = [item for item in fields(kind) if not item.metadata.get("omegaconf_ignore")]
+    return [Key(item.name, _type(hints[item.name]), _default(item), meanings[item.name]) for item in own]
 
 
 def key_tables() -> Iterator[Table]:
