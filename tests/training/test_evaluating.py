@@ -124,6 +124,16 @@ def test_classes_that_differ_from_those_of_training(run, tmp_path):
     assert_refused(run("eval", "run", "data.root=moved"), "does not hold the weights of this network")
 
 
+def test_fewer_classes_than_outputs_are_said(run, tmp_path):
+    """Labels are the sorted order of the folders: a part of ImageNet would be numbered anew, in silence."""
+    shutil.copytree(tmp_path / "moved", tmp_path / "data")
+    assert run(*WORDS, "classes=5", "ema_decay=null", "--out", "more")[0] == 0
+    assert run("eval", "more")[2] == ""
+    code, _, err = run("eval", "more", "data.root=moved")
+    assert code == 0
+    assert err.count("the data has 3 classes, the network 5 outputs: classes are numbered in their sorted order") == 1
+
+
 def test_another_data_set_is_read_as_the_network_was_trained():
     """Not with the crops and means that are usual for it; the user's own word counts."""
 

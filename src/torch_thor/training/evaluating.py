@@ -60,7 +60,7 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
         return [
             one
             for saved, recipe in zip(found, recipes, strict=True)
-            for one in _evaluate(saved, recipe, device, say, any(word.startswith("batch_size=") for word in words))
+            for one in _evaluate(saved, recipe, device, say, {key.split(".")[0] for key in _keys(words)})
         ]
 
 
@@ -79,8 +79,12 @@ def _find(path: Path, say: Callable[[str], None]) -> list[checkpoint.Checkpoint]
     return found
 
 
+def _keys(words: Sequence[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words]
+
+
 def _recipe(saved: checkpoint.Checkpoint, words: Sequence[str]) -> Recipe:
-    keys = [word.partition("=")[0] for word in words]
+    keys = _keys(words)
     for key in keys:
         require(
             key.split(".")[0] in KEYS,
@@ -105,17 +109,22 @@ def _recipe(saved: checkpoint.Checkpoint, words: Sequence[str]) -> Recipe:
 
 
 def _evaluate(
-    saved: checkpoint.Checkpoint, recipe: Recipe, device: torch.device, say: Callable[[str], None], exact_batch: bool
+    saved: checkpoint.Checkpoint, recipe: Recipe, device: torch.device, say: Callable[[str], None], said: set[str]
 ) -> list[SavedScore]:
     with parallel.agreed():
         data = open_evaluation(recipe.data, device, say)
         outputs = recipe.classes or data.classes
         check_head(outputs, data.classes)
+        if "data" in said and outputs > data.classes + 1:  # one more, which is never a label, is the reference's own
+            parallel.voice(say)(
+                f"the data has {data.classes} classes, the network {outputs} outputs: classes are numbered in their "
+                f"sorted order, so these must be the first {data.classes} of those that it was trained on"
+            )
         model = build_model(recipe.model, data.image_shape[0], outputs)
         model = model.to(device).to(memory_format=torch.channels_last)  # the sums of training's evaluations
         saved.load_weights(model)
         check_fits(recipe.model, model, data.image_shape, outputs)
-        batch_size = recipe.batch_size if exact_batch else min(recipe.batch_size, BATCH)
+        batch_size = recipe.batch_size if "batch_size" in said else min(recipe.batch_size, BATCH)
         batches = data.open_evaluation(batch_size=batch_size, shard=parallel.shard())
     scores = []
     for averaged in (False, True) if saved.has_average else (False,):
