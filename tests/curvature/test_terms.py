@@ -57,6 +57,10 @@ def sequence_first_pooled(m, x):
     return m["head"](torch.tanh(m["attention"](h, h, h)[0]).mean(0))
 
 
+def recurrent_sequence_first(m, x):
+    return m["head"](m["recurrent"](m["words"](x.T))[0])
+
+
 def queries_first(m, x):
     """Learned queries or a time step go through a layer before the batch does."""
     queries = torch.tanh(m["queries"](x.new_ones(3, D)))
@@ -136,6 +140,11 @@ MODELS = {
     "sequence_first_pooled": (
         sequence_first_pooled,
         {**embeddings(), "first": linear, "attention": attention, "head": linear},
+        TOKENS,
+    ),
+    "recurrent_sequence_first": (
+        recurrent_sequence_first,
+        {"words": embeddings()["words"], "recurrent": lambda: nn.LSTM(D, D), "head": linear},
         TOKENS,
     ),
     "queries_first": (queries_first, dict.fromkeys(("queries", "body", "more", "head"), linear), VECTORS),

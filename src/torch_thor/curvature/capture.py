@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from torch_thor.curvature.calls import module_calls
 from torch_thor.curvature.eager import eager_window
-from torch_thor.curvature.kinds import Kind, ProjectionKind
+from torch_thor.curvature.kinds import Kind, ProjectionKind, RecurrentKind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.sampling import Sampler
 from torch_thor.curvature.sources import Source
@@ -235,7 +235,8 @@ class Capture:
 
 def _call(layer: LayerCurvature, kind: Kind, x: Tensor) -> Call:
     dims = tuple(kind.row_shape(x))
-    certain = not dims or isinstance(kind, ProjectionKind)  # rows that are patches are those of a convolution
+    # these modules know their layout, and are seen batch first; rows that are patches are those of a convolution
+    certain = not dims or isinstance(kind, ProjectionKind | RecurrentKind)
     return Call(layer, kind.loss_terms(x), dims, certain, kind.diagonal_input)
 
 

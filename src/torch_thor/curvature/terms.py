@@ -19,7 +19,7 @@ class Call:
         layer: which layer, anything hashable.
         terms: the leading dimension of its input, 1 without a batch.
         dims: the leading dimensions of its input: all but the features.
-        certain: whether the layer says which dimension is the batch: a convolution, ``nn.MultiheadAttention``.
+        certain: whether the layer says which dimension is the batch: a convolution, an attention, a recurrent layer.
         embedding: whether its input are indices, of tokens or of positions.
     """
 
