@@ -8,7 +8,14 @@ import torch
 import transformers.integrations.moe  # noqa: F401  # registers its grouped product
 from torch import nn
 from torch.nn import functional as F
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from comparing import compare
 from reference import expert_by_hand, expert_layers
@@ -207,6 +214,7 @@ class Positions(nn.Module):
         return self.head(x + self.position)
 
 
+@pytest.mark.filterwarnings("ignore:THOR preconditions 12 of 42")
 def test_other_parameters_of_three_dimensions_are_listed():
     entries = {e.name: e for e in THOR(Positions()).coverage()}
     assert not entries["position"].preconditioned
@@ -295,6 +303,35 @@ def test_models(make):
     for other in ("grouped_mm", "batched_mm"):
         for eager, same in zip(found["eager"], found[other], strict=True):
             torch.testing.assert_close(same, eager, rtol=1e-4, atol=1e-7)
+
+
+OTHERS = {
+    "gpt_oss": {"head_dim": 8},  # inputs first, biases
+    "llama4_text": {"intermediate_size_mlp": 32, "moe_layers": [0, 1], "head_dim": 8},  # every expert sees every token
+    "jetmoe": {"kv_channels": 8},  # one weight a module
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name):
+    """No warning of a product that is not understood, and all experts have factors."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **heads, **OTHERS[name]))
+    optimizer = THOR(model, kl_clip=1e-3)
+    tokens, losses = torch.randint(1, 32, (4, 6)), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    experts = [layer for layer in optimizer.curvature.values() if layer.kind.routed]
+    assert experts
+    assert all(layer.refreshes == 1 for layer in experts)
+    covered = sum(math.prod(e.shape) for e in optimizer.coverage() if e.preconditioned)
+    assert covered > 0.95 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen])
