@@ -102,6 +102,10 @@ def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tu
 
 def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Any], str]:
     from PIL import Image
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    from torch_thor.training.images.decoding import BrokenImageError, decode_rgb
+    from torch_thor.training.images.files import read_image
 
     if folder is None:
         from sklearn.datasets import load_sample_images
@@ -114,8 +118,8 @@ def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Any],
     images = []
     for path in random.Random(seed).sample(paths, count):
         try:
-            images.append(Image.open(path).convert("RGB"))
-        except OSError as error:
+            images.append(to_pil_image(decode_rgb(read_image(path))))
+        except BrokenImageError as error:
             raise UserError(f"{path} cannot be read as an image: {_first_line(error)}") from error
     return images, f"crops of {count} images of {folder}"
 

@@ -13,8 +13,8 @@ from torch_thor.training.images.broken import BrokenImages
 from torch_thor.training.images.decoding import BrokenImageError
 from torch_thor.training.images.folder import list_images
 from torch_thor.training.images.opening import ImageSet
-from torch_thor.training.images.reading import check_workers
 from torch_thor.training.images.transforms import TrainingTransform
+from torch_thor.training.images.workers import check_workers
 from torch_thor.training.shards import Shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")

@@ -7,15 +7,17 @@ read alike. Classes are numbered by their sorted folder names and files sorted w
 
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.images.decoding import BrokenImageError, decode_rgb
+from torch_thor.training.images.decoding import decode_rgb
+from torch_thor.training.images.files import list_files, read_image
 
 SPLITS = (("train", "val"), ("ilsvrc", "ilsvrc_eval"))
 SHOWN = 3  # names in a message
@@ -53,11 +55,7 @@ class FolderSource:
         Raises:
             BrokenImageError: If the file cannot be read or decoded.
         """
-        try:
-            content = Path(self.where(index)).read_bytes()
-        except OSError as error:  # removed since the folder was listed, or a failing disk
-            raise BrokenImageError(error.strerror or type(error).__name__) from error
-        return decode_rgb(content)
+        return decode_rgb(read_image(Path(self.where(index))))
 
     def name(self, index: int) -> str:
         """Path of one image below the split's folder.
@@ -80,6 +78,17 @@ class FolderSource:
             The full path.
         """
         return str(self.root / self.name(index))
+
+
+@contextmanager
+def _listing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename} cannot be listed ({error.strerror}): its images would be missing in silence; make it "
+            "readable, or remove it"
+        ) from error
 
 
 def find_splits(root: Path) -> tuple[Path, Path]:
@@ -114,19 +123,20 @@ def list_images(folder: Path) -> FolderSource:
         Its images; a class may be empty.
 
     Raises:
-        UserError: If there are no class folders.
+        UserError: If there are no class folders, or one holds a link to a folder around it.
     """
-    try:
-        names, numbers = find_classes(str(folder))
-    except FileNotFoundError as error:
+    classes = sorted(item.name for item in folder.iterdir() if item.is_dir())
+    if not classes:
         flat = any(item.suffix.lower() in IMG_EXTENSIONS for item in folder.iterdir())
         state = "holds its images directly" if flat else "holds no folders"
-        raise UserError(f"{folder} {state}: it must hold a folder for each class; sort the images into them") from error
-    samples = make_dataset(str(folder), numbers, extensions=IMG_EXTENSIONS, allow_empty=True)
-    labels = torch.tensor([label for _, label in samples], dtype=torch.int64)
-    return FolderSource(folder, [os.path.relpath(path, folder) for path, _ in samples], labels, tuple(names))
+        raise UserError(f"{folder} {state}: it must hold a folder for each class; sort the images into them")
+    paths = [list_files(folder / name) for name in classes]
+    labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(part) for part in paths]))
+    names = [os.path.relpath(path, folder) for part in paths for path in part]
+    return FolderSource(folder, names, labels, tuple(classes))
 
 
+@_listing()
 def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, FolderSource]:
     """List both splits of an image folder and check that they can be trained on.
 
@@ -138,8 +148,8 @@ def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, 
         Training images, evaluation images: the same classes with the same labels.
 
     Raises:
-        UserError: If there is one class only, a class has no training image, there is no evaluation image, or the
-            class lists differ.
+        UserError: If a folder cannot be listed, there is one class only, a class has no training image, there is no
+            evaluation image, or the class lists differ.
     """
     train, evaluation = (list_images(folder) for folder in find_splits(root))
     _check_same_classes({train.root: train.classes, evaluation.root: evaluation.classes})
@@ -157,6 +167,7 @@ def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, 
     return train, evaluation
 
 
+@_listing()
 def open_evaluation_folder(root: Path, say: Callable[[str], None]) -> FolderSource:
     """List the evaluation images of an image folder, whose training images need not be there.
 

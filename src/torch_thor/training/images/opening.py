@@ -12,9 +12,10 @@ from torch_thor.training.images.cache import Uncropped, open_cache
 from torch_thor.training.images.cifar import open_cifar
 from torch_thor.training.images.folder import FolderSource, open_evaluation_folder, open_folders
 from torch_thor.training.images.loader import ImageLoader
-from torch_thor.training.images.reading import Crop, check_workers
+from torch_thor.training.images.reading import Crop
 from torch_thor.training.images.source import ImageSource
 from torch_thor.training.images.transforms import EvaluationTransform, Normalize, TrainingTransform
+from torch_thor.training.images.workers import check_workers
 from torch_thor.training.shards import BatchOrder, EvaluationOrder, Shard, TrainingOrder, WholeBatches
 from torch_thor.training.stream import Streams, TrainingStream
 

@@ -1,18 +1,17 @@
 """Reading and cropping batches of images in worker processes."""
 
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from torch_thor.training.data_spec import Workers
+from torch_thor.training.errors import UserError
 from torch_thor.training.images.decoding import BrokenImageError
 from torch_thor.training.images.source import ImageSource
+from torch_thor.training.images.workers import MORE_SHARED_MEMORY, DeathWatch, start_worker
 
 Key = tuple[int, int]  # epoch, number of the image: all that a worker must be told
 
@@ -61,31 +60,67 @@ class Reader(Dataset[RawBatch]):
     def __init__(self, source: ImageSource, crop: Crop) -> None:
         self.source, self.crop = source, crop
 
-    def __getitems__(self, keys: list[Key]) -> RawBatch:  # the name that DataLoader looks for
+    def __getitems__(self, keys: list[Key]) -> RawBatch | UserError:  # the name that DataLoader looks for
+        try:
+            batch = self._read(keys)
+            return batch if get_worker_info() is None else _shared(batch)
+        except UserError as error:
+            return error  # not raised: a DataLoader would raise it anew with the worker's traceback as its message
+
+    def _read(self, keys: list[Key]) -> RawBatch:
         size = self.crop.size
         images = torch.empty(len(keys), 3, size, size, dtype=torch.uint8, memory_format=torch.channels_last)
         kept: list[int] = []
         broken: list[tuple[int, str]] = []
         for epoch, index in keys:
             try:
-                image = self.source.load(index)
+                images[len(kept)] = self.crop(self.source.load(index), epoch, index)
             except BrokenImageError as error:
                 broken.append((index, str(error)))
                 continue
-            images[len(kept)] = self.crop(image, epoch, index)
+            except MemoryError as error:
+                raise UserError(
+                    f"there is no memory to read {self.source.where(index)}: use fewer data.workers.count, then go on "
+                    "with --resume"
+                ) from error
             kept.append(index)
         return RawBatch(images[: len(kept)], self.source.labels[kept], tuple(broken))
 
 
-class _Loader(DataLoader[RawBatch]):
-    def check_worker_number_rationality(self) -> None:
-        pass  # `check_workers` has said it, once and for all processes
+class RawLoader:
+    """Batches from worker processes that stay alive from one iteration to the next.
+
+    Args:
+        loader: Gives the answers of a `Reader`.
+    """
+
+    def __init__(self, loader: DataLoader[RawBatch]) -> None:
+        self.loader, self.watch = loader, DeathWatch()
+
+    def __iter__(self) -> Iterator[RawBatch]:
+        """Read on.
+
+        Yields:
+            Batches.
+
+        Raises:
+            UserError: If the machine is at fault and not an image: no memory, a worker killed.
+        """
+        answers: Iterator[RawBatch | UserError] = self.watch.start(self.loader)
+        while True:
+            with self.watch.waiting():
+                answer = next(answers, None)
+            if answer is None:
+                return
+            if isinstance(answer, UserError):
+                raise answer
+            yield answer
 
 
 def raw_loader(
     source: ImageSource, crop: Crop, batches: Iterable[list[Key]], workers: Workers, *, pin_memory: bool = False
-) -> DataLoader[RawBatch]:
-    """Read batches in worker processes that stay alive from one iteration to the next.
+) -> RawLoader:
+    """Read batches in worker processes.
 
     Args:
         source: The images.
@@ -98,7 +133,7 @@ def raw_loader(
         An iterable of `RawBatch`.
     """
     several = workers.count > 0
-    return _Loader(
+    loader = _Loader(
         Reader(source, crop),
         batch_sampler=batches,  # keys in the place of indices: the reader knows them
         collate_fn=_as_it_is,
@@ -106,43 +141,32 @@ def raw_loader(
         prefetch_factor=workers.prefetch if several else None,
         persistent_workers=several,
         pin_memory=pin_memory,
-        worker_init_fn=_start_worker if several else None,
+        worker_init_fn=start_worker if several else None,
         # a DataLoader draws a number for each iteration; out of torch's global ones it would be another number of them
         # after resuming in the middle of an epoch, and other dropout from there on
         generator=torch.Generator(),
     )
+    return RawLoader(loader)
 
 
-def check_workers(workers: Workers, processes: int, say: Callable[[str], None]) -> None:
-    """Warn where there are more workers than cores.
-
-    Args:
-        workers: Of each training process.
-        processes: Training processes on this machine.
-        say: Told, in one line.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    total = workers.count * processes
-    if total > cores:
-        each = f"workers={workers.count}" + (f" on each of {processes} processes" if processes > 1 else "")
-        say(f"{each}: {total} worker processes share {cores} cores; {cores // processes} or fewer would do")
+class _Loader(DataLoader[RawBatch]):
+    def check_worker_number_rationality(self) -> None:
+        pass  # `check_workers` has said it, once and for all processes
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(_: int) -> None:
-    # What to do when a signal asks to stop is the training process's business, and a checkpoint needs its workers
-    # alive: without them the next batch is an error. Ctrl-C reaches every process of a terminal; `torchrun`, `timeout`
-    # and the schedulers of clusters send SIGTERM to all processes of a job.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # it tells who sent the signal; macOS has none
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_when_told_by(training_process: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != training_process:
-        pass
-    os._exit(0)  # as torch's own handler does: it is how a loader ends a worker that does not listen
+def _shared(batch: RawBatch) -> RawBatch:
+    # Here and not where torch would do it, in a thread that loses what cannot be shared: training would wait for ever.
+    try:
+        for tensor in (batch.images, batch.labels):
+            tensor.share_memory_()
+    except RuntimeError as error:
+        size, reason = batch.images.untyped_storage().nbytes() / 1e6, str(error).rpartition(">: ")[2]
+        raise UserError(
+            f"there is no shared memory for a batch of {size:.1f} MB ({reason}): {MORE_SHARED_MEMORY}; then go on with "
+            "--resume"
+        ) from error
+    return batch

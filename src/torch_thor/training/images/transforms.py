@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from torch_thor.training.data_spec import ImageTransform
+from torch_thor.training.images.decoding import MAX_PIXELS, BrokenImageError
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
@@ -88,7 +89,13 @@ class EvaluationTransform:
 
         Returns:
             (3, size, size), uint8.
+
+        Raises:
+            BrokenImageError: If the image is so narrow that resizing its shorter side would take gigabytes.
         """
+        height, width = image.shape[1:]
+        if self.resize**2 * max(height, width) > MAX_PIXELS * min(height, width):
+            raise BrokenImageError(f"{width} × {height} pixels are too narrow to be resized")
         cropped: Tensor = self.pipeline(image)
         return cropped
 
