@@ -23,7 +23,12 @@ def assert_same_weights(model, reference, step, rtol=1e-8):
 
 
 def compare(model, stream, *, forward=by_stages, reference_options=None, thor_options=None, rtol=1e-8, **options):
-    """Both optimizers take the same steps; all weights agree after each. Returns (THOR, reference)."""
+    """Both optimizers take the same steps; all weights agree after each. Returns (THOR, reference).
+
+    Nothing bounds the steps unless `options` say so: a bound that is active hides by how much a direction is wrong.
+    """
+    if "max_update_ratio" not in options:
+        options = {"kl_clip": None, **options}
     reference = ReferenceTHOR(model, forward=forward, **{**options, **(reference_options or {})})
     optimizer = THOR(model, **options, **(thor_options or {}))
     start = [p.detach().clone() for p in model.parameters()]
@@ -39,7 +44,7 @@ def compare(model, stream, *, forward=by_stages, reference_options=None, thor_op
 
 def refreshed(model, x, loss, **options):
     """THOR after one step that moves nothing."""
-    optimizer = THOR(model, lr=0.0, damping=DAMPING, **options)
+    optimizer = THOR(model, lr=0.0, damping=DAMPING, kl_clip=None, **options)
     loss(model(*x) if isinstance(x, tuple) else model(x)).backward()
     optimizer.step()
     return optimizer

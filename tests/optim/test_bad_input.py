@@ -113,7 +113,7 @@ class Odd(nn.Module):
 def test_complex_and_integer_parameters_are_listed_and_trained_as_sgd_does():
     model = Odd()
     twin = copy.deepcopy(model)
-    optimizer = THOR(model, lr=0.1, weight_decay=0.1)
+    optimizer = THOR(model, lr=0.1, weight_decay=0.1, kl_clip=None)
     other = torch.optim.SGD([twin.phase], lr=0.1, momentum=0.9, weight_decay=0.1)
     reasons = {entry.name: entry.reason for entry in optimizer.coverage()}
     assert "complex64" in reasons["phase"]

@@ -77,7 +77,7 @@ PRECONDITIONED = {
     "unused.weight": ("Linear", (3, 3)),
     "unused.bias": ("Linear", (3,)),
 }
-DIAGONAL = {
+NORMS = {
     "layer_norm.weight": "LayerNorm",
     "layer_norm.bias": "LayerNorm",
     "batch_norm.weight": "BatchNorm1d",
@@ -101,7 +101,7 @@ def test_every_parameter_is_listed_once_and_in_order():
     model = Everything()
     entries = THOR(model).coverage()
     assert [entry.name for entry in entries] == [name for name, _ in model.named_parameters()]
-    assert {*PRECONDITIONED, *DIAGONAL, *PLAIN, "frozen.weight", "frozen.bias"} == {entry.name for entry in entries}
+    assert {*PRECONDITIONED, *NORMS, *PLAIN, "frozen.weight", "frozen.bias"} == {entry.name for entry in entries}
 
 
 @pytest.mark.parametrize("name", PRECONDITIONED)
@@ -113,11 +113,11 @@ def test_preconditioned(name):
     assert (entry.kind, tuple(entry.factor_sizes), entry.groups) == (kind, sizes, groups)
 
 
-@pytest.mark.parametrize("name", DIAGONAL)
-def test_norms_have_a_diagonal(name):
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_are_plain(name):
     entry = covered(THOR(Everything()))[name]
-    assert entry.preconditioned
-    assert (entry.kind, entry.factor_sizes, entry.note) == (DIAGONAL[name], None, "diagonal")
+    assert not entry.preconditioned
+    assert (entry.kind, entry.factor_sizes, entry.reason) == (NORMS[name], None, "a normalisation layer")
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -145,9 +145,17 @@ def test_everything_trains_without_a_warning_for_what_runs():
 
 def test_print_shows_it_all():
     text = repr(THOR(Everything()))
-    for name in [*PRECONDITIONED, *DIAGONAL, *PLAIN]:
+    for name in [*PRECONDITIONED, *NORMS, *PLAIN]:
         assert name in text, name
-    for word in ("damping", "MultiheadAttention", "LayerNorm", "Conv2d", "8 x 8 x 3 groups", "diagonal", "11 x 8"):
+    for word in (
+        "damping",
+        "MultiheadAttention",
+        "LayerNorm",
+        "Conv2d",
+        "8 x 8 x 3 groups",
+        "a normalisation layer",
+        "11 x 8",
+    ):
         assert word in text
 
 

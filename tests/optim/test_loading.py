@@ -216,7 +216,9 @@ def test_lamb_takes_moments_and_betas_of_adamw_and_keeps_its_length_of_step():
 def test_options_that_an_earlier_version_did_not_have_stay_as_they_are():
     (_, optimizer), (_, other) = trained(thor), trained(thor, 6)
     saved = copy.deepcopy(other.state_dict())
-    del saved["param_groups"][0]["last_loss_terms"]
+    for key in ("loss_scale", "max_update_ratio"):
+        del saved["param_groups"][0][key]
     optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["last_loss_terms"] == 8
+    assert optimizer.param_groups[0]["loss_scale"] == 1.0
+    assert optimizer.param_groups[0]["max_update_ratio"] == 0.01
     assert_same_state(optimizer, other)

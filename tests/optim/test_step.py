@@ -25,7 +25,13 @@ def images(name, count):
 
 
 OPTIONS = {
-    "defaults": {},
+    "unbounded": {},
+    "bounded": {"max_update_ratio": 0.01},  # the default: active on every parameter here
+    "bounded_some": {"max_update_ratio": 0.05},
+    "bounded_none": {"max_update_ratio": 1e3},
+    "bounded_nesterov": {"max_update_ratio": 0.02, "nesterov": True, "weight_decay": 0.3},
+    "bounded_no_momentum": {"max_update_ratio": 0.02, "momentum": 0.0},
+    "bounded_twice": {"max_update_ratio": 0.05, "kl_clip": 1e-3, "update_interval": 2},
     "no_momentum": {"momentum": 0.0},
     "nesterov": {"nesterov": True},
     "weight_decay": {"weight_decay": 0.3},
@@ -180,7 +186,6 @@ def test_plain_parameters_among_preconditioned_ones():
         weight_decay=0.1,
         nesterov=True,
         kl_clip=1e-3,
-        reference_options={"plain_norms": ("1.weight", "1.bias")},
         thor_options={"skip": "1"},
     )
 

@@ -41,8 +41,11 @@ class Factors:
     rows_per_term: float
 
     def trace(self, damping: float) -> float:
-        """tr(A ⊗ G + λI), summed over groups; the Kronecker product is not even formed."""
-        return sum(np.trace(A) * np.trace(G) + damping * len(A) * len(G) for A, G in zip(self.A, self.G, strict=True))
+        """tr(T · A ⊗ G + λI), summed over groups; the Kronecker product is not even formed."""
+        T = self.rows_per_term
+        return sum(
+            T * np.trace(A) * np.trace(G) + damping * len(A) * len(G) for A, G in zip(self.A, self.G, strict=True)
+        )
 
 
 def factors_of_rows(per_use, terms: float, g_scale: float, a_split: int | None, g_split: int | None) -> Factors:

@@ -103,11 +103,3 @@ def layers_of(
         }
         layers[name] = Layer(modules[name], known[id(modules[name].weight)], biases=biases, calls=calls)
     return layers
-
-
-def norm_parameters(model: nn.Module) -> set[str]:
-    """Names of the affine parameters of norms."""
-    known = parameter_names(model)
-    return {
-        known[id(p)] for m in model.modules() if isinstance(m, NORMS) for p in m.parameters(recurse=False)
-    }  # fmt: skip

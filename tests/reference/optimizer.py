@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from reference.factors import Curvature, factors_of_rows
-from reference.layers import layers_of, norm_parameters
+from reference.layers import layers_of
 from reference.rows import CALLED, is_gpt2_linear, rows_of
 
 Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # what ran -> (x, gradient of the loss by y), one a use
@@ -58,7 +58,8 @@ class ReferenceTHOR:
     `groups` maps a parameter name to the options that differ for it. `preconditioned` names the modules that
     get a natural gradient (default: all that are layers and have a trainable weight), `pooled` those whose rows go to
     another, which has the same weight; `layers` makes from the model whatever other layers there are (attention's).
-    Parameters of norms have their own diagonal, but for those named in `plain_norms`; the rest is plain SGD.
+    The rest, norms among it, is plain SGD. Every parameter's step is bounded by `max_update_ratio`, left out where
+    `kl_clip` is given.
     """
 
     defaults: dict[str, Any] = {  # noqa: RUF012
@@ -73,6 +74,7 @@ class ReferenceTHOR:
         "split_dim": 128,
         "factor_decay": 0.0,
         "kl_clip": None,
+        "max_update_ratio": 0.01,
         "loss_reduction": "mean",
         "loss_terms": None,
     }
@@ -86,24 +88,22 @@ class ReferenceTHOR:
         preconditioned=None,
         pooled=None,
         layers=None,
-        plain_norms=(),
         **options: Any,
     ):
         assert not set(options) - set(self.defaults)
         self.model = copy.deepcopy(model).double()
         self.forward = forward
-        self.options = {**self.defaults, **options}
+        unbounded = {"max_update_ratio": None} if "kl_clip" in options else {}
+        self.options = {**self.defaults, **unbounded, **options}
         self.groups = groups or {}
         self.layers = layers_of(self.model, preconditioned, pooled)
         if layers is not None:
             inside = {name for name in self.layers if name.endswith("out_proj")}  # a module that attention never calls
             self.layers = {n: layer for n, layer in self.layers.items() if n not in inside} | layers(self.model)
-        self.elementwise = norm_parameters(self.model) - set(plain_norms)
         self.curvature = {name: Curvature(layer=layer) for name, layer in self.layers.items()}
         self.buffers: dict[str, np.ndarray] = {}
         self.clock = 0
         self.due = 0
-        self.loss_terms = 0
 
     def option(self, parameter: str, name: str) -> Any:
         return self.groups.get(parameter, {}).get(name, self.options[name])
@@ -123,7 +123,6 @@ class ReferenceTHOR:
         if self.options["loss_terms"] is not None:
             terms = self.options["loss_terms"]
         if self.clock == self.due:
-            self.loss_terms = terms
             self._refresh(uses, terms, None if mask is None else mask.numpy())
             interval = self.options["update_interval"]
             self.due = self.clock + (interval(self.clock) if callable(interval) else interval)
@@ -160,11 +159,15 @@ class ReferenceTHOR:
             found[mine] = solve(grad[mine])
         return found
 
-    def _diagonal(self, parameter: str, grad: np.ndarray) -> np.ndarray:
-        """∇ / (N ∇² + √λ) for a mean over N terms; the ∇ of a sum is N times that of the mean."""
-        N = self.loss_terms
-        of_mean = grad if self.options["loss_reduction"] == "mean" else grad / N
-        return grad / (N * of_mean**2 + np.sqrt(self.option(parameter, "damping")))
+    def _bounded(self, parameter: str, value: np.ndarray, direction: np.ndarray) -> np.ndarray:
+        """lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out); a vector, whatever its shape, counts as all outputs."""
+        ratio, lr = self.option(parameter, "max_update_ratio"), self.option(parameter, "lr")
+        if ratio is None:
+            return direction
+        outputs = value.size if value.size == max(value.shape, default=1) else value.shape[0]
+        longest = ratio * max(np.linalg.norm(value), 0.03 * np.sqrt(outputs))
+        length = lr * np.linalg.norm(direction)
+        return direction if length <= longest else direction * (longest / length)
 
     def _update(self, grads: dict[str, np.ndarray]) -> None:
         values = {name: p.detach().numpy() for name, p in self.model.named_parameters()}  # views: written in place
@@ -176,7 +179,7 @@ class ReferenceTHOR:
             if d is not None:
                 natural.append(name)
             else:
-                d = self._diagonal(name, grad) if name in self.elementwise else grad
+                d = grad
             admitted = self.options["decay_filter"]
             if admitted is None or admitted(name, dict(self.model.named_parameters())[name]):
                 d = d + self.option(name, "weight_decay") * values[name]
@@ -188,7 +191,8 @@ class ReferenceTHOR:
                 shrink = min(1.0, float(np.sqrt(self.options["kl_clip"] / clipped_sum)))
                 for name in natural:
                     directions[name] = shrink * directions[name]
-        for name, d in directions.items():
+        for name, direction in directions.items():
+            d = self._bounded(name, values[name], direction)
             momentum = self.option(name, "momentum")
             if momentum:
                 v = momentum * self.buffers[name] + d if name in self.buffers else d.copy()

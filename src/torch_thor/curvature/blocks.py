@@ -253,11 +253,11 @@ class BlockDiagonal:
             matrix: ``(groups, m, n)``.
             scale: a number.
             into: ``(groups, m, n)``, changed in place.
-            decay: a number.
+            decay: a number; with 0 what stood in ``into`` does not matter, not even NaN.
         """
         layout = self.layout
         if layout.block == 1:
-            into.mul_(decay).addcmul_(matrix, self._diagonal()[:, None], value=scale)
+            scale_(into, decay).addcmul_(matrix, self._diagonal()[:, None], value=scale)
             return
         cut = (layout.full_blocks, layout.block)
         heads = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
@@ -284,6 +284,19 @@ class BlockDiagonal:
         per_group = self.blocks.unflatten(0, (self.layout.groups, self.layout.full_blocks))
         tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]
         return [torch.block_diag(*blocks, *tail) for blocks, tail in zip(per_group, tails, strict=True)]
+
+
+def scale_(into: Tensor, decay: float) -> Tensor:
+    """Multiply a tensor in place; 0 overwrites it, whatever it held, as ``beta=0`` of a matrix product does.
+
+    Args:
+        into: the tensor.
+        decay: a number.
+
+    Returns:
+        The tensor.
+    """
+    return into.mul_(decay) if decay else into.zero_()
 
 
 def _diagonal_blocks(matrices: Tensor, size: int) -> tuple[Tensor, Tensor | None]:

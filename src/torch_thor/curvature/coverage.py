@@ -15,7 +15,7 @@ class Covered:
         factor_sizes: rows of A and of G (of one group), None where there are none; a bias has G alone.
         groups: independent (A, G) pairs: the groups of a convolution, the three blocks of a fused projection.
         reason: why it is trained by plain momentum (AdamW, with ``scaling="spectral"``); None if it is preconditioned.
-        note: what else there is to say: ``"diagonal"`` for an elementwise Fisher, or with whom it is shared.
+        note: what else there is to say, such as with whom it is shared.
         trained: False for what is frozen or in no parameter group.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout, scale_
 from torch_thor.curvature.experts import bias_scales, group_rows_per_term, plain_where_unknown, weighted_factors
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
@@ -511,16 +511,17 @@ class LayerCurvature:
         self.state[self._prefix + "refreshes"] = self.refreshes + 1
 
     @torch.no_grad()
-    def accumulate_natural_gradient_(self, gradient: Tensor, into: Tensor, decay: float) -> None:
-        """``into ← decay * into + (1/T) · G_d⁻¹ ∇W A_d⁻¹``: with the momentum and μ, the momentum's whole step.
+    def accumulate_natural_gradient_(self, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0) -> None:
+        """``into ← decay * into + (scale/T) · G_d⁻¹ ∇W A_d⁻¹``: with the momentum and μ, the momentum's whole step.
 
         Args:
             gradient: of the shape of the weight (of its rows that are this layer's); an embedding's may be sparse.
             into: of the same shape, in the factors' dtype; changed in place.
-            decay: a number.
+            decay: a number; with 0 what stood in ``into`` does not matter.
+            scale: what the gradient is multiplied by.
         """
         if gradient.is_sparse and self.kind.diagonal_input and gradient.sparse_dim() == 1:
-            self._accumulate_rows_(gradient.coalesce(), into, decay)
+            self._accumulate_rows_(gradient.coalesce(), into, decay, scale)
             return
         gradient = _dense(gradient)
         left, right = self.matrix("G_inverse"), self.matrix("A_inverse")
@@ -529,27 +530,30 @@ class LayerCurvature:
         matrix, target = self.kind.to_matrix(gradient), self.kind.to_matrix(into)
         with ieee_float32(gradient.device.type):
             solved = left.left_multiply(matrix.to(left.blocks.dtype))
-            right.accumulate_right_product_(solved, 1.0 / self.rows_per_term, target, decay)
+            right.accumulate_right_product_(solved, scale / self.rows_per_term, target, decay)
         self.kind.from_matrix_(target, into)
 
-    def _accumulate_rows_(self, gradient: Tensor, into: Tensor, decay: float) -> None:
+    def _accumulate_rows_(self, gradient: Tensor, into: Tensor, decay: float, scale: float) -> None:
         """Do the same for the sparse gradient of an embedding: tokens that were not there are not touched by it."""
         a_inverse, g_inverse = self.matrix("A_inverse"), self.matrix("G_inverse")
         tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.blocks.dtype)
         scaled = rows * a_inverse.blocks.view(-1)[tokens, None]
         solved = torch.zeros_like(scaled)
         with ieee_float32(gradient.device.type):
-            g_inverse.accumulate_right_product_(scaled[None], 1.0 / self.rows_per_term, solved[None], 0.0)
-        into.mul_(decay).index_add_(0, tokens, solved)
+            g_inverse.accumulate_right_product_(scaled[None], scale / self.rows_per_term, solved[None], 0.0)
+        scale_(into, decay).index_add_(0, tokens, solved)
 
     @torch.no_grad()
-    def accumulate_natural_bias_gradient_(self, gradient: Tensor, into: Tensor, decay: float) -> None:
-        """``into ← decay * into + (1/T) · G_d⁻¹ ∇b``: the bias sees the constant input 1, so its A is the number 1.
+    def accumulate_natural_bias_gradient_(
+        self, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0
+    ) -> None:
+        """``into ← decay * into + (scale/T) · G_d⁻¹ ∇b``: the bias sees the constant input 1, so its A is the number 1.
 
         Args:
             gradient: ``(d_out,)``.
             into: of the same shape, in the factors' dtype; changed in place.
-            decay: a number.
+            decay: a number; with 0 what stood in ``into`` does not matter.
+            scale: what the gradient is multiplied by.
         """
         g_inverse = self.matrix("G_inverse")
         column = _dense(gradient).to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
@@ -557,21 +561,22 @@ class LayerCurvature:
             solved = g_inverse.left_multiply(column)
         if self.kind.routed:
             solved *= bias_scales(self.state[self._prefix + "group_rows_per_term"])[:, None, None]
-        solved = solved.reshape(into.shape)
-        into.mul_(decay).add_(solved, alpha=1.0 / self.rows_per_term)
+        scale_(into, decay).add_(solved.reshape(into.shape), alpha=scale / self.rows_per_term)
 
-    def trace_of_fisher(self, factors: tuple[Tensor, Tensor], damping: float) -> float:
-        """Return tr(A ⊗ G + λI), summed over groups.
+    def trace_of_fisher(self, factors: tuple[Tensor, Tensor], rows_per_term: float, damping: float) -> float:
+        """Return tr(T · A ⊗ G + λI), summed over groups: of the same F that is damped (section 3.2).
 
         Args:
             factors: traces of A and of G, ``(groups,)`` each, on the host.
+            rows_per_term: T of these factors.
             damping: λ.
 
         Returns:
             The trace; NaN or inf if a factor holds one.
         """
         size = self.kind.groups * self.kind.inputs * self.kind.outputs
-        return math.fsum((factors[0].double() * factors[1].double()).tolist()) + damping * size
+        products = (factors[0].double() * factors[1].double()).tolist()
+        return rows_per_term * math.fsum(products) + damping * size
 
 
 def _dense(gradient: Tensor) -> Tensor:

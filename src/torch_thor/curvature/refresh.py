@@ -231,8 +231,8 @@ def _fisher_traces(
     result = []
     for c in candidates:
         damping = 0.0 if root else c.damping  # relative damping scales both traces alike
-        now = c.layer.trace_of_fisher((next(on_host), next(on_host)), damping)
-        before = c.layer.trace_of_fisher((next(on_host), next(on_host)), damping)
+        now = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.rows_per_term, damping)
+        before = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.layer.rows_per_term, damping)
         result.append((now, before))
     agreed = iter(processes.gather([trace for pair in result for trace in pair])[0])
     return list(zip(agreed, agreed, strict=True))

@@ -58,12 +58,10 @@ class Survey:
     Args:
         entries: one a parameter, in the model's order.
         layers: the layers to precondition, by name.
-        elementwise: names of the parameters with a diagonal Fisher.
     """
 
     entries: list[Covered]
     layers: dict[str, Layer]
-    elementwise: set[str]
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def survey(
     *,
     skip: Selection = None,
     only: Selection = None,
-    elementwise_too: bool = True,
+    matrices_alone: bool = False,
 ) -> Survey:
     """Look at every parameter of a model.
 
@@ -92,7 +90,7 @@ def survey(
         trained: the parameters that the optimizer has.
         skip: layers to leave out.
         only: layers to keep.
-        elementwise_too: False leaves out what has no two full factors: embeddings, norms and biases.
+        matrices_alone: leave out what has no two full factors: embeddings and biases.
 
     Returns:
         What each parameter gets.
@@ -117,27 +115,22 @@ def survey(
         for name, module in model.named_modules()
         if _is_norm(module) and any(id(p) not in reasons for p in module.parameters(recurse=False))
     }
-    candidates = {name: layer.module for name, layer in layers.items()} | norms
-    unwanted = left_out(candidates, skip, only)
+    # norms are never preconditioned, but skip="*norm*" must not be refused as a pattern without a match
+    unwanted = left_out({name: layer.module for name, layer in layers.items()} | norms, skip, only)
     for name in unwanted.keys() & layers.keys():
         reasons.setdefault(id(layers[name].weight.parameter), unwanted[name])
         del layers[name]
-    if not elementwise_too:
+    if matrices_alone:
         layers = _matrices_alone(layers, reasons)
-        reasons.update({id(p): "no matrix" for norm in norms.values() for p in norm.parameters(recurse=False)})
-        norms = {}
-    elementwise = {
-        f"{name}.{attribute}".lstrip(".")
-        for name, module in norms.items()
-        if name not in unwanted
-        for attribute, p in module.named_parameters(recurse=False)
-        if id(p) not in reasons and len(owners[id(p)]) == 1
-    }
+    for name, norm in norms.items():
+        reason = unwanted.get(name, "a normalisation layer")
+        for p in norm.parameters(recurse=False):
+            reasons.setdefault(id(p), reason)
     entries = [
-        _entry(name, parameter, owners[id(parameter)], layers.values(), elementwise, reasons, unwanted)
+        _entry(name, parameter, owners[id(parameter)], layers.values(), reasons, unwanted)
         for name, parameter in model.named_parameters()
     ]
-    return Survey(entries, layers, elementwise)
+    return Survey(entries, layers)
 
 
 def _matrices_alone(layers: dict[str, Layer], reasons: dict[int, str]) -> dict[str, Layer]:
@@ -309,7 +302,6 @@ def _entry(
     parameter: nn.Parameter,
     owners: Sequence[_Owner],
     layers: Iterable[Layer],
-    elementwise: set[str],
     reasons: dict[int, str],
     unwanted: dict[str, str],
 ) -> Covered:
@@ -329,8 +321,6 @@ def _entry(
     if biased:
         kind = biased[0].kind
         return Covered(name, shape, kind.label, (kind.outputs,), kind.groups * len(biased), note=note)
-    if name in elementwise:
-        return Covered(name, shape, label, note="diagonal")
     reason = reasons.get(id(parameter)) or unwanted.get(owner.module_name)
     weight = getattr(owner.module, "weight", None)
     tied = [layer.name for layer in layers if owner.attribute == "bias" and layer.weight.parameter is weight]

@@ -10,24 +10,32 @@ from torch_thor.optim.checks import in_range, number, require, whole
 UpdateInterval = int | Callable[[int], int]
 
 FISHERS = ("empirical", "sampled")  # whose labels statistics come from
-PRESETS = {"thor": (0.01, 0.0), "thor_stop": (0.01, 0.001), "thor_nt": (0.0, 0.0)}  # (ω1, ω2), by the paper's names
+AUTO = "auto"  # of kl_clip and max_update_ratio: left out, see with_defaults
+
+# By name: the paper's whole step, which nothing bounds; and its three settings of (ω1, ω2).
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"trace_thresholds": (0.01, 0.0), "kl_clip": None, "max_update_ratio": None},
+    "thor": {"trace_thresholds": (0.01, 0.0)},
+    "thor_stop": {"trace_thresholds": (0.01, 0.001)},
+    "thor_nt": {"trace_thresholds": (0.0, 0.0)},
+}
 
 
-def preset_thresholds(name: str) -> tuple[float, float]:
-    """Return the paper's (ω1, ω2) of a name.
+def preset_options(name: str) -> dict[str, Any]:
+    """Return the options of a named setting.
 
     Args:
         name: a key of ``PRESETS``.
 
     Returns:
-        ``(ω1, ω2)``.
+        The options, a copy.
 
     Raises:
         ValueError: there is no such name.
     """
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
-    return PRESETS[name]
+    return dict(PRESETS[name])
 
 
 # What an option that is left out (None) stands for, by ``scaling``.
@@ -39,6 +47,7 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         "nesterov": False,
         "update_interval": 100,
         "factor_decay": 0.0,
+        "max_update_ratio": 0.01,
     },
     "spectral": {
         "lr": 0.08,
@@ -47,6 +56,7 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         "nesterov": True,
         "update_interval": 10,
         "factor_decay": 0.5,
+        "max_update_ratio": None,
     },
 }
 
@@ -68,15 +78,25 @@ def check_interval(name: str, value: Any) -> int:
 def with_defaults(given: Mapping[str, Any], scaling: str | None) -> dict[str, Any]:
     """Fill in the options that were left out, as ``scaling`` has them.
 
+    A ``kl_clip`` that is given, a number or None, is the user's own word on what bounds the step, so it takes the place
+    of the relative bound unless that is given too.
+
     Args:
-        given: options of a parameter group; None where left out.
+        given: options of a parameter group; None where left out, ``"auto"`` for ``kl_clip`` and ``max_update_ratio``,
+            where None means no bound.
         scaling: None or ``"spectral"``.
 
     Returns:
         The options.
     """
     usual = SCALED_DEFAULTS[scaling]
-    filled = {key: usual.get(key) if value is None else value for key, value in given.items()}
+    given = dict(given)
+    if given["max_update_ratio"] == AUTO:
+        given["max_update_ratio"] = usual["max_update_ratio"] if given["kl_clip"] == AUTO else None
+    if given["kl_clip"] == AUTO:
+        given["kl_clip"] = None
+    bounds = {key: given[key] for key in ("kl_clip", "max_update_ratio")}
+    filled = {key: usual.get(key) if value is None else value for key, value in given.items()} | bounds
     if given["nesterov"] is None and not filled["momentum"]:
         filled["nesterov"] = False
     return filled
@@ -131,11 +151,13 @@ def check_group(group: Mapping[str, Any]) -> None:
         "False where momentum is 0",
         "give a momentum > 0",
     )
-    if group["kl_clip"] is not None:
-        in_range("kl_clip", group["kl_clip"], lambda v: v > 0, "None or a number > 0", "None switches it off")
+    for bound in ("kl_clip", "max_update_ratio"):
+        if group[bound] is None:
+            continue
+        in_range(bound, group[bound], lambda v: v > 0, "None or a number > 0", "None switches it off")
         require(
-            "kl_clip",
-            group["kl_clip"],
+            bound,
+            group[bound],
             group["scaling"] is None,
             "None with scaling='spectral', whose steps have a fixed length",
             "leave it out",

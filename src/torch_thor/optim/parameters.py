@@ -85,14 +85,12 @@ class ParameterIndex:
         self.computed: list[str] = []  # modules that have lost a parameter: pruned or parametrised since
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
-        self._elementwise: frozenset[str] = frozenset()
 
-    def set_layers(self, layers: Mapping[str, LayerCurvature], elementwise: Iterable[str]) -> None:
-        """Say which layers are preconditioned, and which parameters by their own diagonal.
+    def set_layers(self, layers: Mapping[str, LayerCurvature]) -> None:
+        """Say which layers are preconditioned.
 
         Args:
             layers: by name.
-            elementwise: names of parameters.
         """
         # by identity: a layer may be known by another of a shared parameter's names than the model's first
         names = {id(module._parameters[name.rpartition(".")[2]]): name for name, module in self._owners.items()}
@@ -101,7 +99,6 @@ class ParameterIndex:
             for piece in (layer.weight_piece, *layer.biases):
                 name = names[id(piece.parameter)]
                 self._shares.setdefault(name, []).append(Share(layer, piece, piece is layer.weight_piece))
-        self._elementwise = frozenset(elementwise)
 
     def update(self, groups: list[Group], states: MutableMapping[Tensor, Any]) -> None:
         """Look up today's parameter objects.
@@ -185,17 +182,6 @@ class ParameterIndex:
             The layers' shares of it; none for one without.
         """
         return self._shares.get(self.name(parameter), [])
-
-    def elementwise(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is preconditioned by its own diagonal.
-
-        Args:
-            parameter: one of today's parameters.
-
-        Returns:
-            Whether it is.
-        """
-        return self.name(parameter) in self._elementwise
 
 
 def with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:

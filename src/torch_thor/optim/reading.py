@@ -20,6 +20,8 @@ _OPTIONS = (
     "split_dim",
     "factor_decay",
     "kl_clip",
+    "max_update_ratio",
+    "loss_scale",
     "scaling",
     "step",
     "next_refresh",

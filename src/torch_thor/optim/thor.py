@@ -51,12 +51,13 @@ from torch_thor.optim.guards import (
 from torch_thor.optim.kept import KeptState
 from torch_thor.optim.loss_scale import LossScale
 from torch_thor.optim.options import (
+    AUTO,
     UpdateInterval,
     check_group,
     check_loss_terms,
     check_optimizer,
     check_scaling,
-    preset_thresholds,
+    preset_options,
     with_defaults,
 )
 from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_gradient
@@ -64,6 +65,7 @@ from torch_thor.optim.reading import Reading, read_alike
 from torch_thor.optim.reports import Reports
 from torch_thor.optim.sampled_fisher import SampledFisher
 from torch_thor.optim.spectral import ROOT, spectral_update
+from torch_thor.optim.summed_loss import looks_summed, message
 from torch_thor.optim.update import update
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
@@ -90,10 +92,10 @@ class THOR(SampledFisher, torch.optim.Optimizer):
 
     For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings and the projections of
     ``nn.MultiheadAttention``: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the empirical Fisher's factors
-    A (input) and G (output gradient of one loss term); biases are solved with G alone. For the weights and biases of
-    normalisation layers: ``∇ / (N ∇² + √λ)``. Then weight decay (``+ weight_decay · W``), clipping, and momentum as
-    :class:`torch.optim.SGD` has it. Everything else is trained by SGD with momentum; :meth:`coverage` lists what each
-    parameter gets. The model is not changed, and the training loop is the usual one.
+    A (input) and G (output gradient of one loss term); biases are solved with G alone. Then weight decay
+    (``+ weight_decay · W``), the bound on the step, and momentum as :class:`torch.optim.SGD` has it. Everything else,
+    normalisation layers among it, is trained by SGD with momentum under the same bound; :meth:`coverage` lists what
+    each parameter gets. The model is not changed, and the training loop is the usual one.
 
     Make it before a wrapper replaces the parameters: build the model, ``THOR(model)``, then DDP.
     ``torch.compile`` may come before or after; steps that gather statistics run eagerly, all others compiled.
@@ -121,9 +123,13 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         factor_decay: weight of the old factors in a running average; 0, as the paper has it, keeps the latest only.
             None: 0 (spectral: 0.5).
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al., ICLR
-            2017). None switches it off.
+            2017). Left out, ``max_update_ratio`` bounds the step in its place. None: no bound at all, as the paper has
+            it, unless ``max_update_ratio`` is given.
         loss_reduction: ``"mean"`` where the loss is the mean over the mini-batch's loss terms, ``"sum"`` where it is
             their sum.
+        max_update_ratio: r; a step ``lr · d`` of a parameter, before momentum, is at most r times as long as the
+            parameter, ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.step_bound`). Left out: 0.01
+            (spectral: None, its steps have a length of their own), or None where ``kl_clip`` is given. None: no bound.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             inverse fourth roots of the factors, orthogonalised and given a norm of its own, so that lr means the same
             on every layer and task; decoupled weight decay; AdamW for what is no matrix
@@ -166,10 +172,11 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         trace_thresholds: tuple[float, float] = (0.01, 0.0),
         split_dim: int | str | None = 128,
         factor_decay: float | None = None,
-        kl_clip: float | None = None,
+        kl_clip: float | str | None = AUTO,
         loss_reduction: str = "mean",
         scaling: str | None = None,
         *,
+        max_update_ratio: float | str | None = AUTO,
         model: nn.Module | None = None,
         fisher: str = "empirical",
         loss_terms: LossTerms = None,
@@ -217,10 +224,12 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             "split_dim": split_dim,
             "factor_decay": factor_decay,
             "kl_clip": kl_clip,
+            "max_update_ratio": max_update_ratio,
             "scaling": scaling,
             "step": 0,  # the clock of the group, and the step of its next refresh: in the group, where DCP sees them
             "next_refresh": 0,
-            "last_loss_terms": 0,  # N of the latest refresh, for the diagonal of norms
+            "last_loss_terms": 0,  # N of the latest refresh, for whoever wants to know it
+            "loss_scale": 1.0,  # what gradients are divided by: N where the loss is a sum that was taken for a mean
         }
         defaults = with_defaults(defaults, scaling)
         check_group(defaults)
@@ -237,19 +246,20 @@ class THOR(SampledFisher, torch.optim.Optimizer):
 
     @staticmethod
     def preset(name: str) -> dict[str, Any]:
-        """Return the options of a setting that the paper names: ``THOR(model, **THOR.preset("thor_stop"))``.
+        """Return the options of a setting by name: ``THOR(model, **THOR.preset("paper"))``.
 
         Args:
-            name: ``"thor"``, a layer keeps its factors where the trace changed by 1 % or less; ``"thor_stop"``, the
-                same, and below 0.1 % it stops for good; ``"thor_nt"``, every change is taken (no trace rule).
+            name: ``"paper"``, the step of the paper, which nothing bounds. Or one of its settings of the trace rule
+                (Chen et al. 2021, section 4): ``"thor"``, a layer keeps its factors where the trace changed by 1 % or
+                less; ``"thor_stop"``, the same, and below 0.1 % it stops for good; ``"thor_nt"``, no trace rule.
 
         Returns:
-            ``trace_thresholds``, the options in which the settings differ (Chen et al. 2021, section 4).
+            ``trace_thresholds``; for ``"paper"`` also ``kl_clip`` and ``max_update_ratio``, both None.
 
         Raises:
             ValueError: there is no such setting.
         """
-        return {"trace_thresholds": preset_thresholds(name)}
+        return preset_options(name)
 
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
@@ -381,8 +391,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         if self.scaling == "spectral":
             spectral_update(self.param_groups, self._index, kept.scale_free, lambda p: id(p) in decaying)
         else:
-            scale = self._diagonal_scale(processes.count)
-            update(self.param_groups, self._index, kept.momentum_buffer, lambda p: id(p) in decaying, scale)
+            update(self.param_groups, self._index, kept.momentum_buffer, lambda p: id(p) in decaying)
         clock.advance(self.param_groups, reading.refreshes)
         due = any(clock.refreshes_next(group) for group in self.param_groups)
         if due:
@@ -484,6 +493,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         processes: Processes,
     ) -> None:
         """Decide on new factors for the layers that are due, and invert what is taken."""
+        self._rescale_summed_loss(refreshing, terms, processes.count)
         silent = {layer for layer in refreshing if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}
         idle = [not layer.seen and not layer.has_gradient() for layer in refreshing]
         candidates = candidates_of(refreshing, terms, self._index, self._report)
@@ -499,10 +509,20 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             for group in self.param_groups:
                 group["last_loss_terms"] = terms
 
-    def _diagonal_scale(self, ranks: int) -> float:
-        """What turns ∇² into N (∇ of the mean loss)²; the ranks have divided the gradient of a sum by their number."""
-        terms = int(self.param_groups[0]["last_loss_terms"])
-        return ranks**2 / terms if terms and self.loss_reduction == "sum" else terms
+    def _rescale_summed_loss(self, refreshing: list[LayerCurvature], terms: int, ranks: int) -> None:
+        """Take a loss that is a sum for N times a mean: told from the statistics of the first refresh."""
+        groups = self.param_groups
+        first = not any(layer.refreshes for layer in self._layers.values())
+        bounded = any(group["max_update_ratio"] is not None for group in groups)
+        if first and bounded and self.loss_reduction == "mean" and looks_summed(refreshing, terms):
+            self._reports.note("summed loss", message(terms))
+        elif all(group["loss_scale"] == 1.0 for group in groups):
+            return
+        scale = terms / ranks  # ranks have averaged their gradients already
+        for group in groups:
+            group["loss_scale"] = scale
+        for layer in refreshing:
+            layer.scale_outputs_(1.0 / scale)
 
     def _arm(self) -> None:
         """Have the statistics gathered of the layers that are due."""
@@ -548,7 +568,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         for name in sorted(before - set(found.layers)) if computed else ():
             self._reports.note((name, "computed"), gone_message(name, self._covered, found.entries, computed=True))
         self._index.survey(self.model)
-        self._index.set_layers(self._layers, found.elementwise)
+        self._index.set_layers(self._layers)
         self._index.update(self.param_groups, self.state)
         self._capture.follow(sources_of({k: found.layers[k] for k in self._layers}, self._layers))
         self._replaced = found  # what has come is looked at after this step, which has no statistics of it
@@ -564,7 +584,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             [p for group in self.param_groups for p in group["params"]],
             skip=self.skip,
             only=self.only,
-            elementwise_too=self.scaling is None,
+            matrices_alone=self.scaling is not None,
         )
 
     def _survey(self) -> Survey:
@@ -594,7 +614,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             )
             for name, layer in found.layers.items()
         }
-        self._index.set_layers(self._layers, found.elementwise)
+        self._index.set_layers(self._layers)
         self._index.update(self.param_groups, self.state)
         self._capture.follow(sources_of(found.layers, self._layers))
         self._attached = True

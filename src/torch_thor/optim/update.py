@@ -1,17 +1,18 @@
-"""From gradients to weights: the natural gradient; weight decay; clipping; momentum, in this order.
+"""From gradients to weights: the natural gradient; weight decay; the bound on the step; momentum, in this order.
 
 What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded as that rounds it.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from torch_thor.curvature.blocks import scale_
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.parameters import Group, ParameterIndex, Share, with_gradient
+from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scales
 
 
 @dataclass
@@ -42,15 +43,22 @@ class Part:
         """The gradients as they were given, in order."""
         return [p.grad for p in self.params if p.grad is not None]
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all of them are on the CPU."""
+        return all(p.device.type == "cpu" for p in self.params)
+
+    @property
+    def gradient_scale(self) -> float:
+        """What gradients are multiplied by: 1 / N where the loss is a sum that was taken for a mean."""
+        return 1.0 / float(self.group["loss_scale"])
+
     def pieces(self) -> Iterator["Part"]:
-        """Yield what to update in one go.
+        """Yield the parameters one by one.
 
         Yields:
-            On a CPU one parameter, while its momentum is in cache; elsewhere all, for few launches.
+            Parts of one parameter.
         """
-        if any(p.device.type != "cpu" for p in self.params):
-            yield self
-            return
         for i in range(len(self.params)):
             one = slice(i, i + 1)
             yield Part(self.group, self.params[one], self.decaying[one], self.buffers[one], self.shares[one])
@@ -61,7 +69,6 @@ def update(
     index: ParameterIndex,
     buffer_of: Callable[[nn.Parameter], Tensor],
     decays: Callable[[nn.Parameter], bool],
-    diagonal_scale: float,
 ) -> None:
     """Update every parameter that has a gradient.
 
@@ -70,30 +77,29 @@ def update(
         index: which layer preconditions which parameter.
         buffer_of: returns a parameter's momentum buffer.
         decays: whether weight decay applies to a parameter.
-        diagonal_scale: what turns ∇² into the diagonal Fisher: N for a mean loss; 0 while that is not known.
     """
     clipped: list[tuple[Part, list[Tensor]]] = []
     for group in groups:
-        natural, elementwise, plain = _parts(group, index, buffer_of, decays)
+        natural, plain = _parts(group, index, buffer_of, decays)
         if plain.params:
             _update_plain(plain)
-        if elementwise.params:
-            _update_elementwise(elementwise, diagonal_scale)
         if not natural.params:
             continue
-        if natural.buffers and not group["nesterov"] and group["kl_clip"] is None:
-            _update_in_place(natural)
+        if group["kl_clip"] is None and natural.buffers and not group["nesterov"] and natural.on_cpu:
+            _update_one_by_one(natural)
             continue
-        directions = [torch.zeros_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
+        directions = [torch.empty_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
         _accumulate_natural_gradients_(natural, directions, 0.0)
         _add_weight_decay_(natural, directions)
         if group["kl_clip"] is None:
-            _momentum_step(natural, directions)
+            _momentum_step(natural, _bounded(natural, directions))
         else:
             clipped.append((natural, directions))
-    _clip_(clipped)
+    if clipped:
+        divergence = kl_divergence([(d, p.gradients, p.group) for p, d in clipped])
     for part, directions in clipped:
-        _momentum_step(part, directions)
+        torch._foreach_mul_(directions, kl_scale(divergence, part.group))
+        _momentum_step(part, _bounded(part, directions))
 
 
 def _parts(
@@ -101,11 +107,11 @@ def _parts(
     index: ParameterIndex,
     buffer_of: Callable[[nn.Parameter], Tensor],
     decays: Callable[[nn.Parameter], bool],
-) -> tuple[Part, Part, Part]:
-    natural, elementwise, plain = (Part(group, [], [], [], []) for _ in range(3))
+) -> tuple[Part, Part]:
+    natural, plain = (Part(group, [], [], [], []) for _ in range(2))
     for _, parameter, _ in with_gradient([group]):
         shares = index.shares(parameter)
-        part = elementwise if index.elementwise(parameter) else plain
+        part = plain
         if any(share.layer.refreshes for share in shares):
             part = natural
             part.shares.append(shares)
@@ -113,53 +119,70 @@ def _parts(
         part.decaying.append(bool(group["weight_decay"]) and decays(parameter))
         if group["momentum"]:
             part.buffers.append(buffer_of(parameter))
-    return natural, elementwise, plain
+    return natural, plain
 
 
 def _update_plain(part: Part) -> None:
     directions = []
     for parameter, gradient, decaying in zip(part.params, part.gradients, part.decaying, strict=True):
-        # a copy only where weight decay would change the user's gradient, or its precision is below the momentum's
-        directions.append(gradient.to(factor_dtype(parameter.dtype), copy=decaying))
+        # a copy only where something would change the user's gradient, or its precision is below the momentum's
+        copied = decaying or part.gradient_scale != 1.0
+        directions.append(gradient.to(factor_dtype(parameter.dtype), copy=copied))
+    if part.gradient_scale != 1.0:
+        torch._foreach_mul_(directions, part.gradient_scale)
     _add_weight_decay_(part, directions)
-    _momentum_step(part, directions)
+    _momentum_step(part, _bounded(part, directions))
 
 
-def _update_elementwise(part: Part, diagonal_scale: float) -> None:
-    """``d = ∇ / (N ∇² + √λ)``, the damped diagonal of the empirical Fisher, with the batch as one sample of it."""
-    if not diagonal_scale:
-        _update_plain(part)
-        return
-    gradients = [g.to(factor_dtype(p.dtype)) for p, g in zip(part.params, part.gradients, strict=True)]
-    fisher = list(torch._foreach_mul(gradients, gradients))
-    torch._foreach_mul_(fisher, diagonal_scale)
-    torch._foreach_add_(fisher, math.sqrt(float(part.group["damping"])))
-    directions = list(torch._foreach_div(gradients, fisher))
-    _add_weight_decay_(part, directions)
-    _momentum_step(part, directions)
-
-
-def _update_in_place(natural: Part) -> None:
-    """``v ← μ v + d`` with d added block by block, never formed: it would be three more passes over the model."""
-    momentum, lr = float(natural.group["momentum"]), float(natural.group["lr"])
+def _update_one_by_one(natural: Part) -> None:
+    """On a CPU one parameter at a time, while it and its direction are in cache: one pass over memory for the model."""
+    momentum, lr, ratio = (natural.group[key] for key in ("momentum", "lr", "max_update_ratio"))
+    scratch: dict[torch.dtype, Tensor] = {}  # one piece of memory for all directions: a fresh one costs page faults
+    if ratio is not None:
+        for dtype in {b.dtype for b in natural.buffers}:
+            scratch[dtype] = torch.empty(max(b.numel() for b in natural.buffers if b.dtype == dtype), dtype=dtype)
     for part in natural.pieces():
-        _accumulate_natural_gradients_(part, part.buffers, momentum)
-        _add_weight_decay_(part, part.buffers)
-        torch._foreach_add_(list[Tensor](part.params), part.buffers, alpha=-lr)
+        buffer = part.buffers[0]
+        if ratio is None:  # v ← μ v + d with d added block by block, never formed
+            _accumulate_natural_gradients_(part, part.buffers, float(momentum))
+            _add_weight_decay_(part, part.buffers)
+        else:
+            direction = scratch[buffer.dtype][: buffer.numel()].as_strided(buffer.shape, buffer.stride())
+            _accumulate_natural_gradients_(part, [direction], 0.0)
+            _add_weight_decay_(part, [direction])
+            scales = relative_scales(part.params, [direction], float(lr), float(ratio))
+            buffer.mul_(float(momentum)).add_(direction, alpha=1.0 if scales is None else float(scales))
+        torch._foreach_add_(list[Tensor](part.params), part.buffers, alpha=-float(lr))
+
+
+def _bounded(part: Part, directions: list[Tensor]) -> list[Tensor]:
+    """Return the directions, those that are too long for their parameter shortened; never in place."""
+    ratio, lr = part.group["max_update_ratio"], float(part.group["lr"])
+    if ratio is None or not lr:
+        return directions
+    bounded = list(directions)
+    for members in by_device(directions):
+        chosen = [directions[i] for i in members]
+        scales = relative_scales([part.params[i] for i in members], chosen, lr, float(ratio))
+        if scales is not None:
+            for i, direction in zip(members, torch._foreach_mul(chosen, list(scales.unbind())), strict=True):
+                bounded[i] = direction
+    return bounded
 
 
 def _accumulate_natural_gradients_(part: Part, into: list[Tensor], decay: float) -> None:
+    scale = part.gradient_scale
     for shares, gradient, target in zip(part.shares, part.given_gradients, into, strict=True):
         for rows in _rows_of_nobody(shares, len(target)):
-            target[rows].mul_(decay).add_(gradient[rows])
+            scale_(target[rows], decay).add_(gradient[rows], alpha=scale)
         for share in shares:
             ours, theirs = share.piece.of(gradient), share.piece.of(target)
             if not share.layer.refreshes:  # one projection of a fused weight may have none while the others do
-                theirs.mul_(decay).add_(ours)
+                scale_(theirs, decay).add_(ours, alpha=scale)
             elif share.is_weight:
-                share.layer.accumulate_natural_gradient_(ours, theirs, decay)
+                share.layer.accumulate_natural_gradient_(ours, theirs, decay, scale)
             else:
-                share.layer.accumulate_natural_bias_gradient_(ours, theirs, decay)
+                share.layer.accumulate_natural_bias_gradient_(ours, theirs, decay, scale)
 
 
 def _rows_of_nobody(shares: list[Share], length: int) -> list[slice]:
@@ -176,18 +199,6 @@ def _add_weight_decay_(part: Part, directions: list[Tensor]) -> None:
     if chosen:
         weights: list[Tensor] = [part.params[i] for i in chosen]
         torch._foreach_add_([directions[i] for i in chosen], weights, alpha=float(part.group["weight_decay"]))
-
-
-def _clip_(moves: list[tuple[Part, list[Tensor]]]) -> None:
-    """Scale directions by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``, the sum over all of them (Ba et al. 2017, section 5)."""
-    divergences = []  # twice the KL divergence that the step is predicted to make
-    for part, directions in moves:
-        products = [torch.sum(d * g) for d, g in zip(directions, part.gradients, strict=True)]
-        divergences += [p * float(part.group["lr"]) ** 2 for p in products]
-    for part, directions in moves:
-        total = torch.stack([d.to(directions[0].device) for d in divergences]).sum()
-        scale = (float(part.group["kl_clip"]) / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt()
-        torch._foreach_mul_(directions, scale.clamp(max=1.0))
 
 
 def _momentum_step(part: Part, directions: list[Tensor]) -> None:
