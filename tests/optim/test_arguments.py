@@ -21,7 +21,7 @@ WRONG = [
     ("trace_thresholds", 0.01), ("trace_thresholds", (0.01, float("nan"))),
     ("split_dim", 0), ("split_dim", -128), ("split_dim", 12.5), ("split_dim", "automatic"), ("split_dim", "all"),
     ("factor_decay", 1.0), ("factor_decay", -0.5),
-    ("kl_clip", 0.0), ("kl_clip", -1.0), ("kl_clip", "yes"),
+    ("kl_clip", 0.0), ("kl_clip", -1.0), ("kl_clip", "yes"), ("max_update_ratio", 0.0), ("max_update_ratio", "no"),
     ("loss_reduction", "none"), ("loss_reduction", None),
     ("loss_terms", 0), ("loss_terms", -3), ("loss_terms", 2.5), ("loss_terms", "tokens"),
     ("scaling", "muon"), ("scaling", 1.0), ("scaling", ["spectral"]),
@@ -159,3 +159,32 @@ def test_right_arguments(options):
     model(torch.randn(4, 5).double()).square().mean().backward()
     optimizer.step()
     assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "kl_clip", "ratio"),
+    [
+        ({}, None, 0.01),
+        ({"kl_clip": None}, None, None),
+        ({"kl_clip": 1e-3}, 1e-3, None),
+        ({"max_update_ratio": None}, None, None),
+        ({"max_update_ratio": 0.1}, None, 0.1),
+        ({"kl_clip": 1e-3, "max_update_ratio": 0.1}, 1e-3, 0.1),
+        ({"kl_clip": None, "max_update_ratio": 0.1}, None, 0.1),
+        ({"scaling": "spectral"}, None, None),
+        (THOR.preset("paper"), None, None),
+        (THOR.preset("thor_stop"), None, 0.01),
+    ],
+    ids=str,
+)
+def test_what_bounds_the_step(options, kl_clip, ratio):
+    """A kl_clip that is given takes the place of the default bound; the paper's step has none."""
+    group = THOR(mlp(), **options).param_groups[0]
+    assert (group["kl_clip"], group["max_update_ratio"]) == (kl_clip, ratio)
+
+
+def test_presets():
+    assert THOR.preset("paper")["trace_thresholds"] == THOR.preset("thor")["trace_thresholds"] == (0.01, 0.0)
+    assert THOR.preset("thor_stop") == {"trace_thresholds": (0.01, 0.001)}
+    THOR.preset("paper").clear()
+    assert THOR.preset("paper")

@@ -51,6 +51,16 @@ def test_45_epochs_of_the_reference():
     assert (recipe.epochs, recipe.batch_size, recipe.classes) == (45, 256, 1001)
 
 
+@pytest.mark.parametrize("name", ["8x32", "8x32-40", "paper"])
+def test_nothing_bounds_the_steps_of_the_reference(name):
+    settings = load_recipe(f"resnet50-imagenet-thor-{name}").optimizers["thor"]
+    optimizer = THOR(torch.nn.Linear(2, 2), kl_clip=settings.kl_clip, max_update_ratio=settings.max_update_ratio)
+    assert {key: optimizer.param_groups[0][key] for key in ("kl_clip", "max_update_ratio")} == {
+        "kl_clip": None,
+        "max_update_ratio": None,
+    }
+
+
 def test_40_epochs_of_the_reference():
     recipe = load_recipe("resnet50-imagenet-thor-8x32-40")
     # 0.05672 (1 - e/50)^4.9687, halved at the end of epoch 39 and again at the end of epoch 40, where the training ends

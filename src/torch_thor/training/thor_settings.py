@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch_thor.optim import THOR, intervals
-from torch_thor.optim.options import FISHERS, check_interval, check_thresholds
+from torch_thor.optim.options import AUTO, FISHERS, check_interval, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizer_settings import OptimizerSettings
 
@@ -22,7 +22,10 @@ class THORSettings(OptimizerSettings):
         trace_thresholds: (ω1, ω2) of the trace rule, or the name of one of `THOR.preset`'s settings.
         split_dim: Size of the blocks that factors are split into; `None` leaves them whole, `auto` measures.
         factor_decay: Decay of the running average of the factors.
-        kl_clip: Limit on the step's length in the Fisher norm; `None` is no limit.
+        kl_clip: Limit on the step's length in the Fisher norm. `auto` leaves the bound to `max_update_ratio`, `None` is
+            the paper's unbounded step.
+        max_update_ratio: Longest step of a parameter, before momentum, as a share of the parameter's norm; `auto` is
+            0.01 where `kl_clip` is `auto`, else none. `None` is no limit.
         fisher: Whose labels the curvature comes from: `empirical` is those of the training loss, `sampled` those drawn
             from the network's own predictions.
         skip: Layers to leave to SGD with momentum, by name or pattern: `[head, "*norm*"]`.
@@ -38,7 +41,8 @@ class THORSettings(OptimizerSettings):
     trace_thresholds: Any = (0.01, 0.0)
     split_dim: int | str | None = 128
     factor_decay: float = 0.0
-    kl_clip: float | None = None
+    kl_clip: float | str | None = AUTO
+    max_update_ratio: float | str | None = AUTO
     fisher: str = "empirical"
     skip: tuple[str, ...] = ()
     decay_filter: Any = None
