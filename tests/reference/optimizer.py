@@ -160,11 +160,11 @@ class ReferenceTHOR:
         return found
 
     def _bounded(self, parameter: str, value: np.ndarray, direction: np.ndarray) -> np.ndarray:
-        """lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out); a vector, whatever its shape, counts as all outputs."""
+        """lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out); dimensions of 1 do not count."""
         ratio, lr = self.option(parameter, "max_update_ratio"), self.option(parameter, "lr")
         if ratio is None:
             return direction
-        outputs = value.size if value.size == max(value.shape, default=1) else value.shape[0]
+        outputs = (*np.squeeze(value).shape, 1)[0]
         longest = ratio * max(np.linalg.norm(value), 0.03 * np.sqrt(outputs))
         length = lr * np.linalg.norm(direction)
         return direction if length <= longest else direction * (longest / length)

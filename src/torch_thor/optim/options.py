@@ -151,6 +151,9 @@ def check_group(group: Mapping[str, Any]) -> None:
         "False where momentum is 0",
         "give a momentum > 0",
     )
+    in_range(
+        "loss_scale", group["loss_scale"], lambda v: v > 0, "a finite number > 0", "1.0 takes gradients as they are"
+    )
     for bound in ("kl_clip", "max_update_ratio"):
         if group[bound] is None:
             continue

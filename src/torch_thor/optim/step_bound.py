@@ -4,7 +4,7 @@ The natural gradient of early, low-rank factors can be many times longer than th
 that were not tuned for it diverge within a few steps. Two bounds are known here, both applied before momentum:
 
 - relative to each parameter (the default): ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. LARS (You et al. 2017, section 4)
-  gives every layer a step of that proportion; as a limit it leaves a shorter natural gradient as it is.
+  gives every layer a step of that proportion; used as a limit, it leaves a shorter natural gradient as it is.
 - over all preconditioned layers (``kl_clip``): ``Σ lr² ⟨d, ∇⟩ ≤ κ`` (Ba et al. 2017, section 5).
 """
 
@@ -25,13 +25,13 @@ def smallest_norm(parameter: Tensor) -> float:
     """Return what a parameter's norm counts as at least.
 
     Args:
-        parameter: a weight, output rows first, or a vector.
+        parameter: a weight, its rows first, or a vector.
 
     Returns:
-        ``0.03 √d_out``; for a vector (whatever its shape) 0.03 times the norm of ones.
+        ``0.03 √rows``, where dimensions of size 1 do not count: a vector has as many rows as numbers, whatever its
+        shape, a position embedding ``(1, L, D)`` has L, a scalar has one.
     """
-    longest = max(parameter.shape, default=1)
-    rows = longest if longest == parameter.numel() else parameter.shape[0]
+    rows = next((size for size in parameter.shape if size != 1), 1)
     return _SMALLEST_SHARE * math.sqrt(rows)
 
 
@@ -67,7 +67,8 @@ def relative_scales(
         ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``, one number per parameter; None where all are known to be 1.
     """
     lengths = torch.stack(list(torch._foreach_norm(list(directions)))) * lr
-    norms = torch.stack([n.to(lengths.dtype) for n in torch._foreach_norm(list(parameters))])
+    # in the directions' precision: norms of half-precision weights would be rounded to 3 digits, or overflow
+    norms = torch.stack(list(torch._foreach_norm(list(parameters), 2, dtype=directions[0].dtype)))
     smallest = torch.tensor([smallest_norm(p) for p in parameters], dtype=lengths.dtype, device=lengths.device)
     longest = ratio * torch.maximum(norms, smallest)
     if lengths.device.type == "cpu" and bool((lengths <= longest).all()):

@@ -2,7 +2,16 @@
 
 Many training scripts sum (pytorch/examples' VAE is one). Taken for a mean over N terms, such a loss has gradients N
 times and a Fisher matrix N² times too large: damping has no effect, and the natural gradient is N times too short.
-The gradients themselves tell: per loss term, those of a log-likelihood are about 1 per output or less.
+
+Gradients alone do not tell a sum from a mean of large numbers, only their size does: per loss term, those of a
+log-likelihood or of a squared error of standardised targets are about 1 or less in every layer, and those of its sum
+are N times that. So the limits are narrow, and what they leave out is trained as it is, under the bound on the step:
+
+- Sums with small gradients are not noticed: batches below some 30, classifiers with convolutions (their hidden layers
+  have 0.001 per pixel), many classes.
+- A mean of unscaled numbers is taken for a sum where their size happens to be near N: a squared error of targets of 100
+  at N = 128. The training is then that of its loss divided by N, under the same bound.
+- N is that of the latest refresh, so a smaller batch between two refreshes has its smaller sum divided by the same N.
 """
 
 import math
@@ -12,10 +21,13 @@ import torch
 
 from torch_thor.curvature.layer import LayerCurvature
 
-# A mean over N has gradients per term of about 1 or less in most layers: 0.3 at ten classes, 2 for a squared error of
-# standardised targets. A sum has N times that, and not more: a squared error of targets of 1e5 is no sum for that.
-_LARGEST_OF_A_MEAN = 10.0
-_LARGEST_OF_A_SUM = 2.0
+_LARGEST_OF_A_MEAN = (
+    10.0  # in the median layer: 0.4 in the VAE, 0.1 to 1 for standardised targets, 1 and less in classifiers
+)
+_SMALLEST_OF_A_SUM = 0.05  # of N, in the median layer; below it, N is large and the targets are not scaled
+_LARGEST_OF_A_SUM = (
+    3.0  # of N, in every layer: 2 in the last one for standardised targets; above it, they are not scaled
+)
 
 
 def looks_summed(layers: Iterable[LayerCurvature], terms: int) -> bool:
@@ -26,20 +38,21 @@ def looks_summed(layers: Iterable[LayerCurvature], terms: int) -> bool:
         terms: N.
 
     Returns:
-        Whether the root mean square of the output gradients of the median layer is above 10, and at most 2 once
-        divided by N (one host–device synchronisation).
+        Whether the root mean square of the output gradients is above 10 and at least N / 20 in the median layer, and at
+        most 3 N in every layer (one host–device synchronisation).
     """
-    means = []
+    means: list[torch.Tensor] = []
     for layer in layers:
         sums = layer.gathered()
         if sums is not None:
             groups = 1 if layer.kind.routed else layer.kind.groups  # a row of experts is a row of one of them
-            count = layer.rows * groups * layer.kind.outputs
-            means.append(sums[1].group_traces().sum().double().cpu() / count)
+            mean = sums[1].group_traces().sum() / (layer.rows * groups * layer.kind.outputs)
+            means.append(mean.to(means[0]) if means else mean)
     if terms < 2 or not means:
         return False
-    typical = math.sqrt(max(0.0, float(torch.stack(means).median())))
-    return typical > _LARGEST_OF_A_MEAN and typical / terms <= _LARGEST_OF_A_SUM
+    squares = torch.stack(means)
+    middle, largest = (math.sqrt(max(0.0, s)) for s in torch.stack([squares.median(), squares.max()]).tolist())
+    return middle > max(_LARGEST_OF_A_MEAN, _SMALLEST_OF_A_SUM * terms) and largest <= _LARGEST_OF_A_SUM * terms
 
 
 def message(terms: int) -> str:
@@ -53,6 +66,6 @@ def message(terms: int) -> str:
     """
     return (
         f"THOR: the gradients are so large that the loss looks like a sum over the {terms} loss terms of the batch, "
-        f"not their mean, so THOR divides them by {terms}. Average the loss over the batch to be rid of this warning; "
-        f"THOR(..., **THOR.preset('paper')) takes the loss as it is"
+        f"not their mean, so THOR divides it by {terms}. Average the loss over the batch, or, if it is an average, "
+        f"bring its targets to a scale of about 1; THOR(..., **THOR.preset('paper')) takes the loss as it is"
     )

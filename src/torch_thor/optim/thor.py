@@ -510,11 +510,14 @@ class THOR(SampledFisher, torch.optim.Optimizer):
                 group["last_loss_terms"] = terms
 
     def _rescale_summed_loss(self, refreshing: list[LayerCurvature], terms: int, ranks: int) -> None:
-        """Take a loss that is a sum for N times a mean: told from the statistics of the first refresh."""
+        """Divide gradients and statistics of a summed loss by N; whether it is one, the first refresh decides."""
         groups = self.param_groups
+        if not terms:  # no layer was reached: there is nothing to tell from, and what held before goes on
+            return
         first = not any(layer.refreshes for layer in self._layers.values())
         bounded = any(group["max_update_ratio"] is not None for group in groups)
-        if first and bounded and self.loss_reduction == "mean" and looks_summed(refreshing, terms):
+        told = self.loss_reduction == "mean" and self.fisher == "empirical"  # sampled statistics are not the loss's
+        if first and bounded and told and looks_summed(refreshing, terms):
             self._reports.note("summed loss", message(terms))
         elif all(group["loss_scale"] == 1.0 for group in groups):
             return
@@ -650,6 +653,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         complete = {**self.defaults, **param_group}
         check_scaling([complete], self.scaling)
         check_group(complete)
+        if self.param_groups:  # one loss trains them all
+            param_group.setdefault("loss_scale", self.param_groups[0]["loss_scale"])
         super().add_param_group(param_group)
         ours = {id(p) for p in self.model.parameters()}
         strangers = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in ours]

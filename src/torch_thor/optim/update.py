@@ -151,7 +151,9 @@ def _update_one_by_one(natural: Part) -> None:
             _accumulate_natural_gradients_(part, [direction], 0.0)
             _add_weight_decay_(part, [direction])
             scales = relative_scales(part.params, [direction], float(lr), float(ratio))
-            buffer.mul_(float(momentum)).add_(direction, alpha=1.0 if scales is None else float(scales))
+            if scales is not None:
+                direction.mul_(scales[0])
+            torch.add(direction, buffer, alpha=float(momentum), out=buffer)  # one pass, where mul_ and add_ are two
         torch._foreach_add_(list[Tensor](part.params), part.buffers, alpha=-float(lr))
 
 

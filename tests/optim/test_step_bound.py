@@ -1,0 +1,285 @@
+"""The bound on a step relative to the parameter: its length and direction, whatever a parameter is like."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
+from torch_thor import THOR
+from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scales, smallest_norm
+from torch_thor.optim.update import Part
+
+
+class Odd(nn.Module):
+    """A layer of each way to the update (blocks, diagonal, plain), and parameters of every shape and kind."""
+
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.words = nn.Embedding(11, 4, sparse=sparse)
+        self.image = nn.Conv2d(4, 6, (2, 1), groups=2)
+        self.norm = nn.LayerNorm(6)
+        self.closed = nn.Linear(6, 6)  # as a residual branch that starts closed
+        self.head = nn.Linear(6, 3)
+        self.position = nn.Parameter(torch.zeros(1, 3, 6))
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.turn = nn.Parameter(torch.ones(2, 3, dtype=torch.complex128))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        nn.init.zeros_(self.closed.weight)
+
+    def forward(self, words):
+        x = self.words(words).mT[..., None]  # (N, 4, L, 1)
+        x = self.image(x).squeeze(-1).mT  # (N, L - 1, 6)
+        x = self.norm(x) * self.gain + self.position
+        x = x + self.closed(x)
+        return self.head(x.mean(1)) * (self.turn * 2j).abs().sum(0) + self.nothing.sum(0)
+
+
+ROWS = {  # of what is not zeros or a matrix with more rows than 1, by hand
+    "words.weight": 11, "image.weight": 6, "image.bias": 6, "norm.weight": 6, "norm.bias": 6, "closed.weight": 6,
+    "closed.bias": 6, "head.weight": 3, "head.bias": 3, "position": 3, "gain": 1, "turn": 2, "nothing": 0,
+}  # fmt: skip
+
+
+def odd(scale=1.0, **options):
+    torch.manual_seed(5)
+    model = Odd(**options).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model
+
+
+def stream(count=1):
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(count):
+        words = torch.randint(11, (8, 4), generator=generator)
+        yield words, torch.randint(3, (8,), generator=generator)
+
+
+def moved(model, **options):
+    """By how much the first step moves each parameter."""
+    model = copy.deepcopy(model)
+    before = weights(model)
+    options = {"lr": 0.05, **options}
+    train(model, THOR(model, **options), stream())
+    return {name: value - before[name] for name, value in weights(model).items()}
+
+
+def longest(model, ratio):
+    """By hand, parameter by parameter."""
+    return {
+        name: ratio * max(math.sqrt(float(p.detach().abs().square().sum())), 0.03 * math.sqrt(ROWS[name]))
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((), 1), ((1,), 1), ((9,), 9), ((1, 9), 9), ((9, 1), 9), ((1, 1, 9), 9), ((4, 9), 4), ((9, 4), 9),
+        ((1, 4, 9), 4), ((1, 1, 4, 9), 4), ((8, 1, 3, 3), 8), ((0,), 0), ((0, 5), 0), ((5, 0), 5), ((2, 3, 4, 5), 2),
+    ],
+)  # fmt: skip
+def test_what_a_norm_counts_as_at_least(shape, rows):
+    assert smallest_norm(torch.zeros(shape)) == pytest.approx(0.03 * math.sqrt(rows))
+
+
+@given(
+    lr=st.floats(-6, 2).map(lambda e: 10.0**e),
+    ratio=st.floats(-5, 1).map(lambda e: 10.0**e),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 10.0]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    nesterov=st.booleans(),
+    decay=st.sampled_from([0.0, 0.1]),
+)
+def test_length_and_direction_of_any_step(lr, ratio, scale, momentum, nesterov, decay):
+    model = odd(scale)
+    options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": decay}
+    free = moved(model, kl_clip=None, **options)
+    bounded = moved(model, max_update_ratio=ratio, **options)
+    for name, most in longest(model, ratio).items():
+        factor = 1 + momentum if options["nesterov"] else 1  # the first Nesterov step is d + μ d
+        size = float(model.get_parameter(name).detach().abs().max()) if model.get_parameter(name).numel() else 0.0
+        wanted = float(free[name].norm()) / factor
+        rounding = 1e-14 * (size * math.sqrt(free[name].numel()) + most)  # of W − lr v
+        length = float(bounded[name].norm()) / factor
+        assert length <= most * (1 + 1e-9) + rounding, name
+        if wanted <= most * (1 - 1e-9) - rounding:
+            assert torch.equal(bounded[name], free[name]), name
+        elif wanted >= most * (1 + 1e-9) + rounding:
+            assert length == pytest.approx(most, rel=1e-9, abs=rounding), name
+            shrunk = free[name] * (most / wanted)
+            assert (bounded[name] - shrunk).norm() <= 1e-9 * most * factor + 3 * rounding * (1 + lr), name
+
+
+def test_zeros_leave_zero():
+    """A closed branch, a position embedding of zeros: a step of r times what their norm counts as."""
+    model = odd()
+    steps = moved(model, lr=100.0, momentum=0.0, max_update_ratio=0.02)
+    for name, rows in (("closed.weight", 6), ("position", 3)):
+        assert not model.get_parameter(name).any()
+        assert float(steps[name].norm()) == pytest.approx(0.02 * 0.03 * math.sqrt(rows)), name
+
+
+def of_other_machines(monkeypatch):
+    """Take the way of accelerators, all parameters in one go."""
+    monkeypatch.setattr(Part, "on_cpu", property(lambda self: False))
+
+
+PATHS = {
+    "default": {},
+    "ratio": {"max_update_ratio": 0.1, "weight_decay": 0.1, "update_interval": 2},
+    "unbounded": {"kl_clip": None, "lr": 1e-4},
+    "split": {"split_dim": 2, "momentum": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_all_in_one_go_equals_one_by_one(monkeypatch, name):
+    results = []
+    for forced in (False, True):
+        if forced:
+            of_other_machines(monkeypatch)
+        model = odd()
+        train(model, THOR(model, **PATHS[name]), stream(6))
+        results.append(weights(model))
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-10, atol=1e-13, msg=key)
+
+
+def test_sparse_gradients_are_bounded_as_dense_ones():
+    results = []
+    for sparse in (False, True):
+        model = odd(sparse=sparse)
+        train(model, THOR(model), stream(4))
+        results.append(weights(model))
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-10, atol=1e-13, msg=key)
+
+
+def test_groups_have_ratios_of_their_own():
+    model = odd()
+    ratios = {"head": 0.02, "closed": 0.005, "norm": None, "words": 1e6}
+    groups = [
+        {"params": getattr(model, name).parameters(), "max_update_ratio": ratio} for name, ratio in ratios.items()
+    ]
+    before, free = weights(model), moved(model, kl_clip=None, momentum=0.0, lr=10.0)
+    train(model, THOR(groups, model=model, momentum=0.0, lr=10.0), stream())
+    for name in ("head", "closed"):
+        for key, most in longest(odd(), ratios[name]).items():
+            if key.startswith(name):
+                step = (model.get_parameter(key).detach() - before[key]).norm()
+                assert float(step) == pytest.approx(most), key
+    for key in ("norm.weight", "norm.bias", "words.weight"):
+        assert torch.equal(model.get_parameter(key).detach() - before[key], free[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_half_precision_weights_are_measured_in_float32(monkeypatch, dtype, momentum):
+    """Their own norm has 3 digits, and overflows in float16 from 65,504 on."""
+    model = nn.Sequential(nn.Linear(100, 128, bias=False)).to(dtype)
+    nn.init.constant_(model[0].weight, 600.0)
+    optimizer = THOR(model, lr=1.0, momentum=momentum, max_update_ratio=1e-6)
+    (model(torch.randn(4, 100).to(dtype)).float() * torch.randn(4, 128)).sum().backward()
+    directions = []
+    original = torch._foreach_add_
+
+    def look(tensors, others, *args, **kwargs):
+        if kwargs.get("alpha") == -1.0:  # W ← W − lr · v
+            directions.extend(d.clone() for d in others)
+        return original(tensors, others, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_foreach_add_", look)
+    optimizer.step()
+    (direction,) = directions
+    assert direction.dtype == torch.float32
+    assert float(direction.norm()) == pytest.approx(1e-6 * 600 * math.sqrt(100 * 128), rel=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_precisions_side_by_side(momentum):
+    """Directions are measured together by device and precision, and each parameter meets its own limit."""
+    model = mlp(dtype=torch.float32)
+    model[2].double()
+    model[4].bfloat16()
+
+    def loss(x, labels):
+        x = model[2](torch.tanh(model[0](x.float())).double())
+        return cross_entropy(labels)(model[4](torch.tanh(x).bfloat16()).float())
+
+    before = weights(model)
+    ((x, labels),) = batches(1)
+    optimizer = THOR(model, lr=100.0, momentum=momentum, max_update_ratio=0.2)
+    loss(x, labels).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        old = before[name].double()
+        most = 0.2 * max(float(old.norm()), 0.03 * math.sqrt(len(old)))
+        rel = 2e-2 if parameter.dtype == torch.bfloat16 else 1e-5
+        assert float((parameter.detach().double() - old).norm()) == pytest.approx(most, rel=rel), name
+
+
+def test_what_is_measured_together():
+    tensors = [
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(2, device="meta"),
+        torch.zeros(3),
+        torch.zeros(2, dtype=torch.complex64),
+        torch.zeros(1, device="meta"),
+    ]
+    assert by_device(tensors) == [[0, 3], [1], [2, 5], [4]]
+    assert by_device([]) == []
+
+
+def test_accelerators_are_not_waited_for():
+    """A meta tensor has no numbers: asking it for one is an error."""
+    parameters = [torch.empty(3, 4, device="meta"), torch.empty((), device="meta", dtype=torch.bfloat16)]
+    directions = [torch.empty(3, 4, device="meta"), torch.empty((), device="meta")]
+    scales = relative_scales(parameters, directions, 0.1, 0.01)
+    assert scales is not None
+    assert scales.shape == (2,)
+    group = {"lr": 0.1, "loss_scale": 1.0, "kl_clip": 1e-3}
+    assert kl_scale(kl_divergence([(directions, directions, group)]), group).shape == ()
+
+
+def test_channels_last_weights_are_bounded_as_row_major_ones():
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)).double()
+        model.to(memory_format=layout)
+        optimizer = THOR(model, lr=1.0)
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(4, 3, 5, 5).double().to(memory_format=layout)
+            cross_entropy(torch.randint(3, (4,)))(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model[0].weight.is_contiguous(memory_format=layout)
+        results.append(weights(model))
+    for key, value in results[0].items():
+        torch.testing.assert_close(results[1][key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lr_may_be_a_tensor_scheduled_to_zero(nesterov):
+    plain, tensor = mlp(), mlp()
+    tensor.load_state_dict(plain.state_dict())
+    for model, lr in ((plain, 0.5), (tensor, torch.tensor(0.5))):
+        optimizer = THOR(model, lr=lr, nesterov=nesterov)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 2))
+        for batch in batches(2):
+            train(model, optimizer, [batch])
+            scheduler.step()
+        before = weights(model)
+        train(model, optimizer, batches(1))
+        assert optimizer.param_groups[0]["lr"] == 0
+        assert_same_bits(weights(model), before)
+    assert_same_bits(weights(tensor), weights(plain))
