@@ -291,7 +291,7 @@ def _recurrent_layers(
 
 
 def _is_norm(module: nn.Module) -> bool:
-    # the model libraries' own normalisations too (LlamaRMSNorm, T5LayerNorm): the diagonal asks nothing of the forward
+    # the model libraries' own normalisations too (LlamaRMSNorm, T5LayerNorm): coverage() names them as what they are
     by_name = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
     own = list(module.parameters(recurse=False))
     return isinstance(module, _NORMS) or (by_name and bool(own) and all(p.dim() == 1 for p in own))
