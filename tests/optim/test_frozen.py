@@ -190,7 +190,13 @@ def said(make):
 def test_less_than_half_is_said_once_with_the_largest():
     _, messages = said(lambda: THOR(Little()))
     assert len(messages) == 1
-    for part in ("15 of 231", "6%", "table (40, 4)", "bilinear.weight (3, 4, 4): no curvature for Bilinear", "2 more"):
+    for part in (
+        "15 of 231",
+        "6%",
+        "table (40, 4)",
+        "bilinear.weight (3, 4, 4) (plain momentum): no curvature for Bilinear",
+        "2 more",
+    ):
         assert part in messages[0]
     assert "small" not in messages[0]
 

@@ -14,9 +14,11 @@ class Covered:
         kind: ``"Linear"``, ``"Conv2d"``, ``"MultiheadAttention"``…; for the rest the class of the module that owns it.
         factor_sizes: rows of A and of G (of one group), None where there are none; a bias has G alone.
         groups: independent (A, G) pairs: the groups of a convolution, the three blocks of a fused projection.
-        reason: why it is trained by plain momentum (AdamW, with ``scaling="spectral"``); None if it is preconditioned.
+        reason: why it is not preconditioned; None if it is.
         note: what else there is to say, such as with whom it is shared.
         trained: False for what is frozen or in no parameter group.
+        rest: what trains it where it is not preconditioned: ``"plain momentum"``, or with ``scaling="spectral"``
+            ``"AdamW"`` and, for a matrix, ``"orthogonalised momentum"``.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Covered:
     reason: str | None = None
     note: str | None = None
     trained: bool = True
+    rest: str = "plain momentum"
 
     @property
     def preconditioned(self) -> bool:
@@ -34,13 +37,12 @@ class Covered:
         return self.reason is None
 
 
-def table(entries: Iterable[Covered], split_dim: str, rest: str = "plain momentum") -> str:
+def table(entries: Iterable[Covered], split_dim: str) -> str:
     """Return the entries as text for people.
 
     Args:
         entries: what :func:`survey` found.
         split_dim: the block size, for the heading
-        rest: what trains the parameters that are not preconditioned.
 
     Returns:
         Lines of columns.
@@ -51,7 +53,11 @@ def table(entries: Iterable[Covered], split_dim: str, rest: str = "plain momentu
             f" x {entry.groups} groups" if entry.groups > 1 else ""
         )
         gets = "; ".join(part for part in (sizes, entry.note) if part)
-        rows.append((entry.name, entry.kind, gets if entry.preconditioned else f"{rest}: {entry.reason}"))
+        rows.append((entry.name, entry.kind, gets if entry.preconditioned else _plainly(entry)))
     rows = [("parameter", "kind", f"factors (split {split_dim})"), *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+
+
+def _plainly(entry: Covered) -> str:
+    return f"{entry.rest if entry.trained else 'not trained'}: {entry.reason}"

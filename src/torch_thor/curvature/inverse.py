@@ -16,6 +16,9 @@ from torch_thor.curvature.precision import ieee_float32
 
 # A block that is not positive definite gets ten times its damping, and again, before it is given up.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
+# What stands in the place of the index of a raise where none has worked, the worse one last.
+NOT_POSITIVE = len(DAMPING_RAISES)
+NOT_CONVERGED = NOT_POSITIVE + 1
 
 
 @dataclass
@@ -25,12 +28,14 @@ class Inverse:
     Args:
         matrix: ``(M + damping I)⁻¹``, block by block, row-major; meaningless where ``failed``.
         raised: the damping of some block had to be raised.
-        failed: some block was not positive definite even so, or its inverse is not finite.
+        failed: some block was not positive definite even so, or its inverse is not finite, or was not found.
+        converged: False where it was not found: an eigendecomposition that does not end.
     """
 
     matrix: BlockDiagonal
     raised: bool
     failed: bool
+    converged: bool = True
 
 
 def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float]]) -> list[Inverse]:
@@ -53,7 +58,7 @@ def solve_blocks(
     Args:
         factors: pairs of a factor and what is added to the diagonal of each of its groups, ``(groups,)``.
         solve: from blocks ``(count, s, s)`` and their damping ``(count,)`` to the blocks' solutions and, for each, the
-            index of the damping raise that worked (``len(DAMPING_RAISES)``: none).
+            index of the damping raise that worked, or ``NOT_POSITIVE`` or ``NOT_CONVERGED``.
 
     Returns:
         One result a factor, in order.
@@ -86,7 +91,8 @@ def solve_blocks(
         # split() gives views into the batch; a layer must not keep the whole batch alive, nor save it with its state.
         # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
         matrix = factor.with_parts([inverted[key].clone(memory_format=torch.contiguous_format) for key in keys])
-        results.append(Inverse(matrix, raised=level_of > 0, failed=level_of >= len(DAMPING_RAISES)))
+        raised, failed = level_of > 0, level_of >= NOT_POSITIVE
+        results.append(Inverse(matrix, raised, failed, converged=level_of < NOT_CONVERGED))
     return results
 
 
@@ -107,7 +113,7 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         level[bad] = attempt
     inverse = _from_cholesky(factor, info == 0)
     good = (info == 0) & inverse.isfinite().flatten(1).all(-1)
-    return inverse, torch.where(good, level, len(DAMPING_RAISES))
+    return inverse, torch.where(good, level, NOT_POSITIVE)
 
 
 def _from_cholesky(factor: Tensor, good: Tensor) -> Tensor:

@@ -186,16 +186,18 @@ def _put_to_use(
         if a_inverse.failed or g_inverse.failed:
             failed.add(layer)
             layer.set_due(not layer.refreshes)
-            report(
-                layer,
-                f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping; {_instead(layer)}",
-            )
+            converged = a_inverse.converged and g_inverse.converged
+            report(layer, f"{_NOT_POSITIVE if converged else _NOT_CONVERGED}; {_instead(layer)}")
             continue
         inverse = a_inverse.matrix, g_inverse.matrix
         layer.take(factors, inverse, candidate.rows_per_term, candidate.group_rows_per_term)
         if a_inverse.raised or g_inverse.raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")
     return failed
+
+
+_NOT_POSITIVE = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
+_NOT_CONVERGED = "the eigendecomposition of a block did not converge, in double precision neither"
 
 
 def _instead(layer: LayerCurvature) -> str:

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 SKIPPED = "left out by skip="
+NOT_KEPT = "not among only="
 
 # Names, patterns, or a callable (name, module) -> bool.
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
@@ -32,7 +33,7 @@ def left_out(candidates: Mapping[str, nn.Module], skip: Selection, only: Selecti
     reasons = {}
     if only is not None:
         kept = _matching("only", only, candidates)
-        reasons = {name: "not among only=" for name in candidates if name not in kept}
+        reasons = {name: NOT_KEPT for name in candidates if name not in kept}
     if skip is not None:
         reasons.update({name: SKIPPED for name in _matching("skip", skip, candidates)})
     return reasons

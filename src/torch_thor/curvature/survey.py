@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -11,9 +11,11 @@ from torch_thor.curvature.attention import opens
 from torch_thor.curvature.coverage import Covered
 from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, RecurrentKind, fused_experts, kind_of, why_not
 from torch_thor.curvature.layer import Piece
+from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 from torch_thor.curvature.recurrence import unrolls
-from torch_thor.curvature.selection import Selection, left_out
+from torch_thor.curvature.selection import NOT_KEPT, SKIPPED, Selection, left_out
 
+_NORM = "a normalisation layer"
 NOT_TRAINED = "in no parameter group of this optimizer: not trained"
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
@@ -58,10 +60,12 @@ class Survey:
     Args:
         entries: one a parameter, in the model's order.
         layers: the layers to precondition, by name.
+        matrices: parameters that are matrices and have no factors, by name; found with ``matrices_alone``.
     """
 
     entries: list[Covered]
     layers: dict[str, Layer]
+    matrices: dict[str, PlainMatrix]
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ def survey(
         trained: the parameters that the optimizer has.
         skip: layers to leave out.
         only: layers to keep.
-        matrices_alone: leave out what has no two full factors: embeddings and biases.
+        matrices_alone: leave out what has no two full factors (embeddings and biases), and look for matrices without
+            factors, as the scale-free step wants it.
 
     Returns:
         What each parameter gets.
@@ -123,14 +128,30 @@ def survey(
     if matrices_alone:
         layers = _matrices_alone(layers, reasons)
     for name, norm in norms.items():
-        reason = unwanted.get(name, "a normalisation layer")
+        reason = unwanted.get(name, _NORM)
         for p in norm.parameters(recurse=False):
             reasons.setdefault(id(p), reason)
     entries = [
         _entry(name, parameter, owners[id(parameter)], layers.values(), reasons, unwanted)
         for name, parameter in model.named_parameters()
     ]
-    return Survey(entries, layers)
+    if not matrices_alone:
+        return Survey(entries, layers, {})
+    left = {SKIPPED, NOT_KEPT, NOT_TRAINED, _NORM}
+    matrices = {
+        entry.name: matrix
+        for entry, parameter in zip(entries, model.parameters(), strict=True)
+        if not entry.preconditioned
+        and entry.reason not in left
+        and (matrix := _plain_matrix(owners[id(parameter)], parameter)) is not None
+    }
+    rest = [replace(e, rest="orthogonalised momentum" if e.name in matrices else "AdamW") for e in entries]
+    return Survey(rest, layers, matrices)
+
+
+def _plain_matrix(owners: Sequence[_Owner], parameter: nn.Parameter) -> PlainMatrix | None:
+    found = [matrix_of(o.module, o.attribute, parameter) for o in owners]
+    return None if None in found else found[0]
 
 
 def _matrices_alone(layers: dict[str, Layer], reasons: dict[int, str]) -> dict[str, Layer]:

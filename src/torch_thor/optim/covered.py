@@ -55,12 +55,11 @@ def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
     return sum(_size(entry) for entry in trained if entry.preconditioned), sum(_size(entry) for entry in trained)
 
 
-def warn_of_little(entries: Iterable[Covered], rest: str, stacklevel: int) -> None:
+def warn_of_little(entries: Iterable[Covered], stacklevel: int) -> None:
     """Say so, where less than half of what is trained is preconditioned, and the user has not chosen so by ``skip=``.
 
     Args:
         entries: what each parameter gets.
-        rest: what trains the parameters that are not preconditioned.
         stacklevel: as for :func:`warnings.warn`.
     """
     entries = [entry for entry in entries if entry.reason != SKIPPED]
@@ -68,11 +67,11 @@ def warn_of_little(entries: Iterable[Covered], rest: str, stacklevel: int) -> No
     if 2 * covered >= total:
         return
     plain = sorted((e for e in entries if e.trained and not e.preconditioned), key=_size, reverse=True)
-    largest = "; ".join(f"{e.name} {e.shape}: {e.reason}" for e in plain[:3])
+    largest = "; ".join(f"{e.name} {e.shape} ({e.rest}): {e.reason}" for e in plain[:3])
     more = f"; and {len(plain) - 3} more" if len(plain) > 3 else ""
     warnings.warn(
-        f"THOR preconditions {covered:,} of {total:,} trained parameters ({covered / total:.0%}); {rest} trains the "
-        f"rest, the largest of which are {largest}{more}. print(optimizer) lists all",
+        f"THOR preconditions {covered:,} of {total:,} trained parameters ({covered / total:.0%}). The largest of the "
+        f"others: {largest}{more}. print(optimizer) lists all",
         UserWarning,
         stacklevel=stacklevel + 1,
     )

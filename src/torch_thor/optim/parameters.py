@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_thor.curvature.layer import LayerCurvature, Piece
+from torch_thor.curvature.matrices import PlainMatrix
 
 Group = dict[str, Any]
 
@@ -85,16 +86,18 @@ class ParameterIndex:
         self.computed: list[str] = []  # modules that have lost a parameter: pruned or parametrised since
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
+        self._matrices: dict[str, PlainMatrix] = {}
 
-    def set_layers(self, layers: Mapping[str, LayerCurvature]) -> None:
+    def set_layers(self, layers: Mapping[str, LayerCurvature], matrices: Mapping[str, PlainMatrix]) -> None:
         """Say which layers are preconditioned.
 
         Args:
             layers: by name.
+            matrices: what is a matrix and has no factors, by the parameter's name.
         """
         # by identity: a layer may be known by another of a shared parameter's names than the model's first
         names = {id(module._parameters[name.rpartition(".")[2]]): name for name, module in self._owners.items()}
-        self._shares = {}
+        self._shares, self._matrices = {}, dict(matrices)
         for layer in layers.values():
             for piece in (layer.weight_piece, *layer.biases):
                 name = names[id(piece.parameter)]
@@ -171,6 +174,17 @@ class ParameterIndex:
                 f"parameters in every forward pass, and THOR does not train under it yet: use DistributedDataParallel)"
             )
         return self._groups[id(parameter)]
+
+    def plain_matrix(self, parameter: Tensor) -> PlainMatrix | None:
+        """Return how a parameter without factors is a matrix.
+
+        Args:
+            parameter: one of today's parameters.
+
+        Returns:
+            The matrices; None where it has factors, or is no matrix.
+        """
+        return self._matrices.get(self.name(parameter))
 
     def shares(self, parameter: Tensor) -> list[Share]:
         """Return what precondition a parameter, layer by layer.

@@ -5,8 +5,9 @@ For a matrix W (``d_out × d_in``) with momentum ``v ← μ v + ∇W`` (Nesterov
     d = orth( G_d^(-1/4) u A_d^(-1/4) ),    ‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)
     W ← (1 − lr · weight_decay) W − lr · d
 
-so that lr means the same on every layer and task: neither the loss's scale nor the layer's width is in it. What is no
-matrix (biases, norms, embeddings) takes a step of :class:`torch.optim.AdamW`.
+so that lr means the same on every layer and task: neither the loss's scale nor the layer's width is in it. A matrix
+without factors (a layer that THOR does not know, or whose statistics never came) takes the same step with identities in
+their place. What is no matrix (biases, norms, embeddings) takes a step of :class:`torch.optim.AdamW`.
 """
 
 import math
@@ -17,14 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.optim.parameters import Group, ParameterIndex, Share, with_gradient
+from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
 
 # p of the inverse p-th roots of A and G.
 ROOT = 4
 
 # AdamW's learning rate is this share of lr, and its betas these.
-ADAMW_SHARE = 0.5
+ADAMW_SHARE = 0.2
 ADAMW_BETAS = (0.9, 0.95)
 _ADAMW_EPS = 1e-8
 
@@ -54,7 +57,7 @@ def spectral_update(
                 parameter.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
             if is_matrix(index, parameter):
                 buffer = states(parameter)["momentum_buffer"]
-                _matrix_step_(parameter, gradient, buffer, index.shares(parameter), group)
+                _matrix_step_(parameter, gradient, buffer, index, group)
             else:
                 rest.append(parameter)
         _adamw_step_(rest, states, float(group["lr"]) * ADAMW_SHARE)
@@ -68,9 +71,9 @@ def is_matrix(index: ParameterIndex, parameter: Tensor) -> bool:
         parameter: any of the model's.
 
     Returns:
-        Whether layers with two full factors precondition it: no bias, no norm, no embedding.
+        Whether it is one: no bias, no norm, no embedding, and not left out by ``skip=`` or ``only=``.
     """
-    return bool(index.shares(parameter))
+    return bool(index.shares(parameter)) or index.plain_matrix(parameter) is not None
 
 
 def complete_state(index: ParameterIndex, parameter: Tensor, state: dict[str, Any]) -> None:
@@ -143,23 +146,33 @@ def with_norm(matrices: Tensor, norm: float) -> Tensor:
     return unit * (norm / norms.clamp(min=0.5))
 
 
-def _matrix_step_(parameter: nn.Parameter, gradient: Tensor, buffer: Tensor, shares: list[Share], group: Group) -> None:
-    momentum = float(group["momentum"])
+def _matrix_step_(
+    parameter: nn.Parameter, gradient: Tensor, buffer: Tensor, index: ParameterIndex, group: Group
+) -> None:
+    momentum, lr = float(group["momentum"]), float(group["lr"])
     fresh = (gradient.to_dense() if gradient.is_sparse else gradient).to(buffer.dtype)
     buffer.mul_(momentum).add_(fresh)
     ahead = fresh.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-    for share in shares:
-        layer, kind = share.layer, share.layer.kind
+    plain = index.plain_matrix(parameter)
+    if plain is not None:
+        parameter.add_(_orthogonal_step(plain, ahead.clone()), alpha=-lr)
+        return
+    for share in index.shares(parameter):
         ours = share.piece.of(ahead)
         direction = torch.zeros_like(ours)
-        if layer.refreshes:
-            layer.accumulate_natural_gradient_(ours, direction, 0.0)
+        if share.layer.refreshes:
+            share.layer.accumulate_natural_gradient_(ours, direction, 0.0)
         else:
             direction.copy_(ours)
-        with ieee_float32(parameter.device.type):
-            matrix = orthogonalise(kind.to_matrix(direction))
-        kind.from_matrix_(with_norm(matrix, step_norm(kind.outputs, kind.inputs)), direction)
-        share.piece.of(parameter).add_(direction, alpha=-float(group["lr"]))
+        share.piece.of(parameter).add_(_orthogonal_step(share.layer.kind, direction), alpha=-lr)
+
+
+def _orthogonal_step(geometry: Kind | PlainMatrix, direction: Tensor) -> Tensor:
+    """Return the step at lr 1 along a direction, which is overwritten."""
+    with ieee_float32(direction.device.type):
+        matrix = orthogonalise(geometry.to_matrix(direction))
+    geometry.from_matrix_(with_norm(matrix, step_norm(geometry.outputs, geometry.inputs)), direction)
+    return direction
 
 
 def _adamw_step_(parameters: list[nn.Parameter], states: Callable[[Tensor], dict[str, Any]], lr: float) -> None:

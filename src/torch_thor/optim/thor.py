@@ -238,7 +238,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         if not any(layer.weight.requires_grad for layer in self._layers.values()):
             raise ValueError(self._nothing_found(self._covered))
         if only is None:
-            warn_of_little(self.coverage(), self._rest, stacklevel=2)
+            warn_of_little(self.coverage(), stacklevel=2)
         if self._processes().count == 1:  # several find a number together, in a step
             self._auto_split().from_cache(ALONE)
 
@@ -319,13 +319,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
         return (
             f"{super().__repr__()}\n{covered:,} of {total:,} trained parameters, in {layers} layers, are "
-            f"preconditioned:\n{table(entries, split, self._rest)}"
+            f"preconditioned:\n{table(entries, split)}"
         )
-
-    @property
-    def _rest(self) -> str:
-        """What trains the parameters that are not preconditioned."""
-        return "AdamW" if self.scaling else "plain momentum"
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
@@ -571,7 +566,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         for name in sorted(before - set(found.layers)) if computed else ():
             self._reports.note((name, "computed"), gone_message(name, self._covered, found.entries, computed=True))
         self._index.survey(self.model)
-        self._index.set_layers(self._layers)
+        self._index.set_layers(self._layers, found.matrices)
         self._index.update(self.param_groups, self.state)
         self._capture.follow(sources_of({k: found.layers[k] for k in self._layers}, self._layers))
         self._replaced = found  # what has come is looked at after this step, which has no statistics of it
@@ -617,7 +612,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             )
             for name, layer in found.layers.items()
         }
-        self._index.set_layers(self._layers)
+        self._index.set_layers(self._layers, found.matrices)
         self._index.update(self.param_groups, self.state)
         self._capture.follow(sources_of(found.layers, self._layers))
         self._attached = True

@@ -1,0 +1,84 @@
+"""What is a matrix, and has no factors: weights of layers that THOR does not know, tables, parameters of a module.
+
+The scale-free step orthogonalises them as it does every matrix, without preconditioning.
+"""
+
+import math
+
+from torch import Tensor, nn
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+
+class PlainMatrix:
+    """A tensor as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns.
+
+    Args:
+        groups: how many.
+        outputs: rows of each.
+        inputs: columns of each.
+        taps: size of the kernel of a transposed convolution, whose channels are to change places; else 0.
+    """
+
+    def __init__(self, groups: int, outputs: int, inputs: int, taps: int = 0) -> None:
+        self.groups = groups
+        self.outputs = outputs
+        self.inputs = inputs
+        self._taps = taps
+
+    def to_matrix(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the parameter's shape as matrices.
+
+        Args:
+            tensor: the tensor.
+
+        Returns:
+            ``(groups, outputs, inputs)``.
+        """
+        if not self._taps:
+            return tensor.reshape(self.groups, self.outputs, self.inputs)
+        by_group = tensor.reshape(self.groups, -1, self.outputs, self._taps)
+        return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
+
+    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
+        """Write matrices back.
+
+        Args:
+            matrix: ``(groups, outputs, inputs)``.
+            tensor: of the parameter's shape; changed in place.
+        """
+        if self._taps:
+            matrix = matrix.reshape(self.groups, self.outputs, -1, self._taps).transpose(1, 2)
+        tensor.copy_(matrix.reshape(tensor.shape))
+
+
+def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatrix | None:
+    """Return a parameter as matrices.
+
+    A convolution's weight is ``weight.flatten(1)``, a group each; two dimensions are a matrix; of three the last two
+    are, as in the weights of experts and in position embeddings ``(1, L, D)``; of more, all but the first are columns.
+
+    Args:
+        module: the module that owns it.
+        attribute: its name there.
+        parameter: the parameter.
+
+    Returns:
+        The matrices; None for what is none: a vector, whatever its shape, or the table of an embedding, whose rows are
+        looked up one by one.
+    """
+    shape = tuple(parameter.shape)
+    if len(shape) < 2 or isinstance(module, _TABLES) or not parameter.is_floating_point():
+        return None
+    if attribute == "weight" and isinstance(module, _TRANSPOSED):
+        taps = math.prod(shape[2:])
+        found = PlainMatrix(module.groups, shape[1], shape[0] // module.groups * taps, taps)
+    elif attribute == "weight" and isinstance(module, _CONVOLUTIONS):
+        found = PlainMatrix(module.groups, shape[0] // module.groups, math.prod(shape[1:]))
+    elif len(shape) == 3:
+        found = PlainMatrix(*shape)
+    else:
+        found = PlainMatrix(1, shape[0], math.prod(shape[1:]))
+    return found if min(found.outputs, found.inputs) > 1 else None
