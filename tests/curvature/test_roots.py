@@ -85,3 +85,17 @@ def test_float32_is_accurate_at_small_damping():
     single = factor.with_parts([part.float() for part in factor.parts()])
     [found] = damped_inverse_roots([(single, 1e-3)], 4)
     assert (found.matrix.blocks.double() - exact.matrix.blocks).norm() < 1e-3 * exact.matrix.blocks.norm()
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_any_scale_of_a_float32_factor(scale):
+    """The gradients of a loss that has vanished have squares near the smallest number there is."""
+    rows = torch.randn(5, 32)
+    unit = matrix_of(rows.T @ rows / 5)
+    [found] = damped_inverse_roots([(unit.with_parts([part * scale for part in unit.parts()]), 0.1)], 4)
+    [expected] = damped_inverse_roots([(unit, 0.1)], 4)
+    assert (found.raised, found.failed) == (False, False)
+    if scale > 1e-31:  # below, a factor counts as one of zeros
+        torch.testing.assert_close(found.matrix.blocks * scale**0.25, expected.matrix.blocks, rtol=1e-3, atol=1e-4)
+    else:
+        torch.testing.assert_close(found.matrix.blocks[0], 0.1**-0.25 * torch.eye(32))

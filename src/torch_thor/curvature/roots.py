@@ -32,21 +32,24 @@ def damped_inverse_roots(factors: Sequence[tuple[BlockDiagonal, float]], root: i
 
 def _relative(factor: BlockDiagonal, damping: float) -> Tensor:
     means = factor.group_traces() / factor.layout.size
-    # a factor of zeros (a layer whose gradient has vanished) gets the root λ^(-1/p), not a division by 0
-    return damping * torch.where(means > 0, means, torch.ones_like(means))
+    # a factor of zeros (a layer whose gradient has vanished) gets the root λ^(-1/p), not a division by 0; and so does
+    # one whose squares are so small that most of their digits are lost
+    least = torch.finfo(means.dtype).tiny / torch.finfo(means.dtype).eps
+    return damping * torch.where(means.abs() > least, means, torch.ones_like(means))
 
 
 def _root_batch(root: int, blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Return the roots ``(count, s, s)`` and, for each block, the index of the damping raise that worked."""
-    damped = blocks.clone()
-    damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
+    damped = blocks / damping[:, None, None]  # in units of the damping: any scale is as good as any other
+    damped.diagonal(dim1=-2, dim2=-1).add_(1.0)
     values, vectors, converged = _eigh(damped)
     raises = torch.tensor(DAMPING_RAISES, dtype=blocks.dtype, device=blocks.device) - 1.0
     # rounding may leave an eigenvalue below 0: what a Cholesky factorisation would fail on is told from the least one
-    positive = values[:, :1] + damping[:, None] * raises > 0
+    positive = values[:, :1] + raises > 0
     level = torch.where(positive.any(-1), positive.int().argmax(-1), NOT_POSITIVE)
-    shift = damping * raises[level.clamp(max=len(DAMPING_RAISES) - 1)]
-    roots = (vectors * (values + shift[:, None]).pow(-1 / root)[:, None, :]) @ vectors.mT
+    values = values + raises[level.clamp(max=len(DAMPING_RAISES) - 1)][:, None]
+    scaled = values.pow(-1 / root) * damping.pow(-1 / root)[:, None]
+    roots = (vectors * scaled[:, None, :]) @ vectors.mT
     level = torch.where(roots.isfinite().flatten(1).all(-1), level, NOT_POSITIVE)
     return roots, torch.where(converged, level, NOT_CONVERGED)
 
