@@ -32,7 +32,7 @@ def data():
 
 @pytest.fixture
 def trained(data):
-    run = new_run(load_recipe("digits", [*WORDS, "trace_thresholds=[0.02,0.00003]"]), "thor", data)
+    run = new_run(load_recipe("digits", [*WORDS, "trace_thresholds=[0.02,0.0003]"]), "thor", data)
     events = []
 
     class Watch(Callback):
@@ -75,7 +75,7 @@ def test_numbers_that_json_lacks_are_null(data):
             if point.step == 2:  # before the pass of step 3, whose statistics then hold NaN
                 layer = run.optimizer.curvature["conv1"]
                 gather = layer.gather
-                layer.gather = lambda kind, x, *rest: gather(kind, x * torch.nan, *rest)
+                layer.gather = lambda kind, x, *rest, **named: gather(kind, x * torch.nan, *rest, **named)
 
     with pytest.warns(RuntimeWarning, match="NaN"):
         train(run, [Poison()])
@@ -234,6 +234,7 @@ def test_a_recipe_names_a_preset(name, data):
         ("update_interval={kind: constant, intervall: 3}", "constant takes interval, not intervall"),
         ("update_interval={kind: geometric, first: 9, last: 3, factor: 2}", "update_interval: last=3"),
         ("trace_thresholds=thor_sotp", "'thor_sotp' is not known; use one of 'thor', 'thor_stop', 'thor_nt'"),
+        ("trace_thresholds=paper", "'paper' sets other options too .write kl_clip=null"),
         ("trace_thresholds=[0.1,0.2]", "did you mean"),
         ("trace_thresholds=0.1", "trace_thresholds=0.1"),
         ("trace_thresholds.upper=0.1", "trace_thresholds"),

@@ -205,8 +205,9 @@ class ExpertsSource(OpenedSource):
         def watch(name: str, kind: ExpertsKind, x: Tensor, y: Tensor) -> None:
             hearer.watch(self.by_name[name], kind, x, y)
 
-        # looked up now: a wrapper may have replaced the parameters
-        kinds = {name: (layer.weight, layer.kind) for name, layer in self.by_name.items()}
+        # looked up now: a wrapper may have replaced the parameters, and pruning taken one away
+        there = {name: layer for name, layer in self.by_name.items() if layer.weight_piece.is_there}
+        kinds = {name: (layer.weight, layer.kind) for name, layer in there.items()}
         return OpenExperts({n: (w, k) for n, (w, k) in kinds.items() if isinstance(k, ExpertsKind)}, watch)
 
     def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:

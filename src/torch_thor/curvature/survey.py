@@ -1,7 +1,7 @@
 """Looks at every parameter of a model: which layer preconditions it, and how, or why none does."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def survey(
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(parameter)].append(_Owner(module_name, attribute, module))
-    reasons = _untrainable(model, trained)
+    reasons = {**_computing(owners), **_untrainable(model, trained)}
     layers = _called_layers(model, owners, reasons)
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
@@ -178,6 +178,16 @@ def _untrainable(model: nn.Module, trained: Iterable[Tensor]) -> dict[int, str]:
             reasons[id(parameter)] = NOT_TRAINED
         elif not parameter.is_floating_point():
             reasons[id(parameter)] = f"{parameter.dtype} is not a real floating-point type"
+    return reasons
+
+
+def _computing(owners: Mapping[int, Sequence[_Owner]]) -> dict[int, str]:
+    """Find what weights are computed from: ``weight_orig`` (pruning), ``weight_g`` and ``weight_v`` (weight_norm)."""
+    reasons = {}
+    for key, (owner, *_) in owners.items():
+        for name, value in vars(owner.module).items():
+            if isinstance(value, Tensor) and owner.attribute in (f"{name}_orig", f"{name}_g", f"{name}_v"):
+                reasons[key] = f"{name!r} is computed from it (pruned, weight_norm): its gradient is not the weight's"
     return reasons
 
 

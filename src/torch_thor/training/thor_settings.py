@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch_thor.optim import THOR, intervals
-from torch_thor.optim.options import AUTO, FISHERS, check_interval, check_thresholds
+from torch_thor.optim import intervals
+from torch_thor.optim.options import AUTO, FISHERS, PRESETS, check_interval, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizer_settings import OptimizerSettings
 
@@ -124,7 +124,18 @@ def thresholds_of(value: Any) -> Any:
     Raises:
         UserError: If there is no such preset, or they are no pair ω1 ≥ ω2 ≥ 0.
     """
+    if isinstance(value, str):
+        return _named_thresholds(value)
     try:
-        return THOR.preset(value)["trace_thresholds"] if isinstance(value, str) else check_thresholds(value)
+        return check_thresholds(value)
     except ValueError as error:
-        raise UserError(f"trace_thresholds: {error}" if isinstance(value, str) else str(error)) from error
+        raise UserError(str(error)) from error
+
+
+def _named_thresholds(name: str) -> Any:
+    of_the_rule = {key: preset for key, preset in PRESETS.items() if preset.keys() == {"trace_thresholds"}}
+    if name not in of_the_rule:
+        # "paper" is more than thresholds: a recipe that names it here would stay bounded
+        what = "sets other options too (write kl_clip=null)" if name in PRESETS else "is not known"
+        raise UserError(f"trace_thresholds: preset {name!r} {what}; use one of {', '.join(map(repr, of_the_rule))}")
+    return of_the_rule[name]["trace_thresholds"]

@@ -1,0 +1,197 @@
+"""Experts, recurrent layers and other inner layers, under what else happens to a training: two things at a time."""
+
+import pytest
+import torch
+from test_sampled_fisher import fixed
+from test_state import assert_same_state, round_trip
+from test_state_of_inner_layers import STREAM, build
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+
+from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
+from torch_thor import THOR
+
+OPTIONS = {"lr": 0.02, "damping": 0.1, "split_dim": 3, "update_interval": 2, "trace_thresholds": (0.0, 0.0)}
+
+
+class Bypass(nn.Module):
+    """Uses the weight of a linear layer without calling it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return F.linear(x, self.inner.weight, self.inner.bias)
+
+
+def freeze(model):
+    """Experts whose biases are trained, a recurrent weight in the middle, and a convolution."""
+    for frozen in (model.experts.weight, model.rnn.weight_hh_l0, model.conv.weight):
+        frozen.requires_grad_(False)
+
+
+def bypass(model):
+    model.head = Bypass(model.head)
+
+
+# what becomes of the model, and how many of its layers then refresh
+CHANGES = {"trained": (lambda model: None, 14), "frozen": (freeze, 11), "uncalled": (bypass, 13)}
+
+
+def two(change="trained", **options):
+    """The same model twice, each with its THOR."""
+    made = []
+    for _ in range(2):
+        model = build().double()
+        CHANGES[change][0](model)
+        made.append((model, THOR(model, **{**OPTIONS, **options})))
+    return made
+
+
+def in_parts(model, optimizer, stream, cuts):
+    """Micro-batches of unlike sizes: in some of them there is no token for an expert."""
+    for x, labels in stream:
+        for start, stop in zip((0, *cuts), (*cuts, len(x)), strict=True):
+            output = model(x[start:stop])
+            if optimizer.fisher == "sampled":
+                optimizer.sample_fisher(output, fixed)
+            (cross_entropy(labels[start:stop])(output) * (stop - start) / len(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_close(left, right):
+    for name, value in weights(left).items():
+        torch.testing.assert_close(value, right.get_parameter(name).detach(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:THOR, step:RuntimeWarning")
+@pytest.mark.parametrize(
+    "options", [{}, {"scaling": "spectral"}, {"fisher": "sampled"}], ids=["", "spectral", "sampled"]
+)
+@pytest.mark.parametrize("change", CHANGES)
+def test_micro_batches_equal_one_batch(change, options):
+    (model, optimizer), (twin, other) = two(change, **options)
+    in_parts(model, optimizer, STREAM, cuts=(1, 2))
+    in_parts(twin, other, STREAM, cuts=())
+    assert_close(model, twin)
+    refreshes = [layer.refreshes for layer in optimizer.curvature.values() if layer.refreshes]
+    embedding = "scaling" not in options  # the scale-free step has no diagonal factors
+    assert refreshes == [3] * (CHANGES[change][1] - (not embedding))
+
+
+def test_sampled_labels_that_are_the_training_labels():
+    """Two backward passes through experts, and through recurrent layers that run step by step: rows count once."""
+    (model, sampled), (twin, empirical) = two()
+    sampled = THOR(model, **OPTIONS, fisher="sampled")
+    for x, _ in STREAM:
+        output = model(x)
+        sampled.sample_fisher(output, fixed)
+        labels = fixed(output).sample()
+        F.cross_entropy(output, labels).backward()
+        F.cross_entropy(twin(x), labels).backward()
+        for optimizer in (sampled, empirical):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(model, twin)
+    for name, layer in sampled.curvature.items():
+        assert layer.refreshes == empirical.curvature[name].refreshes == 3
+        assert layer.rows_per_term == empirical.curvature[name].rows_per_term
+
+
+PRUNED = {"experts": "weight", "cell": "weight_hh", "rnn": "weight_ih_l0", "head": "weight"}
+
+
+def words(steps):
+    """Batches in which every expert has a token: so a step's factors hang on nothing before it."""
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(steps):
+        x = torch.randint(9, (4, 5), generator=generator)
+        x[0, :4] = torch.arange(4)
+        yield x, torch.randint(5, (4,), generator=generator)
+
+
+@pytest.mark.filterwarnings("ignore:THOR.*:RuntimeWarning")
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("name", PRUNED)
+def test_pruning_one_weight_of_a_module(name, steps):
+    """From the step after it the run is that of a THOR which was made for the pruned model."""
+    options = {**OPTIONS, "update_interval": 1, "momentum": 0.0}
+    stream = list(words(6))
+    model, twin = build().double(), build().double()
+    optimizer = THOR(model, **options)
+    train(model, optimizer, stream[:steps])
+    for one in (model, twin):
+        prune.l1_unstructured(one.get_submodule(name), PRUNED[name], 0.4)
+    train(model, optimizer, stream[steps : steps + 1])
+    twin.load_state_dict(model.state_dict())
+    other = THOR(twin, **options)
+    train(model, optimizer, stream[steps + 1 :])
+    train(twin, other, stream[steps + 1 :])
+    assert len(optimizer.curvature) == CHANGES["trained"][1] - 1
+    assert optimizer.curvature.keys() == other.curvature.keys()
+    assert_same_bits(weights(model), weights(twin))
+
+
+WRAPPERS = {
+    "data-parallel": nn.DataParallel,
+    "sequential": nn.Sequential,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("made", ["before THOR", "after THOR"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers(wrapper, made):
+    """Who calls the model makes no difference, whether or not it had been called when THOR was made."""
+    torch._dynamo.reset()
+    model, twin = build().double(), build().double()
+    if made == "before THOR":
+        wrapped = WRAPPERS[wrapper](model)
+        wrapped(STREAM[0][0]).sum().backward()
+        model.zero_grad()
+        optimizer = THOR(model, **OPTIONS)
+    else:
+        optimizer = THOR(model, **OPTIONS)
+        wrapped = WRAPPERS[wrapper](model)
+    train(wrapped, optimizer, STREAM)
+    train(twin, THOR(twin, **OPTIONS), STREAM)
+    assert_same_bits(weights(model), weights(twin))
+    torch._dynamo.reset()
+
+
+SUMMED = {"lr": 0.02, "update_interval": 3, "trace_thresholds": (0.0, 0.0), "weight_decay": 0.01}
+
+
+def train_summed(model, optimizer, stream, factor):
+    """The loss is `factor` times the mean."""
+    for x, labels in stream:
+        (factor * F.mse_loss(model(x), F.one_hot(labels, 3).to(x))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:.*looks like a sum")
+@pytest.mark.parametrize("stop", [0, 1, 3, 5])
+def test_a_run_whose_loss_is_a_sum_resumes(stop):
+    """What the first refresh has found is saved: no second look at fewer or other numbers."""
+    size = 64
+    stream = [(10 * x, labels) for x, labels in batches(7, size=size)]
+    models = [mlp() for _ in range(4)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    whole, first, second, mean = (THOR(model, **SUMMED) for model in models)
+    train_summed(models[0], whole, stream, 8.0 * size)
+    assert whole.param_groups[0]["loss_scale"] == size, "else this shows nothing"
+    train_summed(models[1], first, stream[:stop], 8.0 * size)
+    saved = round_trip([models[1].state_dict(), first.state_dict()])
+    models[2].load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    train_summed(models[2], second, stream[stop:], 8.0 * size)
+    assert_same_bits(weights(models[2]), weights(models[0]))
+    assert_same_state(second, whole)
+    train_summed(models[3], mean, stream, 8.0)
+    assert mean.param_groups[0]["loss_scale"] == 1.0
+    assert_close(models[3], models[0])

@@ -1,0 +1,101 @@
+"""The loops of Lightning and of the Hugging Face Trainer: with a closure, with accumulation, stopped and resumed."""
+
+import lightning
+import pytest
+import torch
+import transformers
+from test_hugging_face import gpt2
+from torch.utils.data import DataLoader, Dataset
+
+from tiny import assert_same_bits, batches, cross_entropy, mlp, weights
+from torch_thor import THOR
+
+OPTIONS = {"update_interval": 3, "trace_thresholds": (0.0, 0.0)}
+
+
+class Module(lightning.LightningModule):
+    """A perceptron and its THOR."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = mlp(dtype=torch.float32)
+
+    def training_step(self, batch, _):
+        x, labels = batch
+        return cross_entropy(labels)(self.net(x))
+
+    def configure_optimizers(self):
+        return THOR(self.net, **OPTIONS)
+
+
+def fit(folder, stream, steps, accumulation=1, **options):
+    module = Module()
+    trainer = lightning.Trainer(
+        max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=accumulation,
+        default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(stream, batch_size=None, shuffle=False), **options)
+    return module, trainer
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers and loggers
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_lightning_steps_as_the_plain_loop(accumulation, tmp_path):
+    """It hands `step` a closure that zeroes the gradients between forward and backward."""
+    stream = batches(6 * accumulation, dtype=torch.float32)
+    module, _ = fit(tmp_path, stream, 6, accumulation)
+    plain = Module()
+    optimizer = plain.configure_optimizers()
+    for start in range(0, len(stream), accumulation):
+        for x, labels in stream[start : start + accumulation]:
+            (cross_entropy(labels)(plain.net(x)) / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_bits(weights(module), weights(plain))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes(tmp_path):
+    """One batch over and over: where a resumed epoch begins in the data is Lightning's affair."""
+    stream = batches(1, dtype=torch.float32) * 4
+    whole, _ = fit(tmp_path, stream, 10)
+    _, trainer = fit(tmp_path, stream, 5)
+    trainer.save_checkpoint(tmp_path / "five.ckpt")
+    resumed, _ = fit(tmp_path, stream, 10, ckpt_path=tmp_path / "five.ckpt", weights_only=True)
+    assert_same_bits(weights(resumed), weights(whole))
+
+
+class Sentences(Dataset):
+    def __init__(self):
+        self.tokens = torch.randint(3, 19, (16, 6), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+
+
+def test_the_trainer_accumulates_and_resumes(tmp_path):
+    """Bit for bit, between two refreshes; what its N is stands in the checkpoint."""
+
+    def fit(folder, **options):
+        torch.manual_seed(0)
+        model = gpt2()
+        optimizer = THOR(model, **OPTIONS)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=8,
+            save_steps=4, report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), optimizers=(optimizer, constant))
+        trainer.train(**options)
+        return model, optimizer
+
+    whole, optimizer = fit("whole")
+    assert {layer.refreshes for layer in optimizer.curvature.values()} == {3}
+    assert optimizer.param_groups[0]["last_loss_terms"] == 4
+    resumed, _ = fit("other", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert_same_bits(weights(resumed), weights(whole))
