@@ -297,8 +297,8 @@ def unlike(rank, world):
     """What unlike hardware would do, in large: other traces, and a factorisation that fails on one rank."""
     really_invert, really_trace = refresh.damped_inverses, LayerCurvature.trace_of_fisher
 
-    def other_trace(layer, factors, damping):
-        return really_trace(layer, factors, damping) * (1 + 0.2 * rank * (layer.refreshes + 1))
+    def other_trace(layer, *given):
+        return really_trace(layer, *given) * (1 + 0.2 * rank * (layer.refreshes + 1))
 
     def invert(factors):
         inverses = really_invert(factors)

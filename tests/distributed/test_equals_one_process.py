@@ -294,8 +294,8 @@ def test_layers_before_a_norm_over_all_ranks(run):
 
 def test_synchronised_batch_norm_is_a_norm():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)))
-    notes = {entry.name: entry.note for entry in THOR(model).coverage() if entry.kind == "SyncBatchNorm"}
-    assert notes == {"1.weight": "diagonal", "1.bias": "diagonal"}
+    reasons = {entry.name: entry.reason for entry in THOR(model).coverage() if entry.kind == "SyncBatchNorm"}
+    assert reasons == {"1.weight": "a normalisation layer", "1.bias": "a normalisation layer"}
 
 
 def pairs_of_ranks(rank, world):

@@ -26,6 +26,14 @@ def loader(count=1):
     return raw_loader(source, Whole(), [[(0, index)] for index in range(40)], Workers(count=count, prefetch=1))
 
 
+def with_workers(**options):
+    """The batches of a loader that has begun, and its workers: other tests may have children of this process too."""
+    others = multiprocessing.active_children()
+    batches = iter(loader(**options))
+    read(batches, 1)
+    return batches, [child for child in multiprocessing.active_children() if child not in others]
+
+
 def read(batches, count):
     return [int(next(batches).labels) for _ in range(count)]
 
@@ -33,9 +41,7 @@ def read(batches, count):
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="this system does not tell who sent a signal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stranger_cannot_stop_a_worker(number):
-    batches = iter(loader())
-    read(batches, 1)
-    [worker] = multiprocessing.active_children()
+    batches, [worker] = with_workers()
     script = f"import os; os.kill({worker.pid}, {int(number)})"
     subprocess.run([sys.executable, "-S", "-c", script], check=True, timeout=600)
     assert read(batches, 39) == list(range(1, 40))
@@ -46,9 +52,7 @@ def test_a_stranger_cannot_stop_a_worker(number):
 
 
 def test_workers_end_with_their_loader():
-    batches = iter(loader(count=2))
-    read(batches, 1)
-    workers = multiprocessing.active_children()
+    batches, workers = with_workers(count=2)
     assert len(workers) == 2
     assert os.getpid() not in {worker.pid for worker in workers}
     del batches
