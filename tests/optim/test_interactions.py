@@ -183,15 +183,15 @@ def test_a_run_whose_loss_is_a_sum_resumes(stop):
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
     whole, first, second, mean = (THOR(model, **SUMMED) for model in models)
-    train_summed(models[0], whole, stream, 8.0 * size)
+    train_summed(models[0], whole, stream, 2.0 * size)
     assert whole.param_groups[0]["loss_scale"] == size, "else this shows nothing"
-    train_summed(models[1], first, stream[:stop], 8.0 * size)
+    train_summed(models[1], first, stream[:stop], 2.0 * size)
     saved = round_trip([models[1].state_dict(), first.state_dict()])
     models[2].load_state_dict(saved[0])
     second.load_state_dict(saved[1])
-    train_summed(models[2], second, stream[stop:], 8.0 * size)
+    train_summed(models[2], second, stream[stop:], 2.0 * size)
     assert_same_bits(weights(models[2]), weights(models[0]))
     assert_same_state(second, whole)
-    train_summed(models[3], mean, stream, 8.0)
+    train_summed(models[3], mean, stream, 2.0)
     assert mean.param_groups[0]["loss_scale"] == 1.0
     assert_close(models[3], models[0])
