@@ -1,11 +1,11 @@
-"""Sixteen models that nobody here wrote, small ones with random weights, and one batch of real data for each.
+"""Sixteen models that nobody here wrote, small ones with random weights, and real data for each.
 
 Two are the MNIST and VAE examples of pytorch/examples, the rest come from torchvision, timm and transformers. Images
-are scikit-learn's digits, text is what every Python carries.
+are scikit-learn's digits, text is what every Python carries. Tests and benchmarks/models.py train them.
 """
 
 import pydoc_data.topics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Loss = Callable[[nn.Module], Tensor]
+Batch = tuple[Tensor, ...]
 
 VOCABULARY = 128  # text is ASCII, a character is a token
+MASK = 127  # no character of a text
 
 
 @dataclass(frozen=True)
@@ -24,30 +25,38 @@ class Subject:
 
     Args:
         model: the model, in training mode.
-        loss: computes the loss of the batch.
+        criterion: computes the loss of a batch.
+        batches: what there is to train on, the same for all.
     """
 
     model: nn.Module
-    loss: Loss
+    criterion: Callable[[nn.Module, Batch], Tensor]
+    batches: Sequence[Batch]
+
+    def loss(self, number: int = 0) -> Tensor:
+        """Return the loss of a batch; after the last comes the first."""
+        return self.criterion(self.model, self.batches[number % len(self.batches)])
 
 
 @cache
-def digits(count: int, pixels: int, channels: int) -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's digits as images in [0, 1] and their labels."""
+def digits(count: int, pixels: int, channels: int, mean: float, deviation: float) -> list[Batch]:
+    """Return scikit-learn's digits, normalised, and their labels: batches of ``count`` images, whole ones only."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    images = torch.tensor(found.images[:count], dtype=torch.float32)[:, None] / 16
-    images = F.interpolate(images, size=(pixels, pixels), mode="bilinear")
-    return images.expand(-1, channels, -1, -1).contiguous(), torch.tensor(found.target[:count])
+    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    images = (F.interpolate(images, size=(pixels, pixels), mode="bilinear") - mean) / deviation
+    images = images.expand(-1, channels, -1, -1).contiguous()
+    labels = torch.tensor(found.target)
+    return [(images[i : i + count], labels[i : i + count]) for i in range(0, len(labels) - count + 1, count)]
 
 
 @cache
-def text(count: int, length: int) -> Tensor:
-    """Return ``(count, length)`` characters of Python's own help texts."""
+def text(count: int, length: int) -> list[Batch]:
+    """Return the first characters of Python's own help texts: 64 batches of ``(count, length)``."""
     topics = pydoc_data.topics.topics
     characters = "".join(topics[key] for key in sorted(topics)).encode("ascii", "ignore")
-    return torch.tensor(list(characters[: count * length])).view(count, length)
+    return [(batch,) for batch in torch.tensor(list(characters[: 64 * count * length])).view(64, count, length)]
 
 
 class MNISTNet(nn.Module):
@@ -87,27 +96,23 @@ class VAE(nn.Module):
 
 
 def _mnist() -> Subject:
-    x, y = digits(64, 28, 1)
-    x = (x - 0.1307) / 0.3081
-    return Subject(MNISTNet(), lambda model: F.nll_loss(model(x), y))
+    batches = digits(64, 28, 1, 0.1307, 0.3081)
+    return Subject(MNISTNet(), lambda model, batch: F.nll_loss(model(batch[0]), batch[1]), batches)
+
+
+def _vae_loss(model: nn.Module, batch: Batch) -> Tensor:
+    # both terms are sums over the batch, as the example has them
+    reconstruction, mean, log_variance = model(batch[0])
+    divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+    return F.binary_cross_entropy(reconstruction, batch[0].view(-1, 784), reduction="sum") + divergence
 
 
 def _vae() -> Subject:
-    x, _ = digits(128, 28, 1)
-
-    def loss(model: nn.Module) -> Tensor:
-        # both terms are sums over the batch, as the example has them
-        reconstruction, mean, log_variance = model(x)
-        divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
-        return F.binary_cross_entropy(reconstruction, x.view(-1, 784), reduction="sum") + divergence
-
-    return Subject(VAE(), loss)
+    return Subject(VAE(), _vae_loss, digits(128, 28, 1, 0.0, 1.0))
 
 
-def _images(model: nn.Module, pixels: int = 32, count: int = 32) -> Subject:
-    x, y = digits(count, pixels, 3)
-    x = (x - 0.5) / 0.5
-    return Subject(model, lambda model: F.cross_entropy(model(x), y))
+def _images(model: nn.Module) -> Subject:
+    return Subject(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), digits(32, 32, 3, 0.5, 0.5))
 
 
 def _resnet18() -> Subject:
@@ -122,14 +127,14 @@ def _mobilenet_v3() -> Subject:
     return _images(mobilenet_v3_small(num_classes=10))
 
 
-def _timm(name: str, pixels: int = 32, **options: object) -> Subject:
+def _timm(name: str, **options: object) -> Subject:
     import timm
 
-    return _images(timm.create_model(name, num_classes=10, **options), pixels)
+    return _images(timm.create_model(name, num_classes=10, **options))
 
 
 def _vit() -> Subject:
-    return _timm("vit_tiny_patch16_224", img_size=32, patch_size=4, depth=4, embed_dim=96, num_heads=3)
+    return _timm("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=4, embed_dim=96, num_heads=3)
 
 
 def _swin() -> Subject:
@@ -151,17 +156,22 @@ def _nf_resnet26() -> Subject:
     return _timm("nf_resnet26")
 
 
-def _language(model: nn.Module, **options: object) -> Subject:
-    tokens = text(16, 32)
-    return Subject(model, lambda model: model(input_ids=tokens, labels=tokens, **options).loss)
+def _language(model: nn.Module) -> Subject:
+    return Subject(model, lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss, text(16, 32))
 
 
 def _masked(model: nn.Module) -> Subject:
-    tokens = text(16, 32)
-    hidden = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(7)) < 0.15
-    inputs = tokens.masked_fill(hidden, 0)  # character 0 stands for the mask
-    labels = tokens.masked_fill(~hidden, -100)
-    return Subject(model, lambda model: model(input_ids=inputs, labels=labels).loss)
+    draws = torch.Generator().manual_seed(7)
+    batches = []
+    for (tokens,) in text(16, 32):
+        hidden = torch.rand(tokens.shape, generator=draws) < 0.15
+        batches.append((tokens.masked_fill(hidden, MASK), tokens.masked_fill(~hidden, -100)))
+    mask = torch.ones_like(batches[0][0])  # left out, transformers warns that tokens may be padding
+    return Subject(
+        model,
+        lambda model, batch: model(input_ids=batch[0], labels=batch[1], attention_mask=mask).loss,
+        batches,
+    )
 
 
 _SMALL = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -257,26 +267,29 @@ def build(name: str, seed: int = 0) -> Subject:
     return subject
 
 
-def train(subject: Subject, optimizer: torch.optim.Optimizer, steps: int = 12, seed: int = 0) -> list[float]:
-    """Train on the subject's batch.
+def train(
+    subject: Subject, optimizer: torch.optim.Optimizer, steps: int = 12, seed: int = 0, *, fresh: bool = False
+) -> list[float]:
+    """Train, on the subject's first batch or on a fresh one in each step.
 
     Args:
-        subject: the model and its loss.
+        subject: the model and its data.
         optimizer: its optimizer.
         steps: how many.
         seed: of dropout and sampling.
+        fresh: whether each step has a batch of its own.
 
     Returns:
-        The loss of each step, before the step, and the one after the last, ``steps + 1`` numbers.
+        The loss of each step, before the step, and the one of a further batch after the last: ``steps + 1`` numbers.
     """
     torch.manual_seed(seed)
     losses = []
-    for _ in range(steps):
-        loss = subject.loss(subject.model)
+    for step in range(steps):
+        loss = subject.loss(step if fresh else 0)
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        losses.append(float(subject.loss(subject.model)))
+        losses.append(float(subject.loss(steps if fresh else 0)))
     return losses
