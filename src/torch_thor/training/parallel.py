@@ -3,6 +3,7 @@
 Without `torchrun` there is one process, and nothing here communicates.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -81,6 +82,7 @@ def processes(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # a DDP wrapper in a reference cycle goes before the group that it holds, not at the program's end
         dist.destroy_process_group()
 
 
