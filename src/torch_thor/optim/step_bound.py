@@ -66,14 +66,42 @@ def relative_scales(
     Returns:
         ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``, one number per parameter; None where all are known to be 1.
     """
+    if directions[0].device.type == "cpu":
+        scales = [relative_scale(p, d, lr, ratio) for p, d in zip(parameters, directions, strict=True)]
+        return None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, dtype=directions[0].dtype)
     lengths = torch.stack(list(torch._foreach_norm(list(directions)))) * lr
     # in the directions' precision: norms of half-precision weights would be rounded to 3 digits, or overflow
     norms = torch.stack(list(torch._foreach_norm(list(parameters), 2, dtype=directions[0].dtype)))
     smallest = torch.tensor([smallest_norm(p) for p in parameters], dtype=lengths.dtype, device=lengths.device)
     longest = ratio * torch.maximum(norms, smallest)
-    if lengths.device.type == "cpu" and bool((lengths <= longest).all()):
-        return None
     return (longest / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)).clamp(max=1.0)
+
+
+def relative_scale(parameter: Tensor, direction: Tensor, lr: float, ratio: float) -> float:
+    """Return by what one direction on the CPU is to be multiplied so that the step is not too long.
+
+    In Python's numbers, where :func:`relative_scales` has tensors of one element: half a dozen operations on those
+    take as long as the norm of a small layer.
+
+    Args:
+        parameter: the parameter.
+        direction: what momentum will take in, of the same shape.
+        lr: learning rate.
+        ratio: r, the longest step as a share of the parameter's norm.
+
+    Returns:
+        ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``; 1 for a direction of zeros, NaN for one with a NaN.
+    """
+    length = lr * _norm(direction, direction.dtype)
+    longest = ratio * smallest_norm(parameter)
+    if length <= longest:  # the parameter's own norm can only allow more
+        return 1.0
+    longest = max(longest, ratio * _norm(parameter, direction.dtype))
+    return 1.0 if length <= longest else longest / length
+
+
+def _norm(tensor: Tensor, dtype: torch.dtype) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=dtype))
 
 
 def kl_divergence(parts: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Group]]) -> Tensor:

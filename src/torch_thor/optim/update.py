@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import scale_
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.parameters import Group, ParameterIndex, Share, with_gradient
-from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scales
+from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
 
 
 @dataclass
@@ -150,9 +150,9 @@ def _update_one_by_one(natural: Part) -> None:
             direction = scratch[buffer.dtype][: buffer.numel()].as_strided(buffer.shape, buffer.stride())
             _accumulate_natural_gradients_(part, [direction], 0.0)
             _add_weight_decay_(part, [direction])
-            scales = relative_scales(part.params, [direction], float(lr), float(ratio))
-            if scales is not None:
-                direction.mul_(scales[0])
+            scale = relative_scale(part.params[0], direction, float(lr), float(ratio))
+            if scale != 1.0:
+                direction.mul_(scale)
             torch.add(direction, buffer, alpha=float(momentum), out=buffer)  # one pass, where mul_ and add_ are two
         torch._foreach_add_(list[Tensor](part.params), part.buffers, alpha=-float(lr))
 
