@@ -10,10 +10,10 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
 
-Pair = tuple[BlockDiagonal, BlockDiagonal]
+Factors = tuple[BlockDiagonal, ...]
 
 
-def weighted_factors(sums: Pair, rows: Sequence[int], terms: int, before: Pair | None) -> Pair:
+def weighted_factors(sums: Factors, rows: Sequence[int], terms: int, before: Factors | None) -> Factors:
     """Turn the sums of a step into the factors of its experts.
 
     Args:
@@ -30,8 +30,7 @@ def weighted_factors(sums: Pair, rows: Sequence[int], terms: int, before: Pair |
         factor.scale_groups_((counts * terms).clamp(min=1).rsqrt())  # √T_e / R_e
     if before is None:
         return sums
-    a, g = (new.where_groups(counts > 0, old) for new, old in zip(sums, before, strict=True))
-    return a, g
+    return tuple(new.where_groups(counts > 0, old) for new, old in zip(sums, before, strict=True))
 
 
 def group_rows_per_term(rows: Sequence[int], terms: int, before: Tensor) -> Tensor:
@@ -61,17 +60,16 @@ def bias_scales(rows_per_term: Tensor) -> Tensor:
     return torch.where(rows_per_term > 0, rows_per_term, 1.0).rsqrt()
 
 
-def plain_where_unknown(factors: Pair, inverses: Pair) -> Pair:
+def plain_where_unknown(factors: Factors, inverses: Factors) -> Factors:
     """Have an expert that has never had a row take its plain gradient: the inverse of its zeros would be ``I / λ``.
 
     Args:
         factors: as :func:`weighted_factors` gives them.
-        inverses: their damped inverses, or roots of them.
+        inverses: their damped inverses.
 
     Returns:
         The inverses, with identities for such experts.
     """
     unknown: Tensor = factors[0].group_traces() == 0
     identity = [BlockDiagonal.identities(i.layout, dtype=i.blocks.dtype, device=i.blocks.device) for i in inverses]
-    a, g = (plain.where_groups(unknown, inverse) for plain, inverse in zip(identity, inverses, strict=True))
-    return a, g
+    return tuple(plain.where_groups(unknown, inverse) for plain, inverse in zip(identity, inverses, strict=True))

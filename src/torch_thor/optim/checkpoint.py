@@ -237,7 +237,7 @@ def check_factors(layers: Iterable[LayerCurvature]) -> None:
                 f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
                 f"is whole, or let the optimizer start anew"
             )
-        for key, layout in zip(("A", "G"), layer.layouts(), strict=True):
+        for key, layout in layer.layouts().items():
             for matrix in (key, f"{key}_inverse"):
                 stored = layer.stored(matrix)
                 found = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in stored)

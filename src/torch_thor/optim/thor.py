@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.capture import Capture
 from torch_thor.curvature.coverage import Covered, table
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import RefreshEvent, refresh
 from torch_thor.curvature.selection import Selection
@@ -64,7 +64,7 @@ from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_grad
 from torch_thor.optim.reading import Reading, read_alike
 from torch_thor.optim.reports import Reports
 from torch_thor.optim.sampled_fisher import SampledFisher
-from torch_thor.optim.spectral import ROOT, spectral_update
+from torch_thor.optim.spectral import spectral_update
 from torch_thor.optim.summed_loss import looks_summed, message
 from torch_thor.optim.update import update
 
@@ -406,8 +406,9 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        super().zero_grad(set_to_none)
         self._capture.discard_with_gradients()
+        super().zero_grad(set_to_none)
+        self._capture.note_gradients()
 
     def _settings(self) -> Iterator[str]:
         """What must be the same on all processes, beside the options of the groups."""
@@ -492,8 +493,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         silent = {layer for layer in refreshing if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}
         idle = [not layer.seen and not layer.has_gradient() for layer in refreshing]
         candidates = candidates_of(refreshing, terms, self._index, self._report)
-        root = ROOT if self.scaling == "spectral" else None
-        self._last_refresh = refresh(candidates, self._report, root=root, processes=processes)
+        relative = self.scaling == "spectral"
+        self._last_refresh = refresh(candidates, self._report, relative=relative, processes=processes)
         for layer, is_idle in zip(refreshing, idle, strict=True):
             layer.set_idle(is_idle)
             layer.set_uncalled(layer in silent)
@@ -609,6 +610,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
                 lambda: index.states,
                 lambda weight: block_size(index.group(weight)),
                 layer.prefix,
+                sides=SIDES if self.scaling is None else SIDES[:1],
             )
             for name, layer in found.layers.items()
         }

@@ -69,21 +69,32 @@ class Kind(Protocol):
         """Return the leading dimensions of the input, whose every index is a row; none where rows are patches."""
         ...
 
-    def add_rows_(
-        self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add ``Σ a aᵀ`` and ``Σ g gᵀ`` of one pass to two factors.
+        """Add ``Σ a aᵀ`` of one call to the input factor.
 
         Args:
             a: the input factor, changed in place.
-            g: the output factor, changed in place.
             x: the layer's input.
-            grad: the gradient of the loss with respect to its output.
+            output: the shape of its output.
             keep: ``bool``, of the leading dimensions of ``x``: which rows count; None for all. A kind without such
                 rows (a convolution) takes all.
+            most: take every so many rows (of a convolution: images) that about this many are left; None for all.
 
         Returns:
             The number of rows; that of each group, where they have rows of their own.
+        """
+        ...
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add ``Σ g gᵀ`` of one call to the output factor.
+
+        Args:
+            g: the output factor, changed in place.
+            x: the layer's input.
+            grad: the gradient of the loss with respect to its output.
+            keep: as for :meth:`add_inputs_`.
         """
         ...
 
@@ -122,6 +133,19 @@ class MatrixWeight:
         """
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix[0])
+
+
+def every(rows: Tensor, most: int | None) -> Tensor:
+    """Return every so many rows that at least ``most`` are left, evenly spread.
+
+    Args:
+        rows: rows along the first dimension.
+        most: how many are enough; None for all.
+
+    Returns:
+        A view.
+    """
+    return rows if most is None or len(rows) <= most else rows[:: len(rows) // max(most, 1)]
 
 
 def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.kinds.base import shares_memory
+from torch_thor.curvature.kinds.base import every, shares_memory
 
 # Patches are written once and read once; a piece that stays in the last-level cache makes that read free.
 # (ResNet-50's 3x3 layers at 56x56, batch 8: 20 ms at once, 3 ms in pieces of one image.) A GPU wants few large pieces.
@@ -71,27 +71,43 @@ class ConvKind:
         """
         return torch.Size()
 
-    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
-        """Add the rows of one pass, a few images at a time.
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+    ) -> int:
+        """Add the patches, a few images at a time.
 
         Args:
             a: the input factor, changed in place.
-            g: the output factor, changed in place.
             x: ``(N, C_in, *L)`` or ``(C_in, *L)``.
-            grad: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
+            output: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
             keep: not used.
+            most: how many rows are enough, of as many images as they need; None for all.
 
         Returns:
             The number of rows: images times output pixels.
         """
-        if x.dim() < len(self.kernel) + 2:
-            x, grad = x[None], grad[None]
-        sizes, dtype = grad.shape[2:], a.blocks.dtype
-        for piece in _pieces(x, self.groups * self.inputs * math.prod(sizes) * dtype.itemsize):
+        sizes, dtype = output[-len(self.kernel) :], a.blocks.dtype
+        pixels = math.prod(sizes)
+        x = every(self._batched(x), None if most is None else math.ceil(most / max(pixels, 1)))
+        for piece in _pieces(x, self.groups * self.inputs * pixels * dtype.itemsize):
             a.add_second_moment_(self._input_samples(piece.to(dtype), sizes))
+        return len(x) * pixels
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the output's pixels, a few images at a time.
+
+        Args:
+            g: the output factor, changed in place.
+            x: not used.
+            grad: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
+            keep: not used.
+        """
+        grad, dtype = self._batched(grad), g.blocks.dtype
         for piece in _pieces(grad, grad[:1].numel() * dtype.itemsize):
             g.add_second_moment_(self._output_samples(piece.to(dtype)))
-        return len(x) * math.prod(sizes)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x[None] if x.dim() < len(self.kernel) + 2 else x
 
     def _input_samples(self, x: Tensor, sizes: torch.Size) -> Tensor:
         """Return the rows of ``a``, ``(groups, inputs, rows)``."""
