@@ -20,7 +20,6 @@ from torch_thor.curvature.sampling import Sampler
 from torch_thor.curvature.sources import Source
 from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
 
-
 # Where A alone is gathered, rows (of a convolution: of as many images as have them) that are enough for it.
 _ENOUGH_ROWS = 1024
 

@@ -85,8 +85,8 @@ def relative_damping(factor: BlockDiagonal, damping: float) -> Tensor:
         damping: λ, as a share.
 
     Returns:
-        ``λ · tr(M) / n`` of each group, ``(groups,)``; λ for a factor of zeros (a layer whose inputs have vanished), and
-        for one whose squares are so small that most of their digits are lost.
+        ``λ · tr(M) / n`` of each group, ``(groups,)``; λ for a factor of zeros (a layer whose inputs have vanished),
+        and for one whose squares are so small that most of their digits are lost.
     """
     means = factor.group_traces() / factor.layout.size
     least = torch.finfo(means.dtype).tiny / torch.finfo(means.dtype).eps

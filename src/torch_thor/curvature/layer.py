@@ -131,8 +131,8 @@ class LayerCurvature:
         """Return A and G as last taken, dense, zeros between the blocks where split.
 
         Returns:
-            ``(A, G)``, G None for the scale-free step, which takes A alone; of shapes ``(d_in, d_in)`` and ``(d_out, d_out)`` with ``d_in`` a patch for a convolution; for
-            a grouped convolution two lists, one entry a group.
+            ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)`` with ``d_in`` a patch for a convolution; for
+            a grouped convolution two lists, one entry a group. G is None for the scale-free step, which takes A alone.
 
         Raises:
             RuntimeError: nothing has been taken yet.

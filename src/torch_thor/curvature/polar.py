@@ -58,7 +58,7 @@ def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Te
 
 
 def _cut(matrices: Tensor, rows: int | None) -> list[Tensor]:
-    count, size, columns = matrices.shape
+    _, size, columns = matrices.shape
     if rows is None or rows >= size:
         return [matrices]
     covered = size // rows * rows

@@ -204,9 +204,7 @@ def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagona
     return new.with_parts([n.lerp(o, candidate.decay) for n, o in zip(new.parts(), old.parts(), strict=True)])
 
 
-def _fisher_traces(
-    candidates: Sequence[Candidate], relative: bool, processes: Processes
-) -> list[tuple[float, float]]:
+def _fisher_traces(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[tuple[float, float]]:
     """Return tr(F + λI) of the new factors and of those in use, with one wait for the device for all layers.
 
     Where several processes decide, the numbers are the first one's: on unlike hardware the last bits of a sum differ,

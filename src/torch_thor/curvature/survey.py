@@ -94,7 +94,7 @@ def survey(
         trained: the parameters that the optimizer has.
         skip: layers to leave out.
         only: layers to keep.
-        matrices_alone: leave out what has no two full factors (embeddings and biases), and look for matrices without
+        matrices_alone: leave out what has no full factor A (embeddings and biases), and look for matrices without
             factors, as the scale-free step wants it.
 
     Returns:

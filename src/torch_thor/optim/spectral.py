@@ -224,7 +224,7 @@ def _adamw_step_(parameters: list[nn.Parameter], states: Callable[[Tensor], dict
         [s["step"] for s in kept],
         # torch's batched kernels want parameters of the state's dtype, which is float32 under bfloat16
         foreach=None if alike else False,
-        fused=alike and all(p.device.type == "cpu" and not p.is_complex() for p in parameters) or None,
+        fused=(alike and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)) or None,
         has_complex=any(p.is_complex() for p in parameters),
         amsgrad=False,
         beta1=ADAMW_BETAS[0],

@@ -114,12 +114,14 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             :mod:`fnmatch` has them, with a minus in front for what does not: ``["*.weight", "-*norm*"]``; None: all.
         update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals`, or any callable, from
             the step of a refresh (counted from 0) to the steps until the next. The first step refreshes. It stands in
-            each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral: 10).
+            each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral:
+            ``Geometric(1, 20, factor=1.2)``, every step at first and every 20th from step 95 on).
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh a layer whose trace changed by more than
             ω1 takes new factors, by less than ω2 stops for good, else keeps what it has. ``(0, 0)`` takes them always.
         split_dim: block size of the factors (section 3.3), None for full factors. ``"auto"`` chooses it for this model
             and device in the first step (:func:`torch_thor.choose_split_dim`, from that step's statistics), keeps the
             choice in the user's cache and finds it there the next time. The number then stands in the parameter group.
+            With ``scaling="spectral"`` it is also the number of rows that are orthogonalised together.
         factor_decay: weight of the old factors in a running average; 0, as the paper has it, keeps the latest only.
             None: 0 (spectral: 0.5).
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al., ICLR
@@ -131,9 +133,9 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             parameter, ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.step_bound`). Left out: 0.01
             (spectral: None, its steps have a length of their own), or None where ``kl_clip`` is given. None: no bound.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
-            inverse fourth roots of the factors, orthogonalised and given a norm of its own, so that lr means the same
-            on every layer and task; decoupled weight decay; AdamW for what is no matrix
-            (:mod:`torch_thor.optim.spectral`). λ is then relative to the mean diagonal of each factor.
+            the inverse of A alone, orthogonalised and given a norm of its own, so that lr means the same on every layer
+            and task; decoupled weight decay; AdamW for what is no matrix (:mod:`torch_thor.optim.spectral`). λ is then
+            relative to the mean diagonal of A, and statistics are taken in the forward pass.
         fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
@@ -435,7 +437,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             message = doubtful_terms_message(*self._capture.doubtful_terms)
             self._reports.note(message, message)
         sampled = self._capture.sampler is not None  # gradients of single terms as they are
-        captured = scale.of_outputs() if not sampled and any(one.rows for one in self._layers.values()) else 1.0
+        with_g = any(one.rows and "G" in one.sides for one in self._layers.values())
+        captured = scale.of_outputs() if with_g and not sampled else 1.0
         decaying = frozenset(
             id(p) for group, p, _ in with_gradient(self.param_groups) if group["weight_decay"] and self._decays(p)
         )
