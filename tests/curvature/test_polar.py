@@ -54,7 +54,7 @@ def test_every_cut_of_every_shape(size, columns, rows, dtype):
     rows=st.none() | st.integers(1, 8),
 )
 def test_batches_of_many_shapes_come_back_to_their_places(shapes, rows):
-    """Blocks with as many rows share an eigendecomposition, whatever their columns: whole ones, and what is left over."""
+    """Blocks with as many rows share an eigendecomposition, whatever their columns: whole ones, and tails."""
     generator = torch.Generator().manual_seed(len(shapes))
     batches = [
         torch.randn(count, size, size + more + 8, generator=generator, dtype=torch.float64) * 10.0**i
