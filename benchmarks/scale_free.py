@@ -11,7 +11,8 @@ twice the learning rate that was best. The best by the task's final figure runs 
 defaults everywhere; five learning rates of it are shown in the tuning seed, and its step without curvature (damping so
 large that A's inverse is a multiple of the identity) at three, the best of which runs with the three seeds as well.
 
-Steps to a target (what SGD, or Muon, ends with in the same seed) are interpolated between two evaluations. Seconds in the raw data depend on what else the machine did: step times are taken by scale_free_time.py.
+Steps to a target (what SGD, or Muon, ends with in the same seed) are interpolated between two evaluations. Seconds in
+the raw data depend on what else the machine did: step times are taken by scale_free_time.py.
 """
 
 import argparse

@@ -20,8 +20,10 @@ from torch_thor.curvature.sampling import Sampler
 from torch_thor.curvature.sources import Source
 from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
 
-# Where A alone is gathered, rows (of a convolution: of as many images as have them) that are enough for it.
+# Where A alone is gathered, rows (of a convolution: of as many images as have them) that are enough for it: a batch of
+# 4096 has the same A but for some percent, and statistics are what large batches would pay for.
 _ENOUGH_ROWS = 1024
+_ROWS_A_COLUMN = 8  # and as many for each column of a block
 
 
 class Capture:
@@ -224,7 +226,8 @@ class Capture:
             self._mark = self._gradients()
         keep = self.row_mask if self.row_mask is not None and kind.row_shape(x) == self.row_mask.shape else None
         self.mask_taken |= keep is not None
-        layer.gather_inputs(kind, x, output.shape, keep, _ENOUGH_ROWS)
+        enough = max(_ENOUGH_ROWS, _ROWS_A_COLUMN * layer.layouts()["A"].block)
+        layer.gather_inputs(kind, x, output.shape, keep, enough)
 
     def _gradients(self) -> list[tuple[int, int]]:
         """Return what changes when a backward pass adds to the weights' gradients."""

@@ -115,9 +115,9 @@ def _roots(grams: list[Tensor]) -> list[Tensor] | None:
 
 def _by_products(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the polar factors of blocks whose largest entry is 1, or which are zeros."""
-    norms = torch.linalg.matrix_norm(blocks, keepdim=True).clamp(min=0.5)
+    norms: Tensor = torch.linalg.matrix_norm(blocks, keepdim=True).clamp(min=0.5)
     margin = _MARGIN[dtype]
-    x = (blocks / (norms * margin)).to(dtype)
+    x: Tensor = (blocks / (norms * margin)).to(dtype)
     for i, (a, b, c) in enumerate(_POLAR_EXPRESS):
         if i < len(_POLAR_EXPRESS) - 1:
             a, b, c = a / margin, b / margin**3, c / margin**5
