@@ -83,9 +83,11 @@ def test_zero_grad_between_forward_and_backward_keeps_the_rows(reset, steps):
 
 
 def test_zero_grad_twice_between_forward_and_backward():
+    """The gradients of the step before are still there in the forward pass."""
     model = mlp()
     optimizer = THOR(model, **OPTIONS)
-    train(model, optimizer, STREAM[:1])
+    loss_of(model, STREAM[0]).backward()
+    optimizer.step()
     loss = loss_of(model, STREAM[1])
     optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad()
@@ -195,6 +197,15 @@ def test_between_refreshes_no_row_is_gathered():
     torch.testing.assert_close(A(optimizer), moment(STREAM[0][0]))
 
 
+def test_a_layer_that_is_not_due_gathers_nothing_while_others_do():
+    model = mlp()
+    groups = [{"params": list(model[0].parameters()), "update_interval": 5}, {"params": list(model[2:].parameters())}]
+    optimizer = THOR(groups, model=model, **OPTIONS)
+    train(model, optimizer, STREAM[:1])
+    loss_of(model, STREAM[1]).backward()
+    assert [layer.rows for layer in optimizer.curvature.values()] == [0, 8, 8]
+
+
 def test_a_frozen_layer_gathers_nothing():
     model = mlp()
     optimizer = THOR(model, **OPTIONS)
@@ -239,7 +250,8 @@ class Sequences(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("count", "length"), [(3, 5), (204, 5), (205, 5), (409, 5), (410, 5), (700, 3), (1023, 1), (1024, 1), (4099, 1)]
+    ("count", "length"),
+    [(3, 5), (204, 5), (205, 5), (409, 5), (410, 5), (700, 3), (1023, 1), (1024, 1), (2047, 1), (2048, 1), (4099, 1)],
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_about_a_thousand_rows_evenly_spread(count, length, masked):

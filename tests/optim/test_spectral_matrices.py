@@ -191,6 +191,24 @@ def test_resumed_it_is_the_same():
     assert_same_bits(weights(model), weights(other))
 
 
+@pytest.mark.filterwarnings("ignore:THOR, step 0:RuntimeWarning")
+@pytest.mark.parametrize("split_dim", [2, None])
+def test_a_known_layer_whose_statistics_never_came(split_dim):
+    """Its weight is used without calling it: it takes the step of a matrix without factors."""
+    model = mlp()
+    optimizer = THOR(model, scaling="spectral", lr=LR, split_dim=split_dim)
+    before = weights(model)["0.weight"]
+    [(x, labels)] = batches(1)
+    h = torch.tanh(nn.functional.linear(x, model[0].weight, model[0].bias))
+    nn.functional.cross_entropy(model[2:](h), labels).backward()
+    gradient = torch.randn_like(before)
+    model[0].weight.grad = gradient.clone()
+    optimizer.step()
+    assert [layer.refreshes for layer in optimizer.curvature.values()] == [0, 1, 1]
+    expected = with_norm_of_a_step(polar_factors(gradient[None], split_dim or 1000))[0]
+    torch.testing.assert_close((before - model[0].weight.detach()) / LR, expected, rtol=1e-7, atol=1e-8)
+
+
 def test_eigenvalues_that_are_not_found_change_little(monkeypatch, recwarn):
     """The polar factors come from products then: a step of nearly the same direction, and of the same length."""
 
