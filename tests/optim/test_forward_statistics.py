@@ -291,6 +291,19 @@ def test_whole_images_of_a_convolution(images, side):
     torch.testing.assert_close(A(optimizer), moment(patches.mT))
 
 
+@pytest.mark.parametrize(("split_dim", "every"), [(64, 3), (150, 2), (200, 2), (210, 1), (None, 1)])
+def test_large_blocks_take_eight_rows_a_column(split_dim, every):
+    """3300 rows of 300 columns: 1024 are enough for small blocks, eight times its columns for a larger one."""
+    model = nn.Sequential(nn.Linear(300, 2)).double()
+    optimizer = THOR(model, split_dim=split_dim, **OPTIONS)
+    x = torch.randn(3300, 300).double() * torch.linspace(1, 3, 3300).double()[:, None]
+    model(x).square().mean().backward()
+    optimizer.step()
+    size = split_dim or 300
+    wanted = torch.block_diag(*(moment(part[::every]) for part in x.split(size, dim=1)))
+    torch.testing.assert_close(A(optimizer), wanted)
+
+
 def test_each_micro_batch_has_rows_enough():
     """3000 rows come as 1500 (every second) + 700 (all)."""
     model = mlp()
