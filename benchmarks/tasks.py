@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 import pydoc_data.topics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -99,9 +99,9 @@ def _pixels() -> Batch:
     return train, test
 
 
-def _autoencoder() -> nn.Module:
+def _autoencoder_of(widths: Sequence[int]) -> nn.Module:
     layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(WIDTHS):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.Tanh()]
     del layers[-1]  # the last layer gives logits
     del layers[7]  # the code is linear
@@ -237,7 +237,7 @@ TASKS = {
         16,
         False,
         "held-out squared error",
-        _autoencoder,
+        lambda: _autoencoder_of(WIDTHS),
         _pixel_batches,
         _reconstruction,
         _squared_error,
