@@ -164,12 +164,14 @@ def test_without_eigenvalues_it_goes_by_products(rows, dtype, monkeypatch):
 
 
 def test_one_shape_without_eigenvalues_leaves_the_others_exact(monkeypatch):
-    """One block that does not converge fails its batch, and is looked for with its own shape alone."""
+    """One block that does not converge fails its batch; then they are taken one by one, and it alone by products."""
     really = torch.linalg.eigh
     poor, rich = with_lengths(1, 4, 6, 0.1), with_lengths(2, 4, 8, 0.1)
+    calls = []
 
     def eigh(grams):
-        if len(grams) != len(rich):
+        calls.append(len(grams))
+        if len(calls) <= 2:  # all three, then the first of them
             never(grams)
         return really(grams)
 
@@ -177,6 +179,23 @@ def test_one_shape_without_eigenvalues_leaves_the_others_exact(monkeypatch):
     one, two = orthogonalise([poor, rich])
     torch.testing.assert_close(two, by_svd(rich), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(one, by_svd(poor), rtol=0, atol=2e-2)
+    assert calls == [3, 1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0.0, 1e-30])
+def test_a_vanished_matrix_leaves_its_neighbours_exact(size, dtype):
+    matrices = with_lengths(3, 6, 9, 0.01)
+    expected = by_svd(matrices)
+    matrices = matrices.to(dtype)
+    matrices[1] *= size
+    (found,) = orthogonalise([matrices])
+    for i in (0, 2):
+        torch.testing.assert_close(
+            found[i].double(), expected[i], rtol=0, atol=1e-3 if dtype == torch.float32 else 1e-9
+        )
+    if size == 0:
+        assert not found[1].any()
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 0.02), (torch.float64, 0.02), (torch.bfloat16, 0.12)])

@@ -376,3 +376,40 @@ def test_checkpointing_gives_the_same_A(mode, sizes, late):
         assert two.curvature[name].refreshes == 3
     for left, right in zip(plain.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+def test_a_layer_inside_and_outside_a_checkpointed_region_counts_each_row_once(mode):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, x):
+            inside = checkpoint(self.layer, x[:4].clone().requires_grad_(), use_reentrant=mode == "reentrant")
+            return torch.cat([inside, self.layer(x[4:])])
+
+    model = Twice().double()
+    optimizer = THOR(model, **OPTIONS)
+    x = torch.randn(12, 5).double()
+    model(x).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(A(optimizer, "layer"), moment(x))
+
+
+@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_loss_that_is_dropped_without_a_backward_pass_leaves_no_rows(reset, steps):
+    """`if not loss.isfinite(): optimizer.zero_grad(); continue`."""
+    model = mlp()
+    optimizer = THOR(model, **OPTIONS)
+    for batch in STREAM[:steps]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        RESETS[reset](model, optimizer)
+    spoilt = torch.full_like(STREAM[2][0], float("nan"))
+    assert not loss_of(model, (spoilt, STREAM[2][1])).isfinite()
+    RESETS[reset](model, optimizer)
+    loss_of(model, STREAM[3]).backward()
+    optimizer.step()
+    torch.testing.assert_close(A(optimizer), moment(STREAM[3][0]))

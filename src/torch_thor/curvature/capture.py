@@ -2,7 +2,8 @@
 
 Between refreshes there is no hook at all. On a refresh step the output's hook gets both rows at once: so an evaluation
 pass, a pass whose loss is never differentiated, and the first of the two passes of activation checkpointing leave
-nothing behind, and the input is kept alive no longer than autograd keeps it anyway.
+nothing behind, and the input is kept alive no longer than autograd keeps it anyway. Where A alone is wanted, the call
+itself gives its rows, and there is no hook on any gradient.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,10 @@ class Capture:
         self._passes: dict[int, Pass] = {}  # by backward pass
         self._parents: dict[int, int] = {}
         self._generation = 0  # of what is gathered: a pass that has been forgotten may go through its graph again
-        self._mark: list[tuple[int, int]] | None = None  # the gradients at the first row without G of this step
+        # where inputs alone are gathered: the weights' gradients at the first of them in this step, and whether a reset
+        # of the gradients has come before their backward pass
+        self._mark: list[tuple[int, int]] | None = None
+        self._awaiting = False
         self.row_mask: Tensor | None = None
         self.mask_taken = False  # whether some layer's rows have been of the shape of the mask
         self.inside_transform: set[str] = set()  # layers that ran under torch.func, where no hook sees a gradient
@@ -93,7 +97,7 @@ class Capture:
             layer.watched = layer.wanted and not layer.idle
         wanted = self.watching
         for layer in self._layers:
-            layer.counts = wanted and self.sampler is None and self._first in (None, layer)
+            layer.counts = wanted and self.sampler is None and self._first in (None, layer) and "G" in layer.sides
         if self.sampler is not None:
             self.sampler.wanted = wanted
         module_calls.listen(self, self._of_use() if wanted else ())
@@ -118,7 +122,7 @@ class Capture:
         self._passes.clear()
         self._parents.clear()
         self._generation += 1
-        self._mark = None
+        self._mark, self._awaiting = None, False
         self.inside_transform.clear()
         self.mask_taken = False
         if self.sampler is not None:
@@ -133,7 +137,8 @@ class Capture:
         gathered): many loops call ``zero_grad`` between the forward pass and ``loss.backward()``.
         """
         if self._mark is not None and self._mark == self._gradients():
-            return  # rows of forward passes whose own backward pass is still to come
+            self._awaiting = True  # rows of forward passes whose own backward pass is still to come, or never comes
+            return
         if self.sampler is None or self.sampler.trained:
             self.discard()
 
@@ -221,7 +226,16 @@ class Capture:
         output.register_hook(on_gradient)
 
     def _gather_inputs(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Tensor) -> None:
-        """Gather the rows of a layer that has A alone, now: no gradient is waited for."""
+        """Gather the rows of a layer that has A alone, now: no gradient is waited for.
+
+        A pass that is never differentiated counts too, unless ``optimizer.zero_grad()`` comes after it; what
+        checkpointing recomputes does not count again.
+        """
+        if _running_backward() >= 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return  # the first pass had gradients enabled and has been counted; else there are no such hooks
+        if self._awaiting and self._mark == self._gradients():
+            self.discard()  # the loss of the passes so far was dropped: not finite, say
+        self._awaiting = False
         if self._mark is None:
             self._mark = self._gradients()
         keep = self.row_mask if self.row_mask is not None and kind.row_shape(x) == self.row_mask.shape else None

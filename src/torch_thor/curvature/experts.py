@@ -13,21 +13,24 @@ from torch_thor.curvature.blocks import BlockDiagonal
 Factors = tuple[BlockDiagonal, ...]
 
 
-def weighted_factors(sums: Factors, rows: Sequence[int], terms: int, before: Factors | None) -> Factors:
+def weighted_factors(sums: Factors, rows: Sequence[int], terms: int | None, before: Factors | None) -> Factors:
     """Turn the sums of a step into the factors of its experts.
 
     Args:
         sums: ``Σ a aᵀ`` and ``Σ g gᵀ`` of each expert; used up.
         rows: R_e of each.
-        terms: N.
+        terms: N; None for A alone, where there is nothing for T to weigh.
         before: the factors in use, if there are any.
 
     Returns:
-        ``√T_e · A_e`` and ``√T_e · G_e``; of an expert without rows those in use, zeros before there are any.
+        ``√T_e · A_e`` and ``√T_e · G_e``, or ``A_e``; of an expert without rows those in use, zeros before there are
+        any.
     """
     counts = sums[0].blocks.new_tensor(rows)
+    # √T_e / R_e, or 1 / R_e
+    scales = counts.clamp(min=1).reciprocal() if terms is None else (counts * terms).clamp(min=1).rsqrt()
     for factor in sums:
-        factor.scale_groups_((counts * terms).clamp(min=1).rsqrt())  # √T_e / R_e
+        factor.scale_groups_(scales)
     if before is None:
         return sums
     return tuple(new.where_groups(counts > 0, old) for new, old in zip(sums, before, strict=True))

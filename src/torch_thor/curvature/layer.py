@@ -443,7 +443,7 @@ class LayerCurvature:
         Returns:
             ``(groups,)``, or None where one T holds for all.
         """
-        if not self.kind.routed:
+        if not self.kind.routed or "G" not in self.sides:
             return None
         return group_rows_per_term(self.group_rows, terms, self.state[self._prefix + "group_rows_per_term"])
 
@@ -464,7 +464,7 @@ class LayerCurvature:
             return None
         if self.kind.routed:
             before = tuple(self.matrix(key) for key in self.sides) if self.refreshes else None
-            return weighted_factors(sums, group_rows, terms, before)
+            return weighted_factors(sums, group_rows, terms if "G" in self.sides else None, before)
         for factor in sums:
             for part in factor.parts():
                 part.div_(rows)
@@ -533,6 +533,7 @@ class LayerCurvature:
         """
         if group_rows_per_term is not None:
             self.state[self._prefix + "group_rows_per_term"] = group_rows_per_term
+        if self.kind.routed:
             inverses = plain_where_unknown(factors, inverses)
         for key, factor, inverse in zip(self.sides, factors, inverses, strict=True):
             self._store(key, factor)

@@ -28,7 +28,7 @@ _POLAR_EXPRESS = (
 _MARGIN = {torch.bfloat16: 1.05, torch.float32: 1.01, torch.float64: 1.01}
 
 # Eigenvalues of a Gram matrix below this many roundings of the largest are noise: their directions are left short.
-_NOISE = 8.0
+_NOISE = 32.0
 
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:
@@ -79,11 +79,17 @@ def _polar(parts: list[Tensor]) -> list[Tensor]:
     roots = _roots([part @ part.mT for part in parts])
     if roots is not None:
         return [root @ part for root, part in zip(roots, parts, strict=True)]
-    if len(parts) > 1:
-        return [found for part in parts for found in _polar([part])]
-    unit = _with_largest_entry_1(parts[0])
-    roots = _roots([unit @ unit.mT])
-    return [_by_products(unit, unit.dtype) if roots is None else roots[0] @ unit]
+    return [_one_by_one(_with_largest_entry_1(part)) for part in parts]
+
+
+def _one_by_one(units: Tensor) -> Tensor:
+    """Return the polar factors of blocks whose largest entry is 1, or which are zeros."""
+    found = torch.zeros_like(units)
+    for i, unit in enumerate(units):
+        if bool(unit.any()):
+            roots = _roots([(unit @ unit.mT)[None]])
+            found[i] = _by_products(unit[None], unit.dtype)[0] if roots is None else roots[0][0] @ unit
+    return found
 
 
 def _with_largest_entry_1(blocks: Tensor) -> Tensor:
@@ -93,8 +99,8 @@ def _with_largest_entry_1(blocks: Tensor) -> Tensor:
 def _roots(grams: list[Tensor]) -> list[Tensor] | None:
     """Return the inverse square roots of Gram matrices ``(count, rows, rows)``.
 
-    None where eigenvalues are not found, or the largest of some matrix is so small or large that squares have left the
-    range of the dtype (entries below 1e-12 or beyond 1e15 in float32); zeros are such matrices too.
+    None where some eigenvalues are not found, or the largest of some matrix is so small or large that squares have left
+    the range of the dtype (entries below 1e-12 or beyond 1e15 in float32); zeros are such matrices too.
     """
     gram = torch.cat(grams) if len(grams) > 1 else grams[0]
     info = torch.finfo(gram.dtype)
