@@ -13,21 +13,21 @@ from reference import keep_blocks
 from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, transposed_input_rows
 from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
 from torch_thor.curvature.kinds import ProjectionKind, RecurrentKind, kind_of
-from torch_thor.curvature.kinds.base import every
+from torch_thor.curvature.kinds.base import spacing
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
 from torch_thor.curvature.kinds.recurrent import RecurrentCall
 
 MOST = [1, 2, 3, 5, 7, 11, 12, 13, 24, 100, None]
 
 
-def chosen(count, most):
-    """Indices of every k-th, k the largest number that leaves `most` of them; all where there are no more."""
-    if most is None or count <= most:
-        return list(range(count))
-    k = 1
-    while count >= most * (k + 1):
-        k += 1
-    return [i for i in range(count) if i % k == 0]
+def chosen(count, most, period):
+    """Indices of every k-th: k is the largest that leaves `most` and has no factor in common with the period."""
+    fitting = [
+        k
+        for k in range(1, count + 1)
+        if k == 1 or (most is not None and count >= most * k and all(period % f or k % f for f in range(2, period + 1)))
+    ]
+    return [i for i in range(count) if i % max(fitting, default=1) == 0]
 
 
 def summed(kind, x, output, *, keep=None, most=None, split_dim=None):
@@ -46,13 +46,20 @@ def second_moment(rows):
     return torch.from_numpy(total)
 
 
-@pytest.mark.parametrize("count", range(1, 40))
-def test_every_so_many(count):
-    rows = torch.arange(count)
-    for most in (*range(1, 45), None):
-        found = every(rows, most).tolist()
-        assert found == chosen(count, most)
-        assert most is None or min(count, most) <= len(found) < 2 * most
+@pytest.mark.parametrize("period", [1, 2, 4, 5, 6, 9])
+def test_every_so_many(period):
+    for count in range(1, 40):
+        for most in (*range(1, 45), None):
+            found = list(range(0, count, spacing(count, most, period)))
+            assert found == chosen(count, most, period)
+            assert most is None or min(count, most) <= len(found)
+
+
+def test_every_place_in_a_sample_has_its_turn():
+    """64 images of 6 pixels, 16 rows are enough: not every 24th, which is always the first pixel, but every 23rd."""
+    step = spacing(64 * 6, 16, 6)
+    assert step == 23
+    assert {row % 6 for row in range(0, 64 * 6, step)} == set(range(6))
 
 
 ROWS = {
@@ -73,7 +80,7 @@ def test_rows_of_sequences(name, most, masked, split_dim):
     keep = torch.rand(5, 5) < 0.7 if masked else None
     rows, [found] = summed(kind, x, (5, 5, 3), keep=keep, most=most, split_dim=split_dim)
     counting = [x[n, t].numpy() for n in range(5) for t in range(5) if keep is None or keep[n, t]]
-    wanted = np.array([counting[i] for i in chosen(len(counting), most)])
+    wanted = np.array([counting[i] for i in chosen(len(counting), most, 5)])
     assert rows == len(wanted)
     whole = second_moment(wanted).numpy()
     torch.testing.assert_close(found, torch.from_numpy(keep_blocks(whole, split_dim)))
@@ -101,34 +108,36 @@ IMAGES = {
 
 @pytest.mark.parametrize("most", [1, 5, 6, 7, 13, 24, 25, 60, 1000, None])
 @pytest.mark.parametrize("name", IMAGES)
-def test_patches_of_whole_images(name, most):
-    """As many images as have `most` pixels are enough, and all pixels of those that are taken are."""
+def test_patches_of_all_images(name, most):
+    """Pixel after pixel and image after image, every so many."""
     make, size = IMAGES[name]
     module = make().double()
     x = torch.randn(9, 4 if name == "transposed" else 2, *size).double()
     output = module(x).shape
     pixels = math.prod(output[2:])
-    images = chosen(9, None if most is None else math.ceil(most / pixels))
+    places = chosen(9 * pixels, most, pixels)
     rows, found = summed(kind_of(module), x, output, most=most)
-    assert rows == len(images) * pixels
+    assert rows == len(places)
     assert most is None or rows >= min(most, 9 * pixels)
-    some = np.stack([x[i].numpy() for i in images])
+    some = x.numpy()
     for group, dense in enumerate(found):
         if isinstance(module, CONVOLUTIONS):
             wanted = conv_input_rows(some, module, group)
         else:
             wanted = transposed_input_rows(some, module, group, tuple(output[2:]))
+        wanted = wanted[places]
         if is_standardised(module):
             wanted = np.array([row - sum(row) / len(row) for row in wanted])
         torch.testing.assert_close(dense, second_moment(wanted))
 
 
-def test_a_single_image_is_taken_whole():
+def test_an_image_without_a_batch():
+    """12 pixels, 2 are enough: not every 6th, 4th, 3rd or 2nd, but every 5th."""
     module = nn.Conv2d(2, 3, 3).double()
     x = torch.randn(2, 6, 5).double()
     rows, [found] = summed(kind_of(module), x, module(x).shape, most=2)
-    assert rows == 12
-    torch.testing.assert_close(found, second_moment(conv_input_rows(x.numpy(), module, 0)))
+    assert rows == 3
+    torch.testing.assert_close(found, second_moment(conv_input_rows(x.numpy(), module, 0)[[0, 5, 10]]))
 
 
 @pytest.mark.parametrize("most", [1, 4, None])

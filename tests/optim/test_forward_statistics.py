@@ -255,7 +255,7 @@ class Sequences(nn.Module):
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_about_a_thousand_rows_evenly_spread(count, length, masked):
-    """Every k-th row of those that count, k the largest number that leaves 1024 of them: `len(rows) // 1024`."""
+    """Every k-th row of those that count, k the largest number that leaves 1024 of them and visits every place."""
     model = Sequences().double()
     optimizer = THOR(model, **OPTIONS)
     x = torch.randn(count, length, 4).double() * torch.linspace(1, 3, count * length).double().view(count, length, 1)
@@ -266,7 +266,8 @@ def test_about_a_thousand_rows_evenly_spread(count, length, masked):
 
     def chosen(rows):
         rows = rows[keep]
-        return moment(torch.stack([row for i, row in enumerate(rows) if i % max(len(rows) // 1024, 1) == 0]))
+        every = max(k for k in range(1, max(len(rows) // 1024, 1) + 1) if math.gcd(k, length) == 1)
+        return moment(torch.stack([row for i, row in enumerate(rows) if i % every == 0]))
 
     torch.testing.assert_close(A(optimizer, "linear"), chosen(x))
     for part in ("q", "k", "v"):
@@ -277,18 +278,17 @@ def test_about_a_thousand_rows_evenly_spread(count, length, masked):
 @pytest.mark.parametrize(
     ("images", "side"), [(1, 40), (5, 12), (9, 12), (10, 12), (11, 12), (20, 12), (31, 12), (300, 4), (600, 4)]
 )
-def test_whole_images_of_a_convolution(images, side):
-    """As many images as have 1024 pixels are enough: every k-th, k the largest number that leaves as many."""
+def test_about_a_thousand_patches_of_all_images(images, side):
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2, bias=False), nn.Flatten(), nn.LazyLinear(2)).double()
     x = torch.randn(images, 2, side, side).double() * torch.linspace(1, 3, images).double().view(-1, 1, 1, 1)
     model(x)
     optimizer = THOR(model, **OPTIONS)
     model(x).square().mean().backward()
     optimizer.step()
-    enough = math.ceil(1024 / (side // 2) ** 2)
-    every = max(images // enough, 1)
-    patches = nn.functional.unfold(torch.stack([x[i] for i in range(0, images, every)]), 3, padding=1, stride=2)
-    torch.testing.assert_close(A(optimizer), moment(patches.mT))
+    pixels = (side // 2) ** 2
+    every = max(k for k in range(1, max(images * pixels // 1024, 1) + 1) if math.gcd(k, pixels) == 1)
+    patches = nn.functional.unfold(x, 3, padding=1, stride=2)
+    torch.testing.assert_close(A(optimizer), moment(patches.mT.flatten(0, 1)[::every]))
 
 
 @pytest.mark.parametrize(("split_dim", "every"), [(64, 3), (150, 2), (200, 2), (210, 1), (None, 1)])

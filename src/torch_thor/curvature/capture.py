@@ -21,8 +21,7 @@ from torch_thor.curvature.sampling import Sampler
 from torch_thor.curvature.sources import Source
 from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
 
-# Where A alone is gathered, rows (of a convolution: of as many images as have them) that are enough for it: a batch of
-# 4096 has the same A but for some percent, and statistics are what large batches would pay for.
+# Where A alone is gathered, rows that are enough for it: statistics are what large batches would pay for.
 _ENOUGH_ROWS = 1024
 _ROWS_A_COLUMN = 8  # and as many for each column of a block
 

@@ -4,6 +4,7 @@ Each kind turns a layer's input into the paper's rows ``a`` and the gradient of 
 ``(groups, features, rows)``, features first (see :mod:`torch_thor.curvature.blocks`).
 """
 
+import math
 from typing import Protocol
 
 import torch
@@ -80,7 +81,7 @@ class Kind(Protocol):
             output: the shape of its output.
             keep: ``bool``, of the leading dimensions of ``x``: which rows count; None for all. A kind without such
                 rows (a convolution) takes all.
-            most: take every so many rows (of a convolution: images) that about this many are left; None for all.
+            most: how many rows are enough, evenly spread (:func:`spacing`); None for all.
 
         Returns:
             The number of rows; that of each group, where they have rows of their own.
@@ -135,17 +136,22 @@ class MatrixWeight:
             tensor.copy_(matrix[0])
 
 
-def every(rows: Tensor, most: int | None) -> Tensor:
-    """Return every so many rows that at least ``most`` are left, evenly spread.
+def spacing(rows: int, most: int | None, period: int = 1) -> int:
+    """Return which rows are enough: every so many of them.
 
     Args:
-        rows: rows along the first dimension.
+        rows: how many there are.
         most: how many are enough; None for all.
+        period: rows of one sample (tokens, pixels); the spacing shares no factor with it, so that all places in a
+            sample have their turn.
 
     Returns:
-        A view.
+        The spacing, 1 for all rows; at least ``most`` are left.
     """
-    return rows if most is None or len(rows) <= most else rows[:: len(rows) // max(most, 1)]
+    step = 1 if most is None else max(1, rows // max(most, 1))
+    while math.gcd(step, period) > 1:
+        step -= 1
+    return step
 
 
 def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:

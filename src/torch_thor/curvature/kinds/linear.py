@@ -1,10 +1,12 @@
 """Layers whose rows are the leading indices of their input: ``nn.Linear``, and Hugging Face's ``Conv1D`` (GPT-2)."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.kinds.base import MatrixWeight, every
+from torch_thor.curvature.kinds.base import MatrixWeight, spacing
 
 
 class LinearKind(MatrixWeight):
@@ -60,7 +62,8 @@ class LinearKind(MatrixWeight):
         Returns:
             The number of rows.
         """
-        rows = every(_kept(x.reshape(-1, self.inputs), keep), most)
+        rows = _kept(x.reshape(-1, self.inputs), keep)
+        rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
         if len(rows):
             a.add_second_moment_(rows.to(a.blocks.dtype).mT[None])
         return len(rows)

@@ -56,8 +56,8 @@ class StandardisedConvKind(ConvKind):
         scales = self._scales(g.blocks.dtype)
         super().add_outputs_(g, x, grad.to(scales.dtype) * scales[:, None, None], keep)
 
-    def _input_samples(self, x: Tensor, sizes: torch.Size) -> Tensor:
-        samples = super()._input_samples(x, sizes)
+    def _samples(self, patches: Tensor) -> Tensor:
+        samples = super()._samples(patches)
         return samples - samples.mean(1, keepdim=True)
 
     def _scales(self, dtype: torch.dtype) -> Tensor:
