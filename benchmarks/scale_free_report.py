@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import USUAL_MOMENTUM
-from scale_free import CONTESTS, PLAIN, RESULTS, SEEDS, THOR_LR, TUNING_SEED, Contest, Job, confirmation, tuning
+from scale_free import CONTESTS, PLAIN, RESULTS, THOR_LR, TUNING_SEED, Contest, Job, confirmation, tuning
 from scale_free_time import OUT as STEP_TIMES
 from tasks import TASKS
 
@@ -60,7 +60,7 @@ def there(contest: Contest, name: str) -> list[Job]:
     """
     if name not in contest.names:
         return []
-    return [job for job in (confirmation(contest, name, seed) for seed in SEEDS) if job.file.exists()]
+    return [job for job in (confirmation(contest, name, seed) for seed in contest.seeds(name)) if job.file.exists()]
 
 
 def summary(contest: Contest, name: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def tables() -> str:
         for name, row in found[str(contest)].items():
             if name == "tuning":
                 continue
-            finals = ", ".join(f"{f:.{digits}f}" for f in row["final"])
+            finals = _each(row["final"], digits)
             setting = f"{row['lr']:g}" + (f", {row['momentum']:g}" if "momentum" in row else "")
             setting += f", AdamW's {row['adamw_share']:g} of it" if "adamw_share" in row else ""
             cost = costs.get(contest.task, {})
@@ -147,7 +147,17 @@ def tables() -> str:
 def _shares(values: list[float]) -> str:
     if not values:
         return "-"
-    return f"{_share(statistics.median(values))} ({', '.join(map(_share, values))})"
+    reached = [v for v in values if v != float("inf")]
+    each = ", ".join(map(_share, values)) if len(values) <= 3 else f"{len(reached)} of {len(values)} seeds"
+    return f"{_share(statistics.median(values))} ({each})"
+
+
+def _each(values: list[float], digits: int) -> str:
+    """Return the figures of three seeds one by one, of more their mean and its standard error."""
+    if len(values) <= 3:
+        return ", ".join(f"{v:.{digits}f}" for v in values)
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{len(values)} seeds, mean {statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
 
 
 def _share(value: float) -> str:
