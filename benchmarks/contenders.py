@@ -1,6 +1,7 @@
-"""The optimizers of scale_free.py, and the learning rates that each is tuned over."""
+"""The optimizers of scale_free.py, and what each is tuned over."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,37 +11,87 @@ from torch_thor.training.muon import MuonAdamW
 
 BUDGET = 6  # learning rates an optimizer and task
 
-# The smallest learning rate of each grid; each next is twice the last. SGD's scale hangs on the task's loss.
-START: dict[str, float | dict[str, float]] = {
-    "sgd": {"classifier": 0.025, "autoencoder": 0.0005, "language": 0.0125},
-    "adamw": 0.001,
-    "muon": 0.005,
-    "soap": 0.001,
-}
-# A second momentum for every peer (AdamW's and SOAP's first beta), at the best learning rate and at twice that.
-LOW_MOMENTUM = 0.8
-# Scale-free THOR has one grid for all tasks; its damping is 0.1 but for the heat map, where 1000 is the step without
-# curvature: roots that are multiples of the identity.
-THOR_MOMENTUM = 0.8
-THOR_LRS = [0.005, 0.01, 0.02, 0.04, 0.08, 0.16]
-THOR_DAMPING = 0.1
-THOR_DAMPINGS = [0.001, THOR_DAMPING, 1000.0]
-HEAT_LRS = [0.08, 0.04, 0.02, 0.16]  # in the order in which they are run
+# The smallest learning rate of each grid; each next is twice the last. SGD's scale hangs on the task's loss and batch.
+_SGD_START = {"autoencoder": 0.0005, "language": 0.0125, "classifier": 0.025}
+_LARGE_BATCH_START = {"sgd": 0.05, "muon": 0.01, "soap": 0.002}  # twice those of the classifier with batches of 128
+_START = {"adamw": 0.001, "muon": 0.005, "soap": 0.001}
+
+PEERS = ("sgd", "adamw", "muon", "soap")
+USUAL_MOMENTUM = {"sgd": 0.9, "adamw": 0.9, "muon": 0.95, "soap": 0.95}
+# A second momentum for every peer (AdamW's and SOAP's first beta).
+SECOND_MOMENTUM = 0.8
+# What Muon leaves to AdamW has this share of Muon's lr; 1 is tried first.
+ADAMW_SHARES = (0.25, 4.0)
+
+# Scale-free THOR has one setting for all tasks, its defaults; only its learning rate is looked at.
+THOR_LRS = (0.02, 0.04, 0.06, 0.08, 0.12)
+NO_CURVATURE = 1e6  # this damping leaves a multiple of the identity of A
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An optimizer with its settings.
+
+    Args:
+        optimizer: one of ``PEERS``, or ``"thor"``.
+        lr: learning rate.
+        momentum: None for the usual one.
+        adamw_share: of Muon: AdamW's learning rate as a share of lr.
+        damping: of THOR; None for its default.
+    """
+
+    optimizer: str
+    lr: float
+    momentum: float | None = None
+    adamw_share: float | None = None
+    damping: float | None = None
+
+    def __str__(self) -> str:
+        words = [self.optimizer, f"lr{self.lr:g}"]
+        words += [
+            f"{word}{value:g}"
+            for word, value in (("momentum", self.momentum), ("adamw", self.adamw_share), ("damping", self.damping))
+            if value is not None
+        ]
+        return "-".join(words)
+
+    def make(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Args:
+            model: the network.
+
+        Returns:
+            The optimizer.
+        """
+        if self.optimizer == "thor":
+            return THOR(model, lr=self.lr, damping=self.damping, weight_decay=0.01, scaling="spectral")
+        momentum = USUAL_MOMENTUM[self.optimizer] if self.momentum is None else self.momentum
+        if self.optimizer == "muon":
+            return _muon(model, self.lr, momentum, self.adamw_share or 1.0)
+        return _MAKERS[self.optimizer](model, self.lr, momentum)
 
 
 def grid(optimizer: str, task: str) -> list[float]:
     """Return the learning rates to try.
 
     Args:
-        optimizer: key of ``CONTENDERS``.
+        optimizer: one of ``PEERS``.
         task: key of ``tasks.TASKS``.
 
     Returns:
         Six numbers, rising.
     """
-    start = START[optimizer]
-    smallest = start[task] if isinstance(start, dict) else start
-    return [smallest * 2**i for i in range(BUDGET)]
+    large_batch = task.startswith("classifier") and task != "classifier"
+    if large_batch and optimizer in _LARGE_BATCH_START:
+        start = _LARGE_BATCH_START[optimizer]
+    else:
+        start = _SGD_START[task] if optimizer == "sgd" else _START[optimizer]
+    return [start * 2**i for i in range(BUDGET)]
+
+
+def _muon(model: nn.Module, lr: float, momentum: float, adamw_share: float) -> torch.optim.Optimizer:
+    return MuonAdamW(model.parameters(), lr=lr, momentum=momentum, weight_decay=0.01, adamw_lr=lr * adamw_share)
 
 
 def _soap(model: nn.Module, lr: float, momentum: float) -> torch.optim.Optimizer:
@@ -49,31 +100,8 @@ def _soap(model: nn.Module, lr: float, momentum: float) -> torch.optim.Optimizer
     return SOAP(model.parameters(), lr=lr, betas=(momentum, 0.95), weight_decay=0.01, precondition_frequency=10)
 
 
-CONTENDERS: dict[str, Callable[[nn.Module, float, float], torch.optim.Optimizer]] = {
+_MAKERS: dict[str, Callable[[nn.Module, float, float], torch.optim.Optimizer]] = {
     "sgd": lambda model, lr, mu: torch.optim.SGD(model.parameters(), lr=lr, momentum=mu, weight_decay=5e-4),
     "adamw": lambda model, lr, mu: torch.optim.AdamW(model.parameters(), lr=lr, betas=(mu, 0.99), weight_decay=0.01),
-    "muon": lambda model, lr, mu: MuonAdamW(model.parameters(), lr=lr, momentum=mu, weight_decay=0.01),
     "soap": _soap,
 }
-PEERS = ("sgd", "adamw", "muon", "soap")
-USUAL_MOMENTUM = {"sgd": 0.9, "adamw": 0.9, "muon": 0.95, "soap": 0.95}
-
-
-def make(
-    optimizer: str, model: nn.Module, lr: float, damping: float | None, momentum: float | None = None
-) -> torch.optim.Optimizer:
-    """Make an optimizer for a model.
-
-    Args:
-        optimizer: key of ``CONTENDERS``; not used for THOR.
-        model: the network.
-        lr: learning rate.
-        damping: THOR's; None for the others.
-        momentum: None for the usual one.
-
-    Returns:
-        The optimizer.
-    """
-    if damping is not None:
-        return THOR(model, lr=lr, damping=damping, momentum=momentum, weight_decay=0.01, scaling="spectral")
-    return CONTENDERS[optimizer](model, lr, USUAL_MOMENTUM[optimizer] if momentum is None else momentum)

@@ -16,6 +16,9 @@ from torch.nn import functional
 from machine import describe
 from reference import ReferenceTHOR
 from torch_thor import THOR, SplitChoice, choose_split_dim
+from torch_thor.curvature import polar
+from torch_thor.curvature.polar import orthogonalise
+from torch_thor.training.muon import MuonAdamW
 from torch_thor.training.split_subject import sample_images
 
 BUDGET = 540.0  # seconds, of which compiling may take most
@@ -152,6 +155,44 @@ def inverse_times(device: torch.device, sizes: dict[int, int]) -> dict[int, dict
     return result
 
 
+def polar_times(device: torch.device, shapes: dict[tuple[int, int], int]) -> dict[str, dict[str, float]]:
+    """Check and time the polar factors of the scale-free step.
+
+    Args:
+        device: where.
+        shapes: rows and columns of a block to number of blocks.
+
+    Returns:
+        By shape: blocks; median seconds of what the package does on the device, of the same products in float32 and of
+        the exact factors; the largest distance of a singular value from 1 in the first.
+
+    Raises:
+        AssertionError: a singular value is off by more than 0.1.
+    """
+    result = {}
+    for (rows, columns), count in shapes.items():
+        blocks = torch.randn(count, rows, columns, device=device)
+        unit = polar._with_largest_entry_1(blocks)
+        methods: dict[str, Callable[[], Any]] = {
+            "package": lambda blocks=blocks: orthogonalise([blocks])[0],
+            "float32": lambda unit=unit: polar._by_products(unit, torch.float32),
+            "eigen": lambda unit=unit: polar._roots([unit @ unit.mT])[0] @ unit,
+        }
+        row: dict[str, float] = {"blocks": count}
+        for name, method in methods.items():
+            seconds = []
+            for _ in range(5):
+                started = synchronised(device)
+                found = method()
+                seconds.append(synchronised(device) - started)
+            row[name] = statistics.median(seconds[1:])
+            if name == "package":
+                row["error"] = float((torch.linalg.svdvals(found[:2].double()) - 1).abs().max())
+        assert row["error"] < 0.1, f"{rows} x {columns}: a singular value is off by {row['error']:.2f}"
+        result[f"{rows} x {columns}"] = row
+    return result
+
+
 def split_choice(device: torch.device, real: bool) -> tuple[SplitChoice, str]:
     """Choose the split dimension of ResNet-50 on the device.
 
@@ -202,19 +243,32 @@ def main() -> None:
     for size, row in result["inverse"].items():
         note(f"| {size} | {row['blocks']} | {row['cholesky'] * 1e3:.2f} | {row['eigh'] * 1e3:.2f} |")
     save()
+    polar_shapes = {(128, 256): 256, (128, 512): 128, (128, 4608): 32} if real else {(16, 32): 2, (16, 64): 2}
+    result["polar"] = polar_times(device, polar_shapes)
+    note("\n| block | count | polar factors, ms | by products in float32, ms | exact, ms | singular values off by |")
+    note("|---|---|---|---|---|---|")
+    for shape, row in result["polar"].items():
+        times = " | ".join(f"{row[name] * 1e3:.2f}" for name in ("package", "float32", "eigen"))
+        note(f"| {shape} | {row['blocks']} | {times} | {row['error']:.4f} |")
+    save()
     choice, source = split_choice(device, real)
     result["split_dim"] = {"sample": source, **choice.as_dict()}
     note(f"\nSplit dimension ({source}): the curves cross at {choice.crossing}, which gives {choice.split_dim}")
     save()
 
-    def thor(interval: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
-        return lambda model: THOR(model, lr=1e-5, update_interval=interval, trace_thresholds=(0.0, 0.0))
+    def thor(interval: int, scaling: str | None = None) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        return lambda model: THOR(
+            model, lr=1e-5, update_interval=interval, trace_thresholds=(0.0, 0.0), scaling=scaling
+        )
 
     trainings: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9),
         "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-6),
         "thor ordinary": thor(NEVER),
         "thor refresh": thor(1),
+        "muon": lambda model: MuonAdamW(model.parameters(), lr=1e-6),
+        "scale-free ordinary": thor(NEVER, "spectral"),
+        "scale-free refresh": thor(1, "spectral"),
     }
     result["resnet50"] = {}
     note(f"\nResNet-50, {sizes['pixels']} pixels, batch {sizes['batch']}, bfloat16 autocast, channels_last\n")

@@ -1,19 +1,19 @@
-"""Scale-free THOR against tuned SGD, AdamW, Muon and SOAP on three unlike tasks: steps to what tuned SGD ends with.
+"""Scale-free THOR with one setting against tuned SGD, AdamW, Muon and SOAP, on unlike tasks, batches and lengths.
 
-    python benchmarks/scale_free.py                # what is missing under results/scale_free, then table and pictures
-    python benchmarks/scale_free.py --table        # table and pictures alone, from the raw data
+    python benchmarks/scale_free.py                # what is missing under results/scale_free, then tables and pictures
+    python benchmarks/scale_free.py --table        # tables and pictures alone, from the raw data
 
-Protocol. The tasks stand in tasks.py, the optimizers and their grids in contenders.py: six learning rates a factor of
-two apart for each optimizer (and each task, where their scales differ), tried with one seed that is used for nothing
-else; then a second momentum, at the best of them and at twice that. The best by the task's final figure runs with three
-other seeds. THOR alone has ONE setting for all tasks: the one with the smallest mean, over the tasks, of its final
-figure's rank among its six learning rates, in runs of half of the steps with half of the schedule, since half of SGD's
-steps is the aim; it then runs with both lengths. On the classifier the peers run for half of the steps too, each tuned
-for that over two learning rates and two momenta. The target of a seed is SGD's final figure, at full length, in that
-seed; steps to target are interpolated between the two evaluations around it, and given as a share of SGD's steps.
-More seeds, on the classifier, for SGD at full length and for Muon and THOR at half.
+Protocol. The tasks stand in tasks.py, the optimizers and their grids in contenders.py. A contest is a task at its own
+length, or at twice that. Every peer is tuned on each task, in a seed used for nothing else: six learning rates a factor
+of two apart; then a second momentum, at the best of them and at twice that; Muon then with two other learning
+rates for what it leaves to AdamW. At twice the length Muon and SOAP are tuned anew: both momenta, at half, once and
+twice the learning rate that was best. The best by the task's final figure runs with three other seeds (ten, for
+the closest contests). THOR has its
+defaults everywhere; five learning rates of it are shown in the tuning seed, and its step without curvature (damping so
+large that A's inverse is a multiple of the identity) at three, the best of which runs with the three seeds as well.
 
-The seconds in the raw data depend on what else the machine did: step times are taken by scale_free_time.py.
+Steps to a target (what SGD, or Muon, ends with in the same seed) are interpolated between two evaluations. Seconds in
+the raw data depend on what else the machine did: step times are taken by scale_free_time.py.
 """
 
 import argparse
@@ -21,32 +21,71 @@ import json
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from contenders import (
-    HEAT_LRS,
-    LOW_MOMENTUM,
+    ADAMW_SHARES,
+    NO_CURVATURE,
     PEERS,
-    THOR_DAMPING,
-    THOR_DAMPINGS,
+    SECOND_MOMENTUM,
     THOR_LRS,
-    THOR_MOMENTUM,
+    USUAL_MOMENTUM,
+    Setting,
     grid,
-    make,
 )
 from tasks import TASKS, text_checksum, train
+from torch_thor.optim.options import SCALED_DEFAULTS
 
 RESULTS = Path(__file__).parent / "results" / "scale_free"
 TUNING_SEED = 10
 SEEDS = (0, 1, 2)
-HALF = 0.5
-HALF_TASKS = ("classifier",)  # where the peers run for half of the steps too
-# There the margins are narrower than what rounding alone makes of a run: more seeds for those that it is between.
-MORE_SEEDS = (3, 4, 5, 6, 7, 8, 9, 20)
-MORE_HALVES = ("muon", "thor")
+# Where the margins are narrower than what seeds differ by: more of them, for those that it is between.
+MORE_SEEDS = (3, 4, 5, 6, 7, 8, 9)
+NARROW = ("classifier", "classifier512")
+THOR_LR = float(SCALED_DEFAULTS["spectral"]["lr"])
+PLAIN = "thor, no curvature"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A task and a length.
+
+    Args:
+        task: key of ``TASKS``.
+        length: of the run and its schedule, as a share of the task's.
+    """
+
+    task: str
+    length: float = 1.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who takes part."""
+        if self.length != 1:
+            return ("muon", "soap", "thor", PLAIN)
+        peers = PEERS if self.task in ("classifier", "autoencoder", "language") else ("sgd", "muon", "soap")
+        return (*peers, "thor", PLAIN)
+
+    def __str__(self) -> str:
+        return self.task if self.length == 1 else f"{self.task}, {self.length:g} x"
+
+    def seeds(self, name: str) -> tuple[int, ...]:
+        """Return the seeds that an optimizer's chosen setting runs with.
+
+        Args:
+            name: one of ``names``.
+
+        Returns:
+            Three, or ten.
+        """
+        narrow = self.task in NARROW and self.length == 1 and name in ("muon", "thor", PLAIN)
+        return SEEDS + MORE_SEEDS if narrow else SEEDS
+
+
+CONTESTS = [Contest(task) for task in TASKS] + [Contest(t, 2.0) for t in ("classifier", "autoencoder", "language")]
 
 
 @dataclass(frozen=True)
@@ -54,30 +93,20 @@ class Job:
     """One run.
 
     Args:
-        task: key of ``TASKS``.
-        optimizer: one of ``PEERS``, or ``"thor"``.
-        lr: learning rate.
+        contest: the task and its length.
+        setting: the optimizer.
         seed: seed.
-        damping: of THOR; None for the others.
-        share: length of run and schedule as a share of the task's.
-        momentum: None for the peer's usual one.
     """
 
-    task: str
-    optimizer: str
-    lr: float
+    contest: Contest
+    setting: Setting
     seed: int
-    damping: float | None = None
-    share: float = 1.0
-    momentum: float | None = None
 
     @property
     def file(self) -> Path:
         """Where its raw data stands."""
-        damping = "" if self.damping is None else f"-damping{self.damping:g}"
-        momentum = "" if self.momentum is None else f"-momentum{self.momentum:g}"
-        share = "" if self.share == 1 else f"-share{self.share:g}"
-        return RESULTS / f"{self.task}-{self.optimizer}-lr{self.lr:g}{momentum}{damping}{share}-seed{self.seed}.json"
+        length = "" if self.contest.length == 1 else f"-length{self.contest.length:g}"
+        return RESULTS / f"{self.contest.task}-{self.setting}{length}-seed{self.seed}.json"
 
     def result(self) -> dict[str, Any]:
         """Return the raw data."""
@@ -86,7 +115,7 @@ class Job:
 
     def final(self) -> float:
         """Return the figure at the last step; the worst there is for a run that did not get there."""
-        run, higher = self.result(), TASKS[self.task].higher
+        run, higher = self.result(), TASKS[self.contest.task].higher
         if run["failure"]:
             return -float("inf") if higher else float("inf")
         return float(run["evaluations"][-1][1])
@@ -103,15 +132,15 @@ def run_one(job: Job) -> None:
     from machine import describe
 
     torch.set_num_threads(1)
-    task, started = TASKS[job.task], time.perf_counter()
-    outcome = train(
-        task, job.seed, lambda model: make(job.optimizer, model, job.lr, job.damping, job.momentum), job.share
-    )
+    started = time.perf_counter()
+    outcome = train(TASKS[job.contest.task], job.seed, job.setting.make, job.contest.length)
     result = {
-        **{key: getattr(job, key) for key in ("task", "optimizer", "lr", "damping", "momentum", "seed", "share")},
+        **asdict(job.contest),
+        **asdict(job.setting),
+        "seed": job.seed,
         **outcome,
         "seconds": round(time.perf_counter() - started, 1),
-        "text": text_checksum() if job.task == "language" else None,
+        "text": text_checksum() if job.contest.task == "language" else None,
         "machine": describe(threads=1),
     }
     job.file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,166 +169,106 @@ def best(jobs: list[Job]) -> Job:
     """Return the job with the best final figure.
 
     Args:
-        jobs: of one task.
+        jobs: of one contest.
 
     Returns:
         One of them.
     """
-    sign = 1 if TASKS[jobs[0].task].higher else -1
+    sign = 1 if TASKS[jobs[0].contest.task].higher else -1
     return max(jobs, key=lambda job: sign * job.final())
 
 
-def thor(task: str, lr: float, seed: int, share: float, damping: float = THOR_DAMPING) -> Job:
-    """Return a run of THOR.
+def tuning(contest: Contest, name: str) -> list[list[Job]]:
+    """Return the tuning runs, round by round; what a round is hangs on those before it.
 
     Args:
-        task: key of ``TASKS``.
-        lr: learning rate.
-        seed: seed.
-        share: length as a share of the task's.
-        damping: damping.
+        contest: the contest.
+        name: one of ``contest.names``.
 
-    Returns:
-        A job.
+    Yields:
+        The jobs of a round.
     """
-    return Job(task, "thor", lr, seed, damping, share, THOR_MOMENTUM)
+    if name in ("thor", PLAIN):
+        lrs, damping = (THOR_LRS, None) if name == "thor" else (THOR_LRS[1:4], NO_CURVATURE)
+        return [[Job(contest, Setting("thor", lr, damping=damping), TUNING_SEED) for lr in lrs]]
+    if contest.length != 1:
+        found = chosen(replace(contest, length=1.0), name)
+        momenta = (USUAL_MOMENTUM[name], SECOND_MOMENTUM)
+        lrs = [found.lr * factor for factor in (0.5, 1.0, 2.0)]
+        return [[Job(contest, replace(found, lr=lr, momentum=m), TUNING_SEED) for m in momenta for lr in lrs]]
+    rounds = [[Job(contest, Setting(name, lr), TUNING_SEED) for lr in grid(name, contest.task)]]
+    if not done(rounds):
+        return rounds
+    first = best(rounds[0]).setting
+    rounds.append(
+        [Job(contest, replace(first, lr=lr, momentum=SECOND_MOMENTUM), TUNING_SEED) for lr in (first.lr, 2 * first.lr)]
+    )
+    if name == "muon" and done(rounds):
+        second = best([job for jobs in rounds for job in jobs]).setting
+        rounds.append([Job(contest, replace(second, adamw_share=share), TUNING_SEED) for share in ADAMW_SHARES])
+    return rounds
 
 
-def tuning(task: str, optimizer: str) -> list[Job]:
-    """Return the tuning runs over the learning rate.
+def done(rounds: list[list[Job]]) -> bool:
+    """Return whether all runs of some rounds are there.
 
     Args:
-        task: key of ``TASKS``.
-        optimizer: one of ``PEERS``, or ``"thor"``.
+        rounds: jobs, round by round.
 
     Returns:
-        One job a learning rate: of a peer at full length and its usual momentum, of THOR at half.
+        Whether they are.
     """
-    if optimizer == "thor":
-        return [thor(task, lr, TUNING_SEED, HALF) for lr in THOR_LRS]
-    return [Job(task, optimizer, lr, TUNING_SEED) for lr in grid(optimizer, task)]
+    return all(job.file.exists() for jobs in rounds for job in jobs)
 
 
-def lower_momentum(task: str, peer: str) -> list[Job]:
-    """Return the tuning runs of a peer with the second momentum; those over the learning rate come first.
+def chosen(contest: Contest, name: str) -> Setting:
+    """Return the setting that runs with the other seeds.
 
     Args:
-        task: key of ``TASKS``.
-        peer: one of ``PEERS``.
+        contest: the contest.
+        name: one of ``contest.names``.
 
     Returns:
-        One job a learning rate.
+        THOR's defaults, or what was best in the tuning seed.
     """
-    first = best(tuning(task, peer))
-    return [replace(first, lr=lr, momentum=LOW_MOMENTUM) for lr in (first.lr, 2 * first.lr)]
+    if name == "thor":
+        return Setting("thor", THOR_LR)
+    return best([job for jobs in tuning(contest, name) for job in jobs]).setting
 
 
-def half_tuning(task: str, peer: str) -> list[Job]:
-    """Return the tuning runs of a peer that trains for half of the steps; those of full length come first.
+def confirmation(contest: Contest, name: str, seed: int) -> Job:
+    """Return the run of an optimizer's chosen setting.
 
     Args:
-        task: key of ``TASKS``.
-        peer: one of ``PEERS``.
-
-    Returns:
-        A job a learning rate and momentum.
-    """
-    second = lower_momentum(task, peer)
-    return [replace(job, momentum=m, share=HALF) for job in second for m in (None, LOW_MOMENTUM)]
-
-
-def thor_lr() -> float:
-    """Return the learning rate of the one setting: the smallest mean rank, over the tasks, of its final figure.
-
-    Returns:
-        One of ``THOR_LRS``.
-    """
-    ranks = dict.fromkeys(THOR_LRS, 0)
-    for task in TASKS:
-        sign = -1 if TASKS[task].higher else 1
-        for rank, job in enumerate(sorted(tuning(task, "thor"), key=lambda job: sign * job.final())):
-            ranks[job.lr] += rank
-    return min(ranks, key=lambda lr: ranks[lr])
-
-
-def confirmation(task: str, optimizer: str, seed: int) -> Job:
-    """Return the run of an optimizer's chosen setting, at full length.
-
-    Args:
-        task: key of ``TASKS``.
-        optimizer: one of ``PEERS``, or ``"thor"``.
+        contest: the contest.
+        name: one of ``contest.names``.
         seed: seed.
 
     Returns:
         A job.
     """
-    if optimizer == "thor":
-        return thor(task, thor_lr(), seed, 1.0)
-    return replace(best(tuning(task, optimizer) + lower_momentum(task, optimizer)), seed=seed)
-
-
-def halved(task: str, optimizer: str, seed: int) -> Job:
-    """Return the run of half the length, with a schedule of half the length.
-
-    Args:
-        task: key of ``TASKS``; of ``HALF_TASKS`` for a peer.
-        optimizer: one of ``PEERS``, or ``"thor"``.
-        seed: seed.
-
-    Returns:
-        A job.
-    """
-    if optimizer == "thor":
-        return thor(task, thor_lr(), seed, HALF)
-    return replace(best(half_tuning(task, optimizer)), seed=seed)
-
-
-def further(task: str, seed: int) -> list[Job]:
-    """Return the runs of one of the further seeds.
-
-    Args:
-        task: one of ``HALF_TASKS``.
-        seed: one of ``MORE_SEEDS``.
-
-    Returns:
-        SGD at full length, then ``MORE_HALVES`` at half.
-    """
-    return [confirmation(task, "sgd", seed), *(halved(task, name, seed) for name in MORE_HALVES)]
-
-
-def heat_map(task: str) -> list[list[Job]]:
-    """Return THOR's runs over learning rate and damping, in the tuning seed, of half the length.
-
-    Args:
-        task: key of ``TASKS``.
-
-    Returns:
-        A row a damping.
-    """
-    return [[thor(task, lr, TUNING_SEED, HALF, damping) for lr in sorted(HEAT_LRS)] for damping in THOR_DAMPINGS]
+    return Job(contest, chosen(contest, name), seed)
 
 
 def main() -> None:
-    """Run what is missing, print the table and draw."""
+    """Run what is missing, print the tables and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="table and pictures alone, from the raw data")
+    parser.add_argument("--table", action="store_true", help="tables and pictures alone, from the raw data")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at a time, one thread each")
     options = parser.parse_args()
     if not options.table:
-        names = [*PEERS, "thor"]
-        complete([job for name in names for task in TASKS for job in tuning(task, name)], options.workers)
-        complete([job for name in PEERS for task in TASKS for job in lower_momentum(task, name)], options.workers)
-        complete([job for name in PEERS for task in HALF_TASKS for job in half_tuning(task, name)], options.workers)
-        halves = [(task, name) for task in TASKS for name in names if name == "thor" or task in HALF_TASKS]
-        complete([halved(task, name, seed) for seed in SEEDS for task, name in halves], options.workers)
-        chosen = [confirmation(task, name, seed) for seed in SEEDS for task in TASKS for name in names]
-        complete(chosen, options.workers)
-        complete([job for seed in MORE_SEEDS for task in HALF_TASKS for job in further(task, seed)], options.workers)
-        cells = [job for task in TASKS for row in heat_map(task) for job in row]
-        complete(sorted(cells, key=lambda job: HEAT_LRS.index(job.lr)), options.workers)
-    from scale_free_report import draw, table
+        for contests in (CONTESTS[: len(TASKS)], CONTESTS[len(TASKS) :]):
+            for _ in range(3):  # rounds of tuning
+                complete(
+                    [j for c in contests for name in c.names for jobs in tuning(c, name) for j in jobs], options.workers
+                )
+            complete(
+                [confirmation(c, name, seed) for c in contests for name in c.names for seed in c.seeds(name)],
+                options.workers,
+            )
+    from scale_free_report import draw, tables
 
-    print(table())
+    print(tables())
     draw()
 
 

@@ -1,31 +1,16 @@
-"""Table and pictures of scale_free.py, from its raw data; seeds that have not been run are left out."""
+"""Tables and pictures of scale_free.py, from its raw data; seeds that have not been run are left out."""
 
 import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from contenders import HEAT_LRS, PEERS, THOR_DAMPINGS, USUAL_MOMENTUM
-from scale_free import (
-    HALF_TASKS,
-    MORE_HALVES,
-    MORE_SEEDS,
-    RESULTS,
-    SEEDS,
-    TUNING_SEED,
-    Job,
-    confirmation,
-    further,
-    half_tuning,
-    halved,
-    heat_map,
-    lower_momentum,
-    tuning,
-)
+from contenders import USUAL_MOMENTUM
+from scale_free import CONTESTS, PLAIN, RESULTS, THOR_LR, TUNING_SEED, Contest, Job, confirmation, tuning
+from scale_free_time import OUT as STEP_TIMES
 from tasks import TASKS
 
 PICTURES = Path(__file__).parents[1] / "docs" / "images"
-NAMES = (*PEERS, "thor")
 
 
 def steps_to(job: Job, target: float) -> float | None:
@@ -38,7 +23,7 @@ def steps_to(job: Job, target: float) -> float | None:
     Returns:
         The first such step; None if there is none.
     """
-    sign = 1 if TASKS[job.task].higher else -1
+    sign = 1 if TASKS[job.contest.task].higher else -1
     before: tuple[float, float] | None = None
     for step, value in job.result()["evaluations"]:
         if sign * (value - target) >= 0:
@@ -50,7 +35,7 @@ def steps_to(job: Job, target: float) -> float | None:
 
 
 def share(job: Job, target: float) -> float:
-    """Return steps to a target as a share of the task's steps, which SGD takes.
+    """Return steps to a target as a share of the contest's steps.
 
     Args:
         job: a run.
@@ -60,198 +45,151 @@ def share(job: Job, target: float) -> float:
         The share; inf where the target is not reached.
     """
     steps = steps_to(job, target)
-    return float("inf") if steps is None else steps / TASKS[job.task].steps
+    return float("inf") if steps is None else steps / round(TASKS[job.contest.task].steps * job.contest.length)
 
 
-def done(task: str, optimizer: str) -> list[Job]:
-    """Return the confirmation runs that there are, seeds in which SGD has run too.
+def there(contest: Contest, name: str) -> list[Job]:
+    """Return the runs of a chosen setting that there are.
 
     Args:
-        task: key of ``TASKS``.
-        optimizer: one of ``NAMES``.
+        contest: the contest.
+        name: one of ``contest.names``.
 
     Returns:
         Jobs, a seed each.
     """
-    return _with_sgd([confirmation(task, optimizer, seed) for seed in SEEDS])
-
-
-def done_half(task: str, optimizer: str) -> list[Job]:
-    """Return the runs of half the length that there are, seeds in which SGD has run at full length.
-
-    Args:
-        task: key of ``TASKS``.
-        optimizer: one of ``NAMES``.
-
-    Returns:
-        Jobs, a seed each; none where the optimizer has no such runs.
-    """
-    if optimizer != "thor" and task not in HALF_TASKS:
+    if name not in contest.names:
         return []
-    return _with_sgd([halved(task, optimizer, seed) for seed in SEEDS])
+    return [job for job in (confirmation(contest, name, seed) for seed in contest.seeds(name)) if job.file.exists()]
 
 
-def _with_sgd(jobs: list[Job]) -> list[Job]:
-    return [job for job in jobs if job.file.exists() and confirmation(job.task, "sgd", job.seed).file.exists()]
-
-
-def summary(jobs: list[Job]) -> dict[str, Any]:
-    """Return the figures of an optimizer's runs on one task.
+def summary(contest: Contest, name: str) -> dict[str, Any]:
+    """Return the figures of an optimizer in a contest.
 
     Args:
-        jobs: a seed each, of one setting.
+        contest: the contest.
+        name: one of ``contest.names``.
 
     Returns:
-        The setting, the final figures and the steps to SGD's and Muon's final, seed by seed.
+        The setting, and, seed by seed, final figures and the shares of the steps to SGD's and Muon's final.
     """
-    against = {
-        name: [
-            (job, confirmation(job.task, name, job.seed))
-            for job in jobs
-            if confirmation(job.task, name, job.seed).file.exists()
-        ]
-        for name in ("sgd", "muon")
-    }
-    return {
-        "lr": jobs[0].lr,
-        "momentum": jobs[0].momentum or USUAL_MOMENTUM[jobs[0].optimizer],
-        "seeds": [job.seed for job in jobs],
-        "final": [job.final() for job in jobs],
-        "share_of_sgd_steps": [round(share(job, peer.final()), 3) for job, peer in against["sgd"]],
-        "share_to_muons_final": [round(share(job, peer.final()), 3) for job, peer in against["muon"]],
-    }
-
-
-def tuned(task: str, name: str) -> dict[str, dict[str, float]]:
-    """Return the final figures in the tuning seed.
-
-    Args:
-        task: key of ``TASKS``.
-        name: one of ``NAMES``.
-
-    Returns:
-        By kind of run, and by learning rate and momentum.
-    """
-    if name == "thor":
-        return {"half": {f"{job.lr:g}": job.final() for job in tuning(task, name)}}
-    full = tuning(task, name) + lower_momentum(task, name)
-    half = half_tuning(task, name) if task in HALF_TASKS else []
-    return {
-        kind: {f"{job.lr:g}, {job.momentum or USUAL_MOMENTUM[name]:g}": job.final() for job in jobs}
-        for kind, jobs in (("full", full), ("half", half))
-        if jobs
-    }
-
-
-def more_seeds(task: str) -> dict[str, Any]:
-    """Return the figures of all seeds, those of the table among them, for the optimizers that have more.
-
-    Args:
-        task: one of ``HALF_TASKS``.
-
-    Returns:
-        The seeds that there are, and final figures in their order.
-    """
-    jobs = {seed: further(task, seed) for seed in (*SEEDS, *MORE_SEEDS)}
-    there = {seed: row for seed, row in jobs.items() if all(job.file.exists() for job in row)}
-    names = ("sgd", *(f"{name}, half" for name in MORE_HALVES))
-    finals = {name: [row[i].final() for row in there.values()] for i, name in enumerate(names)}
-    return {"seeds": list(there), **finals}
-
-
-def figures() -> dict[str, Any]:
-    """Return every figure of the table.
-
-    Returns:
-        By task and row (an optimizer at full or at half length).
-    """
-    result: dict[str, Any] = {}
-    for task in TASKS:
-        rows = {name: done(task, name) for name in NAMES}
-        rows |= {f"{name}, half": done_half(task, name) for name in NAMES}
-        result[task] = {row: summary(jobs) for row, jobs in rows.items() if jobs}
-        result[task]["tuning"] = {name: tuned(task, name) for name in NAMES}
-        if task in HALF_TASKS:
-            result[task]["more seeds"] = more_seeds(task)
+    jobs = there(contest, name)
+    setting = jobs[0].setting
+    result: dict[str, Any] = {"lr": setting.lr, "seeds": [job.seed for job in jobs], "final": [j.final() for j in jobs]}
+    if setting.optimizer != "thor":
+        result["momentum"] = setting.momentum or USUAL_MOMENTUM[name]
+    if setting.adamw_share is not None:
+        result["adamw_share"] = setting.adamw_share
+    for peer in ("sgd", "muon"):
+        targets = {job.seed: job.final() for job in there(contest, peer)}
+        result[f"to_{peer}"] = [round(share(job, targets[job.seed]), 3) for job in jobs if job.seed in targets]
     return result
 
 
-def table() -> str:
-    """Return the result as Markdown, and write it with the figures as JSON.
+def figures() -> dict[str, Any]:
+    """Return every figure of the tables.
 
     Returns:
-        The table.
+        By contest and optimizer; under ``"tuning"`` the final figures of the tuning seed by setting.
+    """
+    result: dict[str, Any] = {}
+    for contest in CONTESTS:
+        rows = {name: summary(contest, name) for name in contest.names if there(contest, name)}
+        rows["tuning"] = {
+            str(job.setting): job.final() for name in contest.names for jobs in tuning(contest, name) for job in jobs
+        }
+        result[str(contest)] = rows
+    return result
+
+
+def tables() -> str:
+    """Return the results as Markdown, and write them with the figures as JSON.
+
+    Returns:
+        A table of all contests, and one of THOR's learning rates.
     """
     found = figures()
+    costs = json.loads(STEP_TIMES.read_text())["ratio_to_sgd"] if STEP_TIMES.exists() else {}
     lines = [
-        "| task (figure) | optimizer | lr, momentum | final, median (each seed) | steps to SGD's final, as a share, "
-        "median (each seed) | steps to Muon's final, as a share, median (each seed) |",
-        "|---|---|---|---|---|---|",
+        "| contest (figure) | optimizer | lr, momentum | final, median (each seed) | steps to SGD's final, share of "
+        "the run | steps to Muon's final, share of Muon's run | time to Muon's final, share of Muon's |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for task, spec in TASKS.items():
-        digits = 4 if spec.higher else 3
-        for name, entry in found[task].items():
-            if name in ("tuning", "more seeds"):
+    for contest in CONTESTS:
+        task, digits = TASKS[contest.task], 4 if TASKS[contest.task].higher else 3
+        for name, row in found[str(contest)].items():
+            if name == "tuning":
                 continue
-            finals = ", ".join(f"{f:.{digits}f}" for f in entry["final"])
-            shares = (_shares_text(entry[key]) for key in ("share_of_sgd_steps", "share_to_muons_final"))
+            finals = _each(row["final"], digits)
+            setting = f"{row['lr']:g}" + (f", {row['momentum']:g}" if "momentum" in row else "")
+            setting += f", AdamW's {row['adamw_share']:g} of it" if "adamw_share" in row else ""
+            cost = costs.get(contest.task, {})
+            key = "thor" if name == PLAIN else name
+            times = [s * cost[key] / cost["muon"] for s in row["to_muon"]] if {key, "muon"} <= cost.keys() else []
+            timed = "-" if name == PLAIN or not times else _shares(times)
             lines.append(
-                f"| {task} ({spec.metric}) | {name} | {entry['lr']:g}, {entry['momentum']:g} | "
-                f"{statistics.median(entry['final']):.{digits}f} ({finals}) | {' | '.join(shares)} |"
+                f"| {contest} ({task.metric}) | {name} | {setting} | "
+                f"{statistics.median(row['final']):.{digits}f} ({finals}) | {_shares(row['to_sgd'])} | "
+                f"{_shares(row['to_muon'])} | {timed} |"
             )
+    lrs = [job.setting.lr for job in tuning(CONTESTS[0], "thor")[0]]
+    lines += ["", "| contest | " + " | ".join(f"lr {lr:g}" for lr in lrs) + " |", "|---" * (len(lrs) + 1) + "|"]
+    for contest in CONTESTS:
+        digits = 4 if TASKS[contest.task].higher else 3
+        cells = (f"{job.final():.{digits}f}" for job in tuning(contest, "thor")[0])
+        lines.append(f"| {contest} | {' | '.join(cells)} |")
     text = "\n".join(lines)
     (RESULTS / "table.md").write_text(text + "\n")
     (RESULTS / "table.json").write_text(json.dumps(found, indent=1).replace("Infinity", "null") + "\n")
     return text
 
 
-def _shares_text(values: list[float]) -> str:
-    return f"{_share_text(statistics.median(values))} ({', '.join(map(_share_text, values))})"
+def _shares(values: list[float]) -> str:
+    if not values:
+        return "-"
+    reached = [v for v in values if v != float("inf")]
+    each = ", ".join(map(_share, values)) if len(values) <= 3 else f"{len(reached)} of {len(values)} seeds"
+    return f"{_share(statistics.median(values))} ({each})"
 
 
-def _share_text(value: float) -> str:
+def _each(values: list[float], digits: int) -> str:
+    """Return the figures of three seeds one by one, of more their mean and its standard error."""
+    if len(values) <= 3:
+        return ", ".join(f"{v:.{digits}f}" for v in values)
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{len(values)} seeds, mean {statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
+
+
+def _share(value: float) -> str:
     return "never" if value == float("inf") else f"{value:.2f}"
 
 
 def draw() -> None:
-    """Draw the curves and the heat maps."""
+    """Draw the curves."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    shown = [Contest(task) for task in ("classifier", "classifier1024", "autoencoder", "language")]
     PICTURES.mkdir(parents=True, exist_ok=True)
-    figure, axes = pyplot.subplots(1, len(TASKS), figsize=(5 * len(TASKS), 3.8), layout="constrained")
-    for axis, (task, spec) in zip(axes, TASKS.items(), strict=True):
-        curves = {name: done(task, name) for name in NAMES} | {"thor, half": done_half(task, "thor")}
-        for name, jobs in curves.items():
-            runs = [job.result()["evaluations"] for job in jobs]
-            if not runs:
+    figure, axes = pyplot.subplots(1, len(shown), figsize=(5 * len(shown), 3.8), layout="constrained")
+    for axis, contest in zip(axes, shown, strict=True):
+        task = TASKS[contest.task]
+        for name in contest.names:
+            runs = [job.result()["evaluations"] for job in there(contest, name)]
+            if not runs or name == PLAIN:
                 continue
             steps = [step for step, _ in runs[0]]
             columns = list(zip(*([value for _, value in run] for run in runs), strict=True))
             (line,) = axis.plot(steps, [statistics.median(c) for c in columns], label=name)
             low, high = [min(c) for c in columns], [max(c) for c in columns]
             axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
-        axis.set(xlabel="step", ylabel=spec.metric, title=task)
-        if spec.higher:
+        axis.set(xlabel="step", ylabel=task.metric, title=str(contest))
+        if task.higher:
             axis.set_ylim(bottom=0.7)
         else:
             axis.set_yscale("log")
         axis.legend()
+    figure.suptitle(f"THOR at lr {THOR_LR:g} everywhere, the others tuned on each (seed {TUNING_SEED})")
     figure.savefig(PICTURES / "scale_free.png", dpi=110)
-
-    figure, axes = pyplot.subplots(1, len(TASKS), figsize=(5 * len(TASKS), 3.2), layout="constrained")
-    for axis, (task, spec) in zip(axes, TASKS.items(), strict=True):
-        rows = [[job.final() if job.file.exists() else float("nan") for job in row] for row in heat_map(task)]
-        image = axis.imshow(rows, aspect="auto", origin="lower", cmap="viridis" if spec.higher else "viridis_r")
-        for i, row in enumerate(rows):
-            for j, value in enumerate(row):
-                if value == value:
-                    text = f"{value:.3f}" if spec.higher else f"{value:.3g}"
-                    axis.text(j, i, text, ha="center", va="center", color="white", fontsize=8)
-        axis.set_xticks(range(len(HEAT_LRS)), [f"{lr:g}" for lr in sorted(HEAT_LRS)])
-        axis.set_yticks(range(len(THOR_DAMPINGS)), [f"{d:g}" for d in THOR_DAMPINGS])
-        axis.set(xlabel="lr", ylabel="damping", title=f"{task}: {spec.metric}, half, seed {TUNING_SEED}")
-        figure.colorbar(image)
-    figure.savefig(PICTURES / "scale_free_heat.png", dpi=110)

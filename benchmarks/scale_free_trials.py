@@ -1,207 +1,228 @@
-"""What was tried to reach tuned SGD's final figure in half of its steps: runs in tuning seeds alone.
+"""What the scale-free step was chosen from: variants of it on a prototype, a seed each, never one of scale_free.py's.
 
     python benchmarks/scale_free_trials.py            # what is missing of the raw data, then a line a trial
     python benchmarks/scale_free_trials.py --table    # the lines alone
 
-Four seeds on the classifier, whose figure differs by half a point from seed to seed, one on the other tasks; none of
-them is a seed of scale_free.py's report. `constants` are set in the modules of the scale-free step for the run.
+The prototype stands in this file: the step of :mod:`torch_thor.optim.spectral` for linear layers and convolutions, with
+what was tried beside it. ``deep`` is a larger autoencoder, 784-1000-500-250-30 and back, with batches of 500.
 """
 
 import argparse
 import json
 import math
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
-from contenders import THOR_DAMPING, make
-from tasks import TASKS, Batch, Task, train
-from torch_thor import THOR
-from torch_thor.optim import spectral, thor
+from machine import describe
+from tasks import TASKS, _autoencoder_of, _pixels, _shuffled, train
 
-OUT = Path(__file__).parent / "results" / "scale_free_half_trials.json"
-SEEDS = {"classifier": (10, 11, 12, 13), "autoencoder": (10,), "language": (10,)}
-CALIBRATION = 8  # batches whose statistics an averaged network's batch norms take
-
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "linear": lambda t: 1 - t,
-    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
-    "power 2": lambda t: (1 - t) ** 2,
-    "power 4": lambda t: (1 - t) ** 4,
-    "warm-up 0.1, linear": lambda t: min(1.0, (t + 1e-9) / 0.1) * (1 - t),
-}
-
-
-def trial(task: str, optimizer: str, lr: float, share: float, **changes: Any) -> dict[str, Any]:
-    """Describe a trial.
-
-    Args:
-        task: key of ``TASKS``.
-        optimizer: key of ``contenders.CONTENDERS``, or ``"thor"``.
-        lr: learning rate.
-        share: length of run and schedule as a share of the task's.
-        **changes: ``momentum``; ``options`` of THOR; ``constants`` of the scale-free step; ``schedule``; ``average``,
-            the decay of a running average of the weights, at which the figure is then taken; ``calibrate``, whether
-            batch norms take the statistics of the last batches before the figure is taken.
-
-    Returns:
-        What the raw data says of it.
-    """
-    return {"task": task, "optimizer": optimizer, "lr": lr, "share": share, **changes}
-
-
-def half(lr: float, momentum: float, **changes: Any) -> dict[str, Any]:
-    """Describe a trial of THOR on the classifier with half of the steps.
-
-    Args:
-        lr: learning rate.
-        momentum: momentum.
-        **changes: see :func:`trial`.
-
-    Returns:
-        What the raw data says of it.
-    """
-    return trial("classifier", "thor", lr, 0.5, momentum=momentum, **changes)
-
-
-TRIALS = [
-    *(trial("classifier", "sgd", lr, 1.0, momentum=0.9) for lr in (0.1, 0.2, 0.4)),
-    trial("classifier", "sgd", 0.2, 1.0, momentum=0.8),
-    *(trial("classifier", "muon", lr, 0.5, momentum=mu) for mu in (0.95, 0.8) for lr in (0.04, 0.08)),
-    *(trial("classifier", "soap", lr, 0.5, momentum=0.95) for lr in (0.016, 0.032)),
-    *(half(lr, 0.95) for lr in (0.04, 0.08)),
-    *(half(lr, 0.9) for lr in (0.04, 0.08)),
-    *(half(lr, 0.8) for lr in (0.04, 0.06, 0.08, 0.16)),
-    half(0.04, 0.7),
-    half(0.08, 0.6),
-    half(0.04, 0.95, constants={"ADAMW_SHARE": 1.0}),
-    *(half(lr, 0.95, constants={"_ROUNDS": 3}) for lr in (0.04, 0.08)),
-    half(0.04, 0.95, options={"update_interval": 2, "factor_decay": 0.9}),
-    half(0.04, 0.95, options={"skip": ["head"]}),
-    half(0.04, 0.95, constants={"ROOT": 2}),
-    half(0.04, 0.95, options={"damping": 0.001}),
-    half(0.04, 0.95, options={"weight_decay": 0.5}),
-    half(0.04, 0.95, schedule="cosine"),
-    half(0.08, 0.95, schedule="power 2"),
-    half(0.08, 0.95, schedule="warm-up 0.1, linear"),
-    half(0.08, 0.8, constants={"ROOT": 2}),
-    *(half(0.08, 0.8, constants={"ADAMW_SHARE": share}) for share in (1.0, 0.25)),
-    half(0.06, 0.8, options={"update_interval": 3, "factor_decay": 0.8}),
-    half(0.06, 0.8, schedule="cosine"),
-    half(0.06, 0.8, calibrate=True),
-    half(0.08, 0.8, average=0.9),
-    trial("classifier", "thor", 0.08, 1.0, momentum=0.8),
-    *(trial("classifier", "thor", 0.08, 1.0, momentum=0.8, schedule=s) for s in ("power 2", "power 4")),
-    trial("classifier", "thor", 0.08, 1.0, momentum=0.8, average=0.9),
-    *(
-        trial(task, "thor", lr, 1.0, momentum=mu)
-        for task in ("autoencoder", "language")
-        for lr, mu in ((0.04, 0.95), (0.04, 0.9), (0.04, 0.8), (0.06, 0.8), (0.08, 0.8))
+OUT = Path(__file__).parent / "results" / "scale_free_trials.json"
+DEEP = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
+ALL = {
+    **TASKS,
+    "deep": replace(
+        TASKS["autoencoder"],
+        title="autoencoder " + "-".join(map(str, DEEP)) + ", batch 500",
+        steps=300,
+        eval_interval=50,
+        build=lambda: _autoencoder_of(DEEP),
+        batches=lambda seed: _shuffled(_pixels()[0], _pixels()[0], 500, seed),
     ),
-    trial("language", "thor", 0.08, 1.0, momentum=0.8, constants={"ADAMW_SHARE": 0.25}),
-]
+}
+BLOCK = 128  # rows that are orthogonalised together
+ROOTS = {"A": 1.0, "A and G": 0.25}  # the exponent of each factor's inverse
 
 
-def averaged(task: Task, decay: float | None) -> tuple[Task, Callable[[nn.Module, torch.optim.Optimizer], None]]:
-    """Take the figure at a running average of the weights, batch norms calibrated to it.
-
-    Args:
-        task: what is trained.
-        decay: of the average; None for the weights themselves.
-
-    Returns:
-        The task with that figure, and what to call with the network and its optimizer.
-    """
-    mean: list[torch.Tensor] = []
-    recent: list[Batch] = []
-    taken = 0
-
-    def batches(seed: int) -> Iterator[Batch]:
-        for batch in task.batches(seed):
-            recent.append(batch)
-            del recent[:-CALIBRATION]
-            yield batch
-
-    def follow(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        weights = list(model.parameters())
-        mean.extend(p.detach().clone() for p in weights)
-
-        def add(*_: Any) -> None:
-            nonlocal taken
-            taken += 1
-            weight = 1.0 if decay is None else 1 - min(decay, taken / (taken + 10))
-            with torch.no_grad():
-                for average, p in zip(mean, weights, strict=True):
-                    average.lerp_(p, weight)
-
-        optimizer.register_step_post_hook(add)
-
-    def evaluate(model: nn.Module) -> float:
-        kept = {name: value.clone() for name, value in model.state_dict().items()}
-        norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-        usual = [m.momentum for m in norms]
-        for p, average in zip(model.parameters(), mean, strict=True):
-            p.copy_(average)
-        for m in norms:
-            m.reset_running_stats()
-            m.momentum = None  # the mean over all batches
-        model.train()
-        for inputs, _ in recent:
-            model(inputs)
-        model.eval()
-        figure = task.evaluate(model)
-        model.load_state_dict(kept)
-        for m, momentum in zip(norms, usual, strict=True):
-            m.momentum = momentum
-        return figure
-
-    return replace(task, batches=batches, evaluate=evaluate), follow
-
-
-def run(setting: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Train once.
+def interval(text: str) -> Callable[[int], int]:
+    """Return a schedule of refreshes.
 
     Args:
-        setting: from :func:`trial`.
-        seed: seed.
+        text: ``"10"``, or ``"5-20"``: a fifth of the step, at most 20.
 
     Returns:
-        Evaluations and failure.
+        From the step of a refresh to the steps until the next.
     """
-    task, follow = TASKS[setting["task"]], None
-    if "average" in setting or "calibrate" in setting:
-        task, follow = averaged(task, setting.get("average"))
+    first, _, last = text.partition("-")
+    if not last:
+        return lambda step: int(first)
+    return lambda step: max(1, min(int(last), step // int(first)))
 
-    def build(model: nn.Module) -> torch.optim.Optimizer:
-        lr, momentum = setting["lr"], setting["momentum"]
-        if setting["optimizer"] == "thor":
-            options = {"damping": THOR_DAMPING, "weight_decay": 0.01, **setting.get("options", {})}
-            optimizer: torch.optim.Optimizer = THOR(model, lr=lr, momentum=momentum, scaling="spectral", **options)
-        else:
-            optimizer = make(setting["optimizer"], model, lr, None, momentum)
-        if follow is not None:
-            follow(model, optimizer)
-        return optimizer
 
-    kept = [
-        (module, name, getattr(module, name))
-        for module in (spectral, thor)
-        for name in setting.get("constants", {})
-        if hasattr(module, name)
+class Prototype(torch.optim.Optimizer):
+    """The scale-free step with everything that was tried.
+
+    Args:
+        model: the network.
+        lr: learning rate.
+        momentum: Nesterov momentum.
+        curvature: ``"A"``, its inverse; ``"A and G"``, fourth roots of both; ``"none"``.
+        damping: relative to the mean diagonal of a factor.
+        refresh: see :func:`interval`.
+        decay: weight of the old factors in their running average.
+        rows: of a batch, that A is taken of; None for all.
+        adamw_share: of lr, for what is no matrix.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        momentum: float = 0.9,
+        curvature: str = "A",
+        damping: float = 0.1,
+        refresh: str = "10",
+        decay: float = 0.5,
+        rows: int | None = None,
+        adamw_share: float = 0.2,
+    ) -> None:
+        super().__init__(model.parameters(), {"lr": lr})
+        self.momentum, self.damping, self.decay, self.rows = momentum, damping, decay, rows
+        self.exponent = ROOTS.get(curvature)
+        self.sides = "AG" if curvature == "A and G" else "A" if curvature == "A" else ""
+        self.interval, self.adamw_share = interval(refresh), adamw_share
+        self.taken, self.due = 0, 0
+        self.factors: dict[tuple[str, Tensor], Tensor] = {}
+        self.roots: dict[tuple[str, Tensor], Tensor] = {}
+        self.weights: dict[Tensor, nn.Module] = {}
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                self.weights[module.weight] = module
+                if self.sides:
+                    module.register_forward_hook(self._take_rows)
+        self.buffers = {w: torch.zeros_like(w.flatten(1)) for w in self.weights}
+        rest = [p for p in model.parameters() if p not in self.weights]
+        self.adamw = torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+    @torch.no_grad()
+    def _take_rows(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if not module.training or self.taken != self.due:
+            return
+        x = inputs[0].detach()
+        if isinstance(module, nn.Conv2d):
+            patches = functional.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
+            x = patches.transpose(1, 2).flatten(0, 1)
+        x = x.flatten(0, -2)
+        if self.rows is not None and len(x) > self.rows:
+            x = x[:: len(x) // self.rows]
+        self._average("A", module.weight, x)
+        if "G" in self.sides:
+
+            def on_gradient(g: Tensor) -> None:
+                is_image = isinstance(module, nn.Conv2d)
+                self._average(
+                    "G", module.weight, g.detach().transpose(0, 1).flatten(1).T if is_image else g.flatten(0, -2)
+                )
+
+            output.register_hook(on_gradient)
+
+    def _average(self, side: str, weight: Tensor, rows: Tensor) -> None:
+        fresh = rows.T @ rows / len(rows)
+        old = self.factors.get((side, weight))
+        self.factors[side, weight] = fresh if old is None else old * self.decay + fresh * (1 - self.decay)
+
+    def _root(self, factor: Tensor) -> Tensor:
+        damped = factor + self.damping * factor.diagonal().mean() * torch.eye(len(factor))
+        if self.exponent == 1.0:
+            return torch.cholesky_inverse(torch.linalg.cholesky(damped))
+        values, vectors = torch.linalg.eigh(damped)
+        return (vectors * values.pow(-self.exponent)) @ vectors.T
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take one step.
+
+        Args:
+            closure: not used.
+        """
+        lr = self.param_groups[0]["lr"]
+        if self.taken == self.due:
+            self.roots = {key: self._root(factor) for key, factor in self.factors.items()}
+            self.due += self.interval(self.taken)
+        for weight, buffer in self.buffers.items():
+            gradient = weight.grad.flatten(1)
+            buffer.mul_(self.momentum).add_(gradient)
+            ahead = gradient + self.momentum * buffer
+            if ("A", weight) in self.roots:
+                ahead = ahead @ self.roots["A", weight]
+            if ("G", weight) in self.roots:
+                ahead = self.roots["G", weight] @ ahead
+            outputs, inputs = ahead.shape
+            direction = orthogonal(ahead)
+            length = math.sqrt(min(outputs, inputs)) * math.sqrt(max(1, outputs / inputs))
+            weight.mul_(1 - lr * 0.01)  # weight decay
+            weight.add_((direction * (length / direction.norm().clamp(min=1e-12))).view(weight.shape), alpha=-lr)
+        self.adamw.param_groups[0]["lr"] = lr * self.adamw_share
+        self.adamw.step()
+        self.taken += 1
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return the polar factors of blocks of ``BLOCK`` rows.
+
+    Args:
+        matrix: ``(m, n)``; of a tall one blocks of columns are taken.
+
+    Returns:
+        Of the same shape.
+    """
+    if matrix.shape[0] > matrix.shape[1]:
+        return orthogonal(matrix.T).T
+    return torch.cat([_polar(block) for block in matrix.split(BLOCK)])
+
+
+def _polar(block: Tensor) -> Tensor:
+    block = block / block.abs().max().clamp(min=1e-37)
+    values, vectors = torch.linalg.eigh(block @ block.T)
+    return (vectors * values.maximum(1e-6 * values[-1:].clamp(min=1e-30)).rsqrt()) @ (vectors.T @ block)
+
+
+def trials() -> list[dict[str, Any]]:
+    """Return all trials, as the keywords of :class:`Prototype` with ``task``, ``length`` and ``seed``."""
+    fast = {"rows": 1024, "refresh": "5-20"}
+    found = []
+    for task in ("language", "autoencoder"):
+        found += [
+            {"task": task, "curvature": c, "momentum": mu, "lr": lr}
+            for c, momenta in (("A", (0.8, 0.9, 0.95)), ("none", (0.9,)), ("A and G", (0.9,)))
+            for mu in momenta
+            for lr in (0.04, 0.06, 0.08)
+        ]
+        found += [
+            {"task": task, "momentum": mu, "lr": lr, "length": 2.0} for mu in (0.8, 0.9, 0.95) for lr in (0.04, 0.06)
+        ]
+        one = {"task": task, "momentum": 0.9, "lr": 0.06}
+        found += [{**one, "refresh": r} for r in ("5", "20")] + [{**one, "rows": r} for r in (512, 1024)]
+        found += [{**one, "adamw_share": s} for s in (0.1, 0.5)] + [{**one, "damping": d} for d in (0.01, 1.0)]
+    found += [
+        {"task": "language", "momentum": mu, "lr": 0.06, "rows": 1024, "refresh": r}
+        for r in ("5-10", "5-20", "3-20", "5-50")
+        for mu in (0.9, 0.8)
     ]
-    for module, name, _ in kept:
-        setattr(module, name, setting["constants"][name])
-    try:
-        outcome = train(task, seed, build, setting["share"], SCHEDULES[setting.get("schedule", "linear")])
-    finally:
-        for module, name, value in kept:
-            setattr(module, name, value)
-    return {key: outcome[key] for key in ("evaluations", "failure")}
+    found += [
+        {"task": "classifier1024", "momentum": mu, "lr": lr, "rows": 1024}
+        for mu in (0.8, 0.9)
+        for lr in (0.04, 0.06, 0.08)
+    ]
+    found += [
+        {"task": "classifier1024", "curvature": "none", "momentum": mu, "lr": lr}
+        for mu, lr in ((0.8, 0.06), (0.9, 0.06), (0.9, 0.04))
+    ]
+    found += [
+        {"task": "deep", "momentum": mu, "lr": lr, "rows": 1024}
+        for mu, lr in ((0.8, 0.04), (0.8, 0.06), (0.9, 0.04), (0.9, 0.06))
+    ]
+    found += [{"task": "deep", "curvature": "none", "momentum": 0.9, "lr": 0.04}]
+    found += [{"task": "language", "momentum": 0.8, "lr": 0.08, "length": n, "seed": 11, **fast} for n in (1.0, 2.0)]
+    found += [{"task": "autoencoder", "momentum": 0.8, "lr": 0.08, "length": n, "seed": 11, **fast} for n in (1.0, 2.0)]
+    found += [{"task": "classifier1024", "momentum": 0.8, "lr": 0.08, **fast}]
+    return [{"seed": 10, "length": 1.0, "curvature": "A", **trial} for trial in found]
 
 
 def main() -> None:
@@ -211,18 +232,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = json.loads(OUT.read_text()) if OUT.exists() else []
-    for setting in TRIALS:
-        finals = []
-        for seed in SEEDS[setting["task"]]:
-            found = next((row for row in rows if row["trial"] == setting and row["seed"] == seed), None)
-            if found is None and not options.table:
-                found = {"trial": setting, "seed": seed, **run(setting, seed)}
-                rows.append(found)
-                OUT.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-            if found is not None:
-                finals.append(found["evaluations"][-1][1])
-        if finals:
-            print(f"{statistics.mean(finals):8.4f} ({', '.join(f'{f:.4f}' for f in finals)})  {setting}", flush=True)
+    for trial in trials():
+        found = next((row for row in rows if row["trial"] == trial), None)
+        if found is None and not options.table:
+            words = {key: value for key, value in trial.items() if key not in ("task", "seed", "length")}
+
+            def make(model: nn.Module, words: dict[str, Any] = words) -> torch.optim.Optimizer:
+                return Prototype(model, **words)
+
+            outcome = train(ALL[trial["task"]], trial["seed"], make, trial["length"])
+            found = {"trial": trial, "evaluations": outcome["evaluations"], "failure": outcome["failure"]}
+            rows.append({**found, "machine": describe(threads=1)})
+            OUT.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        if found is not None:
+            print(f"{found['evaluations'][-1][1]:8.4f}  {trial}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Three unlike tasks, small enough for a CPU: a convolutional classifier, a deep autoencoder, a small language model.
 
-Each is a network, its training batches and a figure measured on data it is not trained on. A seed decides the initial
-weights and the order of the data, the same for every optimizer. All run a fixed number of steps, and the learning rate
-falls linearly from its start to 0.
+The classifier comes with batches of 128, 512, 1024 and 4096 images. Each is a network, its training batches and a
+figure measured on data it is not trained on. A seed decides the initial weights and the order of the data, the same for
+every optimizer. All run a fixed number of steps, and the learning rate falls linearly from its start to 0.
 """
 
 import hashlib
 import itertools
 import math
 import pydoc_data.topics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,10 +74,6 @@ def _small_images() -> tuple[Tensor, Tensor]:
     return tuple(x.contiguous(memory_format=torch.channels_last) for x in (train, test))
 
 
-def _image_batches(seed: int) -> Iterator[Batch]:
-    return _shuffled(_small_images()[0], _fashion_mnist().train_labels, 128, seed)
-
-
 def _resnet() -> nn.Module:
     return SmallResNet(1, 10, widths=(8, 16, 32)).to(memory_format=torch.channels_last)
 
@@ -103,9 +99,9 @@ def _pixels() -> Batch:
     return train, test
 
 
-def _autoencoder() -> nn.Module:
+def _autoencoder_of(widths: Sequence[int]) -> nn.Module:
     layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(WIDTHS):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.Tanh()]
     del layers[-1]  # the last layer gives logits
     del layers[7]  # the code is linear
@@ -216,25 +212,32 @@ def _held_out_loss(model: nn.Module) -> float:
     return float(_next_character(model, _windows(held, starts)))
 
 
-TASKS = {
-    "classifier": Task(
-        "small ResNet (8, 16, 32 wide) on Fashion-MNIST at 14 x 14, batch 128",
-        312,
-        24,
+def _classifier(size: int, steps: int, eval_interval: int) -> Task:
+    return Task(
+        f"small ResNet (8, 16, 32 wide) on Fashion-MNIST at 14 x 14, batch {size}",
+        steps,
+        eval_interval,
         True,
         "test accuracy",
         _resnet,
-        _image_batches,
+        lambda seed: _shuffled(_small_images()[0], _fashion_mnist().train_labels, size, seed),
         lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
         _accuracy,
-    ),
+    )
+
+
+TASKS = {
+    "classifier": _classifier(128, 312, 24),
+    "classifier512": _classifier(512, 156, 12),
+    "classifier1024": _classifier(1024, 116, 9),
+    "classifier4096": _classifier(4096, 58, 4),
     "autoencoder": Task(
         f"autoencoder {'-'.join(map(str, WIDTHS))} on Fashion-MNIST, batch 128",
         400,
         16,
         False,
         "held-out squared error",
-        _autoencoder,
+        lambda: _autoencoder_of(WIDTHS),
         _pixel_batches,
         _reconstruction,
         _squared_error,

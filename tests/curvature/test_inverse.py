@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
-from torch_thor.curvature.inverse import damped_inverses
+from torch_thor.curvature.inverse import damped_inverses, relative_damping
 
 
 def matrix_of(*blocks):
@@ -99,3 +99,110 @@ def test_inverses_are_row_major(size):
     """As a checkpoint gives them back: with other strides products are rounded in another order."""
     [result] = damped_inverses([(matrix_of(positive(size), positive(size)), 0.1)])
     assert all(part.is_contiguous() for part in result.matrix.parts())
+
+
+# ------------------------------------------------------------------- damping relative to the factor
+
+
+def inverted(factors, damping):
+    return damped_inverses([(factor, relative_damping(factor, damping)) for factor in factors])
+
+
+def test_blocks_of_many_sizes_share_the_mean_diagonal_of_their_factor():
+    """Of the WHOLE factor, not of the block."""
+    factors = [
+        matrix_of(positive(4), 9 * positive(4), positive(2)),
+        matrix_of(positive(2)),
+        matrix_of(100 * positive(4), positive(3)),
+        matrix_of(positive(1), positive(1), 5 * positive(1)),
+    ]
+    for factor, result in zip(factors, inverted(factors, 0.3), strict=True):
+        assert (result.raised, result.failed) == (False, False)
+        [dense], [found] = factor.dense(), result.matrix.dense()
+        eye = torch.eye(len(dense), dtype=torch.float64)
+        expected = torch.linalg.inv(dense + 0.3 * dense.trace() / len(dense) * eye)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_each_group_has_its_own_mean():
+    """Two groups of a convolution, 3 = 2 + 1 rows each, the second a hundred times the first."""
+    layout = BlockLayout.of(2, 3, 2)
+    one, rest = positive(2), positive(1)
+    factor = BlockDiagonal(layout, torch.stack([one, 100 * one]), torch.stack([rest, 100 * rest]))
+    [result] = inverted([factor], 0.1)
+    first, second = result.matrix.dense()
+    shift = 0.1 * (one.trace() + rest.trace()) / 3
+    torch.testing.assert_close(first, torch.linalg.inv(factor.dense()[0] + shift * torch.eye(3).double()))
+    torch.testing.assert_close(second, first / 100)
+
+
+def test_a_damping_for_each_group_beside_one_for_all():
+    """Blocks of one size from both travel in one batch."""
+    layout = BlockLayout.of(2, 4, 2)
+    many = BlockDiagonal(layout, torch.stack([positive(2) for _ in range(4)]), None)
+    alone = matrix_of(positive(2), positive(2))
+    own = torch.tensor([0.5, 3.0], dtype=torch.float64)
+    first, second = damped_inverses([(many, own), (alone, 0.1)])
+    eye = torch.eye(4, dtype=torch.float64)
+    for dense, found, damping in zip(many.dense(), first.matrix.dense(), (0.5, 3.0), strict=True):
+        torch.testing.assert_close(found, torch.linalg.inv(dense + damping * eye))
+    torch.testing.assert_close(second.matrix.dense()[0], torch.linalg.inv(alone.dense()[0] + 0.1 * eye))
+
+
+@pytest.mark.parametrize(("worst", "raise_by"), [(-0.05, 1), (-0.5, 10), (-5.0, 100)])
+def test_a_raise_is_relative_too(worst, raise_by):
+    """Mean diagonal 100 and λ = 0.001, which is 0.1."""
+    factor = matrix_of(diagonal(100.0, 100.0), diagonal(200.0 - worst, worst))
+    [result] = inverted([factor], 0.001)
+    assert (result.raised, result.failed) == (raise_by > 1, False)
+    shift = 0.1 * raise_by
+    expected = diagonal(1 / 100.1, 1 / 100.1, 1 / (200 - worst + shift), 1 / (worst + shift))
+    torch.testing.assert_close(result.matrix.dense()[0], expected)
+
+
+@pytest.mark.parametrize("worst", [-50.0, float("nan")])
+def test_a_hopeless_group_spoils_no_other_factor(worst):
+    hopeless = matrix_of(diagonal(1.0, 1.0), diagonal(52.0, worst))
+    healthy = matrix_of(positive(2), positive(2))
+    first, second = inverted([hopeless, healthy], 0.1)
+    assert first.failed
+    assert not second.failed
+    [alone] = inverted([healthy], 0.1)
+    torch.testing.assert_close(second.matrix.dense(), alone.matrix.dense())
+
+
+def test_factor_of_zeros_is_damped_by_the_share_itself():
+    """A layer whose inputs have vanished: the inverse only scales the step. Of two groups, the zeros alone."""
+    layout = BlockLayout.of(2, 2, None)
+    factor = BlockDiagonal(layout, torch.stack([diagonal(0.0, 0.0), diagonal(2.0, 4.0)]), None)
+    torch.testing.assert_close(relative_damping(factor, 0.1), torch.tensor([0.1, 0.3], dtype=torch.float64))
+    [result] = inverted([factor], 0.1)
+    assert not result.failed
+    torch.testing.assert_close(result.matrix.dense()[0], diagonal(10.0, 10.0))
+
+
+def test_float32_is_accurate_at_small_damping():
+    """Rank 3 of 64 and λ = 1e-3, as the first batches of a wide layer give."""
+    rows = torch.randn(3, 64, dtype=torch.float64)
+    factor = matrix_of(rows.T @ rows / 3)
+    [exact], [found] = (
+        inverted([factor], 1e-3),
+        inverted([factor.with_parts([p.float() for p in factor.parts()])], 1e-3),
+    )
+    assert (found.matrix.blocks.double() - exact.matrix.blocks).norm() < 1e-3 * exact.matrix.blocks.norm()
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_any_scale_of_a_float32_factor(scale):
+    """Inputs that have nearly vanished have squares near the smallest number there is."""
+    rows = torch.randn(5, 32)
+    unit = matrix_of(rows.T @ rows / 5)
+    [found], [expected] = (
+        inverted([unit.with_parts([part * scale for part in unit.parts()])], 0.1),
+        inverted([unit], 0.1),
+    )
+    assert (found.raised, found.failed) == (False, False)
+    if scale > 1e-31:  # below, a factor counts as one of zeros
+        torch.testing.assert_close(found.matrix.blocks * scale, expected.matrix.blocks, rtol=1e-3, atol=1e-4)
+    else:
+        torch.testing.assert_close(found.matrix.blocks[0], 10 * torch.eye(32))

@@ -80,18 +80,17 @@ def test_softmax_classifier_in_expectation():
     assert (far > 20 * (variance / len(x)).sqrt()).any(), "the bound would not tell the empirical Fisher apart"
 
 
-@pytest.mark.parametrize("scaling", [None, "spectral"])
-def test_the_training_labels_as_samples_are_the_empirical_fisher(scaling):
+def test_the_training_labels_as_samples_are_the_empirical_fisher():
     """To the bit where N is a power of two, because a mean is then exactly a sum divided."""
     [(x, labels)] = batches(1)
     torch.manual_seed(3)
     model = mlp()
-    one = THOR(model, lr=0.0, scaling=scaling, split_dim=4)
+    one = THOR(model, lr=0.0, split_dim=4)
     loss = lambda y: -Categorical(logits=y).log_prob(labels).mean()  # noqa: E731
     loss(model(x)).backward()
     one.step()
     one.zero_grad()
-    other = sampled(model, x, loss, distribution=lambda y: Known(y, labels), scaling=scaling, split_dim=4)
+    other = sampled(model, x, loss, distribution=lambda y: Known(y, labels), split_dim=4)
     for name, curvature in one.curvature.items():
         assert curvature.rows_per_term == other.curvature[name].rows_per_term
         for empirical, known in zip(curvature.factors(), other.curvature[name].factors(), strict=True):

@@ -34,7 +34,9 @@ def both_ways(rank, world, options=None, ddp=None, micro=1, count=STEPS):
     decisions = train(model, optimizer, [share(b, rank, world) for b in batches], micro=micro)
     twin, its_optimizer = alone(**options)
     wanted = train(twin, its_optimizer, batches)
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted))
+    # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
+    rounding = {"rtol": 1e-6, "atol": 1e-8} if "scaling" in options else {}
+    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted), **rounding)
     kinds = {event.decision.name for step in decisions for event in step.values()}
     return digest(model, optimizer), kinds
 

@@ -55,7 +55,6 @@ CASES = {
     "static-graph": ({"static_graph": True}, 1, {}),
     "unused-allowed": ({"find_unused_parameters": True}, 1, {}),
     "accumulation": ({}, 3, {}),
-    "spectral": ({}, 1, {"scaling": "spectral", "damping": 0.1}),
 }
 
 

@@ -121,8 +121,6 @@ def test_a_callable_of_the_users_that_raises(fault, after, steps, mode):
 def test_out_of_memory_in_a_refresh(where, steps, mode, monkeypatch):
     """Which layers are due, what the trace rule found: as before, and the next step refreshes."""
     (model, optimizer), (twin, other) = pair(MODES[mode], steps)
-    if where == "damped_inverses" and mode == "spectral":
-        where = "damped_inverse_roots"
     backward(model, STREAM[steps])
     before = weights(model), copy.deepcopy(optimizer.state_dict())
 

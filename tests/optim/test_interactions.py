@@ -62,9 +62,9 @@ def in_parts(model, optimizer, stream, cuts):
         optimizer.zero_grad()
 
 
-def assert_close(left, right):
+def assert_close(left, right, rtol=1e-9, atol=1e-12):
     for name, value in weights(left).items():
-        torch.testing.assert_close(value, right.get_parameter(name).detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(value, right.get_parameter(name).detach(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.filterwarnings("ignore:THOR, step:RuntimeWarning")
@@ -76,7 +76,10 @@ def test_micro_batches_equal_one_batch(change, options):
     (model, optimizer), (twin, other) = two(change, **options)
     in_parts(model, optimizer, STREAM, cuts=(1, 2))
     in_parts(twin, other, STREAM, cuts=())
-    assert_close(model, twin)
+    if "scaling" in options:  # a direction that is lost in rounding (of a softmax's gradient) comes out as 1e-9
+        assert_close(model, twin, rtol=1e-7, atol=1e-8)
+    else:
+        assert_close(model, twin)
     refreshes = [layer.refreshes for layer in optimizer.curvature.values() if layer.refreshes]
     embedding = "scaling" not in options  # the scale-free step has no diagonal factors
     assert refreshes == [3] * (CHANGES[change][1] - (not embedding))

@@ -81,7 +81,7 @@ FAULTS = {
     "damping": (option("damping", 0.0), "damping=0.0"),
     "lr": (option("lr", torch.nan), "lr=nan"),
     "interval": (option("update_interval", "Sometimes(n=3)"), "is no schedule of this version"),
-    "scaling": (option("scaling", "spectral"), "scaling='spectral'"),
+    "scale-free-of-an-earlier-version": (option("scaling", "spectral"), "fourth roots of A and G"),
     "parameters": (fewer_parameters, "doesn't match the size"),
     "groups": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]), "number of parameter groups"),
     "no-state": (lambda saved: saved.pop("state"), "not the state dict of an optimizer.*found 'param_groups'"),

@@ -12,100 +12,116 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from tiny import assert_same_bits, batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.optim.spectral import ADAMW_SHARE, orthogonalise, with_norm
+from torch_thor.optim.intervals import Geometric
+from torch_thor.optim.spectral import ADAMW_SHARE
 
 OPTIONS = {"lr": 0.05, "damping": 0.2, "update_interval": 2, "factor_decay": 0.3, "weight_decay": 0.4}
 
 
-def inverse_fourth_root(matrix, damping):
-    values, vectors = np.linalg.eigh(matrix + damping * np.trace(matrix) / len(matrix) * np.eye(len(matrix)))
-    return (vectors * values**-0.25) @ vectors.T
+def damped_inverse(factor, damping, size):
+    """(M + λ tr(M)/n I)⁻¹ of what is left of M when all between blocks of a size is dropped."""
+    shift = damping * np.trace(factor) / len(factor)
+    inverse = np.zeros_like(factor)
+    for start in range(0, len(factor), size):
+        cut = slice(start, start + size)
+        inverse[cut, cut] = np.linalg.inv(factor[cut, cut] + shift * np.eye(len(factor[cut])))
+    return inverse
 
 
-def newton_schulz(matrix):
-    """Muon's quintic on the singular values themselves, which is all that it changes."""
+def polar_factor(matrix):
+    """All singular values 1, but those that are 0 to rounding: the rows of a softmax's gradient add up to zero."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    values = values / np.linalg.norm(values)
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    return (left * values) @ right
+    return (left * (values > 1e-9 * values.max())) @ right
+
+
+def polar_factors(matrix, size):
+    """Those of the blocks along the smaller side: of rows, of a tall matrix of columns."""
+    if len(matrix) > matrix.shape[1]:
+        return polar_factors(matrix.T, size).T
+    return np.concatenate([polar_factor(matrix[start : start + size]) for start in range(0, len(matrix), size)])
 
 
 class Reference:
     """The weights of linear layers; biases are left to torch's AdamW."""
 
-    def __init__(self, model, *, momentum=0.8, nesterov=True):
+    def __init__(self, model, *, momentum=0.8, nesterov=True, split_dim=None):
         self.layers = [m for m in model if isinstance(m, nn.Linear)]
         self.momentum, self.nesterov, self.step_number = momentum, nesterov, 0
-        self.factors, self.buffers = {}, {}
+        self.size = split_dim or 1000
+        self.factors, self.buffers, self.inverses = {}, {}, {}
 
-    def step(self, rows):
-        """`rows`: of each layer, its input and the gradient of one loss term by its output."""
+    def step(self, inputs):
+        """`inputs`: of each layer, the rows of its input."""
         for i, layer in enumerate(self.layers):
-            a, g = rows[i]
+            a = inputs[i]
             grad, weight = layer.weight.grad.numpy(), layer.weight.detach().numpy()
             if self.step_number % OPTIONS["update_interval"] == 0:
-                fresh = (a.T @ a / len(a), g.T @ g / len(g))
-                old = self.factors.get(i, fresh)
-                decay = OPTIONS["factor_decay"]
-                self.factors[i] = tuple(decay * o + (1 - decay) * f for o, f in zip(old, fresh, strict=True))
-                self.roots = getattr(self, "roots", {})
-                self.roots[i] = [inverse_fourth_root(f, OPTIONS["damping"]) for f in self.factors[i]]
+                fresh, decay = a.T @ a / len(a), OPTIONS["factor_decay"]
+                self.factors[i] = decay * self.factors.get(i, fresh) + (1 - decay) * fresh
+                self.inverses[i] = damped_inverse(self.factors[i], OPTIONS["damping"], self.size)
             v = self.buffers[i] = self.momentum * self.buffers.get(i, 0.0) + grad
             u = grad + self.momentum * v if self.nesterov else v
-            a_root, g_root = self.roots[i]
-            d = newton_schulz(g_root @ u @ a_root)
-            outputs, inputs = d.shape
-            d *= math.sqrt(min(outputs, inputs)) * math.sqrt(max(1, outputs / inputs)) / np.linalg.norm(d)
+            d = polar_factors(u @ self.inverses[i], self.size)
+            outputs, inputs_ = d.shape
+            d *= math.sqrt(min(outputs, inputs_)) * math.sqrt(max(1, outputs / inputs_)) / np.linalg.norm(d)
             weight *= 1 - OPTIONS["lr"] * OPTIONS["weight_decay"]
             weight -= OPTIONS["lr"] * d
         self.step_number += 1
 
 
-def rows_of(model, x, labels):
-    """Input and output gradient of each linear layer, and gradients in .grad."""
+def inputs_of(model, x, labels):
+    """The input of each linear layer, and gradients in .grad."""
     seen = []
-
-    def hook(module, args, output):
-        output.retain_grad()
-        seen.append((args[0].detach(), output))
-
-    handles = [m.register_forward_hook(hook) for m in model if isinstance(m, nn.Linear)]
+    linear = [m for m in model if isinstance(m, nn.Linear)]
+    handles = [m.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().numpy())) for m in linear]
     cross_entropy(labels)(model(x)).backward()
     for handle in handles:
         handle.remove()
-    return [(a.numpy(), len(x) * output.grad.numpy()) for a, output in seen]
+    return seen
 
 
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.8, True), (0.95, True), (0.8, False), (0.0, False)])
-def test_five_steps_are_those_of_the_reference(momentum, nesterov):
-    model, twin = mlp(), mlp()
-    twin.load_state_dict(model.state_dict())
+def assert_steps_of_the_reference(model, stream, *, momentum=0.8, nesterov=True, split_dim=128):
+    twin = copy.deepcopy(model)
     optimizer = THOR(
         model,
         scaling="spectral",
         momentum=momentum,
         nesterov=nesterov,
+        split_dim=split_dim,
         trace_thresholds=(0, 0),
         decay_filter=lambda name, parameter: parameter.dim() > 1,
         **OPTIONS,
     )
-    reference = Reference(twin, momentum=momentum, nesterov=nesterov)
+    reference = Reference(twin, momentum=momentum, nesterov=nesterov, split_dim=split_dim)
     adamw = torch.optim.AdamW(
         [m.bias for m in reference.layers], lr=ADAMW_SHARE * OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=0.0
     )
-    for x, labels in batches(5):
+    for x, labels in stream:
         train(model, optimizer, [(x, labels)])
-        rows = rows_of(twin, x, labels)
-        reference.step(rows)
+        reference.step(inputs_of(twin, x, labels))
         adamw.step()
         twin.zero_grad()
         for name, value in weights(model).items():
-            torch.testing.assert_close(value, weights(twin)[name], rtol=1e-8, atol=1e-10, msg=name)
+            torch.testing.assert_close(value, weights(twin)[name], rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.8, True), (0.95, True), (0.8, False), (0.0, False)])
+def test_five_steps_are_those_of_the_reference(momentum, nesterov):
+    assert_steps_of_the_reference(mlp(), batches(5), momentum=momentum, nesterov=nesterov)
+
+
+@pytest.mark.parametrize("split_dim", [1, 2, 3, 4, 6, 7, None])
+def test_blocks_are_those_of_the_reference(split_dim):
+    """Smaller than the sides: of tall, wide and square matrices, the size dividing a side or not."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
+    assert_steps_of_the_reference(model, batches(4, size=12), split_dim=split_dim)
 
 
 def test_blocks_keep_to_themselves():
-    """split_dim cuts the roots; with blocks as large as the factors nothing is cut."""
+    """split_dim cuts factors and matrices; with blocks as large as the factors nothing is cut."""
     results = []
     for split_dim in (2, 7, None):
         torch.manual_seed(0)
@@ -128,8 +144,7 @@ def test_scale_of_the_loss_does_not_matter(scale):
         two.step()
         two.zero_grad()
     for name, value in weights(plain).items():
-        torch.testing.assert_close(weights(scaled)[name], value, rtol=1e-8, atol=1e-10)
-    # the trace rule sees the same changes too: an absolute damping would drown those of a small loss
+        torch.testing.assert_close(weights(scaled)[name], value, rtol=1e-7, atol=1e-8)
     assert [c.refreshes for c in two.curvature.values()] == [c.refreshes for c in one.curvature.values()] == [5, 5, 5]
 
 
@@ -149,7 +164,7 @@ def test_length_of_the_first_step(name):
 
 
 def test_tall_kernel_in_channels_last():
-    """Two groups of 16 outputs and 9 inputs: the transposed iteration, on a weight that is no matrix in memory."""
+    """Two groups of 16 outputs and 9 inputs: blocks of columns, of a weight that is no matrix in memory."""
     results = []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
@@ -163,21 +178,6 @@ def test_tall_kernel_in_channels_last():
             optimizer.zero_grad()
         results.append(model[0].weight.detach().contiguous())
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11)
-
-
-def test_singular_values_come_near_each_other():
-    left, _, right = np.linalg.svd(np.random.default_rng(0).normal(size=(6, 4)), full_matrices=False)
-    matrix = torch.from_numpy((left * np.array([1.0, 0.5, 0.2, 0.05])) @ right)
-    found = np.linalg.svd(orthogonalise(matrix[None])[0].numpy(), compute_uv=False)
-    assert found.min() > 0.6
-    assert found.max() < 1.3
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-30, 1e30])
-def test_scales_whose_squares_leave_float32(size):
-    matrix = torch.full((1, 3, 2), size)
-    assert with_norm(matrix, 5.0).norm().item() == pytest.approx(5.0 if size else 0.0)
-    assert orthogonalise(matrix).isfinite().all()
 
 
 def test_layer_without_gradient_is_left_where_it_is():
@@ -229,7 +229,7 @@ def test_what_is_no_matrix_is_left_to_adamw(sparse):
 def test_defaults_go_with_the_scaling():
     wanted = {
         None: (0.05, 0.03, 0.9, False, 100, 0.0),
-        "spectral": (0.08, 0.1, 0.8, True, 10, 0.5),
+        "spectral": (0.08, 0.1, 0.8, True, Geometric(1, 20, factor=1.2), 0.5),
     }
     keys = ("lr", "damping", "momentum", "nesterov", "update_interval", "factor_decay")
     for scaling, values in wanted.items():
@@ -242,6 +242,12 @@ def test_defaults_go_with_the_scaling():
 def test_clipping_a_step_of_fixed_length_is_refused():
     with pytest.raises(ValueError, match="kl_clip"):
         THOR(mlp(), scaling="spectral", kl_clip=1e-3)
+
+
+def test_sampled_labels_are_refused():
+    """No label is looked at."""
+    with pytest.raises(ValueError, match=r"fisher='sampled'.*scaling='spectral'"):
+        THOR(mlp(), scaling="spectral", fisher="sampled")
 
 
 def test_groups_have_the_scaling_of_their_optimizer():

@@ -2,7 +2,8 @@
 
 Between refreshes there is no hook at all. On a refresh step the output's hook gets both rows at once: so an evaluation
 pass, a pass whose loss is never differentiated, and the first of the two passes of activation checkpointing leave
-nothing behind, and the input is kept alive no longer than autograd keeps it anyway.
+nothing behind, and the input is kept alive no longer than autograd keeps it anyway. Where A alone is wanted, the call
+itself gives its rows, and there is no hook on any gradient.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,10 @@ from torch_thor.curvature.sampling import Sampler
 from torch_thor.curvature.sources import Source
 from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
 
+# Where A alone is gathered, rows that are enough for it: statistics are what large batches would pay for.
+_ENOUGH_ROWS = 1024
+_ROWS_A_COLUMN = 8  # and as many for each column of a block
+
 
 class Capture:
     """Gathers the statistics of all layers, and counts the loss terms of the step.
@@ -34,6 +39,10 @@ class Capture:
         self._passes: dict[int, Pass] = {}  # by backward pass
         self._parents: dict[int, int] = {}
         self._generation = 0  # of what is gathered: a pass that has been forgotten may go through its graph again
+        # where inputs alone are gathered: the weights' gradients at the first of them in this step, and whether a reset
+        # of the gradients has come before their backward pass
+        self._mark: list[tuple[int, int]] | None = None
+        self._awaiting = False
         self.row_mask: Tensor | None = None
         self.mask_taken = False  # whether some layer's rows have been of the shape of the mask
         self.inside_transform: set[str] = set()  # layers that ran under torch.func, where no hook sees a gradient
@@ -87,7 +96,7 @@ class Capture:
             layer.watched = layer.wanted and not layer.idle
         wanted = self.watching
         for layer in self._layers:
-            layer.counts = wanted and self.sampler is None and self._first in (None, layer)
+            layer.counts = wanted and self.sampler is None and self._first in (None, layer) and "G" in layer.sides
         if self.sampler is not None:
             self.sampler.wanted = wanted
         module_calls.listen(self, self._of_use() if wanted else ())
@@ -112,6 +121,7 @@ class Capture:
         self._passes.clear()
         self._parents.clear()
         self._generation += 1
+        self._mark, self._awaiting = None, False
         self.inside_transform.clear()
         self.mask_taken = False
         if self.sampler is not None:
@@ -122,11 +132,19 @@ class Capture:
     def discard_with_gradients(self) -> None:
         """Forget what has been gathered, as the gradients of the same passes are dropped.
 
-        Labels that were sampled for a loss whose own pass is still to come stay: many loops call ``zero_grad`` between
-        the forward pass and ``loss.backward()``.
+        What belongs to a loss whose own pass is still to come stays (sampled labels; inputs, where they are all that is
+        gathered): many loops call ``zero_grad`` between the forward pass and ``loss.backward()``.
         """
+        if self._mark is not None and self._mark == self._gradients():
+            self._awaiting = True  # rows of forward passes whose own backward pass is still to come, or never comes
+            return
         if self.sampler is None or self.sampler.trained:
             self.discard()
+
+    def note_gradients(self) -> None:
+        """Take note that gradients have been reset, where inputs wait for the backward pass to come."""
+        if self._mark is not None:
+            self._mark = self._gradients()
 
     def discard_stale(self) -> None:
         """Forget sampled labels whose loss has been differentiated and left no gradient: dropped without a step."""
@@ -155,6 +173,10 @@ class Capture:
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
         if not layer.weight_piece.is_there or not layer.weight.requires_grad:  # pruned since THOR was made; frozen
+            return
+        if "G" not in layer.sides:
+            if layer.armed:
+                self._gather_inputs(layer, kind, x, output)
             return
         weight = layer.weight
         outer = _running_backward()  # a forward pass inside a backward pass: activation checkpointing
@@ -201,6 +223,29 @@ class Capture:
                 layer.gather(kind, x, total, keep, instead_of=before if again else None)
 
         output.register_hook(on_gradient)
+
+    def _gather_inputs(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Tensor) -> None:
+        """Gather the rows of a layer that has A alone, now: no gradient is waited for.
+
+        A pass that is never differentiated counts too, unless ``optimizer.zero_grad()`` comes after it; what
+        checkpointing recomputes does not count again.
+        """
+        if _running_backward() >= 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return  # the first pass had gradients enabled and has been counted; else there are no such hooks
+        if self._awaiting and self._mark == self._gradients():
+            self.discard()  # the loss of the passes so far was dropped: not finite, say
+        self._awaiting = False
+        if self._mark is None:
+            self._mark = self._gradients()
+        keep = self.row_mask if self.row_mask is not None and kind.row_shape(x) == self.row_mask.shape else None
+        self.mask_taken |= keep is not None
+        enough = max(_ENOUGH_ROWS, _ROWS_A_COLUMN * layer.layouts()["A"].block)
+        layer.gather_inputs(kind, x, output.shape, keep, enough)
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Return what changes when a backward pass adds to the weights' gradients."""
+        gradients = [layer.weight.grad for layer in self._layers if layer.weight_piece.is_there]
+        return [(-1, -1) if g is None else (id(g), g._version) for g in gradients]
 
     def _pass(self, outer: int) -> Pass:
         """Return the backward pass that is running, and forget the ones whose gradients have been dropped."""

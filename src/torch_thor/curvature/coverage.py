@@ -12,7 +12,8 @@ class Covered:
         name: the parameter's name in the model.
         shape: its shape.
         kind: ``"Linear"``, ``"Conv2d"``, ``"MultiheadAttention"``…; for the rest the class of the module that owns it.
-        factor_sizes: rows of A and of G (of one group), None where there are none; a bias has G alone.
+        factor_sizes: rows of A and of G (of one group), None where there are none; a bias has G alone, a weight with
+            ``scaling="spectral"`` A alone.
         groups: independent (A, G) pairs: the groups of a convolution, the three blocks of a fused projection.
         reason: why it is not preconditioned; None if it is.
         note: what else there is to say, such as with whom it is shared.

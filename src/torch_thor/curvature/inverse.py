@@ -5,7 +5,7 @@ of hundreds of small ones, which is what the split is for (Chen et al. 2021, sec
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,8 @@ from torch_thor.curvature.precision import ieee_float32
 
 # A block that is not positive definite gets ten times its damping, and again, before it is given up.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
-# What stands in the place of the index of a raise where none has worked, the worse one last.
-NOT_POSITIVE = len(DAMPING_RAISES)
-NOT_CONVERGED = NOT_POSITIVE + 1
+# What stands in the place of the index of a raise where none has worked.
+_NOT_POSITIVE = len(DAMPING_RAISES)
 
 
 @dataclass
@@ -28,37 +27,20 @@ class Inverse:
     Args:
         matrix: ``(M + damping I)⁻¹``, block by block, row-major; meaningless where ``failed``.
         raised: the damping of some block had to be raised.
-        failed: some block was not positive definite even so, or its inverse is not finite, or was not found.
-        converged: False where it was not found: an eigendecomposition that does not end.
+        failed: some block was not positive definite even so, or its inverse is not finite.
     """
 
     matrix: BlockDiagonal
     raised: bool
     failed: bool
-    converged: bool = True
 
 
-def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float]]) -> list[Inverse]:
-    """Invert every block of every factor.
-
-    Args:
-        factors: pairs of a factor and the number added to its diagonal (``√(λ/T)``).
-
-    Returns:
-        One result a factor, in order.
-    """
-    return solve_blocks([(f, f.blocks.new_full((f.layout.groups,), shift)) for f, shift in factors], _invert_batch)
-
-
-def solve_blocks(
-    factors: Sequence[tuple[BlockDiagonal, Tensor]], solve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> list[Inverse]:
-    """Solve every block of every factor, those of one size in one batch.
+def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> list[Inverse]:
+    """Invert every block of every factor, those of one size in one batch.
 
     Args:
-        factors: pairs of a factor and what is added to the diagonal of each of its groups, ``(groups,)``.
-        solve: from blocks ``(count, s, s)`` and their damping ``(count,)`` to the blocks' solutions and, for each, the
-            index of the damping raise that worked, or ``NOT_POSITIVE`` or ``NOT_CONVERGED``.
+        factors: pairs of a factor and what is added to its diagonal (``√(λ/T)``): a number, or one for each of its
+            groups, ``(groups,)``.
 
     Returns:
         One result a factor, in order.
@@ -74,12 +56,12 @@ def solve_blocks(
         lengths = [len(part) for part in parts]
         damping = torch.cat(
             [
-                factors[i][1].repeat_interleave(len(part) // factors[i][0].layout.groups)
+                _of_blocks(factors[i][1], part, factors[i][0].layout.groups)
                 for part, (i, _) in zip(parts, members, strict=True)
             ]
         )
         with ieee_float32(device.type):
-            inverse, level = solve(torch.cat(parts), damping)
+            inverse, level = _invert_batch(torch.cat(parts), damping)
         for member, piece, its_level in zip(members, inverse.split(lengths), level.split(lengths), strict=True):
             inverted[member] = piece
             levels[member] = its_level.amax()
@@ -91,9 +73,30 @@ def solve_blocks(
         # split() gives views into the batch; a layer must not keep the whole batch alive, nor save it with its state.
         # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
         matrix = factor.with_parts([inverted[key].clone(memory_format=torch.contiguous_format) for key in keys])
-        raised, failed = level_of > 0, level_of >= NOT_POSITIVE
-        results.append(Inverse(matrix, raised, failed, converged=level_of < NOT_CONVERGED))
+        results.append(Inverse(matrix, raised=level_of > 0, failed=level_of == _NOT_POSITIVE))
     return results
+
+
+def relative_damping(factor: BlockDiagonal, damping: float) -> Tensor:
+    """Return what is added to the diagonal where damping is relative to the factor.
+
+    Args:
+        factor: the factor.
+        damping: λ, as a share.
+
+    Returns:
+        ``λ · tr(M) / n`` of each group, ``(groups,)``; λ for a factor of zeros (a layer whose inputs have vanished),
+        and for one whose squares are so small that most of their digits are lost.
+    """
+    means = factor.group_traces() / factor.layout.size
+    least = torch.finfo(means.dtype).tiny / torch.finfo(means.dtype).eps
+    return damping * torch.where(means.abs() > least, means, torch.ones_like(means))
+
+
+def _of_blocks(damping: float | Tensor, part: Tensor, groups: int) -> Tensor:
+    if isinstance(damping, Tensor):
+        return damping.repeat_interleave(len(part) // groups)
+    return part.new_full((len(part),), damping)
 
 
 def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +116,7 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         level[bad] = attempt
     inverse = _from_cholesky(factor, info == 0)
     good = (info == 0) & inverse.isfinite().flatten(1).all(-1)
-    return inverse, torch.where(good, level, NOT_POSITIVE)
+    return inverse, torch.where(good, level, _NOT_POSITIVE)
 
 
 def _from_cholesky(factor: Tensor, good: Tensor) -> Tensor:

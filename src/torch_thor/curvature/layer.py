@@ -19,6 +19,9 @@ from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 
 State = MutableMapping[str, Any]
+Factors = tuple[BlockDiagonal, ...]  # one a side, in the order of LayerCurvature.sides
+
+SIDES = ("A", "G")
 
 _NO_CHANGE_YET = -1.0  # a number, because NaN never equals itself and None is no number to a checkpoint
 # the state's numbers at first
@@ -91,6 +94,7 @@ class LayerCurvature:
         states: returns the mapping from parameters to their state (one that makes missing entries).
         split_dim_of: returns the block size for a parameter (None: unsplit).
         prefix: put before the keys of its state, where several layers share a weight.
+        sides: which factors it has: ``("A", "G")``, or ``("A",)`` for the scale-free step.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class LayerCurvature:
         states: Callable[[], MutableMapping[Tensor, State]],
         split_dim_of: Callable[[Tensor], int | None],
         prefix: str = "",
+        sides: tuple[str, ...] = SIDES,
     ) -> None:
         self.name = name
         self.kind = kind
@@ -116,24 +121,28 @@ class LayerCurvature:
         self._states = states
         self._split_dim_of = split_dim_of
         self._prefix = prefix
-        self._sums: tuple[BlockDiagonal, BlockDiagonal] | None = None
+        self.sides = sides
+        self._sums: Factors | None = None
+        self._cut: tuple[int | None, dict[str, BlockLayout]] | None = None  # the layouts, and of which split dimension
 
     # ---- what users look at -------------------------------------------------------------------------------------
 
-    def factors(self) -> tuple[Tensor | list[Tensor], Tensor | list[Tensor]]:
+    def factors(self) -> tuple[Tensor | list[Tensor] | None, ...]:
         """Return A and G as last taken, dense, zeros between the blocks where split.
 
         Returns:
             ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)`` with ``d_in`` a patch for a convolution; for
-            a grouped convolution two lists, one entry a group.
+            a grouped convolution two lists, one entry a group. G is None for the scale-free step, which takes A alone.
 
         Raises:
             RuntimeError: nothing has been taken yet.
         """
-        return self._dense("A"), self._dense("G")
+        return tuple(self._dense(key) if key in self.sides else None for key in SIDES)
 
-    def inverses(self) -> tuple[Tensor | list[Tensor], Tensor | list[Tensor]]:
+    def inverses(self) -> tuple[Tensor | list[Tensor] | None, ...]:
         """Return the damped inverses in use, ``(A + √(λ/T) I)⁻¹`` and ``(G + √(λ/T) I)⁻¹``, dense.
+
+        For the scale-free step ``(A + λ tr(A)/d_in I)⁻¹`` and None.
 
         Returns:
             As :meth:`factors`.
@@ -141,7 +150,7 @@ class LayerCurvature:
         Raises:
             RuntimeError: nothing has been inverted yet.
         """
-        return self._dense("A_inverse"), self._dense("G_inverse")
+        return tuple(self._dense(f"{key}_inverse") if key in self.sides else None for key in SIDES)
 
     @property
     def refreshes(self) -> int:
@@ -243,17 +252,22 @@ class LayerCurvature:
         self.state[self._prefix + "due"] = int(due)
         self.armed = due
 
-    def layouts(self) -> tuple[BlockLayout, BlockLayout]:
-        """Return how A and G are cut.
+    def layouts(self) -> dict[str, BlockLayout]:
+        """Return how its factors are cut.
 
         Returns:
-            The layouts of A and G.
+            The layout of each side.
         """
         split = self._split_dim_of(self.weight)
+        if self._cut is not None and self._cut[0] == split:
+            return self._cut[1]
         kind = self.kind
-        return BlockLayout.of(kind.groups, kind.inputs, 1 if kind.diagonal_input else split), BlockLayout.of(
-            kind.groups, kind.outputs, split
-        )
+        both = {
+            "A": BlockLayout.of(kind.groups, kind.inputs, 1 if kind.diagonal_input else split),
+            "G": BlockLayout.of(kind.groups, kind.outputs, split),
+        }
+        self._cut = split, {key: both[key] for key in self.sides}
+        return self._cut[1]
 
     def missing(self) -> list[str]:
         """Return the entries that a state with some of this layer's lacks.
@@ -262,7 +276,7 @@ class LayerCurvature:
             Their keys; none where the state has nothing of this layer yet, or all.
         """
         keys = list(_NUMBERS)
-        for key, layout in zip(("A", "G"), self.layouts(), strict=True):
+        for key, layout in self.layouts().items():
             for matrix in (key, f"{key}_inverse"):
                 keys += [matrix, f"{matrix}_tail"] if layout.tail else [matrix]
         keys += ["group_rows_per_term"] if self.kind.routed else []
@@ -286,7 +300,7 @@ class LayerCurvature:
             return
         state = self._states()[weight]
         dtype = factor_dtype(weight.dtype)
-        for key, layout in zip(("A", "G"), self.layouts(), strict=True):
+        for key, layout in self.layouts().items():
             for matrix in (key, f"{key}_inverse"):
                 self._store(matrix, BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device))
         state.update({self._prefix + key: value for key, value in _NUMBERS.items()})
@@ -308,8 +322,7 @@ class LayerCurvature:
         Returns:
             The matrix; its tensors are those of the state.
         """
-        layout = self.layouts()[0 if key.startswith("A") else 1]
-        return BlockDiagonal(layout, *self.stored(key))
+        return BlockDiagonal(self.layouts()[key[0]], *self.stored(key))
 
     def stored(self, key: str) -> tuple[Any, Any]:
         """Return the tensors of a stored matrix as they stand in the state, checked by nobody.
@@ -365,13 +378,31 @@ class LayerCurvature:
         x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
         with ieee_float32(x.device.type):
             if instead_of is None:
-                self._count(kind.add_rows_(a_sum, g_sum, x, g, keep))
+                self._count(kind.add_inputs_(a_sum, x, g.shape, keep))
+                kind.add_outputs_(g_sum, x, g, keep)
                 return
-            counted, old = (one.with_parts([torch.zeros_like(p) for p in one.parts()]) for one in (a_sum, g_sum))
-            kind.add_rows_(counted, old, x, instead_of, keep)
-            kind.add_rows_(counted, g_sum, x, g, keep)
+            old = g_sum.with_parts([torch.zeros_like(p) for p in g_sum.parts()])
+            kind.add_outputs_(old, x, instead_of, keep)
+            kind.add_outputs_(g_sum, x, g, keep)
             for part, old_part in zip(g_sum.parts(), old.parts(), strict=True):
                 part.sub_(old_part)
+
+    @torch.no_grad()
+    def gather_inputs(self, kind: Kind, x: Tensor, output: torch.Size, keep: Tensor | None, most: int) -> None:
+        """Add the rows of one forward pass through the layer, for a layer that has A alone.
+
+        Args:
+            kind: the geometry of the module that ran.
+            x: its input.
+            output: the shape of its output.
+            keep: which rows count, of the leading dimensions of ``x``; None for all.
+            most: how many rows are enough.
+        """
+        self.seen = True
+        if x.numel() and output.numel():
+            (a_sum,) = self.sums()
+            with ieee_float32(x.device.type):
+                self._count(kind.add_inputs_(a_sum, x.detach(), output, keep, most))
 
     def _count(self, rows: int | list[int]) -> None:
         if isinstance(rows, list):
@@ -379,17 +410,17 @@ class LayerCurvature:
             rows = sum(rows)
         self.rows += rows
 
-    def sums(self) -> tuple[BlockDiagonal, BlockDiagonal]:
+    def sums(self) -> Factors:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far; what is added to them counts.
 
         Returns:
-            The sums, zeros before the first row.
+            The sums, one a side, zeros before the first row.
         """
         if self._sums is None:
             weight = self.weight
             dtype = factor_dtype(weight.dtype)
-            a, g = (BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device) for layout in self.layouts())
-            self._sums = a, g
+            layouts = self.layouts().values()
+            self._sums = tuple(BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device) for layout in layouts)
         return self._sums
 
     def scale_outputs_(self, scale: float) -> None:
@@ -398,7 +429,7 @@ class LayerCurvature:
         Args:
             scale: what they are multiplied by (N for a mean).
         """
-        if self._sums is not None:
+        if self._sums is not None and "G" in self.sides:
             for part in self._sums[1].parts():
                 # in two factors, because scale² of a scaled half-precision loss can leave the range of float32
                 part.mul_(scale).mul_(scale)
@@ -412,11 +443,11 @@ class LayerCurvature:
         Returns:
             ``(groups,)``, or None where one T holds for all.
         """
-        if not self.kind.routed:
+        if not self.kind.routed or "G" not in self.sides:
             return None
         return group_rows_per_term(self.group_rows, terms, self.state[self._prefix + "group_rows_per_term"])
 
-    def fresh_factors(self, terms: int = 1) -> tuple[BlockDiagonal, BlockDiagonal] | None:
+    def fresh_factors(self, terms: int = 1) -> Factors | None:
         """Return A and G of this step's rows and forget the rows.
 
         Groups that have rows of their own are weighted with ``√T``, and one that has none now keeps what it had.
@@ -425,15 +456,15 @@ class LayerCurvature:
             terms: N.
 
         Returns:
-            ``(A, G)``, or None where no row came by.
+            A and G, or A alone; None where no row came by.
         """
         sums, rows, group_rows = self._sums, self.rows, self.group_rows
         self.forget()
         if sums is None or not rows:
             return None
         if self.kind.routed:
-            before = (self.matrix("A"), self.matrix("G")) if self.refreshes else None
-            return weighted_factors(sums, group_rows, terms, before)
+            before = tuple(self.matrix(key) for key in self.sides) if self.refreshes else None
+            return weighted_factors(sums, group_rows, terms if "G" in self.sides else None, before)
         for factor in sums:
             for part in factor.parts():
                 part.div_(rows)
@@ -451,14 +482,14 @@ class LayerCurvature:
         return bool((gradient._values() if gradient.is_sparse else self.weight_piece.of(gradient)).any())
 
     def has_rows_with_gradient(self) -> bool:
-        """Return whether some row of this step so far has a gradient that is not zero.
+        """Return whether some row of this step so far has a gradient that is not zero; of one without G, any row.
 
         Returns:
             Whether there is one (a wait for the device).
         """
-        return self._sums is not None and any(bool(part.any()) for part in self._sums[1].parts())
+        return self._sums is not None and any(bool(part.any()) for part in self._sums[-1].parts())
 
-    def gathered(self) -> tuple[BlockDiagonal, BlockDiagonal] | None:
+    def gathered(self) -> Factors | None:
         """Return the sums ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far.
 
         Returns:
@@ -469,15 +500,14 @@ class LayerCurvature:
     def cut_gathered(self) -> None:
         """Cut the sums of this step anew, after the split dimension has become smaller."""
         if self._sums is not None:
-            a_layout, g_layout = self.layouts()
-            self._sums = self._sums[0].cut(a_layout.block), self._sums[1].cut(g_layout.block)
+            layouts = self.layouts().values()
+            self._sums = tuple(one.cut(layout.block) for one, layout in zip(self._sums, layouts, strict=True))
 
     def follow_weight(self) -> None:
         """Move the sums of this step to the weight's device and precision, where it was converted meanwhile."""
         if self._sums is not None:
             device, dtype = self.weight.device, factor_dtype(self.weight.dtype)
-            a, g = (one.with_parts([part.to(device, dtype) for part in one.parts()]) for one in self._sums)
-            self._sums = a, g
+            self._sums = tuple(one.with_parts([part.to(device, dtype) for part in one.parts()]) for one in self._sums)
 
     def forget(self) -> None:
         """Drop the statistics of this step."""
@@ -488,27 +518,42 @@ class LayerCurvature:
 
     def take(
         self,
-        factors: tuple[BlockDiagonal, BlockDiagonal],
-        inverses: tuple[BlockDiagonal, BlockDiagonal],
+        factors: Factors,
+        inverses: Factors,
         rows_per_term: float,
         group_rows_per_term: Tensor | None = None,
     ) -> None:
         """Put new factors and their inverses to use.
 
         Args:
-            factors: A and G.
+            factors: one a side.
             inverses: their damped inverses.
             rows_per_term: T.
             group_rows_per_term: T of each group, where it is in their factors.
         """
         if group_rows_per_term is not None:
             self.state[self._prefix + "group_rows_per_term"] = group_rows_per_term
+        if self.kind.routed:
             inverses = plain_where_unknown(factors, inverses)
-        for key, factor, inverse in zip(("A", "G"), factors, inverses, strict=True):
+        for key, factor, inverse in zip(self.sides, factors, inverses, strict=True):
             self._store(key, factor)
             self._store(f"{key}_inverse", inverse)
         self.state[self._prefix + "rows_per_term"] = rows_per_term
         self.state[self._prefix + "refreshes"] = self.refreshes + 1
+
+    @torch.no_grad()
+    def precondition_inputs(self, gradient: Tensor, into: Tensor) -> None:
+        """``into ← ∇W A_d⁻¹``, for a layer that has A alone; to be called inside ``ieee_float32``.
+
+        Args:
+            gradient: of the shape of the weight (of its rows that are this layer's).
+            into: of the shape of :meth:`Kind.to_matrix`'s result, in the factors' dtype; overwritten.
+        """
+        matrix, inverse = self.kind.to_matrix(gradient).to(into.dtype), self.matrix("A_inverse")
+        if self.kind.transposed:
+            into.copy_(inverse.left_multiply(matrix))
+        else:
+            inverse.accumulate_right_product_(matrix, 1.0, into, 0.0)
 
     @torch.no_grad()
     def accumulate_natural_gradient_(self, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0) -> None:
@@ -563,11 +608,11 @@ class LayerCurvature:
             solved *= bias_scales(self.state[self._prefix + "group_rows_per_term"])[:, None, None]
         scale_(into, decay).add_(solved.reshape(into.shape), alpha=scale / self.rows_per_term)
 
-    def trace_of_fisher(self, factors: tuple[Tensor, Tensor], rows_per_term: float, damping: float) -> float:
+    def trace_of_fisher(self, factors: Sequence[Tensor], rows_per_term: float, damping: float) -> float:
         """Return tr(T · A ⊗ G + λI), summed over groups: of the same F that is damped (section 3.2).
 
         Args:
-            factors: traces of A and of G, ``(groups,)`` each, on the host.
+            factors: traces of A and of G (or of A alone: G counts as 1), ``(groups,)`` each, on the host.
             rows_per_term: T of these factors.
             damping: λ.
 
@@ -575,7 +620,7 @@ class LayerCurvature:
             The trace; NaN or inf if a factor holds one.
         """
         size = self.kind.groups * self.kind.inputs * self.kind.outputs
-        products = (factors[0].double() * factors[1].double()).tolist()
+        products = torch.stack([factor.double() for factor in factors]).prod(0).tolist()
         return rows_per_term * math.fsum(products) + damping * size
 
 

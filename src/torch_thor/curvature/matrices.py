@@ -7,6 +7,8 @@ import math
 
 from torch import Tensor, nn
 
+from torch_thor.curvature.kinds.base import shares_memory
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -21,6 +23,8 @@ class PlainMatrix:
         inputs: columns of each.
         taps: size of the kernel of a transposed convolution, whose channels are to change places; else 0.
     """
+
+    transposed = False
 
     def __init__(self, groups: int, outputs: int, inputs: int, taps: int = 0) -> None:
         self.groups = groups
@@ -49,6 +53,8 @@ class PlainMatrix:
             matrix: ``(groups, outputs, inputs)``.
             tensor: of the parameter's shape; changed in place.
         """
+        if shares_memory(matrix, tensor):
+            return
         if self._taps:
             matrix = matrix.reshape(self.groups, self.outputs, -1, self._taps).transpose(1, 2)
         tensor.copy_(matrix.reshape(tensor.shape))

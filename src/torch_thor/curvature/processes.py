@@ -13,7 +13,8 @@ from torch import Tensor
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.inverse import Inverse
 
-Damped = Sequence[tuple[BlockDiagonal, float]]  # factors and what is added to the diagonal of each
+# factors and what is added to the diagonal of each, or of each of its groups
+Damped = Sequence[tuple[BlockDiagonal, float | Tensor]]
 
 
 class Processes(Protocol):

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import DAMPING_RAISES, Inverse, damped_inverses
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import ALONE, Damped, Processes
-from torch_thor.curvature.roots import damped_inverse_roots
+from torch_thor.curvature.inverse import DAMPING_RAISES, Inverse, damped_inverses, relative_damping
+from torch_thor.curvature.layer import Factors, LayerCurvature
+from torch_thor.curvature.processes import ALONE, Processes
 
 
 class Decision(enum.Enum):
@@ -82,7 +81,7 @@ class Candidate:
     Args:
         layer: the layer.
         step: the step, counted from 0.
-        factors: A and G of this step.
+        factors: A and G of this step, or A alone.
         rows_per_term: T of this step.
         damping: λ.
         thresholds: (ω1, ω2).
@@ -92,7 +91,7 @@ class Candidate:
 
     layer: LayerCurvature
     step: int
-    factors: tuple[BlockDiagonal, BlockDiagonal]
+    factors: Factors
     rows_per_term: float
     damping: float
     thresholds: tuple[float, float]
@@ -104,7 +103,7 @@ def refresh(
     candidates: Sequence[Candidate],
     report: Callable[[LayerCurvature, str], None],
     *,
-    root: int | None = None,
+    relative: bool = False,
     processes: Processes = ALONE,
 ) -> tuple[RefreshEvent, ...]:
     """Decide layer by layer, then invert what was taken, all layers in one go.
@@ -115,16 +114,16 @@ def refresh(
     Args:
         candidates: the layers that are due and have statistics.
         report: called with a layer and a sentence on what went wrong with it.
-        root: p, to take inverse p-th roots, with damping relative to each factor, in the place of inverses.
+        relative: whether damping is relative to the mean diagonal of each factor, in the place of ``√(λ/T)``.
         processes: those that refresh together, each with the same candidates; they decide alike.
 
     Returns:
         What was done with each candidate, in their order.
     """
-    traces = _fisher_traces(candidates, root, processes)
+    traces = _fisher_traces(candidates, relative, processes)
     judged = [_judge(c, now, before) for c, (now, before) in zip(candidates, traces, strict=True)]
     taken = [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE]
-    averaged, inverses = _invert(taken, root, processes)
+    averaged, inverses = _invert(taken, relative, processes)
     # until here (out of memory, a lost process) nothing has changed, and from here on nothing raises
     for candidate, (decision, change) in zip(candidates, judged, strict=True):
         _note(candidate.layer, decision, change, report)
@@ -155,49 +154,41 @@ def _note(
     layer.record(change, stopped=True if decision is Decision.STOP else None)
 
 
-Pair = tuple[BlockDiagonal, BlockDiagonal]
-
-
 def _invert(
-    taken: Sequence[Candidate], root: int | None, processes: Processes
-) -> tuple[list[Pair], list[tuple[Inverse, Inverse]]]:
+    taken: Sequence[Candidate], relative: bool, processes: Processes
+) -> tuple[list[Factors], list[list[Inverse]]]:
     """Return, of each candidate, the factors to be put to use and their inverses."""
-    averaged = [(_average(c, "A", c.factors[0]), _average(c, "G", c.factors[1])) for c in taken]
-    shifts = [c.damping if root else math.sqrt(c.damping / c.rows_per_term) for c in taken]
-    damped = [(f, shift) for pair, shift in zip(averaged, shifts, strict=True) for f in pair]
-
-    def solve(factors: Damped) -> list[Inverse]:
-        return damped_inverse_roots(factors, root) if root else damped_inverses(factors)
-
-    inverses = processes.invert(damped, solve)
-    return averaged, list(zip(inverses[::2], inverses[1::2], strict=True))
+    averaged = [tuple(_average(c, key, new) for key, new in zip(c.layer.sides, c.factors, strict=True)) for c in taken]
+    damped = [
+        (f, relative_damping(f, c.damping) if relative else math.sqrt(c.damping / c.rows_per_term))
+        for c, factors in zip(taken, averaged, strict=True)
+        for f in factors
+    ]
+    inverses = iter(processes.invert(damped, damped_inverses))
+    return averaged, [[next(inverses) for _ in factors] for factors in averaged]
 
 
 def _put_to_use(
     taken: Sequence[Candidate],
-    averaged: Sequence[Pair],
-    inverses: Sequence[tuple[Inverse, Inverse]],
+    averaged: Sequence[Factors],
+    inverses: Sequence[Sequence[Inverse]],
     report: Callable[[LayerCurvature, str], None],
 ) -> set[LayerCurvature]:
     """Have the layers take what could be inverted; return those whose factors could not."""
     failed = set()
-    for candidate, factors, (a_inverse, g_inverse) in zip(taken, averaged, inverses, strict=True):
+    for candidate, factors, found in zip(taken, averaged, inverses, strict=True):
         layer = candidate.layer
-        if a_inverse.failed or g_inverse.failed:
+        if any(inverse.failed for inverse in found):
             failed.add(layer)
             layer.set_due(not layer.refreshes)
-            converged = a_inverse.converged and g_inverse.converged
-            report(layer, f"{_NOT_POSITIVE if converged else _NOT_CONVERGED}; {_instead(layer)}")
+            what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
+            report(layer, f"{what}; {_instead(layer)}")
             continue
-        inverse = a_inverse.matrix, g_inverse.matrix
-        layer.take(factors, inverse, candidate.rows_per_term, candidate.group_rows_per_term)
-        if a_inverse.raised or g_inverse.raised:
+        matrices = tuple(inverse.matrix for inverse in found)
+        layer.take(factors, matrices, candidate.rows_per_term, candidate.group_rows_per_term)
+        if any(inverse.raised for inverse in found):
             report(layer, "a block was not positive definite; its damping was raised for this refresh")
     return failed
-
-
-_NOT_POSITIVE = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
-_NOT_CONVERGED = "the eigendecomposition of a block did not converge, in double precision neither"
 
 
 def _instead(layer: LayerCurvature) -> str:
@@ -213,9 +204,7 @@ def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagona
     return new.with_parts([n.lerp(o, candidate.decay) for n, o in zip(new.parts(), old.parts(), strict=True)])
 
 
-def _fisher_traces(
-    candidates: Sequence[Candidate], root: int | None, processes: Processes
-) -> list[tuple[float, float]]:
+def _fisher_traces(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[tuple[float, float]]:
     """Return tr(F + λI) of the new factors and of those in use, with one wait for the device for all layers.
 
     Where several processes decide, the numbers are the first one's: on unlike hardware the last bits of a sum differ,
@@ -224,7 +213,7 @@ def _fisher_traces(
     traces: list[Tensor] = []
     for c in candidates:
         traces += [f.group_traces() for f in c.factors]
-        traces += [c.layer.matrix(key).group_traces() for key in "AG"]
+        traces += [c.layer.matrix(key).group_traces() for key in c.layer.sides]
     if not traces:
         return []
     device = traces[0].device
@@ -232,9 +221,9 @@ def _fisher_traces(
     on_host = iter(flat.cpu().split([len(t) for t in traces]))
     result = []
     for c in candidates:
-        damping = 0.0 if root else c.damping  # relative damping scales both traces alike
-        now = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.rows_per_term, damping)
-        before = c.layer.trace_of_fisher((next(on_host), next(on_host)), c.layer.rows_per_term, damping)
+        damping = 0.0 if relative else c.damping  # relative damping scales both traces alike
+        now = c.layer.trace_of_fisher([next(on_host) for _ in c.factors], c.rows_per_term, damping)
+        before = c.layer.trace_of_fisher([next(on_host) for _ in c.factors], c.layer.rows_per_term, damping)
         result.append((now, before))
     agreed = iter(processes.gather([trace for pair in result for trace in pair])[0])
     return list(zip(agreed, agreed, strict=True))

@@ -94,7 +94,7 @@ def survey(
         trained: the parameters that the optimizer has.
         skip: layers to leave out.
         only: layers to keep.
-        matrices_alone: leave out what has no two full factors (embeddings and biases), and look for matrices without
+        matrices_alone: leave out what has no full factor A (embeddings and biases), and look for matrices without
             factors, as the scale-free step wants it.
 
     Returns:
@@ -145,7 +145,14 @@ def survey(
         and entry.reason not in left
         and (matrix := _plain_matrix(owners[id(parameter)], parameter)) is not None
     }
-    rest = [replace(e, rest="orthogonalised momentum" if e.name in matrices else "AdamW") for e in entries]
+    rest = [
+        replace(
+            entry,
+            factor_sizes=entry.factor_sizes and entry.factor_sizes[:1],
+            rest="orthogonalised momentum" if entry.name in matrices else "AdamW",
+        )
+        for entry in entries
+    ]
     return Survey(rest, layers, matrices)
 
 

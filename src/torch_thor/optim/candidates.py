@@ -43,7 +43,8 @@ def candidates_of(
                 layer,
                 group["step"],
                 factors,
-                rows_per_term=rows / terms if of_groups is None else 1.0,
+                # without G there is nothing for T to weigh
+                rows_per_term=rows / terms if of_groups is None and "G" in layer.sides else 1.0,
                 damping=float(group["damping"]),
                 thresholds=(float(upper), float(lower)),
                 decay=float(group["factor_decay"]),

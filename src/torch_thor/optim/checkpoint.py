@@ -111,12 +111,22 @@ def check_thors(state_dict: StateDict) -> None:
 
     Args:
         state_dict: what is to be loaded.
+
+    Raises:
+        ValueError: it is another optimizer's, or of the scale-free step as an earlier version had it.
     """
     remedy = (
         "Momentum, learning rate and schedule of another optimizer mean nothing to THOR: load the model's weights, and "
         "let THOR start anew"
     )
     check_origin(state_dict, "THOR", ("damping", "trace_thresholds", "update_interval"), remedy)
+    scale_free = any(group.get("scaling") == "spectral" for group in state_dict["param_groups"])
+    if scale_free and any(str(key).endswith("G_inverse") for kept in state_dict["state"].values() for key in kept):
+        raise ValueError(
+            "the state dict is of a version whose scale-free step took fourth roots of A and G; this one takes the "
+            "inverse of A alone, with other defaults, and cannot go on from there; nothing was loaded. Load the "
+            "model's weights and let THOR start anew, or end the training with the version that began it"
+        )
 
 
 def complete_groups(groups: Iterable[dict[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
@@ -237,7 +247,7 @@ def check_factors(layers: Iterable[LayerCurvature]) -> None:
                 f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
                 f"is whole, or let the optimizer start anew"
             )
-        for key, layout in zip(("A", "G"), layer.layouts(), strict=True):
+        for key, layout in layer.layouts().items():
             for matrix in (key, f"{key}_inverse"):
                 stored = layer.stored(matrix)
                 found = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in stored)

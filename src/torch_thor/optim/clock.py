@@ -6,8 +6,9 @@
 
 from collections.abc import Sequence
 
+from torch_thor.optim.checks import check_interval
 from torch_thor.optim.intervals import CALLABLE, from_plain, to_plain
-from torch_thor.optim.options import UpdateInterval, check_interval
+from torch_thor.optim.options import UpdateInterval
 from torch_thor.optim.parameters import Group
 
 

@@ -82,7 +82,7 @@ def conform(
 
 
 def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
-    for key, layout in zip(("A", "G"), layer.layouts(), strict=True):
+    for key, layout in layer.layouts().items():
         for matrix in (key, f"{key}_inverse"):
             blocks, tail = layer.stored(matrix)
             if blocks is None:

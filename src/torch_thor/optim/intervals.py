@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_thor.optim.options import check_interval
+from torch_thor.optim.checks import check_interval
 
 CALLABLE = "callable"  # what a state dict says of a function
 

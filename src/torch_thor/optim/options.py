@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from torch_thor.optim.checks import in_range, number, require, whole
+from torch_thor.optim.checks import check_interval, in_range, number, require, whole
+from torch_thor.optim.intervals import Geometric
 
 UpdateInterval = int | Callable[[int], int]
 
@@ -54,25 +55,12 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         "damping": 0.1,
         "momentum": 0.8,
         "nesterov": True,
-        "update_interval": 10,
+        # the first factors, of the initial weights, are the worst: every step at first, every 20th from step 95 on
+        "update_interval": Geometric(1, 20, factor=1.2),
         "factor_decay": 0.5,
         "max_update_ratio": None,
     },
 }
-
-
-def check_interval(name: str, value: Any) -> int:
-    """Check a number of steps, given by the user or by the user's callable.
-
-    Args:
-        name: what to call it in the message.
-        value: the number.
-
-    Returns:
-        The number.
-    """
-    require(name, value, whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step")
-    return int(value)
 
 
 def with_defaults(given: Mapping[str, Any], scaling: str | None) -> dict[str, Any]:
@@ -251,6 +239,13 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher
         scaling is None or scaling == "spectral",
         "None or 'spectral'",
         "None is THOR's own step length, 'spectral' the scale-free one",
+    )
+    require(
+        "fisher",
+        fisher,
+        not (fisher == "sampled" and scaling == "spectral"),
+        "'empirical' with scaling='spectral', which takes the inputs' moments alone and looks at no label",
+        "leave it out",
     )
     if loss_terms is not None and not callable(loss_terms):
         check_loss_terms(loss_terms)

@@ -2,16 +2,20 @@
 
 For a matrix W (``d_out × d_in``) with momentum ``v ← μ v + ∇W`` (Nesterov: ``u = ∇W + μ v``, else ``u = v``)
 
-    d = orth( G_d^(-1/4) u A_d^(-1/4) ),    ‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)
+    d = orth( u (A + λ tr(A)/d_in I)⁻¹ ),    ‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)
     W ← (1 − lr · weight_decay) W − lr · d
 
-so that lr means the same on every layer and task: neither the loss's scale nor the layer's width is in it. A matrix
-without factors (a layer that THOR does not know, or whose statistics never came) takes the same step with identities in
-their place. What is no matrix (biases, norms, embeddings) takes a step of :class:`torch.optim.AdamW`.
+so that lr means the same on every layer and task: neither the loss's scale nor the layer's width is in it. A is the
+second moment of the layer's input, all the curvature that there is: no gradient is looked at, and no label. ``orth``
+gives polar factors, of blocks of ``split_dim`` rows (:mod:`torch_thor.curvature.polar`). A matrix without factors (a
+layer that THOR does not know, or whose statistics never came) takes the same step with the identity in A's place. What
+is no matrix (biases, norms, embeddings) takes a step of :class:`torch.optim.AdamW`.
 """
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +23,70 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
+from torch_thor.optim.auto_split import block_size
 from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
-
-# p of the inverse p-th roots of A and G.
-ROOT = 4
 
 # AdamW's learning rate is this share of lr, and its betas these.
 ADAMW_SHARE = 0.2
 ADAMW_BETAS = (0.9, 0.95)
 _ADAMW_EPS = 1e-8
 
-# The quintic iteration of Muon (Jordan et al. 2024): five rounds bring every singular value into about [0.7, 1.2].
-_ROUNDS = 5
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+@dataclass
+class _Piece:
+    """A parameter, or a layer's rows of one, as matrices.
+
+    Args:
+        parameter: the parameter, or those rows.
+        direction: of its shape, what is to be orthogonalised.
+        geometry: how it is matrices.
+        layer: whose factor preconditions it; None for none.
+    """
+
+    parameter: Tensor
+    direction: Tensor
+    geometry: Kind | PlainMatrix
+    layer: LayerCurvature | None
+
+    @property
+    def is_tall(self) -> bool:
+        """Whether its matrices, as they lie in memory, have more rows than columns."""
+        kind = self.geometry
+        return kind.outputs != kind.inputs and (kind.outputs > kind.inputs) != kind.transposed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The smaller and the larger side of its matrices."""
+        kind = self.geometry
+        return min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
+
+    def write(self, into: Tensor) -> None:
+        """Write its matrices, preconditioned.
+
+        Args:
+            into: ``(groups, smaller, larger)``.
+        """
+        into = into.mT if self.is_tall else into
+        if self.layer is not None:
+            self.layer.precondition_inputs(self.direction, into)
+        else:
+            into.copy_(self.geometry.to_matrix(self.direction))
+
+    def step_(self, unit: Tensor, lr: float) -> None:
+        """Move the parameter.
+
+        Args:
+            unit: ``(groups, smaller, larger)``, of norm 1.
+            lr: learning rate.
+        """
+        matrix = self.geometry.to_matrix(self.parameter)  # the parameter itself, wherever its memory allows
+        length = lr * step_norm(self.geometry.outputs, self.geometry.inputs)
+        matrix.add_(unit.mT if self.is_tall else unit, alpha=-length)
+        self.geometry.from_matrix_(matrix, self.parameter)
 
 
 def spectral_update(
@@ -51,16 +104,17 @@ def spectral_update(
         decays: whether weight decay applies to a parameter.
     """
     for group in groups:
-        rest: list[nn.Parameter] = []
-        for _, parameter, gradient in with_gradient([group]):
-            if group["weight_decay"] and decays(parameter):
-                parameter.mul_(1 - float(group["lr"]) * float(group["weight_decay"]))
-            if is_matrix(index, parameter):
-                buffer = states(parameter)["momentum_buffer"]
-                _matrix_step_(parameter, gradient, buffer, index, group)
-            else:
-                rest.append(parameter)
-        _adamw_step_(rest, states, float(group["lr"]) * ADAMW_SHARE)
+        parameters = [parameter for _, parameter, _ in with_gradient([group])]
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        decaying: list[Tensor] = [p for p in parameters if decay and decays(p)]
+        if decaying:
+            torch._foreach_mul_(decaying, 1 - lr * decay)
+        matrices = [p for p in parameters if is_matrix(index, p)]
+        if matrices:
+            ahead = _ahead(matrices, [states(p)["momentum_buffer"] for p in matrices], group)
+            pieces = [piece for p, u in zip(matrices, ahead, strict=True) for piece in _pieces(p, u, index)]
+            _step_(pieces, lr, block_size(group))
+        _adamw_step_([p for p in parameters if not is_matrix(index, p)], states, lr * ADAMW_SHARE)
 
 
 def is_matrix(index: ParameterIndex, parameter: Tensor) -> bool:
@@ -110,69 +164,48 @@ def step_norm(outputs: int, inputs: int) -> float:
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / inputs))
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """Bring all singular values near each other, by Newton-Schulz iterations (Jordan et al. 2024, Muon).
-
-    Args:
-        matrices: ``(count, rows, columns)``.
-
-    Returns:
-        Of the same shape: about ``U Vᵀ`` of each matrix's ``U S Vᵀ``; zeros stay zeros.
-    """
-    a, b, c = _COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    x = with_norm(x, 1.0)
-    for _ in range(_ROUNDS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT.contiguous() if tall else x
+def _ahead(parameters: list[nn.Parameter], buffers: list[Tensor], group: Group) -> list[Tensor]:
+    """Move the momenta, and return what is stepped along; the user's gradients stay as they are."""
+    momentum = float(group["momentum"])
+    gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    gradients = [g.to(b.dtype) for g, b in zip(gradients, buffers, strict=True)]
+    torch._foreach_mul_(buffers, momentum)
+    torch._foreach_add_(buffers, gradients)
+    return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 
-def with_norm(matrices: Tensor, norm: float) -> Tensor:
-    """Scale matrices to a Frobenius norm.
-
-    Args:
-        matrices: ``(count, rows, columns)``, finite, of any scale.
-        norm: the norm.
-
-    Returns:
-        Of the same shape; zeros stay zeros.
-    """
-    # by the largest entry first: squares of numbers below 1e-23 or beyond 1e19 leave the range of float32
-    tiny = torch.finfo(matrices.dtype).tiny
-    unit = matrices / matrices.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=tiny)
-    norms: Tensor = torch.linalg.matrix_norm(unit, keepdim=True)
-    return unit * (norm / norms.clamp(min=0.5))
-
-
-def _matrix_step_(
-    parameter: nn.Parameter, gradient: Tensor, buffer: Tensor, index: ParameterIndex, group: Group
-) -> None:
-    momentum, lr = float(group["momentum"]), float(group["lr"])
-    fresh = (gradient.to_dense() if gradient.is_sparse else gradient).to(buffer.dtype)
-    buffer.mul_(momentum).add_(fresh)
-    ahead = fresh.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+def _pieces(parameter: nn.Parameter, ahead: Tensor, index: ParameterIndex) -> Iterator[_Piece]:
     plain = index.plain_matrix(parameter)
     if plain is not None:
-        parameter.add_(_orthogonal_step(plain, ahead.clone()), alpha=-lr)
+        yield _Piece(parameter, ahead, plain, None)
         return
     for share in index.shares(parameter):
-        ours = share.piece.of(ahead)
-        direction = torch.zeros_like(ours)
-        if share.layer.refreshes:
-            share.layer.accumulate_natural_gradient_(ours, direction, 0.0)
-        else:
-            direction.copy_(ours)
-        share.piece.of(parameter).add_(_orthogonal_step(share.layer.kind, direction), alpha=-lr)
+        layer = share.layer if share.layer.refreshes else None
+        yield _Piece(share.piece.of(parameter), share.piece.of(ahead), share.layer.kind, layer)
 
 
-def _orthogonal_step(geometry: Kind | PlainMatrix, direction: Tensor) -> Tensor:
-    """Return the step at lr 1 along a direction, which is overwritten."""
-    with ieee_float32(direction.device.type):
-        matrix = orthogonalise(geometry.to_matrix(direction))
-    geometry.from_matrix_(with_norm(matrix, step_norm(geometry.outputs, geometry.inputs)), direction)
-    return direction
+def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
+    """Take the step of every piece, those of one shape in one batch."""
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[_Piece]] = defaultdict(list)
+    for piece in pieces:
+        alike[piece.direction.dtype, piece.direction.device].append(piece)
+    for (dtype, device), members in alike.items():
+        by_shape: defaultdict[tuple[int, int], list[_Piece]] = defaultdict(list)
+        for piece in members:
+            by_shape[piece.shape].append(piece)
+        with ieee_float32(device.type):
+            batches = []
+            for shape, shaped in by_shape.items():
+                counts = [piece.geometry.groups for piece in shaped]
+                batches.append(torch.empty((sum(counts), *shape), dtype=dtype, device=device))
+                for piece, own in zip(shaped, batches[-1].split(counts), strict=True):
+                    piece.write(own)
+            steps = orthogonalise(batches, rows)
+        for shaped, step in zip(by_shape.values(), steps, strict=True):
+            # of a matrix of zeros too: it stays where it is
+            unit = step / torch.linalg.matrix_norm(step, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+            for piece, own in zip(shaped, unit.split([p.geometry.groups for p in shaped]), strict=True):
+                piece.step_(own, lr)
 
 
 def _adamw_step_(parameters: list[nn.Parameter], states: Callable[[Tensor], dict[str, Any]], lr: float) -> None:
@@ -181,6 +214,7 @@ def _adamw_step_(parameters: list[nn.Parameter], states: Callable[[Tensor], dict
     kept = [states(p) for p in parameters]
     # AdamW's averages decay for every row, so a sparse gradient saves nothing here
     gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    alike = all(p.dtype == s["exp_avg"].dtype for p, s in zip(parameters, kept, strict=True))
     adamw(
         list[Tensor](parameters),
         [g.to(s["exp_avg"].dtype) for g, s in zip(gradients, kept, strict=True)],
@@ -189,7 +223,8 @@ def _adamw_step_(parameters: list[nn.Parameter], states: Callable[[Tensor], dict
         [],
         [s["step"] for s in kept],
         # torch's batched kernels want parameters of the state's dtype, which is float32 under bfloat16
-        foreach=False if any(p.dtype != s["exp_avg"].dtype for p, s in zip(parameters, kept, strict=True)) else None,
+        foreach=None if alike else False,
+        fused=(alike and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)) or None,
         has_complex=any(p.is_complex() for p in parameters),
         amsgrad=False,
         beta1=ADAMW_BETAS[0],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.capture import Capture
 from torch_thor.curvature.coverage import Covered, table
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import RefreshEvent, refresh
 from torch_thor.curvature.selection import Selection
@@ -64,7 +64,7 @@ from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_grad
 from torch_thor.optim.reading import Reading, read_alike
 from torch_thor.optim.reports import Reports
 from torch_thor.optim.sampled_fisher import SampledFisher
-from torch_thor.optim.spectral import ROOT, spectral_update
+from torch_thor.optim.spectral import spectral_update
 from torch_thor.optim.summed_loss import looks_summed, message
 from torch_thor.optim.update import update
 
@@ -114,12 +114,14 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             :mod:`fnmatch` has them, with a minus in front for what does not: ``["*.weight", "-*norm*"]``; None: all.
         update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals`, or any callable, from
             the step of a refresh (counted from 0) to the steps until the next. The first step refreshes. It stands in
-            each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral: 10).
+            each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral:
+            ``Geometric(1, 20, factor=1.2)``, every step at first and every 20th from step 95 on).
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh a layer whose trace changed by more than
             ω1 takes new factors, by less than ω2 stops for good, else keeps what it has. ``(0, 0)`` takes them always.
         split_dim: block size of the factors (section 3.3), None for full factors. ``"auto"`` chooses it for this model
             and device in the first step (:func:`torch_thor.choose_split_dim`, from that step's statistics), keeps the
             choice in the user's cache and finds it there the next time. The number then stands in the parameter group.
+            With ``scaling="spectral"`` it is also the number of rows that are orthogonalised together.
         factor_decay: weight of the old factors in a running average; 0, as the paper has it, keeps the latest only.
             None: 0 (spectral: 0.5).
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al., ICLR
@@ -131,9 +133,9 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             parameter, ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.step_bound`). Left out: 0.01
             (spectral: None, its steps have a length of their own), or None where ``kl_clip`` is given. None: no bound.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
-            inverse fourth roots of the factors, orthogonalised and given a norm of its own, so that lr means the same
-            on every layer and task; decoupled weight decay; AdamW for what is no matrix
-            (:mod:`torch_thor.optim.spectral`). λ is then relative to the mean diagonal of each factor.
+            the inverse of A alone, orthogonalised and given a norm of its own, so that lr means the same on every layer
+            and task; decoupled weight decay; AdamW for what is no matrix (:mod:`torch_thor.optim.spectral`). λ is then
+            relative to the mean diagonal of A, and statistics are taken in the forward pass.
         fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
@@ -406,8 +408,9 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        super().zero_grad(set_to_none)
         self._capture.discard_with_gradients()
+        super().zero_grad(set_to_none)
+        self._capture.note_gradients()
 
     def _settings(self) -> Iterator[str]:
         """What must be the same on all processes, beside the options of the groups."""
@@ -434,7 +437,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             message = doubtful_terms_message(*self._capture.doubtful_terms)
             self._reports.note(message, message)
         sampled = self._capture.sampler is not None  # gradients of single terms as they are
-        captured = scale.of_outputs() if not sampled and any(one.rows for one in self._layers.values()) else 1.0
+        with_g = any(one.rows and "G" in one.sides for one in self._layers.values())
+        captured = scale.of_outputs() if with_g and not sampled else 1.0
         decaying = frozenset(
             id(p) for group, p, _ in with_gradient(self.param_groups) if group["weight_decay"] and self._decays(p)
         )
@@ -492,8 +496,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         silent = {layer for layer in refreshing if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}
         idle = [not layer.seen and not layer.has_gradient() for layer in refreshing]
         candidates = candidates_of(refreshing, terms, self._index, self._report)
-        root = ROOT if self.scaling == "spectral" else None
-        self._last_refresh = refresh(candidates, self._report, root=root, processes=processes)
+        relative = self.scaling == "spectral"
+        self._last_refresh = refresh(candidates, self._report, relative=relative, processes=processes)
         for layer, is_idle in zip(refreshing, idle, strict=True):
             layer.set_idle(is_idle)
             layer.set_uncalled(layer in silent)
@@ -609,6 +613,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
                 lambda: index.states,
                 lambda weight: block_size(index.group(weight)),
                 layer.prefix,
+                sides=SIDES if self.scaling is None else SIDES[:1],
             )
             for name, layer in found.layers.items()
         }

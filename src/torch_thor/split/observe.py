@@ -29,12 +29,12 @@ Losses = dict[str, dict[str, tuple[float, ...]]]
 
 
 def losses_of(
-    factors: tuple[BlockDiagonal, BlockDiagonal], split_dims: Sequence[int], layer: LayerCurvature
+    factors: Sequence[BlockDiagonal], split_dims: Sequence[int], layer: LayerCurvature
 ) -> dict[str, tuple[float, ...]]:
     """Return the spectral losses of one layer's factors.
 
     Args:
-        factors: A and G, uncut, up to a number.
+        factors: one a side of the layer, uncut, up to a number.
         split_dims: the candidates.
         layer: whose they are.
 
@@ -45,7 +45,7 @@ def losses_of(
         ValueError: a factor holds NaN or inf.
     """
     losses = {}
-    for key, factor in zip("AG", factors, strict=True):
+    for key, factor in zip(layer.sides, factors, strict=True):
         if key == "A" and layer.kind.diagonal_input:
             continue
         if not bool(torch.stack([part.isfinite().all() for part in factor.parts()]).all()):

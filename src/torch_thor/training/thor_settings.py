@@ -1,10 +1,11 @@
 """The settings of THOR in a recipe, and what is built from those that may be of more than one type."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch_thor.optim import intervals
-from torch_thor.optim.options import AUTO, FISHERS, PRESETS, check_interval, check_thresholds
+from torch_thor.optim.checks import check_interval
+from torch_thor.optim.options import AUTO, FISHERS, PRESETS, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizer_settings import OptimizerSettings
 
@@ -60,13 +61,13 @@ class THORSettings(OptimizerSettings):
 
 @dataclass(frozen=True)
 class SpectralSettings(THORSettings):
-    """`THOR` with `scaling="spectral"`; `damping` is relative to the factors."""
+    """`THOR` with `scaling="spectral"`: `damping` is relative to A; `split_dim` also cuts what is orthogonalised."""
 
     lr: float = 0.08
     damping: float = 0.1
     momentum: float = 0.8
     nesterov: bool = True
-    update_interval: Any = 10
+    update_interval: Any = field(default_factory=lambda: {"kind": "geometric", "first": 1, "last": 20, "factor": 1.2})
     factor_decay: float = 0.5
 
 

@@ -4,6 +4,7 @@ Each kind turns a layer's input into the paper's rows ``a`` and the gradient of 
 ``(groups, features, rows)``, features first (see :mod:`torch_thor.curvature.blocks`).
 """
 
+import math
 from typing import Protocol
 
 import torch
@@ -69,21 +70,32 @@ class Kind(Protocol):
         """Return the leading dimensions of the input, whose every index is a row; none where rows are patches."""
         ...
 
-    def add_rows_(
-        self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add ``Σ a aᵀ`` and ``Σ g gᵀ`` of one pass to two factors.
+        """Add ``Σ a aᵀ`` of one call to the input factor.
 
         Args:
             a: the input factor, changed in place.
-            g: the output factor, changed in place.
             x: the layer's input.
-            grad: the gradient of the loss with respect to its output.
+            output: the shape of its output.
             keep: ``bool``, of the leading dimensions of ``x``: which rows count; None for all. A kind without such
                 rows (a convolution) takes all.
+            most: how many rows are enough, evenly spread (:func:`spacing`); None for all.
 
         Returns:
             The number of rows; that of each group, where they have rows of their own.
+        """
+        ...
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add ``Σ g gᵀ`` of one call to the output factor.
+
+        Args:
+            g: the output factor, changed in place.
+            x: the layer's input.
+            grad: the gradient of the loss with respect to its output.
+            keep: as for :meth:`add_inputs_`.
         """
         ...
 
@@ -122,6 +134,24 @@ class MatrixWeight:
         """
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix[0])
+
+
+def spacing(rows: int, most: int | None, period: int = 1) -> int:
+    """Return which rows are enough: every so many of them.
+
+    Args:
+        rows: how many there are.
+        most: how many are enough; None for all.
+        period: rows of one sample (tokens, pixels); the spacing shares no factor with it, so that all places in a
+            sample have their turn.
+
+    Returns:
+        The spacing, 1 for all rows; at least ``most`` are left.
+    """
+    step = 1 if most is None else max(1, rows // max(most, 1))
+    while math.gcd(step, period) > 1:
+        step -= 1
+    return step
 
 
 def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:

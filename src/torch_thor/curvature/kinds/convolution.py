@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.kinds.base import shares_memory
+from torch_thor.curvature.kinds.base import shares_memory, spacing
 
 # Patches are written once and read once; a piece that stays in the last-level cache makes that read free.
 # (ResNet-50's 3x3 layers at 56x56, batch 8: 20 ms at once, 3 ms in pieces of one image.) A GPU wants few large pieces.
@@ -71,31 +71,53 @@ class ConvKind:
         """
         return torch.Size()
 
-    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
-        """Add the rows of one pass, a few images at a time.
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+    ) -> int:
+        """Add the patches, a few images at a time; where fewer are enough, those of all images.
 
         Args:
             a: the input factor, changed in place.
-            g: the output factor, changed in place.
             x: ``(N, C_in, *L)`` or ``(C_in, *L)``.
-            grad: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
+            output: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
             keep: not used.
+            most: how many rows are enough; None for all.
 
         Returns:
-            The number of rows: images times output pixels.
+            The number of rows: images times output pixels, where all are taken.
         """
-        if x.dim() < len(self.kernel) + 2:
-            x, grad = x[None], grad[None]
-        sizes, dtype = grad.shape[2:], a.blocks.dtype
-        for piece in _pieces(x, self.groups * self.inputs * math.prod(sizes) * dtype.itemsize):
-            a.add_second_moment_(self._input_samples(piece.to(dtype), sizes))
+        x, sizes, dtype = self._batched(x), output[-len(self.kernel) :], a.blocks.dtype
+        pixels = math.prod(sizes)
+        step = spacing(len(x) * pixels, most, pixels)
+        if step > 1:
+            rows = torch.arange(0, len(x) * pixels, step, device=x.device)
+            places = torch.unravel_index(rows, (len(x), *sizes))
+            windows = self._windows(x, sizes)[(slice(None),) * (1 + len(sizes)) + places]
+            a.add_second_moment_(self._samples(self._ordered(windows).to(dtype)))
+            return len(rows)
+        for piece in _pieces(x, self.groups * self.inputs * pixels * dtype.itemsize):
+            a.add_second_moment_(self._samples(self._patches(piece.to(dtype), sizes)))
+        return len(x) * pixels
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the output's pixels, a few images at a time.
+
+        Args:
+            g: the output factor, changed in place.
+            x: not used.
+            grad: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
+            keep: not used.
+        """
+        grad, dtype = self._batched(grad), g.blocks.dtype
         for piece in _pieces(grad, grad[:1].numel() * dtype.itemsize):
             g.add_second_moment_(self._output_samples(piece.to(dtype)))
-        return len(x) * math.prod(sizes)
 
-    def _input_samples(self, x: Tensor, sizes: torch.Size) -> Tensor:
-        """Return the rows of ``a``, ``(groups, inputs, rows)``."""
-        return self._patches(x, sizes).reshape(self.groups, self.inputs, -1)
+    def _batched(self, x: Tensor) -> Tensor:
+        return x[None] if x.dim() < len(self.kernel) + 2 else x
+
+    def _samples(self, patches: Tensor) -> Tensor:
+        """Return patches ``(C_in, *kernel, ...)`` as rows of ``a``, ``(groups, inputs, rows)``."""
+        return patches.reshape(self.groups, self.inputs, -1)
 
     def _output_samples(self, grad: Tensor) -> Tensor:
         """Return the rows of ``g``, ``(groups, outputs, rows)``."""
@@ -105,10 +127,18 @@ class ConvKind:
         """Return every patch, ``(C_in, *kernel, N, *sizes)``: reshape then makes samples with a single copy."""
         if math.prod(self.kernel) > 1:  # windows of a channels_last image would be gathered number by number
             x = x.contiguous()
+        return self._ordered(self._windows(x, sizes))
+
+    def _windows(self, x: Tensor, sizes: torch.Size) -> Tensor:
+        """Return every patch as a view of the padded images, in the order of memory."""
         padding = self._same_padding(x, sizes) if self.same else self.padding
         if any(padding):
             x = F.pad(x, padding, mode="constant" if self.same else self.padding_mode)
         return _windows(x, self.kernel, self.dilation, self.stride, sizes)
+
+    def _ordered(self, windows: Tensor) -> Tensor:
+        """Return windows with their taps in the order of the weight's columns."""
+        return windows
 
     def _same_padding(self, x: Tensor, sizes: torch.Size) -> tuple[int, ...]:
         """Return (before, after) of each dimension, the last first: what these sizes need, the odd pixel at the end."""
@@ -152,7 +182,7 @@ class ConvTransposeKind(ConvKind):
         module: the layer.
     """
 
-    def _patches(self, x: Tensor, sizes: torch.Size) -> Tensor:
+    def _windows(self, x: Tensor, sizes: torch.Size) -> Tensor:
         spread = x
         if any(s > 1 for s in self.stride):
             lengths = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], self.stride, strict=True)]
@@ -166,7 +196,9 @@ class ConvTransposeKind(ConvKind):
             # sizes, not output_padding: forward() takes an output_size of its own
             margins += [before, sizes[i] + reach - before - spread.shape[2 + i]]
         spread = F.pad(spread.contiguous(), margins)
-        windows = _windows(spread, self.kernel, self.dilation, (1,) * len(self.kernel), sizes)
+        return _windows(spread, self.kernel, self.dilation, (1,) * len(self.kernel), sizes)
+
+    def _ordered(self, windows: Tensor) -> Tensor:
         return windows.flip(tuple(range(1, 1 + len(self.kernel))))
 
     def to_matrix(self, tensor: Tensor) -> Tensor:

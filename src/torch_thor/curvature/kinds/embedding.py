@@ -62,31 +62,48 @@ class EmbeddingKind(MatrixWeight):
         """
         return 1.0
 
-    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
-        """Add token counts, and the second moment of the output gradient.
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+    ) -> int:
+        """Count the tokens.
 
         Args:
             a: the diagonal input factor, changed in place.
-            g: the output factor, changed in place.
             x: token indices, any shape.
-            grad: ``(*x.shape, embedding_dim)``.
+            output: not used.
             keep: of the shape of ``x``, which tokens count; None for all.
+            most: not used: counting is cheap.
 
         Returns:
             The number of rows.
         """
-        tokens, outputs = x.reshape(-1), grad.reshape(-1, self.outputs)
-        chosen = None if keep is None else keep.reshape(-1)
-        if self._padding is not None:
-            real = tokens != self._padding
-            chosen = real if chosen is None else chosen & real
-        if chosen is not None:
-            tokens, outputs = tokens[chosen], outputs[chosen]
-        if not len(tokens):
-            return 0
-        a.blocks.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
-        g.add_second_moment_((outputs.to(g.blocks.dtype) * self.scale()).mT[None])
+        chosen = self._chosen(x, keep)
+        tokens = x.reshape(-1) if chosen is None else x.reshape(-1)[chosen]
+        if len(tokens):
+            a.blocks.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
         return len(tokens)
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the gradients of the vectors.
+
+        Args:
+            g: the output factor, changed in place.
+            x: token indices, any shape.
+            grad: ``(*x.shape, embedding_dim)``.
+            keep: of the shape of ``x``, which tokens count; None for all.
+        """
+        chosen, rows = self._chosen(x, keep), grad.reshape(-1, self.outputs)
+        rows = rows if chosen is None else rows[chosen]
+        if len(rows):
+            g.add_second_moment_((rows.to(g.blocks.dtype) * self.scale()).mT[None])
+
+    def _chosen(self, x: Tensor, keep: Tensor | None) -> Tensor | None:
+        """Return which tokens are rows, ``(tokens,)``; None where all are."""
+        chosen = None if keep is None else keep.reshape(-1)
+        if self._padding is None:
+            return chosen
+        real = x.reshape(-1) != self._padding
+        return real if chosen is None else chosen & real
 
 
 class ScaledEmbeddingKind(EmbeddingKind):

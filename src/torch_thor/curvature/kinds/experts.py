@@ -57,24 +57,34 @@ class ExpertsKind:
         """
         return torch.Size()
 
-    def add_rows_(
-        self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add the rows of a call in which every expert has as many.
+        """Add the input's rows, as many for each expert.
 
         Args:
             a: the input factors, changed in place.
-            g: the output factors, changed in place.
             x: ``(E, rows, in)``.
-            grad: ``(E, rows, out)``.
+            output: not used.
             keep: not used.
+            most: not used: every row counts, since T is in the factors.
 
         Returns:
             The number of rows of each expert.
         """
         a.add_second_moment_(x.to(a.blocks.dtype).mT)
-        g.add_second_moment_(grad.to(g.blocks.dtype).mT)
         return [x.shape[1]] * self.groups
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the rows of the output's gradient, as many for each expert.
+
+        Args:
+            g: the output factors, changed in place.
+            x: not used.
+            grad: ``(E, rows, out)``.
+            keep: not used.
+        """
+        g.add_second_moment_(grad.to(g.blocks.dtype).mT)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as a batch of matrices.
@@ -114,42 +124,64 @@ class ExpertsCall(ExpertsKind):
         self._which = which
         self._columns = columns
 
-    def add_rows_(
-        self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add the rows of each expert to its own matrices.
+        """Add the input's rows.
 
         Args:
             a: the input factors, changed in place.
-            g: the output factors, changed in place.
             x: ``(rows, ..., in)``; what lies beyond the experts' last row is no row.
-            grad: ``(rows, ..., out)``.
+            output: not used.
             keep: not used.
+            most: not used.
 
         Returns:
             The number of rows of each expert.
         """
-        if self._columns:
-            x, grad = x.mT, grad.mT
+        x = self._rows_first(x)
+        if self._which is None:
+            return super().add_inputs_(a, x.expand(self.groups, -1, -1), output, keep)
+        return self._add_(a, x, self.inputs)
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the rows of the output's gradient.
+
+        Args:
+            g: the output factors, changed in place.
+            x: not used.
+            grad: ``(rows, ..., out)``.
+            keep: not used.
+        """
+        grad = self._rows_first(grad)
+        if self._which is None:
+            super().add_outputs_(g, x, grad, keep)
+        else:
+            self._add_(g, grad, self.outputs)
+
+    def _rows_first(self, tensor: Tensor) -> Tensor:
+        return tensor.mT if self._columns else tensor
+
+    def _add_(self, factor: BlockDiagonal, rows: Tensor, features: int) -> list[int]:
+        """Add to each expert's factor its own rows of ``(rows, ..., features)``; return how many each has."""
         which = self._which
-        if which is None:
-            return super().add_rows_(a, g, x.expand(self.groups, -1, -1), grad, keep)
         if isinstance(which, int):
-            x, grad = x.reshape(-1, self.inputs), grad.reshape(-1, self.outputs)
-            which = [len(x) if expert == which else 0 for expert in range(self.groups)]
+            rows = rows.reshape(-1, features)
+            counts = [len(rows) if expert == which else 0 for expert in range(self.groups)]
         elif isinstance(which, Tensor):
-            order = which.argsort(stable=True)
-            x, grad = x[order], grad[order]
-            which = torch.bincount(which, minlength=self.groups).tolist()
+            rows = rows[which.argsort(stable=True)]
+            counts = torch.bincount(which, minlength=self.groups).tolist()
+        else:
+            assert which is not None
+            counts = list(which)
         start = 0
-        for expert, count in enumerate(which):
+        for expert, count in enumerate(counts):
             if count:
-                rows = slice(start, start + count)
-                a.group(expert).add_second_moment_(x[rows].reshape(1, -1, self.inputs).to(a.blocks.dtype).mT)
-                g.group(expert).add_second_moment_(grad[rows].reshape(1, -1, self.outputs).to(g.blocks.dtype).mT)
+                own = rows[start : start + count].reshape(1, -1, features).to(factor.blocks.dtype)
+                factor.group(expert).add_second_moment_(own.mT)
             start += count
-        inner = math.prod(x.shape[1:-1])
-        return [count * inner for count in which]
+        inner = math.prod(rows.shape[1:-1])
+        return [count * inner for count in counts]
 
 
 def fused_experts(module: nn.Module) -> dict[str, ExpertsKind]:

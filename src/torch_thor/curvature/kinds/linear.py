@@ -1,10 +1,12 @@
 """Layers whose rows are the leading indices of their input: ``nn.Linear``, and Hugging Face's ``Conv1D`` (GPT-2)."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.kinds.base import MatrixWeight
+from torch_thor.curvature.kinds.base import MatrixWeight, spacing
 
 
 class LinearKind(MatrixWeight):
@@ -45,28 +47,43 @@ class LinearKind(MatrixWeight):
         """
         return x.shape[:-1]
 
-    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
-        """Add the rows of one pass.
+    def add_inputs_(
+        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+    ) -> int:
+        """Add the input's rows.
 
         Args:
             a: the input factor, changed in place.
-            g: the output factor, changed in place.
             x: ``(..., in_features)``.
-            grad: ``(..., out_features)``.
+            output: not used.
             keep: ``(...)``, which rows count; None for all.
+            most: how many rows are enough; None for all.
 
         Returns:
             The number of rows.
         """
-        inputs, outputs = x.reshape(-1, self.inputs), grad.reshape(-1, self.outputs)
-        if keep is not None:
-            chosen = keep.reshape(-1)
-            inputs, outputs = inputs[chosen], outputs[chosen]
-        if not len(inputs):
-            return 0
-        a.add_second_moment_(inputs.to(a.blocks.dtype).mT[None])
-        g.add_second_moment_(outputs.to(g.blocks.dtype).mT[None])
-        return len(inputs)
+        rows = _kept(x.reshape(-1, self.inputs), keep)
+        rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
+        if len(rows):
+            a.add_second_moment_(rows.to(a.blocks.dtype).mT[None])
+        return len(rows)
+
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the rows of the output's gradient.
+
+        Args:
+            g: the output factor, changed in place.
+            x: not used.
+            grad: ``(..., out_features)``.
+            keep: ``(...)``, which rows count; None for all.
+        """
+        rows = _kept(grad.reshape(-1, self.outputs), keep)
+        if len(rows):
+            g.add_second_moment_(rows.to(g.blocks.dtype).mT[None])
+
+
+def _kept(rows: Tensor, keep: Tensor | None) -> Tensor:
+    return rows if keep is None else rows[keep.reshape(-1)]
 
 
 class TransposedLinearKind(LinearKind):

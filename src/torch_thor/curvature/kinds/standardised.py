@@ -44,24 +44,20 @@ class StandardisedConvKind(ConvKind):
         self.label = _owner_of_forward(module).__name__
         self._module: Any = module  # eps, gain and scale are the subclasses' own
 
-    def add_rows_(self, a: BlockDiagonal, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> int:
-        """Add the rows of one pass.
+    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the output's pixels, each channel scaled as the standardisation scales it.
 
         Args:
-            a: the input factor, changed in place.
             g: the output factor, changed in place.
-            x: ``(N, C_in, H, W)`` or ``(C_in, H, W)``.
+            x: not used.
             grad: ``(N, C_out, H_out, W_out)`` or ``(C_out, H_out, W_out)``.
             keep: not used.
-
-        Returns:
-            The number of rows.
         """
         scales = self._scales(g.blocks.dtype)
-        return super().add_rows_(a, g, x, grad.to(scales.dtype) * scales[:, None, None], keep)
+        super().add_outputs_(g, x, grad.to(scales.dtype) * scales[:, None, None], keep)
 
-    def _input_samples(self, x: Tensor, sizes: torch.Size) -> Tensor:
-        samples = super()._input_samples(x, sizes)
+    def _samples(self, patches: Tensor) -> Tensor:
+        samples = super()._samples(patches)
         return samples - samples.mean(1, keepdim=True)
 
     def _scales(self, dtype: torch.dtype) -> Tensor:

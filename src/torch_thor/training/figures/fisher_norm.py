@@ -44,7 +44,7 @@ def factors_of(layer: LayerCurvature) -> Factors:
     Returns:
         T, and for each group of a convolution (one, for all other layers) A and G.
     """
-    a, g = ([m.double() for m in (f if isinstance(f, list) else [f])] for f in layer.factors())
+    a, g = ([m.double() for m in (f if isinstance(f, list) else [f])] for f in layer.factors() if f is not None)
     return layer.rows_per_term, a, g
 
 

@@ -1,0 +1,165 @@
+"""`most` of each kind of layer: which rows are left, their number and their sum, against slow calculations."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from timm.layers import ScaledStdConv2d, StdConv2dSame
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from reference import keep_blocks
+from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, transposed_input_rows
+from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.kinds import ProjectionKind, RecurrentKind, kind_of
+from torch_thor.curvature.kinds.base import spacing
+from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
+from torch_thor.curvature.kinds.recurrent import RecurrentCall
+
+MOST = [1, 2, 3, 5, 7, 11, 12, 13, 24, 100, None]
+
+
+def chosen(count, most, period):
+    """Indices of every k-th: k is the largest that leaves `most` and has no factor in common with the period."""
+    fitting = [
+        k
+        for k in range(1, count + 1)
+        if k == 1 or (most is not None and count >= most * k and all(period % f or k % f for f in range(2, period + 1)))
+    ]
+    return [i for i in range(count) if i % max(fitting, default=1) == 0]
+
+
+def summed(kind, x, output, *, keep=None, most=None, split_dim=None):
+    layout = BlockLayout.of(kind.groups, kind.inputs, 1 if kind.diagonal_input else split_dim)
+    a = BlockDiagonal.zeros(layout, dtype=torch.float64, device=torch.device("cpu"))
+    before = x.clone()
+    rows = kind.add_inputs_(a, x, torch.Size(output), keep, most)
+    assert torch.equal(x, before)
+    return rows, a.dense()
+
+
+def second_moment(rows):
+    total = np.zeros((rows.shape[1], rows.shape[1]))
+    for row in rows:
+        total += np.outer(row, row)
+    return torch.from_numpy(total)
+
+
+@pytest.mark.parametrize("period", [1, 2, 4, 5, 6, 9])
+def test_every_so_many(period):
+    for count in range(1, 40):
+        for most in (*range(1, 45), None):
+            found = list(range(0, count, spacing(count, most, period)))
+            assert found == chosen(count, most, period)
+            assert most is None or min(count, most) <= len(found)
+
+
+def test_every_place_in_a_sample_has_its_turn():
+    """64 images of 6 pixels, 16 rows are enough: not every 24th, which is always the first pixel, but every 23rd."""
+    step = spacing(64 * 6, 16, 6)
+    assert step == 23
+    assert {row % 6 for row in range(0, 64 * 6, step)} == set(range(6))
+
+
+ROWS = {
+    "linear": lambda: kind_of(nn.Linear(4, 3)),
+    "gpt2": lambda: kind_of(Conv1D(3, 4)),
+    "projection": lambda: ProjectionKind(torch.zeros(3, 4)),
+    "recurrent": lambda: RecurrentCall(RecurrentKind(torch.zeros(3, 4), "LSTM"), 5, packed=False),
+}
+
+
+@pytest.mark.parametrize("split_dim", [None, 3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("most", MOST)
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_sequences(name, most, masked, split_dim):
+    """Of those that count: a masked row is neither taken nor stepped over."""
+    kind, x = ROWS[name](), torch.randn(5, 5, 4).double()
+    keep = torch.rand(5, 5) < 0.7 if masked else None
+    rows, [found] = summed(kind, x, (5, 5, 3), keep=keep, most=most, split_dim=split_dim)
+    counting = [x[n, t].numpy() for n in range(5) for t in range(5) if keep is None or keep[n, t]]
+    wanted = np.array([counting[i] for i in chosen(len(counting), most, 5)])
+    assert rows == len(wanted)
+    whole = second_moment(wanted).numpy()
+    torch.testing.assert_close(found, torch.from_numpy(keep_blocks(whole, split_dim)))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_row_counts(name):
+    rows, [found] = summed(
+        ROWS[name](), torch.randn(2, 3, 4).double(), (2, 3, 3), keep=torch.zeros(2, 3).bool(), most=4
+    )
+    assert rows == 0
+    assert not found.any()
+
+
+IMAGES = {
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2), (7,)),
+    "conv2d": (lambda: nn.Conv2d(2, 4, (3, 2), padding=1, groups=2), (3, 4)),
+    "conv3d": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 2)),
+    "reflect": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 2)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2), (1, 2)),
+    "standardised": (lambda: ScaledStdConv2d(2, 4, 3, padding=1, groups=2), (3, 2)),
+    "standardised_same": (lambda: StdConv2dSame(2, 4, 3, stride=2), (5, 3)),
+}
+
+
+@pytest.mark.parametrize("most", [1, 5, 6, 7, 13, 24, 25, 60, 1000, None])
+@pytest.mark.parametrize("name", IMAGES)
+def test_patches_of_all_images(name, most):
+    """Pixel after pixel and image after image, every so many."""
+    make, size = IMAGES[name]
+    module = make().double()
+    x = torch.randn(9, 4 if name == "transposed" else 2, *size).double()
+    output = module(x).shape
+    pixels = math.prod(output[2:])
+    places = chosen(9 * pixels, most, pixels)
+    rows, found = summed(kind_of(module), x, output, most=most)
+    assert rows == len(places)
+    assert most is None or rows >= min(most, 9 * pixels)
+    some = x.numpy()
+    for group, dense in enumerate(found):
+        if isinstance(module, CONVOLUTIONS):
+            wanted = conv_input_rows(some, module, group)
+        else:
+            wanted = transposed_input_rows(some, module, group, tuple(output[2:]))
+        wanted = wanted[places]
+        if is_standardised(module):
+            wanted = np.array([row - sum(row) / len(row) for row in wanted])
+        torch.testing.assert_close(dense, second_moment(wanted))
+
+
+def test_an_image_without_a_batch():
+    """12 pixels, 2 are enough: not every 6th, 4th, 3rd or 2nd, but every 5th."""
+    module = nn.Conv2d(2, 3, 3).double()
+    x = torch.randn(2, 6, 5).double()
+    rows, [found] = summed(kind_of(module), x, module(x).shape, most=2)
+    assert rows == 3
+    torch.testing.assert_close(found, second_moment(conv_input_rows(x.numpy(), module, 0)[[0, 5, 10]]))
+
+
+@pytest.mark.parametrize("most", [1, 4, None])
+def test_all_tokens_are_counted(most):
+    tokens = torch.tensor([[0, 2, 2], [1, 2, 4]])
+    rows, [found] = summed(kind_of(nn.Embedding(5, 3, padding_idx=1)), tokens, (2, 3, 3), most=most)
+    assert rows == 5
+    assert found.diag().tolist() == [1.0, 0.0, 3.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("most", [1, 4, None])
+@pytest.mark.parametrize("which", [1, torch.tensor([2, 0, 2, 2, 0]), (2, 0, 3)])
+def test_all_rows_of_experts_count(which, most):
+    """How many rows an expert has is what weighs it."""
+    kind = ExpertsCall(ExpertsKind(torch.zeros(3, 6, 4), inputs_first=False), which)
+    x = torch.randn(5, 4).double()
+    rows, found = summed(kind, x, (5, 6), most=most)
+    if isinstance(which, tuple):
+        of_rows = [e for e, count in enumerate(which) for _ in range(count)]
+    else:
+        of_rows = [which] * 5 if isinstance(which, int) else which.tolist()
+    assert rows == [of_rows.count(e) for e in range(3)]
+    for expert, dense in enumerate(found):
+        own = np.array([x[i].numpy() for i in range(5) if of_rows[i] == expert]).reshape(-1, 4)
+        torch.testing.assert_close(dense, second_moment(own))
