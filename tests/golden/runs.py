@@ -186,7 +186,10 @@ RUNS: dict[str, Callable[[], Outcome]] = {
     "digits": partial(
         application, "digits", "optimizer=thor", "epochs=2", "update_interval=5", *TRACE_RULE
     ),
-    "digits-scale-free": partial(application, "digits", "optimizer=thor-spectral", "epochs=2", "weight_decay=0.01"),
+    # at 0.08, the default lr, rounding grows so fast that another machine is past the tolerance in ten steps
+    "digits-scale-free": partial(
+        application, "digits", "optimizer=thor-spectral", "epochs=2", "lr=0.04", "weight_decay=0.01"
+    ),
     "digits-options": partial(
         application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2", "kl_clip=0.01",
         "split_dim=24", "factor_decay=0.7", "nesterov=true", "weight_decay=0.01", "decay_filter='*.weight'",
