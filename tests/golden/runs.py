@@ -191,8 +191,8 @@ RUNS: dict[str, Callable[[], Outcome]] = {
         application, "digits", "optimizer=thor-spectral", "epochs=2", "lr=0.04", "weight_decay=0.01"
     ),
     "digits-paper": partial(
-        application, "digits", "optimizer=thor", "epochs=1", "lr=0.005", "kl_clip=null", "update_interval=5",
-        "trace_thresholds=thor_stop", "split_dim=null",
+        application, "digits", "optimizer=thor", "epochs=1", "lr=0.01", "damping=0.01", "kl_clip=null",
+        "update_interval=5", "trace_thresholds=thor", "split_dim=null",
     ),
     "digits-options": partial(
         application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2", "kl_clip=0.01",
