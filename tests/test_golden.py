@@ -1,0 +1,114 @@
+"""Trainings give the bits that are on record; CONTRIBUTING.md says when they are recorded anew."""
+
+import copy
+import warnings
+
+import pytest
+
+from golden.compare import FIRST_STEPS, content_of, differences, fingerprint, other_machine, path_of, read
+from golden.runs import RUNS, UnavailableError, end_ranks, settled
+
+
+class OtherMachineWarning(UserWarning):
+    """Golden runs were compared with a tolerance."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks():
+    yield
+    end_ranks()
+
+
+def remedy(name):
+    return (
+        f"Was the mathematics changed on purpose? Then record it anew, in a commit of its own: "
+        f"python tests/golden/record.py {name}"
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_bit_is_as_recorded(name):
+    golden = read(name)
+    assert golden is not None, f"{name} is not on record: python tests/golden/record.py {name}"
+    try:
+        with settled():
+            now = content_of(RUNS[name]())
+    except UnavailableError as error:
+        pytest.skip(f"golden run {name}: {error}")
+    if moved := other_machine(golden, now):
+        warnings.warn(
+            f"golden run {name} was recorded on another machine ({'; '.join(moved)}): the losses of its first "
+            f"{FIRST_STEPS} steps are compared with a tolerance, and not bit for bit",
+            OtherMachineWarning,
+            stacklevel=1,
+        )
+    found = differences(name, golden, now)
+    if found:
+        pytest.fail("\n".join([*found, remedy(name)]), pytrace=False)
+
+
+def test_every_file_is_of_a_run():
+    assert {path.stem for path in path_of("any").parent.glob("*.json")} == set(RUNS)
+
+
+def test_runs_meet_every_decision():
+    for name in ("digits", "two-ranks", "every-layer"):
+        assert {line.split()[2] for line in read(name)["refreshes"]} == {"update", "keep", "stop"}, name
+
+
+# ---- the comparison itself ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def golden():
+    return read("digits") | {"fingerprint": fingerprint()}
+
+
+def nudged(content, step, by):
+    """The same with another loss at a step."""
+    found = copy.deepcopy(content)
+    found["losses"][step - 1] = (float.fromhex(found["losses"][step - 1]) * (1 + by)).hex()
+    return found
+
+
+def test_the_first_step_that_differs_is_named(golden):
+    found = nudged(nudged(golden, 7, 1e-7), 30, 1e-2)
+    assert differences("digits", golden, copy.deepcopy(golden)) == []
+    (line,) = differences("digits", golden, found)
+    assert "digits: step 7 of 44 is the first" in line
+    assert golden["losses"][6] in line
+    assert found["losses"][6] in line
+
+
+def test_one_bit_of_state_is_told(golden):
+    found = copy.deepcopy(golden)
+    key = "state.0.momentum_buffer"
+    found["optimizer"][key] = found["optimizer"][key][:-1] + "x"
+    found["optimizer"]["param_groups.0.lr"] += 1e-18
+    found["model"]["more"] = 1
+    lines = differences("digits", golden, found)
+    assert len(lines) == 3
+    assert any(f"optimizer: {key}: float32 [16, 1, 3, 3]" in line for line in lines)
+    assert "digits: model: more is new" in lines
+
+
+def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
+    elsewhere = golden | {"fingerprint": golden["fingerprint"] | {"processor": "another"}}
+    assert other_machine(golden, elsewhere) == [
+        f"processor {golden['fingerprint']['processor']} there, another here",
+    ]
+    assert differences("digits", golden, nudged(nudged(elsewhere, 10, 5e-4), 11, 0.1)) == []
+    (line,) = differences("digits", golden, nudged(elsewhere, 10, 2e-3))
+    assert "step 10 of 44" in line
+    assert "0.001 is allowed on another machine" in line
+    found = copy.deepcopy(elsewhere)
+    state = found["optimizer"]
+    state["state.0.momentum_buffer"] = state["state.0.momentum_buffer"][:-1] + "x"
+    state["state.2.momentum_buffer"] = state["state.2.momentum_buffer"].replace("float32", "float64")
+    (line,) = differences("digits", golden, found)
+    assert "state.2.momentum_buffer" in line
+
+
+def test_other_settings_are_told(golden):
+    (line,) = differences("digits", golden, golden | {"settings": ["digits"]})
+    assert "its settings were" in line
