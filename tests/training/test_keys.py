@@ -9,7 +9,7 @@ from rich.console import Console
 from torch_thor.training.data_spec import DataSpec, ImageTransform, Workers
 from torch_thor.training.keys import key_tables, keys_of
 from torch_thor.training.optimizers import OPTIMIZERS
-from torch_thor.training.recipe import Recipe, load_recipe, parse_recipe
+from torch_thor.training.recipe import WHOLE_SETTINGS, Recipe, load_recipe, parse_recipe
 from torch_thor.training.schedules import ScheduleSpec
 
 INSIDE = {
@@ -26,7 +26,13 @@ INSIDE = {
 def flat(tree, prefix=""):
     if not isinstance(tree, dict):
         return {prefix.removesuffix(".")}
-    return set().union(*(flat(branch, f"{prefix}{name}.") for name, branch in tree.items()))
+    # a setting of more than one type is one key, whatever it holds
+    return set().union(
+        *(
+            {f"{prefix}{name}"} if name in WHOLE_SETTINGS else flat(branch, f"{prefix}{name}.")
+            for name, branch in tree.items()
+        )
+    )
 
 
 def test_every_key_of_a_recipe_is_listed():

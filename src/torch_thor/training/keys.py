@@ -13,7 +13,7 @@ from rich.text import Text
 
 from torch_thor.training.data_spec import DataSpec, ImageTransform, Workers
 from torch_thor.training.optimizers import OPTIMIZERS
-from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipe import WHOLE_SETTINGS, Recipe
 from torch_thor.training.schedules import ScheduleSpec
 
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
@@ -95,6 +95,8 @@ def _type(hint: Any) -> str:
 
 def _default(item: Any) -> str:
     value = item.default_factory() if item.default is MISSING else item.default
+    if item.name in WHOLE_SETTINGS and isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_yaml(part)}' for key, part in value.items())}}}"
     return "see below" if is_dataclass(value) or isinstance(value, dict) else _yaml(value)
 
 
