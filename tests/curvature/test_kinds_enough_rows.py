@@ -15,6 +15,7 @@ from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
 from torch_thor.curvature.kinds import ProjectionKind, RecurrentKind, kind_of
 from torch_thor.curvature.kinds.base import spacing
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
+from torch_thor.curvature.kinds.patches import evenly_spread
 from torch_thor.curvature.kinds.recurrent import RecurrentCall
 
 MOST = [1, 2, 3, 5, 7, 11, 12, 13, 24, 100, None]
@@ -106,16 +107,31 @@ IMAGES = {
 }
 
 
+def chosen_patches(images, pixels, most):
+    """Every k-th, where the places of image i are those of image 0 shifted by i times the golden ratio."""
+    k = 1 if most is None else max(1, images * pixels // most)
+    if k == 1:
+        return list(range(images * pixels))
+    places = []
+    for row in range(0, images * pixels, k):
+        image = row // pixels
+        places.append(image * pixels + (row + image * pixels * 618034 // 1000000) % pixels)
+    return places
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("most", [1, 5, 6, 7, 13, 24, 25, 60, 1000, None])
 @pytest.mark.parametrize("name", IMAGES)
-def test_patches_of_all_images(name, most):
+def test_patches_of_all_images(name, most, channels_last):
     """Pixel after pixel and image after image, every so many."""
     make, size = IMAGES[name]
     module = make().double()
     x = torch.randn(9, 4 if name == "transposed" else 2, *size).double()
+    x = x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
     output = module(x).shape
     pixels = math.prod(output[2:])
-    places = chosen(9 * pixels, most, pixels)
+    places = chosen_patches(9, pixels, most)
+    assert len(set(places)) == len(places)
     rows, found = summed(kind_of(module), x, output, most=most)
     assert rows == len(places)
     assert most is None or rows >= min(most, 9 * pixels)
@@ -129,6 +145,25 @@ def test_patches_of_all_images(name, most):
         if is_standardised(module):
             wanted = np.array([row - sum(row) / len(row) for row in wanted])
         torch.testing.assert_close(dense, second_moment(wanted))
+
+
+def test_every_pixel_of_an_image_has_its_turn():
+    """Of 64 images of 16 pixels every second patch: not always the same eight pixels of an image."""
+    assert {place % 16 for place in evenly_spread(64, 16, 2, torch.device("cpu")).tolist()} == set(range(16))
+    seen = [0] * 16
+    for place in evenly_spread(512, 16, 8, torch.device("cpu")).tolist():
+        seen[place % 16] += 1
+    assert max(seen) <= 1.5 * min(seen)
+
+
+def test_a_batch_of_another_shape_has_places_of_its_own():
+    module = nn.Conv2d(2, 3, 3, padding=1).double()
+    kind = kind_of(module)
+    for shape in ((9, 2, 3, 4), (9, 2, 5, 4), (7, 2, 5, 4), (9, 2, 3, 4)):
+        x = torch.randn(shape).double()
+        _, [found] = summed(kind, x, module(x).shape, most=6)
+        places = chosen_patches(shape[0], shape[2] * shape[3], 6)
+        torch.testing.assert_close(found, second_moment(conv_input_rows(x.numpy(), module, 0)[places]))
 
 
 def test_an_image_without_a_batch():

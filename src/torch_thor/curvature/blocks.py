@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_thor.curvature.precision import add_product_, product
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -173,10 +175,10 @@ class BlockDiagonal:
             self._diagonal().add_(samples.square().sum(-1))
             return
         head = samples[:, : layout.covered].reshape(-1, layout.block, samples.shape[-1])
-        self.blocks.baddbmm_(head, head.mT)
+        add_product_(self.blocks, head, head.mT)
         if self.tail is not None:
             rest = samples[:, layout.covered :]
-            self.tail.baddbmm_(rest, rest.mT)
+            add_product_(self.tail, rest, rest.mT)
 
     def group(self, index: int) -> "BlockDiagonal":
         """Return one of the matrices alone.
@@ -241,10 +243,10 @@ class BlockDiagonal:
         if layout.block == 1:
             return self._diagonal()[..., None] * matrix
         head = matrix[:, : layout.covered].reshape(-1, layout.block, matrix.shape[-1])
-        product = torch.bmm(self.blocks, head).view(layout.groups, layout.covered, -1)
+        solved = product(self.blocks, head).view(layout.groups, layout.covered, -1)
         if self.tail is None:
-            return product
-        return torch.cat([product, torch.bmm(self.tail, matrix[:, layout.covered :])], dim=1)
+            return solved
+        return torch.cat([solved, product(self.tail, matrix[:, layout.covered :])], dim=1)
 
     def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
         """``into ← decay * into + scale * matrix @ self``, the product never formed on its own.
@@ -259,17 +261,17 @@ class BlockDiagonal:
         if layout.block == 1:
             scale_(into, decay).addcmul_(matrix, self._diagonal()[:, None], value=scale)
             return
-        cut = (layout.full_blocks, layout.block)
-        heads = matrix[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
-        targets = into[..., : layout.covered].unflatten(-1, cut).transpose(1, 2)
-        blocks = self.blocks.unflatten(0, (layout.groups, layout.full_blocks))
-        if layout.full_blocks == 1:  # one batch over all groups; else their strides do not make one
-            heads, targets, blocks = heads.transpose(0, 1), targets.transpose(0, 1), blocks.transpose(0, 1)
-        for head, target, block in zip(heads, targets, blocks, strict=True):
-            target.baddbmm_(head, block, beta=decay, alpha=scale)
+        head, target = matrix[..., : layout.covered], into[..., : layout.covered]
+        if layout.full_blocks == 1:
+            add_product_(target, head, self.blocks, decay, scale)
+        else:  # a batch for each group: the strides of all do not make one
+            cut = (layout.full_blocks, layout.block)
+            heads, targets = (tensor.unflatten(-1, cut).transpose(1, 2) for tensor in (head, target))
+            blocks = self.blocks.unflatten(0, (layout.groups, layout.full_blocks))
+            for one_target, one_head, block in zip(targets, heads, blocks, strict=True):
+                add_product_(one_target, one_head, block, decay, scale)
         if self.tail is not None:
-            target = into[..., layout.covered :]
-            target.baddbmm_(matrix[..., layout.covered :], self.tail, beta=decay, alpha=scale)
+            add_product_(into[..., layout.covered :], matrix[..., layout.covered :], self.tail, decay, scale)
 
     def _diagonal(self) -> Tensor:
         """Return the numbers of a diagonal matrix (blocks of size 1), ``(groups, n)``: products are elementwise."""

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_thor.curvature.precision import product
+
 # Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X, round by round: the optimal ones for singular values from 0.001 to 1.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -76,9 +78,9 @@ def _polar(parts: list[Tensor]) -> list[Tensor]:
     if parts[0].device.type != "cpu":
         dtype = torch.bfloat16 if parts[0].dtype == torch.float32 else parts[0].dtype
         return [_by_products(_with_largest_entry_1(part), dtype) for part in parts]
-    roots = _roots([part @ part.mT for part in parts])
+    roots = _roots([product(part, part.mT) for part in parts])
     if roots is not None:
-        return [root @ part for root, part in zip(roots, parts, strict=True)]
+        return [product(root, part) for root, part in zip(roots, parts, strict=True)]
     return [_one_by_one(_with_largest_entry_1(part)) for part in parts]
 
 
@@ -116,7 +118,8 @@ def _roots(grams: list[Tensor]) -> list[Tensor] | None:
     if not (float(least) > info.tiny / info.eps**2 and float(most) < info.max * info.eps):
         return None
     noise = (_NOISE * info.eps) * largest
-    return list(((vectors * values.maximum(noise).rsqrt()[:, None, :]) @ vectors.mT).split([len(g) for g in grams]))
+    roots = product(vectors * values.maximum(noise).rsqrt()[:, None, :], vectors.mT)
+    return list(roots.split([len(g) for g in grams])) if len(grams) > 1 else [roots]
 
 
 def _by_products(blocks: Tensor, dtype: torch.dtype) -> Tensor:

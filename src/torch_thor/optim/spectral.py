@@ -28,7 +28,7 @@ from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.optim.auto_split import block_size
-from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
+from torch_thor.optim.parameters import Group, ParameterIndex, dense_gradients
 
 # AdamW's learning rate is this share of lr, and its betas these.
 ADAMW_SHARE = 0.2
@@ -104,17 +104,19 @@ def spectral_update(
         decays: whether weight decay applies to a parameter.
     """
     for group in groups:
-        parameters = [parameter for _, parameter, _ in with_gradient([group])]
+        parameters = [p for p in group["params"] if p.grad is not None]
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         decaying: list[Tensor] = [p for p in parameters if decay and decays(p)]
         if decaying:
             torch._foreach_mul_(decaying, 1 - lr * decay)
-        matrices = [p for p in parameters if is_matrix(index, p)]
+        matrices, others = [], []
+        for parameter in parameters:
+            (matrices if is_matrix(index, parameter) else others).append((parameter, states(parameter)))
         if matrices:
-            ahead = _ahead(matrices, [states(p)["momentum_buffer"] for p in matrices], group)
-            pieces = [piece for p, u in zip(matrices, ahead, strict=True) for piece in _pieces(p, u, index)]
+            ahead = _ahead([p for p, _ in matrices], [state["momentum_buffer"] for _, state in matrices], group)
+            pieces = [piece for (p, _), u in zip(matrices, ahead, strict=True) for piece in _pieces(p, u, index)]
             _step_(pieces, lr, block_size(group))
-        _adamw_step_([p for p in parameters if not is_matrix(index, p)], states, lr * ADAMW_SHARE)
+        _adamw_step_(others, lr * ADAMW_SHARE)
 
 
 def is_matrix(index: ParameterIndex, parameter: Tensor) -> bool:
@@ -167,8 +169,7 @@ def step_norm(outputs: int, inputs: int) -> float:
 def _ahead(parameters: list[nn.Parameter], buffers: list[Tensor], group: Group) -> list[Tensor]:
     """Move the momenta, and return what is stepped along; the user's gradients stay as they are."""
     momentum = float(group["momentum"])
-    gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
-    gradients = [g.to(b.dtype) for g, b in zip(gradients, buffers, strict=True)]
+    gradients = dense_gradients(parameters, buffers)
     torch._foreach_mul_(buffers, momentum)
     torch._foreach_add_(buffers, gradients)
     return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
@@ -203,25 +204,25 @@ def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
             steps = orthogonalise(batches, rows)
         for shaped, step in zip(by_shape.values(), steps, strict=True):
             # of a matrix of zeros too: it stays where it is
-            unit = step / torch.linalg.matrix_norm(step, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
-            for piece, own in zip(shaped, unit.split([p.geometry.groups for p in shaped]), strict=True):
+            norms = torch.linalg.matrix_norm(step, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
+            step.div_(norms)  # orthogonalise() has returned it, so it is nobody else's
+            for piece, own in zip(shaped, step.split([p.geometry.groups for p in shaped]), strict=True):
                 piece.step_(own, lr)
 
 
-def _adamw_step_(parameters: list[nn.Parameter], states: Callable[[Tensor], dict[str, Any]], lr: float) -> None:
-    if not parameters:
+def _adamw_step_(kept: list[tuple[nn.Parameter, dict[str, Any]]], lr: float) -> None:
+    if not kept:
         return
-    kept = [states(p) for p in parameters]
-    # AdamW's averages decay for every row, so a sparse gradient saves nothing here
-    gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
-    alike = all(p.dtype == s["exp_avg"].dtype for p, s in zip(parameters, kept, strict=True))
+    parameters, averages = [p for p, _ in kept], [state["exp_avg"] for _, state in kept]
+    alike = all(p.dtype == average.dtype for p, average in zip(parameters, averages, strict=True))
     adamw(
         list[Tensor](parameters),
-        [g.to(s["exp_avg"].dtype) for g, s in zip(gradients, kept, strict=True)],
-        [s["exp_avg"] for s in kept],
-        [s["exp_avg_sq"] for s in kept],
+        # AdamW's averages decay for every row, so a sparse gradient saves nothing here
+        dense_gradients(parameters, averages),
+        averages,
+        [state["exp_avg_sq"] for _, state in kept],
         [],
-        [s["step"] for s in kept],
+        [state["step"] for _, state in kept],
         # torch's batched kernels want parameters of the state's dtype, which is float32 under bfloat16
         foreach=None if alike else False,
         fused=(alike and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)) or None,

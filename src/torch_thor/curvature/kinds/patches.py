@@ -1,0 +1,98 @@
+"""A few patches of a batch of images, read where they lie: neither padded images nor the other patches are formed."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The golden ratio, by which places are shifted from image to image: all of them have their turn, evenly.
+_GOLDEN = (618_034, 1_000_000)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which pixels of the input one pixel of the output sees, in one dimension.
+
+    Tap t of output pixel p sees place ``p · stride + t · dilation − before`` of an input that has ``spread − 1`` zeros
+    between its pixels and zeros around it.
+
+    Args:
+        kernel: number of taps.
+        stride: input places from one output pixel to the next.
+        dilation: input places from one tap to the next.
+        before: zeros before the first pixel; negative where pixels are cropped.
+        spread: 1, or the stride of a transposed convolution.
+    """
+
+    kernel: int
+    stride: int
+    dilation: int
+    before: int
+    spread: int = 1
+
+
+def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> Tensor:
+    """Return one in ``step`` patches of a batch, from all images and all places in them.
+
+    Args:
+        images: how many images.
+        pixels: patches of an image.
+        step: one in how many.
+        device: where the result lives.
+
+    Returns:
+        Their numbers, in images one after the other, all different.
+    """
+    rows = torch.arange(0, images * pixels, step, device=device)
+    image = rows // pixels
+    shift = image * (pixels * _GOLDEN[0]) // _GOLDEN[1]
+    return image * pixels + (rows + shift) % pixels
+
+
+class Patches:
+    """Where some patches of a batch lie in its images; worth keeping for the next batch of the same shape.
+
+    Args:
+        rows: which patches, ``(count,)``: numbers in an output of shape ``(N, *sizes)``.
+        lengths: the input's sizes, ``n`` numbers.
+        sizes: the output's, as many.
+        reaches: of each of the dimensions.
+    """
+
+    def __init__(self, rows: Tensor, lengths: Sequence[int], sizes: Sequence[int], reaches: Sequence[Reach]) -> None:
+        self._kernel = tuple(reach.kernel for reach in reaches)
+        device, pixels = rows.device, math.prod(sizes)
+        places = torch.unravel_index(rows % pixels, tuple(sizes))
+        taps = torch.unravel_index(torch.arange(math.prod(self._kernel), device=device), self._kernel)
+        pixel = torch.zeros((), dtype=torch.long, device=device)
+        inside = torch.ones((), dtype=torch.bool, device=device)
+        for length, reach, place, tap in zip(lengths, reaches, places, taps, strict=True):
+            at = place[:, None] * reach.stride - reach.before + tap * reach.dilation
+            inside = inside & (at >= 0) & (at % reach.spread == 0)
+            at = at.div(reach.spread, rounding_mode="floor")
+            inside = inside & (at < length)
+            pixel = pixel * length + at.clamp_(0, length - 1)
+        self._image = (rows // pixels)[:, None]
+        self._pixel = pixel  # (count, taps): of all pixels of the image
+        self._flat = (self._image * math.prod(lengths) + pixel).flatten()  # of all pixels of the batch
+        self._outside = None if bool(inside.all()) else ~inside[..., None]
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the patches.
+
+        Args:
+            x: ``(N, C, *lengths)``.
+
+        Returns:
+            ``(C, *kernel, count)``: a view, whose last dimension is the first in memory.
+        """
+        pixels = x.flatten(2).movedim(1, -1)
+        if pixels.is_contiguous():  # channels_last: a pixel's channels are copied at once
+            found = pixels.flatten(0, 1).index_select(0, self._flat).view(*self._pixel.shape, -1)
+        else:
+            found = pixels[self._image, self._pixel]
+        if self._outside is not None:
+            found.masked_fill_(self._outside, 0)
+        return found.permute(2, 1, 0).unflatten(1, self._kernel)
