@@ -229,7 +229,7 @@ def test_what_is_no_matrix_is_left_to_adamw(sparse):
 def test_defaults_go_with_the_scaling():
     wanted = {
         None: (0.05, 0.03, 0.9, False, 100, 0.0),
-        "spectral": (0.08, 0.1, 0.8, True, Geometric(1, 20, factor=1.2), 0.5),
+        "spectral": (0.08, 0.1, 0.8, True, Geometric(1, 50, factor=1.5), 0.5),
     }
     keys = ("lr", "damping", "momentum", "nesterov", "update_interval", "factor_decay")
     for scaling, values in wanted.items():

@@ -58,9 +58,9 @@ def ieee_float32(device_type: str) -> Iterator[None]:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``, by the faster library; to be called inside :func:`ieee_float32`.
 
-    torch multiplies float32 matrices with MKL, which takes AVX2 on AMD's processors; oneDNN takes AVX-512 wherever there
-    is such, and needs half the time there. It is reached by allowing it bfloat16 passes, so large products on a CPU go to
-    it where a trial has shown that it makes none.
+    torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors; oneDNN uses AVX-512 there too and needs
+    half the time. torch takes oneDNN when bfloat16 passes are allowed, so large products on a CPU go to it where a trial
+    product has shown that it makes no such pass.
 
     Args:
         a: ``(count, m, k)``.
@@ -83,7 +83,7 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: 
         decay: a number; with 0 what stood in ``into`` does not matter, not even NaN.
         scale: a number.
     """
-    if into.stride(-1) != 1 and into.stride(-2) == 1:  # oneDNN writes rows; columns it would write a hundred times slower
+    if into.stride(-1) != 1 and into.stride(-2) == 1:  # oneDNN is a hundred times slower on a column-major result
         into, a, b = into.mT, b.mT, a.mT
     with _library(a, b, into):
         into.baddbmm_(a, b, beta=decay, alpha=scale)

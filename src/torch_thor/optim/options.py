@@ -55,8 +55,8 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         "damping": 0.1,
         "momentum": 0.8,
         "nesterov": True,
-        # the first factors, of the initial weights, are the worst: every step at first, every 20th from step 95 on
-        "update_interval": Geometric(1, 20, factor=1.2),
+        # the first factors, of the initial weights, are the worst: every step at first, every 50th from step 98 on
+        "update_interval": Geometric(1, 50, factor=1.5),
         "factor_decay": 0.5,
         "max_update_ratio": None,
     },

@@ -109,7 +109,8 @@ def spectral_update(
         decaying: list[Tensor] = [p for p in parameters if decay and decays(p)]
         if decaying:
             torch._foreach_mul_(decaying, 1 - lr * decay)
-        matrices, others = [], []
+        matrices: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        others: list[tuple[nn.Parameter, dict[str, Any]]] = []
         for parameter in parameters:
             (matrices if is_matrix(index, parameter) else others).append((parameter, states(parameter)))
         if matrices:

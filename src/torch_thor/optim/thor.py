@@ -115,7 +115,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals`, or any callable, from
             the step of a refresh (counted from 0) to the steps until the next. The first step refreshes. It stands in
             each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral:
-            ``Geometric(1, 20, factor=1.2)``, every step at first and every 20th from step 95 on).
+            ``Geometric(1, 50, factor=1.5)``, every step at first and every 50th from step 98 on).
         trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh a layer whose trace changed by more than
             ω1 takes new factors, by less than ω2 stops for good, else keeps what it has. ``(0, 0)`` takes them always.
         split_dim: block size of the factors (section 3.3), None for full factors. ``"auto"`` chooses it for this model

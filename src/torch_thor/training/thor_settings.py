@@ -1,13 +1,15 @@
 """The settings of THOR in a recipe, and what is built from those that may be of more than one type."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch_thor.optim import intervals
 from torch_thor.optim.checks import check_interval
-from torch_thor.optim.options import AUTO, FISHERS, PRESETS, check_thresholds
+from torch_thor.optim.options import AUTO, FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizer_settings import OptimizerSettings
+
+_SPECTRAL = SCALED_DEFAULTS["spectral"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class THORSettings(OptimizerSettings):
 class SpectralSettings(THORSettings):
     """`THOR` with `scaling="spectral"`: `damping` is relative to A; `split_dim` also cuts what is orthogonalised."""
 
-    lr: float = 0.08
-    damping: float = 0.1
-    momentum: float = 0.8
-    nesterov: bool = True
-    update_interval: Any = field(default_factory=lambda: {"kind": "geometric", "first": 1, "last": 20, "factor": 1.2})
-    factor_decay: float = 0.5
+    lr: float = _SPECTRAL["lr"]
+    damping: float = _SPECTRAL["damping"]
+    momentum: float = _SPECTRAL["momentum"]
+    nesterov: bool = _SPECTRAL["nesterov"]
+    update_interval: Any = field(default_factory=lambda: {"kind": "geometric", **asdict(_SPECTRAL["update_interval"])})
+    factor_decay: float = _SPECTRAL["factor_decay"]
 
 
 INTERVALS: dict[str, type[intervals.Constant | intervals.Piecewise | intervals.Geometric]] = {

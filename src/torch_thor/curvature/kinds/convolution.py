@@ -139,7 +139,7 @@ class ConvKind:
         return _windows(x, self.kernel, self.dilation, self.stride, sizes)
 
     def _reached(self, x: Tensor, sizes: torch.Size) -> tuple[Tensor, list[Reach]]:
-        """Return images, padded where that takes more than zeros, and what each dimension of the output sees of them."""
+        """Return images, padded unless with zeros, and what each dimension of the output sees of them."""
         padding = self._same_padding(x, sizes) if self.same else self.padding
         if any(padding) and self.padding_mode != "constant" and not self.same:
             x, padding = F.pad(x, padding, mode=self.padding_mode), (0,) * len(padding)

@@ -95,4 +95,5 @@ class Patches:
             found = pixels[self._image, self._pixel]
         if self._outside is not None:
             found.masked_fill_(self._outside, 0)
-        return found.permute(2, 1, 0).unflatten(1, self._kernel)
+        patches: Tensor = found.permute(2, 1, 0).unflatten(1, self._kernel)
+        return patches
