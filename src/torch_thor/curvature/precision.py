@@ -58,9 +58,9 @@ def ieee_float32(device_type: str) -> Iterator[None]:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``, by the faster library; to be called inside :func:`ieee_float32`.
 
-    torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors; oneDNN uses AVX-512 there too and needs
-    half the time. torch takes oneDNN when bfloat16 passes are allowed, so large products on a CPU go to it where a trial
-    product has shown that it makes no such pass.
+    torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors; oneDNN uses AVX-512 there too and
+    needs half the time. torch takes oneDNN when bfloat16 passes are allowed, so large products on a CPU go to it where
+    a trial product has shown that it makes no such pass.
 
     Args:
         a: ``(count, m, k)``.
