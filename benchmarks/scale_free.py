@@ -37,7 +37,7 @@ from contenders import (
     grid,
 )
 from tasks import TASKS, text_checksum, train
-from torch_thor.optim.options import SCALED_DEFAULTS
+from torch_thor.optim.thor.options import SCALED_DEFAULTS
 
 RESULTS = Path(__file__).parent / "results" / "scale_free"
 TUNING_SEED = 10

@@ -18,7 +18,7 @@ import torch
 from contenders import PEERS, USUAL_MOMENTUM, Setting
 from machine import describe
 from tasks import TASKS
-from torch_thor.optim.options import SCALED_DEFAULTS
+from torch_thor.optim.thor.options import SCALED_DEFAULTS
 
 OUT = Path(__file__).parent / "results" / "step_time_scale_free.json"
 SPAN = 10

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torch_thor.curvature.calls import module_calls
+from torch_thor.capture.module_calls import module_calls
 
 # kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its input
 CONVOLUTIONS = {

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_thor.optim import intervals
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.lamb import LAMB
-    from torch_thor.optim.thor import THOR
+    from torch_thor.optim.thor import intervals
+    from torch_thor.optim.thor.optimizer import THOR
     from torch_thor.split.choice import SplitChoice, choose_split_dim
 
 __all__ = [
@@ -28,13 +28,13 @@ __version__ = "0.1.0"
 _MODULES = {
     "AGCSGD": "optim.agc_sgd",
     "LAMB": "optim.lamb",
-    "THOR": "optim.thor",
+    "THOR": "optim.thor.optimizer",
     "ClipStatistics": "optim.agc",
     "SplitChoice": "split.choice",
     "adaptive_clip_grad_": "optim.agc",
     "choose_split_dim": "split.choice",
 }
-_PACKAGES = ("curvature", "distributed", "optim", "split")
+_PACKAGES = ("capture", "curvature", "distributed", "optim", "split")
 
 if not TYPE_CHECKING:  # a type checker would take every name for one that is here
 
@@ -53,7 +53,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one that is he
             AttributeError: If there is no such name.
         """
         if name == "intervals":
-            return import_module("torch_thor.optim.intervals")
+            return import_module("torch_thor.optim.thor.intervals")
         if name in _PACKAGES:
             return import_module(f"torch_thor.{name}")
         if name not in _MODULES:

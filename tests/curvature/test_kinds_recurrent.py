@@ -9,7 +9,7 @@ from comparing import compare
 from reference import recurrent_layers, sequence_by_hand, step_by_hand
 from tiny import assert_same_bits, cross_entropy, train, weights
 from torch_thor import THOR
-from torch_thor.curvature.recurrence import OpenRecurrence
+from torch_thor.capture.recurrence import OpenRecurrence
 
 KINDS = {
     "lstm": lambda **o: nn.LSTM(3, 4, **o),

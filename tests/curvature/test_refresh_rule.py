@@ -10,8 +10,8 @@ from torch import nn
 
 from tiny import assert_same_bits, batches, listened_to, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.curvature.calls import module_calls
-from torch_thor.curvature.capture import Capture
+from torch_thor.capture.capture import Capture
+from torch_thor.capture.module_calls import module_calls
 from torch_thor.curvature.refresh import Decision, RefreshEvent, decide, trace_change
 
 STREAM = batches(10)

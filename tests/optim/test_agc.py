@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from reference.agc import clipped, output_of_each_number, rows_of_dim_0
 from tiny import assert_same_bits, batches, cross_entropy, mlp, weights
 from torch_thor import THOR, ClipStatistics, adaptive_clip_grad_
-from torch_thor.optim import units
+from torch_thor.optim import agc_units as units
 
 INF = float("inf")
 

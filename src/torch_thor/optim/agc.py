@@ -4,7 +4,7 @@ For a unit i of a weight W with gradient G, both Frobenius norms over the unit:
 
     if ‖G_i‖ / max(‖W_i‖, ε) > λ:   G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i     else unchanged
 
-λ is ``clip_factor``, ε ``eps``. What a unit is stands in :mod:`torch_thor.optim.units`.
+λ is ``clip_factor``, ε ``eps``. What a unit is stands in :mod:`torch_thor.optim.agc_units`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_thor.optim.agc_units import ROWS, Clippable, last_linear, layouts_of, unit_norms
 from torch_thor.optim.checks import in_range, number, require
 from torch_thor.optim.exclusion import Exclude, excluded_parameters
-from torch_thor.optim.units import ROWS, Clippable, last_linear, layouts_of, unit_norms
 
 
 class ClipStatistics(NamedTuple):

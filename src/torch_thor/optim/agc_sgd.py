@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from torch_thor.optim.agc import ClipStatistics, add_statistics, check_clipping, clip_factors, excluded_from_clipping
+from torch_thor.optim.agc_units import ROWS, Clippable, UnitLayout, layouts_of
 from torch_thor.optim.checkpoint import check_origin
 from torch_thor.optim.checks import check_flags, in_range, require
 from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer
-from torch_thor.optim.units import ROWS, Clippable, UnitLayout, layouts_of
 
 
 class AGCSGD(ExcludingOptimizer):

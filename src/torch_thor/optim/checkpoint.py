@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.guards import some
+from torch_thor.optim.thor.gradient_checks import some
 
 StateDict = dict[str, Any]
 

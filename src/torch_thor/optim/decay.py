@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from torch_thor.curvature.selection import self_and_parents
+from torch_thor.capture.selection import self_and_parents
 from torch_thor.optim.checks import require
-from torch_thor.optim.guards import some
+from torch_thor.optim.thor.gradient_checks import some
 
 LEAVES_OUT = "-"  # in front of a pattern: what it matches does not decay
 

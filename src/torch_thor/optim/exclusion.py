@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.selection import self_and_parents
+from torch_thor.capture.selection import self_and_parents
 from torch_thor.optim.checkpoint import (
     as_a_whole,
     check_moments,
@@ -16,8 +16,8 @@ from torch_thor.optim.checkpoint import (
     options_of,
     restore_tensors,
 )
-from torch_thor.optim.guards import some
 from torch_thor.optim.parameters import parameters_of
+from torch_thor.optim.thor.gradient_checks import some
 
 # Names or patterns, modules, a list of either; or a callable (name, parameter) -> bool; None for the optimizer's rule.
 Exclude = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Parameter], bool] | None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_thor.capture.inspection import survey
+from torch_thor.capture.module_calls import module_calls
+from torch_thor.capture.module_hooks import sources_of
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.calls import module_calls
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.sources import sources_of
-from torch_thor.curvature.survey import survey
 from torch_thor.split.spectral import spectral_losses
 
 # A larger matrix (a vocabulary's) is taken as blocks of this size to begin with: 256 MB each, and nobody inverts more.
@@ -57,7 +57,7 @@ def losses_of(
 
 
 class Observer:
-    """A copy of a model whose layers are watched: a :class:`torch_thor.curvature.sources.Watcher`.
+    """A copy of a model whose layers are watched: a :class:`torch_thor.capture.module_hooks.Watcher`.
 
     Args:
         model: the model; it is not changed.

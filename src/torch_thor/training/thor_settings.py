@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from torch_thor.optim import intervals
 from torch_thor.optim.checks import check_interval
-from torch_thor.optim.options import AUTO, FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
+from torch_thor.optim.thor import intervals
+from torch_thor.optim.thor.options import AUTO, FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizer_settings import OptimizerSettings
 

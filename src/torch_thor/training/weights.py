@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from torch_thor.curvature.selection import self_and_parents
+from torch_thor.capture.selection import self_and_parents
 from torch_thor.training import checkpoint
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.recipe import Recipe

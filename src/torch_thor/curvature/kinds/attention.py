@@ -1,7 +1,7 @@
 """The four projections of ``nn.MultiheadAttention``: query, key and value (one fused weight or three), and output.
 
 The module computes them inside one function, without calling a layer, so how their rows are seen stands in
-:mod:`torch_thor.curvature.attention`; once seen, each is a linear layer on a slice of a weight.
+:mod:`torch_thor.capture.attention`; once seen, each is a linear layer on a slice of a weight.
 """
 
 from torch import Tensor

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from torch_thor.curvature.coverage import Covered
-from torch_thor.curvature.selection import SKIPPED
+from torch_thor.capture.coverage import Covered
+from torch_thor.capture.selection import SKIPPED
 from torch_thor.optim.parameters import ParameterIndex
 
 _UNCALLED = "the weight is used without calling the module, so no statistics come"

@@ -9,7 +9,7 @@ from torch import nn
 
 from tiny import assert_same_bits, batches, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.optim.spectral import ADAMW_SHARE
+from torch_thor.optim.thor.scale_free import ADAMW_SHARE
 
 LR = 0.1
 

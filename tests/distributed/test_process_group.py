@@ -10,7 +10,7 @@ from torch import distributed as dist
 from tiny import assert_same_bits, batches, mlp, train, weights
 from torch_thor import THOR
 from torch_thor.curvature.processes import ALONE
-from torch_thor.distributed.membership import Membership
+from torch_thor.distributed.process_group import Membership
 
 
 @pytest.mark.parametrize("wrong", [True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER], ids=repr)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import scale_
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.parameters import Group, ParameterIndex, Share, with_gradient
-from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
+from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
 
 
 @dataclass

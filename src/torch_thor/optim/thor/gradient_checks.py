@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.capture import Capture
+from torch_thor.capture.capture import Capture
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
 

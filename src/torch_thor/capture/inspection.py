@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from torch_thor.curvature.attention import opens
-from torch_thor.curvature.coverage import Covered
+from torch_thor.capture.attention import opens
+from torch_thor.capture.coverage import Covered
+from torch_thor.capture.recurrence import unrolls
+from torch_thor.capture.selection import NOT_KEPT, SKIPPED, Selection, left_out
 from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, RecurrentKind, fused_experts, kind_of, why_not
 from torch_thor.curvature.layer import Piece
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
-from torch_thor.curvature.recurrence import unrolls
-from torch_thor.curvature.selection import NOT_KEPT, SKIPPED, Selection, left_out
 
 _NORM = "a normalisation layer"
 NOT_TRAINED = "in no parameter group of this optimizer: not trained"

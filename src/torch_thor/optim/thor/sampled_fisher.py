@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 from torch.utils._pytree import tree_leaves
 
-from torch_thor.curvature.capture import Capture
+from torch_thor.capture.capture import Capture
 from torch_thor.curvature.processes import Processes
 
 Predicts = str | Callable[[Any], Distribution]

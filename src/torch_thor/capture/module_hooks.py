@@ -1,4 +1,4 @@
-"""The modules that rows come from, and what is heard of their calls (:mod:`torch_thor.curvature.calls`)."""
+"""The modules that rows come from, and what is heard of their calls (:mod:`torch_thor.capture.module_calls`)."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from torch_thor.curvature.attention import OpenAttention
-from torch_thor.curvature.calls import Listener
+from torch_thor.capture.attention import OpenAttention
+from torch_thor.capture.inspection import Layer
+from torch_thor.capture.module_calls import Listener
+from torch_thor.capture.recurrence import OpenRecurrence
+from torch_thor.capture.routing import OpenExperts
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.kinds.experts import ExpertsKind
 from torch_thor.curvature.kinds.recurrent import RecurrentCall, RecurrentKind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.recurrence import OpenRecurrence
-from torch_thor.curvature.routing import OpenExperts
-from torch_thor.curvature.survey import Layer
 
 
 class Watcher(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torch_thor.optim.checks import check_interval, in_range, number, require, whole
-from torch_thor.optim.intervals import Geometric
+from torch_thor.optim.thor.intervals import Geometric
 
 UpdateInterval = int | Callable[[int], int]
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from tiny import assert_same_bits, batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.optim.intervals import Geometric
-from torch_thor.optim.spectral import ADAMW_SHARE
+from torch_thor.optim.thor.intervals import Geometric
+from torch_thor.optim.thor.scale_free import ADAMW_SHARE
 
 OPTIONS = {"lr": 0.05, "damping": 0.2, "update_interval": 2, "factor_decay": 0.3, "weight_decay": 0.4}
 

@@ -27,8 +27,8 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.optim.auto_split import block_size
 from torch_thor.optim.parameters import Group, ParameterIndex, dense_gradients
+from torch_thor.optim.thor.auto_split import block_size
 
 # AdamW's learning rate is this share of lr, and its betas these.
 ADAMW_SHARE = 0.2

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_thor.curvature.coverage import Covered
+from torch_thor.capture.coverage import Covered
+from torch_thor.capture.inspection import NOT_TRAINED
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.survey import NOT_TRAINED
-from torch_thor.optim.auto_split import AUTO
 from torch_thor.optim.checkpoint import MOMENTS, as_made
-from torch_thor.optim.guards import some
 from torch_thor.optim.parameters import Group, ParameterIndex
+from torch_thor.optim.thor.auto_split import AUTO
+from torch_thor.optim.thor.gradient_checks import some
 
 Look = list[tuple[Any, ...]]
 

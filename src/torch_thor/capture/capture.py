@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torch_thor.curvature.calls import module_calls
-from torch_thor.curvature.eager import eager_window
+from torch_thor.capture.eager import eager_window
+from torch_thor.capture.loss_terms import Call, Pass, terms_of, terms_of_step
+from torch_thor.capture.module_calls import module_calls
+from torch_thor.capture.module_hooks import Source
+from torch_thor.capture.sampling import Sampler
 from torch_thor.curvature.kinds import Kind, ProjectionKind, RecurrentKind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.sampling import Sampler
-from torch_thor.curvature.sources import Source
-from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
 
 # Where A alone is gathered, rows that are enough for it: statistics are what large batches would pay for.
 _ENOUGH_ROWS = 1024
@@ -60,7 +60,7 @@ class Capture:
 
     @property
     def loss_terms(self) -> int:
-        """N of the backward passes since the last :meth:`discard` (:mod:`torch_thor.curvature.terms`).
+        """N of the backward passes since the last :meth:`discard` (:mod:`torch_thor.capture.loss_terms`).
 
         Where labels are sampled, the number of labels.
         """

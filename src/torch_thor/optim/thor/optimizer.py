@@ -13,19 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.capture import Capture
-from torch_thor.curvature.coverage import Covered, table
+from torch_thor.capture.capture import Capture
+from torch_thor.capture.coverage import Covered, table
+from torch_thor.capture.inspection import Survey, survey
+from torch_thor.capture.module_hooks import sources_of
+from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import RefreshEvent, refresh
-from torch_thor.curvature.selection import Selection
-from torch_thor.curvature.sources import sources_of
-from torch_thor.curvature.survey import Survey, survey
-from torch_thor.distributed.membership import Membership
+from torch_thor.distributed.process_group import Membership
 from torch_thor.distributed.statistics import pool
-from torch_thor.optim import clock
-from torch_thor.optim.auto_split import AutoSplit, block_size
-from torch_thor.optim.candidates import candidates_of
 from torch_thor.optim.checkpoint import (
     as_a_whole,
     check_factors,
@@ -36,10 +33,14 @@ from torch_thor.optim.checkpoint import (
     options_of,
     restore_tensors,
 )
-from torch_thor.optim.conform import Look, conform, gone_message, look
-from torch_thor.optim.covered import covered_now, sizes, warn_of_little
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
-from torch_thor.optim.guards import (
+from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_gradient
+from torch_thor.optim.thor import clock
+from torch_thor.optim.thor.auto_split import AutoSplit, block_size
+from torch_thor.optim.thor.candidates import candidates_of
+from torch_thor.optim.thor.conform import Look, conform, gone_message, look
+from torch_thor.optim.thor.covered import covered_now, sizes, warn_of_little
+from torch_thor.optim.thor.gradient_checks import (
     check_row_mask,
     check_statistics,
     doubtful_terms_message,
@@ -48,9 +49,9 @@ from torch_thor.optim.guards import (
     nonfinite_names,
     some,
 )
-from torch_thor.optim.kept import KeptState
-from torch_thor.optim.loss_scale import LossScale
-from torch_thor.optim.options import (
+from torch_thor.optim.thor.loss_scale import LossScale
+from torch_thor.optim.thor.natural_gradient import update
+from torch_thor.optim.thor.options import (
     AUTO,
     UpdateInterval,
     check_group,
@@ -60,13 +61,12 @@ from torch_thor.optim.options import (
     preset_options,
     with_defaults,
 )
-from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_gradient
-from torch_thor.optim.reading import Reading, read_alike
-from torch_thor.optim.reports import Reports
-from torch_thor.optim.sampled_fisher import SampledFisher
-from torch_thor.optim.spectral import spectral_update
-from torch_thor.optim.summed_loss import looks_summed, message
-from torch_thor.optim.update import update
+from torch_thor.optim.thor.reports import Reports
+from torch_thor.optim.thor.sampled_fisher import SampledFisher
+from torch_thor.optim.thor.scale_free import spectral_update
+from torch_thor.optim.thor.state import KeptState
+from torch_thor.optim.thor.step_inputs import Reading, read_alike
+from torch_thor.optim.thor.summed_loss import looks_summed, message
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
@@ -130,12 +130,13 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         loss_reduction: ``"mean"`` where the loss is the mean over the mini-batch's loss terms, ``"sum"`` where it is
             their sum.
         max_update_ratio: r; a step ``lr · d`` of a parameter, before momentum, is at most r times as long as the
-            parameter, ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.step_bound`). Left out: 0.01
-            (spectral: None, its steps have a length of their own), or None where ``kl_clip`` is given. None: no bound.
+            parameter, ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`). Left out:
+            0.01 (spectral: None, its steps have a length of their own), or None where ``kl_clip`` is given. None: no
+            bound.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             the inverse of A alone, orthogonalised and given a norm of its own, so that lr means the same on every layer
-            and task; decoupled weight decay; AdamW for what is no matrix (:mod:`torch_thor.optim.spectral`). λ is then
-            relative to the mean diagonal of A, and statistics are taken in the forward pass.
+            and task; decoupled weight decay; AdamW for what is no matrix (:mod:`torch_thor.optim.thor.scale_free`). λ is
+            then relative to the mean diagonal of A, and statistics are taken in the forward pass.
         fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a

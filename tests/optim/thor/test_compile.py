@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tiny import listened_to
 from torch_thor import THOR
-from torch_thor.curvature.eager import eager_window
+from torch_thor.capture.eager import eager_window
 
 STEPS, INTERVAL = 9, 4
 

@@ -7,9 +7,9 @@
 from collections.abc import Sequence
 
 from torch_thor.optim.checks import check_interval
-from torch_thor.optim.intervals import CALLABLE, from_plain, to_plain
-from torch_thor.optim.options import UpdateInterval
 from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.intervals import CALLABLE, from_plain, to_plain
+from torch_thor.optim.thor.options import UpdateInterval
 
 
 def next_refreshes(groups: list[Group]) -> list[int]:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.optim.guards import largest_gradient
 from torch_thor.optim.parameters import Group, ParameterIndex
-from torch_thor.optim.spectral import complete_state
+from torch_thor.optim.thor.gradient_checks import largest_gradient
+from torch_thor.optim.thor.scale_free import complete_state
 
 
 class KeptState:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_thor import THOR
-from torch_thor.curvature.terms import Call, Pass, terms_of, terms_of_step
+from torch_thor.capture.loss_terms import Call, Pass, terms_of, terms_of_step
 
 N, L, D = 6, 5, 4
 DOUBT = "ignore:THOR takes N:RuntimeWarning"

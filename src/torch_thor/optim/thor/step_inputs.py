@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
-from torch_thor.distributed.agreement import agree, check_same_gradients
-from torch_thor.optim.conform import Look
+from torch_thor.distributed.consistency import agree, check_same_gradients
 from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.conform import Look
 
 # Options that decide what becomes of weights and factors. An interval may be a function: told is what it leads to.
 _OPTIONS = (
@@ -40,7 +40,7 @@ class Reading:
         counted: it is not taken because a gradient is not finite, which ``skipped_steps`` counts.
         largest: the largest norm of a gradient.
         decaying: ``id`` of the parameters that decay in this step.
-        looked: what the state has to fit, see :mod:`torch_thor.optim.conform`.
+        looked: what the state has to fit, see :mod:`torch_thor.optim.thor.conform`.
     """
 
     terms: int = 0

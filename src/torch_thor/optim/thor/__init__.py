@@ -1,0 +1,1 @@
+"""THOR: the optimizer, its update rules, and what a step needs."""
