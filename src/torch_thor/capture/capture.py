@@ -85,6 +85,11 @@ class Capture:
         """Whether this step's passes are run so that statistics must come: those of all layers, and the loss terms."""
         return any(layer.watched for layer in self._layers)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether statistics of some layer are wanted and can come: it is due, trained, and called."""
+        return any(layer.armed and layer.wanted for layer in self._layers)
+
     def attach(self) -> None:
         """Listen where statistics are wanted, and nowhere else.
 

@@ -6,8 +6,7 @@ saved the layer.
 """
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout, scale_
 from torch_thor.curvature.experts import bias_scales, group_rows_per_term, plain_where_unknown, weighted_factors
 from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.parameter_view import ParameterView, State
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 
-State = MutableMapping[str, Any]
+Piece = ParameterView
 Factors = tuple[BlockDiagonal, ...]  # one a side, in the order of LayerCurvature.sides
 
 SIDES = ("A", "G")
@@ -37,52 +37,6 @@ _NUMBERS = {
 _LATER = ("idle", "uncalled")  # what earlier versions did not keep
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A parameter of a layer, or rows of one.
-
-    Args:
-        module: the module that owns it; parameters are looked up anew each time, because wrappers replace them.
-        attribute: its name in the module.
-        rows: which of its rows, None for all.
-    """
-
-    module: nn.Module
-    attribute: str
-    rows: slice | None = None
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter.
-
-        Raises:
-            RuntimeError: the module computes it now.
-        """
-        parameter = getattr(self.module, self.attribute)
-        if not isinstance(parameter, nn.Parameter):
-            raise RuntimeError(
-                f"{self.attribute!r} of {self.module} is no parameter any more: it was pruned or parametrised after "
-                f"THOR was made, and is computed from other parameters. The next step trains those plainly"
-            )
-        return parameter
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the module has it as a parameter, and does not compute it from others (pruning)."""
-        return self.module._parameters.get(self.attribute) is not None
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of a tensor that is shaped like the parameter.
-
-        Args:
-            tensor: of the parameter's shape.
-
-        Returns:
-            A view.
-        """
-        return tensor if self.rows is None else tensor[self.rows]
-
-
 class LayerCurvature:
     """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G) (Chen et al. 2021, section 3.1).
 
@@ -91,8 +45,6 @@ class LayerCurvature:
         kind: its geometry.
         weight: the weight that is preconditioned.
         biases: the biases that are solved with its G.
-        states: returns the mapping from parameters to their state (one that makes missing entries).
-        split_dim_of: returns the block size for a parameter (None: unsplit).
         prefix: put before the keys of its state, where several layers share a weight.
         sides: which factors it has: ``("A", "G")``, or ``("A",)`` for the scale-free step.
     """
@@ -101,10 +53,8 @@ class LayerCurvature:
         self,
         name: str,
         kind: Kind,
-        weight: Piece,
-        biases: Sequence[Piece],
-        states: Callable[[], MutableMapping[Tensor, State]],
-        split_dim_of: Callable[[Tensor], int | None],
+        weight: ParameterView,
+        biases: Sequence[ParameterView],
         prefix: str = "",
         sides: tuple[str, ...] = SIDES,
     ) -> None:
@@ -118,8 +68,6 @@ class LayerCurvature:
         self.rows = 0  # R of this step so far
         self.group_rows = [0] * kind.groups if kind.routed else []  # of each group, where they have rows of their own
         self.seen = False  # whether a gradient of its output came by in this step, with or without rows
-        self._states = states
-        self._split_dim_of = split_dim_of
         self._prefix = prefix
         self.sides = sides
         self._sums: Factors | None = None
@@ -187,22 +135,10 @@ class LayerCurvature:
         """The weight that is preconditioned."""
         return self.weight_piece.parameter
 
-    def is_of(self, weight: Piece) -> bool:
-        """Return whether it is the curvature of a weight, and not of one that has taken its name.
-
-        Args:
-            weight: the weight.
-
-        Returns:
-            Whether it is the same piece of the same module.
-        """
-        own = self.weight_piece
-        return own.module is weight.module and (own.attribute, own.rows) == (weight.attribute, weight.rows)
-
     @property
     def state(self) -> State:
         """The mapping that holds factors, inverses and counters; empty before :meth:`materialise`."""
-        return self._states().get(self.weight, {})  # get: looking must not make an entry
+        return self.weight_piece.state
 
     @property
     def due(self) -> bool:
@@ -258,7 +194,7 @@ class LayerCurvature:
         Returns:
             The layout of each side.
         """
-        split = self._split_dim_of(self.weight)
+        split = self.weight_piece.split_dim
         if self._cut is not None and self._cut[0] == split:
             return self._cut[1]
         kind = self.kind
@@ -298,7 +234,7 @@ class LayerCurvature:
         weight = self.weight
         if not weight.requires_grad:
             return
-        state = self._states()[weight]
+        state = self.state
         dtype = factor_dtype(weight.dtype)
         for key, layout in self.layouts().items():
             for matrix in (key, f"{key}_inverse"):

@@ -77,9 +77,11 @@ class Observer:
                 f"there is nothing to split"
             )
         self.layers = {
-            name: LayerCurvature(name, one.kind, one.weight, one.biases, dict, lambda _: LARGEST, one.prefix)
-            for name, one in found.items()
+            name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix) for name, one in found.items()
         }
+        for layer in self.layers.values():
+            for view in (layer.weight_piece, *layer.biases):
+                view.bind(None, LARGEST)
         self._split_dims: Sequence[int] = ()
         self._waiting = dict.fromkeys(self.layers, 0)  # calls whose gradient has not come by yet
         self._losses: Losses = {}

@@ -125,12 +125,12 @@ def test_refreshes_leave_no_finalizers_behind():
     train(model, optimizer, STREAM[:1])
     gc.collect()
     before = len(weakref.finalize._registry)
-    references = weakref.getweakrefcount(optimizer._capture)
+    references = weakref.getweakrefcount(optimizer._registry.capture)
     for _ in range(5):
         train(model, optimizer, STREAM[1:3])
         optimizer.add_param_group({"params": []})
     assert len(weakref.finalize._registry) == before
-    assert weakref.getweakrefcount(optimizer._capture) <= references
+    assert weakref.getweakrefcount(optimizer._registry.capture) <= references
 
 
 def test_two_optimizers_wait_for_one_model():

@@ -5,26 +5,14 @@ from collections.abc import Mapping
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
-from torch_thor.optim.parameters import Group, ParameterIndex
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.split import cache
 from torch_thor.split.choice import candidates, choose
-from torch_thor.split.observe import LARGEST, losses_of
+from torch_thor.split.observe import losses_of
 
 AUTO = "auto"
 FALLBACK = 128  # the paper's choice for ResNet-50
-
-
-def block_size(group: Group) -> int | None:
-    """Return the block size to cut a group's factors with at this time.
-
-    Args:
-        group: a parameter group.
-
-    Returns:
-        The group's number, None for unsplit; while "auto" is undecided, 8192: the choice needs factors uncut.
-    """
-    split_dim: int | str | None = group["split_dim"]
-    return split_dim if split_dim is None or isinstance(split_dim, int) else LARGEST
 
 
 class AutoSplit:
@@ -95,6 +83,8 @@ class AutoSplit:
         for group in self._groups:
             group["split_dim"] = split_dim
         for layer in self._layers.values():
+            for view in (layer.weight_piece, *layer.biases):
+                view.split_dim = split_dim
             layer.cut_gathered()
         self._groups = []
 

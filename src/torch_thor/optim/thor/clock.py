@@ -31,15 +31,21 @@ def next_refreshes(groups: list[Group]) -> list[int]:
     return result
 
 
-def advance(groups: list[Group], refreshes: Sequence[int]) -> None:
+def advance(groups: list[Group], refreshes: Sequence[int]) -> bool:
     """Count a step.
 
     Args:
         groups: the optimizer's parameter groups.
         refreshes: what :func:`next_refreshes` returned.
+
+    Returns:
+        Whether a group's next step is a refresh.
     """
+    due = False
     for group, upcoming in zip(groups, refreshes, strict=True):
         group.update(next_refresh=upcoming, step=group["step"] + 1)
+        due = due or group["step"] >= upcoming
+    return due
 
 
 def refreshes_next(group: Group) -> bool:

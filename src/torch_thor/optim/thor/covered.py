@@ -8,8 +8,10 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Covered
+from torch_thor.capture.inspection import NOT_TRAINED
 from torch_thor.capture.selection import SKIPPED
-from torch_thor.optim.parameters import ParameterIndex
+from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
@@ -79,3 +81,32 @@ def warn_of_little(entries: Iterable[Covered], stacklevel: int) -> None:
 
 def _size(entry: Covered) -> int:
     return math.prod(entry.shape)
+
+
+def gone_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *, computed: bool = False) -> str:
+    """Return the text of the warning for a module that is no longer in the model, or has lost a parameter.
+
+    Args:
+        name: the module.
+        before: what every parameter got while it was there.
+        now: what every parameter gets.
+        computed: whether the module is there, and computes what was its weight.
+
+    Returns:
+        The message.
+    """
+    known = {entry.name for entry in before if entry.reason == NOT_TRAINED}
+    new = [entry.name for entry in now if entry.reason == NOT_TRAINED and entry.name not in known]
+    told = f"THOR: module {name!r} is no longer in the model: it was replaced or removed after THOR was made"
+    then = ", and what it had is not trained any more"
+    if computed:
+        told = (
+            f"THOR: the weight of {name!r} is no parameter any more: it was pruned or parametrised after THOR was made"
+        )
+        then = ", and what it is computed from is trained plainly; THOR takes it up again when it is a parameter again"
+    if not new:
+        return told + then
+    return (
+        f"{told}. In no parameter group, and so not trained, are {some(new)}: give them to "
+        f"optimizer.add_param_group({{'params': [...]}}), or make THOR anew"
+    )

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torch_thor.capture.capture import Capture
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.parameters import Group, ParameterIndex, with_gradient
+from torch_thor.optim.parameters import Group, with_gradient
+from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
 def numbers_of(gradient: Tensor) -> Tensor:
@@ -62,17 +63,22 @@ def largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
     Raises:
         RuntimeError: a gradient is neither dense nor sparse COO.
     """
-    gradients = []
-    for _, parameter, gradient in with_gradient(groups):
-        if gradient.layout not in (torch.strided, torch.sparse_coo):
-            raise RuntimeError(
-                f"parameter {index.name(parameter)!r} has a gradient of layout {gradient.layout}; THOR takes dense and "
-                f"sparse COO gradients"
-            )
-        if gradient.numel():
-            gradients.append(numbers_of(gradient))
+    gradients, damping = [], math.inf
+    for group in groups:
+        damping = min(damping, float(group["damping"]))
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout not in (torch.strided, torch.sparse_coo):
+                raise RuntimeError(
+                    f"parameter {index.name(parameter)!r} has a gradient of layout {gradient.layout}; THOR takes dense "
+                    f"and sparse COO gradients"
+                )
+            if gradient.numel():
+                usual = gradient.layout is torch.strided and not gradient.is_complex()
+                gradients.append(gradient if usual else numbers_of(gradient))
     largest = largest_norm(gradients)
-    damping = min(float(group["damping"]) for group in groups)
     return math.inf if largest / damping > torch.finfo(torch.float32).max else largest
 
 

@@ -5,24 +5,19 @@ due; precondition; update with weight decay, clipping and momentum. What a layer
 stands in :mod:`torch_thor.curvature`.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered, table
-from torch_thor.capture.inspection import Survey, survey
-from torch_thor.capture.module_hooks import sources_of
 from torch_thor.capture.selection import Selection
-from torch_thor.curvature.layer import SIDES, LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.curvature.refresh import RefreshEvent, refresh
+from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.process_group import Membership
-from torch_thor.distributed.statistics import pool
 from torch_thor.optim.checkpoint import (
     as_a_whole,
     check_factors,
@@ -34,39 +29,28 @@ from torch_thor.optim.checkpoint import (
     restore_tensors,
 )
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
-from torch_thor.optim.parameters import ParameterIndex, parameters_of, with_gradient
+from torch_thor.optim.parameters import parameters_of
 from torch_thor.optim.thor import clock
-from torch_thor.optim.thor.auto_split import AutoSplit, block_size
-from torch_thor.optim.thor.candidates import candidates_of
-from torch_thor.optim.thor.conform import Look, conform, gone_message, look
-from torch_thor.optim.thor.covered import covered_now, sizes, warn_of_little
-from torch_thor.optim.thor.gradient_checks import (
-    check_row_mask,
-    check_statistics,
-    doubtful_terms_message,
-    largest_gradient,
-    nonfinite_message,
-    nonfinite_names,
-    some,
-)
-from torch_thor.optim.thor.loss_scale import LossScale
-from torch_thor.optim.thor.natural_gradient import update
+from torch_thor.optim.thor.auto_split import AutoSplit
+from torch_thor.optim.thor.covered import sizes, warn_of_little
+from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.thor.layer_registry import LayerRegistry
+from torch_thor.optim.thor.natural_gradient import NaturalGradient
 from torch_thor.optim.thor.options import (
     AUTO,
     UpdateInterval,
     check_group,
-    check_loss_terms,
     check_optimizer,
     check_scaling,
     preset_options,
     with_defaults,
 )
-from torch_thor.optim.thor.reports import Reports
+from torch_thor.optim.thor.refresh_step import gather_statistics, take_new_factors
 from torch_thor.optim.thor.sampled_fisher import SampledFisher
-from torch_thor.optim.thor.scale_free import spectral_update
-from torch_thor.optim.thor.state import KeptState
-from torch_thor.optim.thor.step_inputs import Reading, read_alike
-from torch_thor.optim.thor.summed_loss import looks_summed, message
+from torch_thor.optim.thor.scale_free import ScaleFree
+from torch_thor.optim.thor.state import make_state
+from torch_thor.optim.thor.step_inputs import StepInputs, collect
+from torch_thor.optim.thor.update_rule import UpdateRule
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
@@ -85,6 +69,9 @@ _COPIED = (
     "only",
     "_membership",
 )
+
+
+_RULES: dict[str | None, type[UpdateRule]] = {None: NaturalGradient, "spectral": ScaleFree}
 
 
 class THOR(SampledFisher, torch.optim.Optimizer):
@@ -135,8 +122,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             bound.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             the inverse of A alone, orthogonalised and given a norm of its own, so that lr means the same on every layer
-            and task; decoupled weight decay; AdamW for what is no matrix (:mod:`torch_thor.optim.thor.scale_free`). λ is
-            then relative to the mean diagonal of A, and statistics are taken in the forward pass.
+            and task; decoupled weight decay; AdamW for what is not a matrix (:mod:`torch_thor.optim.thor.scale_free`).
+            λ is then relative to the mean diagonal of A, and statistics are taken in the forward pass.
         fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
@@ -160,7 +147,9 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
-    _made_for: Look | None  # what the state was last found to fit
+    _last_refresh: tuple[RefreshEvent, ...]
+    _fitting: list[Any] | None  # what the state was last found to fit
+    _checked: dict[int, list[Any]]  # options of the groups that were found right
 
     def __init__(
         self,
@@ -214,7 +203,6 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         self.grad_scaler = grad_scaler
         self.process_group = process_group
         self.skipped_steps = 0
-        self._last_refresh: tuple[RefreshEvent, ...] = ()
         self._reset()
         defaults = {
             "lr": lr,
@@ -237,13 +225,14 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         defaults = with_defaults(defaults, scaling)
         check_group(defaults)
         super().__init__(params, defaults)
-        self._use(self._survey())
-        if not any(layer.weight.requires_grad for layer in self._layers.values()):
-            raise ValueError(self._nothing_found(self._covered))
+        registry = self._registry
+        registry.find(self.param_groups, self.state)
+        if not any(layer.weight.requires_grad for layer in registry.layers.values()):
+            raise ValueError(registry.nothing_found(self.coverage()))
         if only is None:
             warn_of_little(self.coverage(), stacklevel=2)
         if self._processes().count == 1:  # several find a number together, in a step
-            self._auto_split().from_cache(ALONE)
+            AutoSplit(self.param_groups, registry.layers, registry.index).from_cache(ALONE)
 
     # ---- what users look at -------------------------------------------------------------------------------------
 
@@ -267,7 +256,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
     @property
     def curvature(self) -> Mapping[str, LayerCurvature]:
         """The preconditioned layers, by module name."""
-        return MappingProxyType(self._layers)
+        return MappingProxyType(self._registry.layers)
 
     @property
     def row_mask(self) -> Tensor | None:
@@ -277,7 +266,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         holds for layers whose input has these leading dimensions (embeddings: that shape). The number of loss terms
         is another matter: see ``loss_terms``.
         """
-        return self._capture.row_mask
+        return self._registry.capture.row_mask
 
     @row_mask.setter
     def row_mask(self, mask: Tensor | None) -> None:
@@ -287,7 +276,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
                 f"row_mask={what}: must be a bool tensor (N, L), True for the rows that count, or None; "
                 f"use attention_mask.bool()"
             )
-        self._capture.row_mask = mask
+        self._registry.capture.row_mask = mask
 
     @property
     def process_group(self) -> Any:
@@ -309,15 +298,12 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         Returns:
             An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
         """
-        self._index.update(self.param_groups, self.state)
-        changed = self._index.gone(self.model) or self._index.computed
-        entries = self._survey_model().entries if changed else self._covered
-        return self._now(entries)
+        return self._registry.coverage(self.param_groups, self.state)
 
     def __repr__(self) -> str:
         entries = self.coverage()
         covered, total = sizes(entries)
-        there = [layer for layer in self._layers.values() if layer.weight_piece.is_there]
+        there = [layer for layer in self._registry.layers.values() if layer.weight_piece.is_there]
         layers = sum(layer.weight.requires_grad for layer in there)
         split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
         return (
@@ -342,65 +328,18 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             RuntimeError: layers that are due have gradients, and no statistics came of any, or the state no longer fits
                 the model; nothing has changed.
         """
-        loss = None
         self._last_refresh = ()
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._index.update(self.param_groups, self.state)
-        if self._capture.watching or self._index.computed:
-            self._let_go()
-        replaced = self._replaced
-        refreshing = self._refreshing()
-        kept = KeptState(self.state, self.param_groups, self._index, self.scaling)
-        state_only = kept.is_asked_for()
-        if not state_only:
-            self._membership.announce(self.model)
-        processes = ALONE if state_only else self._processes()
-        # What follows holds for all processes: on a refresh step they agree, else they have the same gradients.
-        together = processes if refreshing else ALONE
-        try:
-            reading = read_alike(together, self._read, self.param_groups, refreshing, self._settings())
-        except FloatingPointError:
-            self._capture.discard()
-            raise
-        if reading.skipped:
-            self._capture.discard()
-            self.skipped_steps += reading.counted
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        inputs = self._inputs()
+        if inputs.skipped:
             return loss
-        waiting = any(layer.wanted for layer in self._layers.values())
-        try:
-            uncalled = self._gather(refreshing, reading, together)
-            if reading.looked != self._made_for:
-                kept.materialise(self._layers.values())
-                self._made_for = look(self.param_groups, self.state, self._index)
-            if refreshing and not state_only:
-                self._refresh(refreshing, reading.terms, uncalled, together)
-        except BaseException:  # the sums may be half scaled, or half summed
-            self._capture.discard()
-            raise
-        if state_only:
-            return loss
-        # From here on nothing raises: a step is taken as a whole or not at all.
-        if waiting and not refreshing:
-            self._capture.notice_reached()
-            self._capture.discard()
-        decaying = reading.decaying
-        if self.scaling == "spectral":
-            spectral_update(self.param_groups, self._index, kept.scale_free, lambda p: id(p) in decaying)
-        else:
-            update(self.param_groups, self._index, kept.momentum_buffer, lambda p: id(p) in decaying)
-        clock.advance(self.param_groups, reading.refreshes)
-        due = any(clock.refreshes_next(group) for group in self.param_groups)
-        if due:
-            for layer in self._layers.values():
-                if clock.refreshes_next(self._index.group(layer.weight)):
-                    layer.set_due(True)
-        if replaced is not None:
-            self._use(replaced)
-        elif waiting or due:
-            self._capture.attach()
-        self._reports.tell()
+        waiting = self._registry.capture.waiting
+        if inputs.due or not inputs.fits:
+            self._refresh(inputs)
+        if not inputs.state_only:
+            # From here on nothing raises: a step is taken as a whole or not at all.
+            self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
+            self._advance(inputs, waiting)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -409,238 +348,74 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        self._capture.discard_with_gradients()
+        self._registry.capture.discard_with_gradients()
         super().zero_grad(set_to_none)
-        self._capture.note_gradients()
+        self._registry.capture.note_gradients()
 
-    def _settings(self) -> Iterator[str]:
-        """What must be the same on all processes, beside the options of the groups."""
-        yield f"loss_reduction={self.loss_reduction!r}"
-        yield f"fisher={self.fisher!r}"
-        sampler = self._capture.sampler
-        if sampler is not None:
-            yield f"sampled labels: {'yes' if sampler.passes else 'no'}"
+    def _inputs(self) -> StepInputs:
+        """Collect what the step must know; where it is not taken, drop the statistics and count it."""
+        try:
+            inputs = collect(self)
+        except FloatingPointError:
+            self._registry.capture.discard()
+            raise
+        if inputs.skipped:
+            self._registry.capture.discard()
+            self.skipped_steps += inputs.counted
+        return inputs
 
-    def _read(self) -> Reading:
-        """Look at what this process has for the step, and raise what is wrong with it."""
-        for group in self.param_groups:
-            check_group(group)  # again: a schedule may have run damping down to 0
-        looked = look(self.param_groups, self.state, self._index)
-        if looked != self._made_for:
-            conform(self.param_groups, self.state, self._layers.values(), self._index)
-        refreshes = tuple(clock.next_refreshes(self.param_groups))
-        scale = LossScale(self, self.grad_scaler)
-        if scale.found_inf:
-            return Reading(refreshes=refreshes, skipped=True)
-        given = self.loss_terms() if callable(self.loss_terms) else self.loss_terms
-        terms = self._capture.loss_terms if given is None else check_loss_terms(given)
-        if given is None and self._capture.doubtful_terms:
-            message = doubtful_terms_message(*self._capture.doubtful_terms)
-            self._reports.note(message, message)
-        sampled = self._capture.sampler is not None  # gradients of single terms as they are
-        with_g = any(one.rows and "G" in one.sides for one in self._layers.values())
-        captured = scale.of_outputs() if with_g and not sampled else 1.0
-        decaying = frozenset(
-            id(p) for group, p, _ in with_gradient(self.param_groups) if group["weight_decay"] and self._decays(p)
-        )
-        scale.unscale_(gradient for _, _, gradient in with_gradient(self.param_groups))
-        largest = largest_gradient(self.param_groups, self._index)
-        if not math.isfinite(largest):
-            if self.nonfinite == "skip":
-                return Reading(refreshes=refreshes, skipped=True, counted=True)
-            raise FloatingPointError(
-                nonfinite_message(self.param_groups[0]["step"], nonfinite_names(self.param_groups, self._index))
-            )
-        check_row_mask(self._layers.values(), self._capture)
-        output_scale = (terms if self.loss_reduction == "mean" and not sampled else 1) / captured
-        return Reading(
-            terms,
-            output_scale,
-            refreshes,
-            largest=largest,
-            decaying=decaying,
-            looked=looked,
-        )
+    def _refresh(self, inputs: StepInputs) -> None:
+        """Make the state that is missing, and take new factors for the layers that are due."""
+        registry = self._registry
+        try:
+            uncalled = gather_statistics(self, inputs) if inputs.due else []
+            if not inputs.fits:
+                make_state(self.param_groups, self.state, registry.index, registry.layers.values(), self._rule)
+            if inputs.due and not inputs.state_only:
+                self._last_refresh = take_new_factors(self, inputs, uncalled)
+            self._fitting = registry.index.look(self.param_groups, self.state)
+        except BaseException:  # the sums may be half scaled, or half summed
+            registry.capture.discard()
+            raise
 
-    def _gather(
-        self, refreshing: list[LayerCurvature], reading: Reading, processes: Processes
-    ) -> list[tuple[LayerCurvature, str]]:
-        """Bring the statistics of all processes together, cut them as was chosen, and find the layers without any.
-
-        Returns:
-            The layers that are not called, with what to say of each.
-        """
-        auto = self._auto_split()
-        auto.from_cache(processes)
-        for layer in refreshing:
-            layer.scale_outputs_(reading.output_scale)
-        pool(processes, refreshing, self._capture.inside_transform)
-        uncalled = check_statistics(self._layers.values(), self._capture)
-        auto.from_statistics(processes)
-        return uncalled
-
-    def _refreshing(self) -> list[LayerCurvature]:
-        """The layers that are due, the same on every process, whichever of them has their rows."""
-        if not self._capture.watching:
-            return []
-        return [layer for layer in self._layers.values() if layer.armed and layer.weight.requires_grad]
-
-    def _refresh(
-        self,
-        refreshing: list[LayerCurvature],
-        terms: int,
-        uncalled: list[tuple[LayerCurvature, str]],
-        processes: Processes,
-    ) -> None:
-        """Decide on new factors for the layers that are due, and invert what is taken."""
-        self._rescale_summed_loss(refreshing, terms, processes.count)
-        silent = {layer for layer in refreshing if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}
-        idle = [not layer.seen and not layer.has_gradient() for layer in refreshing]
-        candidates = candidates_of(refreshing, terms, self._index, self._report)
-        relative = self.scaling == "spectral"
-        self._last_refresh = refresh(candidates, self._report, relative=relative, processes=processes)
-        for layer, is_idle in zip(refreshing, idle, strict=True):
-            layer.set_idle(is_idle)
-            layer.set_uncalled(layer in silent)
-        for layer, what in uncalled:
-            self._report(layer, what)
-        self._capture.discard()
-        if terms:
-            for group in self.param_groups:
-                group["last_loss_terms"] = terms
-
-    def _rescale_summed_loss(self, refreshing: list[LayerCurvature], terms: int, ranks: int) -> None:
-        """Divide gradients and statistics of a summed loss by N; whether it is one, the first refresh decides."""
-        groups = self.param_groups
-        if not terms:  # no layer was reached: there is nothing to tell from, and what held before goes on
-            return
-        first = not any(layer.refreshes for layer in self._layers.values())
-        bounded = any(group["max_update_ratio"] is not None for group in groups)
-        told = self.loss_reduction == "mean" and self.fisher == "empirical"  # sampled statistics are not the loss's
-        if first and bounded and told and looks_summed(refreshing, terms):
-            self._reports.note("summed loss", message(terms))
-        elif all(group["loss_scale"] == 1.0 for group in groups):
-            return
-        scale = terms / ranks  # ranks have averaged their gradients already
-        for group in groups:
-            group["loss_scale"] = scale
-        for layer in refreshing:
-            layer.scale_outputs_(1.0 / scale)
-
-    def _arm(self) -> None:
-        """Have the statistics gathered of the layers that are due."""
-        for layer in self._layers.values():
-            layer.armed = layer.due
-        self._capture.attach()
-
-    # ---- guards -------------------------------------------------------------------------------------------------
+    def _advance(self, inputs: StepInputs, waiting: bool) -> None:
+        """Count the step, and gather in the next one what it will refresh."""
+        registry, groups = self._registry, self.param_groups
+        if waiting and not inputs.due:
+            registry.capture.notice_reached()
+            registry.capture.discard()
+        due = clock.advance(groups, inputs.refreshes)
+        if due:
+            for layer in registry.layers.values():
+                if clock.refreshes_next(registry.index.group(layer.weight)):
+                    layer.set_due(True)
+        if not registry.watch_replacement(groups, self.state) and (waiting or due):
+            registry.capture.attach()
+        registry.warnings.tell()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # see LossScale; with a scaler of our own to ask, GradScaler unscales and skips as it does for any optimizer
         return self.grad_scaler is None
 
-    def _report(self, layer: LayerCurvature, what: str) -> None:
-        """Have a layer's trouble told after the step, once each kind of it."""
-        step = self._index.group(layer.weight)["step"]
-        self._reports.note((layer.name, what), f"THOR, step {step}, layer {layer.name!r}: {what}")
-
     # ---- bookkeeping --------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
-        self._layers: dict[str, LayerCurvature] = {}
-        self._covered: list[Covered] = []
-        self._reports = Reports()
-        self._made_for = None
-        self._replaced: Survey | None = None
+        """Start without layers and hooks; to be followed by ``self._registry.find``."""
+        self._rule = _RULES[self.scaling]()
+        self._registry = LayerRegistry(
+            self.model, self._rule.sides, skip=self.skip, only=self.only, sampled=self.fisher == "sampled"
+        )
         self._last_refresh = ()
-        self._capture = Capture(sampled=self.fisher == "sampled")
-        self._index = ParameterIndex(self.model)
-        self._attached = False
-
-    def _let_go(self) -> None:
-        """Leave out the layers whose modules are no longer in the model, or compute their weight now (pruning)."""
-        gone, computed = self._index.gone(self.model), self._index.computed
-        if not gone and not computed:
-            return
-        found = self._survey()
-        before = set(self._layers)
-        self._layers = self._still_there(found)
-        for name in gone:
-            self._reports.note((name, "gone"), gone_message(name, self._covered, found.entries))
-        for name in sorted(before - set(found.layers)) if computed else ():
-            self._reports.note((name, "computed"), gone_message(name, self._covered, found.entries, computed=True))
-        self._index.survey(self.model)
-        self._index.set_layers(self._layers, found.matrices)
-        self._index.update(self.param_groups, self.state)
-        self._capture.follow(sources_of({k: found.layers[k] for k in self._layers}, self._layers))
-        self._replaced = found  # what has come is looked at after this step, which has no statistics of it
-
-    def _still_there(self, found: Survey) -> dict[str, LayerCurvature]:
-        """The layers of before whose weights are still those that have their names."""
-        layers = found.layers
-        return {k: old for k, old in self._layers.items() if k in layers and old.is_of(layers[k].weight)}
-
-    def _survey_model(self) -> Survey:
-        return survey(
-            self.model,
-            [p for group in self.param_groups for p in group["params"]],
-            skip=self.skip,
-            only=self.only,
-            matrices_alone=self.scaling is not None,
-        )
-
-    def _survey(self) -> Survey:
-        """Find out what every parameter gets, some of them curvature."""
-        found = self._survey_model()
-        if not found.layers:
-            raise ValueError(self._nothing_found(found.entries))
-        return found
-
-    def _use(self, found: Survey) -> None:
-        """Watch the layers that were found."""
-        self._made_for = self._replaced = None
-        self._covered = found.entries
-        index = self._index
-        index.survey(self.model)
-        known = self._still_there(found)
-        self._layers = {
-            name: known.get(name)
-            or LayerCurvature(
-                name,
-                layer.kind,
-                layer.weight,
-                layer.biases,
-                lambda: index.states,
-                lambda weight: block_size(index.group(weight)),
-                layer.prefix,
-                sides=SIDES if self.scaling is None else SIDES[:1],
-            )
-            for name, layer in found.layers.items()
-        }
-        self._index.set_layers(self._layers, found.matrices)
-        self._index.update(self.param_groups, self.state)
-        self._capture.follow(sources_of(found.layers, self._layers))
-        self._attached = True
-        self._arm()
-
-    def _now(self, entries: Iterable[Covered]) -> list[Covered]:
-        return covered_now(entries, dict(self.model.named_parameters()), self._index)
-
-    def _nothing_found(self, entries: Iterable[Covered]) -> str:
-        return (
-            f"THOR found no layer to precondition among what is trained in {type(self.model).__name__}; use "
-            f"torch.optim.SGD, or give THOR the weights of its layers. What it found:\n{table(self._now(entries), '-')}"
-        )
+        self._fitting = None
+        self._checked = {}
 
     def _processes(self) -> Processes:
-        return self._membership.processes(next(iter(self._layers.values())).weight.device)
-
-    def _auto_split(self) -> AutoSplit:
-        return AutoSplit(self.param_groups, self._layers, self._index)
+        self._membership.announce(self.model)
+        return self._membership.processes(self.param_groups[0]["params"][0].device)
 
     def _decays(self, parameter: nn.Parameter) -> bool:
-        return self.decay_filter is None or bool(self.decay_filter(self._index.name(parameter), parameter))
+        return self.decay_filter is None or bool(self.decay_filter(self._registry.index.name(parameter), parameter))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, with options of their own.
@@ -665,8 +440,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
                 f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
                 f"pass the model that holds them, or give them an optimizer of their own"
             )
-        if self._attached:
-            self._use(self._survey())
+        if self._registry.layers:
+            self._registry.find(self.param_groups, self.state)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -692,9 +467,10 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             ValueError: it is another optimizer's, has other groups or parameters, tensors of other shapes, NaN or inf,
                 an option that is out of range, or an unknown schedule.
         """
-        self._index.update(self.param_groups, self.state)
-        if self._index.computed:
-            self._use(self._survey())
+        registry = self._registry
+        registry.index.update(self.param_groups, self.state)
+        if registry.index.computed:
+            registry.find(self.param_groups, self.state)
         own = options_of(self.param_groups)
         try:
             with as_a_whole(self):
@@ -705,14 +481,14 @@ class THOR(SampledFisher, torch.optim.Optimizer):
                     check_scaling([group], self.scaling)
                     check_group(group)
                 restore_tensors(self.state, self.param_groups, saved)
-                self._index.update(self.param_groups, self.state)
-                check_factors(self._layers.values())
-                check_moments(self.state, self.param_groups, self._index.name)
+                registry.index.update(self.param_groups, self.state)
+                check_factors(registry.layers.values())
+                check_moments(self.state, self.param_groups, registry.index.name)
         finally:
-            self._index.update(self.param_groups, self.state)
-        self._made_for = None
-        self._capture.discard()
-        self._arm()
+            registry.index.update(self.param_groups, self.state)
+        self._fitting = None
+        registry.capture.discard()
+        registry.gather_due()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
@@ -721,4 +497,4 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         super().__setstate__(state)
         if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
             self._reset()
-            self._use(self._survey())
+            self._registry.find(self.param_groups, self.state)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 from torch.utils._pytree import tree_leaves
 
-from torch_thor.capture.capture import Capture
 from torch_thor.curvature.processes import Processes
+from torch_thor.optim.thor.layer_registry import LayerRegistry
 
 Predicts = str | Callable[[Any], Distribution]
 
@@ -25,7 +25,7 @@ class SampledFisher:
     """What an optimizer with ``fisher="sampled"`` has beside :meth:`step`."""
 
     param_groups: list[dict[str, Any]]
-    _capture: Capture
+    _registry: LayerRegistry
 
     def sample_fisher(
         self,
@@ -59,7 +59,8 @@ class SampledFisher:
                 pass and its ``loss.backward()``, or the second one.
             ValueError: the distribution is not known, ``dim`` or ``mask`` do not fit, or the output has no gradient.
         """
-        capture, sampler = self._capture, self._capture.sampler
+        capture = self._registry.capture
+        sampler = capture.sampler
         if sampler is None:
             raise RuntimeError(
                 'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '

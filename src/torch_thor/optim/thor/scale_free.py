@@ -14,7 +14,7 @@ is no matrix (biases, norms, embeddings) takes a step of :class:`torch.optim.Ada
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.optim.parameters import Group, ParameterIndex, dense_gradients
-from torch_thor.optim.thor.auto_split import block_size
+from torch_thor.optim.parameters import Group, dense_gradients
+from torch_thor.optim.thor.parameter_index import ParameterIndex, block_size
+
+States = MutableMapping[Tensor, dict[str, Any]]
 
 # AdamW's learning rate is this share of lr, and its betas these.
 ADAMW_SHARE = 0.2
@@ -89,35 +91,62 @@ class _Piece:
         self.geometry.from_matrix_(matrix, self.parameter)
 
 
-def spectral_update(
-    groups: list[Group],
-    index: ParameterIndex,
-    states: Callable[[Tensor], dict[str, Any]],
-    decays: Callable[[nn.Parameter], bool],
-) -> None:
-    """Update every parameter that has a gradient.
+class ScaleFree:
+    """The scale-free step, behind :class:`torch_thor.optim.thor.update_rule.UpdateRule`."""
 
-    Args:
-        groups: parameter groups.
-        index: which layer preconditions which parameter.
-        states: returns a parameter's state, complete, see :func:`complete_state`.
-        decays: whether weight decay applies to a parameter.
-    """
-    for group in groups:
-        parameters = [p for p in group["params"] if p.grad is not None]
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
-        decaying: list[Tensor] = [p for p in parameters if decay and decays(p)]
-        if decaying:
-            torch._foreach_mul_(decaying, 1 - lr * decay)
-        matrices: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        others: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        for parameter in parameters:
-            (matrices if is_matrix(index, parameter) else others).append((parameter, states(parameter)))
-        if matrices:
-            ahead = _ahead([p for p, _ in matrices], [state["momentum_buffer"] for _, state in matrices], group)
-            pieces = [piece for (p, _), u in zip(matrices, ahead, strict=True) for piece in _pieces(p, u, index)]
-            _step_(pieces, lr, block_size(group))
-        _adamw_step_(others, lr * ADAMW_SHARE)
+    sides = SIDES[:1]
+    relative_damping = True
+
+    def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
+        """Add ``momentum_buffer`` for a matrix, else what :class:`torch.optim.AdamW` keeps.
+
+        Args:
+            index: which layer preconditions which parameter.
+            parameter: one of the group's.
+            state: its state; changed in place.
+            group: not used.
+        """
+        dtype = factor_dtype(parameter.dtype)
+        if is_matrix(index, parameter):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
+        elif "exp_avg" not in state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+
+    def update(self, groups: list[Group], index: ParameterIndex, states: States, decaying: frozenset[int]) -> None:
+        """Move every parameter that has a gradient.
+
+        Args:
+            groups: parameter groups.
+            index: which layer preconditions which parameter.
+            states: the optimizer's state.
+            decaying: ``id`` of the parameters to which weight decay applies.
+        """
+        for group in groups:
+            lr = float(group["lr"])
+            shrunk, matrices, momenta, others = [], [], [], []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if id(parameter) in decaying:
+                    shrunk.append(parameter)
+                state = states[parameter]
+                if is_matrix(index, parameter):
+                    matrices.append(parameter)
+                    momenta.append(state["momentum_buffer"])
+                else:
+                    others.append((parameter, state))
+            if shrunk:
+                torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
+            if matrices:
+                pieces: list[_Piece] = []
+                for parameter, ahead in zip(matrices, _ahead(matrices, momenta, group), strict=True):
+                    _add_pieces(pieces, parameter, ahead, index)
+                _step_(pieces, lr, block_size(group))
+            if others:
+                _adamw_step_(others, lr * ADAMW_SHARE)
 
 
 def is_matrix(index: ParameterIndex, parameter: Tensor) -> bool:
@@ -131,24 +160,6 @@ def is_matrix(index: ParameterIndex, parameter: Tensor) -> bool:
         Whether it is one: no bias, no norm, no embedding, and not left out by ``skip=`` or ``only=``.
     """
     return bool(index.shares(parameter)) or index.plain_matrix(parameter) is not None
-
-
-def complete_state(index: ParameterIndex, parameter: Tensor, state: dict[str, Any]) -> None:
-    """Add what a parameter's state lacks.
-
-    Args:
-        index: which layer preconditions which parameter.
-        parameter: any of the model's.
-        state: gets ``momentum_buffer`` for a matrix, else what :class:`torch.optim.AdamW` keeps.
-    """
-    dtype = factor_dtype(parameter.dtype)
-    if is_matrix(index, parameter):
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
-    elif "exp_avg" not in state:
-        state["step"] = torch.zeros(())
-        state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -176,14 +187,14 @@ def _ahead(parameters: list[nn.Parameter], buffers: list[Tensor], group: Group) 
     return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 
-def _pieces(parameter: nn.Parameter, ahead: Tensor, index: ParameterIndex) -> Iterator[_Piece]:
+def _add_pieces(pieces: list[_Piece], parameter: nn.Parameter, ahead: Tensor, index: ParameterIndex) -> None:
     plain = index.plain_matrix(parameter)
     if plain is not None:
-        yield _Piece(parameter, ahead, plain, None)
+        pieces.append(_Piece(parameter, ahead, plain, None))
         return
     for share in index.shares(parameter):
         layer = share.layer if share.layer.refreshes else None
-        yield _Piece(share.piece.of(parameter), share.piece.of(ahead), share.layer.kind, layer)
+        pieces.append(_Piece(share.view.of(parameter), share.view.of(ahead), share.layer.kind, layer))
 
 
 def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
@@ -212,8 +223,6 @@ def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
 
 
 def _adamw_step_(kept: list[tuple[nn.Parameter, dict[str, Any]]], lr: float) -> None:
-    if not kept:
-        return
     parameters, averages = [p for p, _ in kept], [state["exp_avg"] for _, state in kept]
     alike = all(p.dtype == average.dtype for p, average in zip(parameters, averages, strict=True))
     adamw(

@@ -1,90 +1,133 @@
-"""What is kept of each parameter from step to step, and when it is made."""
+"""What is kept of each parameter from step to step: when it is made, and that it still fits the model.
 
-from collections.abc import Iterable, MutableMapping
+Between two steps a model may be moved or converted (``model.double()``, ``model.to(device)``): its state follows. What
+cannot be followed (another shape, another cut of the factors) is an error while everything is as it was.
+"""
+
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.optim.parameters import Group, ParameterIndex
+from torch_thor.optim.checkpoint import MOMENTS, as_made
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.auto_split import AUTO
 from torch_thor.optim.thor.gradient_checks import largest_gradient
-from torch_thor.optim.thor.scale_free import complete_state
+from torch_thor.optim.thor.parameter_index import ParameterIndex
+from torch_thor.optim.thor.update_rule import UpdateRule
+
+States = MutableMapping[Tensor, dict[str, Any]]
+
+_NOTHING: Mapping[str, Any] = {}
 
 
-class KeptState:
-    """The optimizer's state of today's parameters.
+def is_only_asked_for(groups: list[Group], states: States, index: ParameterIndex) -> bool:
+    """Return whether torch.distributed.checkpoint asks for the state, by a first step in which nothing moves.
+
+    That is no step of training, and maybe not every process takes it.
 
     Args:
-        state: from parameters to their entries; makes missing ones.
         groups: the optimizer's parameter groups.
-        index: knows which layers precondition a parameter.
-        scaling: None or ``"spectral"``.
+        states: its state.
+        index: knows the parameters' names.
+
+    Returns:
+        Whether there is no state yet, lr is 0 and every gradient is.
     """
+    still = not states and not any(float(group["lr"]) for group in groups)
+    return still and largest_gradient(groups, index) == 0
 
-    def __init__(
-        self, state: MutableMapping[Tensor, dict[str, Any]], groups: list[Group], index: ParameterIndex, scaling: Any
-    ) -> None:
-        self._state, self._groups, self._index, self._scaling = state, groups, index, scaling
 
-    def momentum_buffer(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's momentum, made where there is none.
+def make_state(
+    groups: list[Group],
+    states: States,
+    index: ParameterIndex,
+    layers: Iterable[LayerCurvature],
+    rule: UpdateRule,
+) -> None:
+    """Make all state that there is not yet, at the first step and where parameters have come.
 
-        Args:
-            parameter: one of the groups'.
+    So that a checkpoint has the same keys on every rank and at every time; not at construction, because wrappers that
+    replace parameters would leave it under keys that are gone. Frozen parameters have none.
 
-        Returns:
-            Of its shape, in the factors' dtype.
-        """
-        state = self._state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
-        buffer: Tensor = state["momentum_buffer"]
-        return buffer
+    Args:
+        groups: the optimizer's parameter groups.
+        states: its state, which makes missing entries.
+        index: which layer preconditions which parameter; hands the new state to the layers.
+        layers: the preconditioned layers.
+        rule: makes what it keeps of a parameter.
+    """
+    for group in groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            state = states[parameter]
+            # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
+            state.setdefault("preconditioned", int(bool(index.shares(parameter))))
+            rule.make_state(index, parameter, state, group)
+    index.update(groups, states)
+    for layer in layers:
+        layer.materialise()
 
-    def scale_free(self, parameter: Tensor) -> dict[str, Any]:
-        """Return what the scale-free step keeps of a parameter, made where there is none.
 
-        Args:
-            parameter: one of the groups'.
+def conform(
+    groups: Iterable[Group],
+    states: Mapping[Tensor, dict[str, Any]],
+    layers: Iterable[LayerCurvature],
+    index: ParameterIndex,
+) -> None:
+    """Check that the state fits today's parameters, then bring it to their devices and precisions.
 
-        Returns:
-            Its state.
-        """
-        state = self._state[parameter]
-        complete_state(self._index, parameter, state)
-        return state
+    Args:
+        groups: the optimizer's parameter groups.
+        states: its state; changed in place.
+        layers: the preconditioned layers.
+        index: knows the model's parameters of today.
 
-    def is_asked_for(self) -> bool:
-        """Return whether torch.distributed.checkpoint asks for the state, by a first step in which nothing moves.
+    Raises:
+        RuntimeError: a parameter was replaced, or has another shape than its state.
+    """
+    for group in groups:
+        for parameter in group["params"]:
+            for key in MOMENTS:
+                kept = states.get(parameter, _NOTHING).get(key)
+                if isinstance(kept, Tensor) and kept.shape != parameter.shape:
+                    raise RuntimeError(
+                        f"parameter {index.name(parameter)!r} has shape {tuple(parameter.shape)}, and its {key!r} has "
+                        f"{tuple(kept.shape)}: one of them was changed behind the optimizer's back. Make THOR anew "
+                        f"after a weight was given another shape; weights and optimizer state are as before this step"
+                    )
+    for layer in layers:
+        group = index.group(layer.weight)
+        _check_cut(layer, group["split_dim"])
+    for group in groups:
+        for parameter in group["params"]:
+            _follow(parameter, states.get(parameter))
+    for layer in layers:
+        layer.follow_weight()
 
-        That is no step of training, and maybe not every process takes it.
 
-        Returns:
-            Whether there is no state yet, lr is 0 and every gradient is.
-        """
-        still = not self._state and not any(float(group["lr"]) for group in self._groups)
-        return still and largest_gradient(self._groups, self._index) == 0
+def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
+    for key, layout in layer.layouts().items():
+        for matrix in (key, f"{key}_inverse"):
+            blocks, tail = layer.stored(matrix)
+            if blocks is None:
+                continue
+            found = (tuple(blocks.shape), None if tail is None else tuple(tail.shape))
+            if found != layout.shapes() or split_dim == AUTO:
+                raise RuntimeError(
+                    f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
+                    f"{blocks.shape[-1]}, and stay so; put the group's split_dim back, or make THOR anew with the "
+                    f"other. Weights and optimizer state are as before this step"
+                )
 
-    def materialise(self, layers: Iterable[LayerCurvature]) -> None:
-        """Make all state that there is not yet, at the first step and where parameters have come.
 
-        So that a checkpoint has the same keys on every rank and at every time; not at construction, because wrappers
-        that replace parameters would leave it under keys that are gone. Frozen parameters have none.
-
-        Args:
-            layers: the preconditioned layers.
-        """
-        for group in self._groups:
-            for parameter in group["params"]:
-                if not parameter.requires_grad:
-                    continue
-                # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
-                self._state[parameter].setdefault("preconditioned", int(bool(self._index.shares(parameter))))
-                if self._scaling == "spectral":
-                    self.scale_free(parameter)
-                elif group["momentum"]:
-                    self.momentum_buffer(parameter)
-        for layer in layers:
-            layer.materialise()
+def _follow(parameter: Tensor, state: dict[str, Any] | None) -> None:
+    dtype = factor_dtype(parameter.dtype)
+    for key, value in (state or {}).items():
+        # AdamW's step is a number that stands in a tensor
+        if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
+            assert state is not None
+            state[key] = as_made(value, parameter, dtype)

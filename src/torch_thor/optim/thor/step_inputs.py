@@ -1,13 +1,28 @@
 """What a step knows before it changes anything, and how several processes come to know the same."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import Processes
+from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.distributed.consistency import agree, check_same_gradients
-from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.conform import Look
+from torch_thor.optim.parameters import Group, with_gradient
+from torch_thor.optim.thor.clock import next_refreshes
+from torch_thor.optim.thor.gradient_checks import (
+    check_row_mask,
+    doubtful_terms_message,
+    largest_gradient,
+    nonfinite_message,
+    nonfinite_names,
+)
+from torch_thor.optim.thor.loss_scale import LossScale
+from torch_thor.optim.thor.options import check_group, check_loss_terms
+from torch_thor.optim.thor.state import conform, is_only_asked_for
+
+if TYPE_CHECKING:
+    from torch_thor.optim.thor.optimizer import THOR
 
 # Options that decide what becomes of weights and factors. An interval may be a function: told is what it leads to.
 _OPTIONS = (
@@ -26,23 +41,43 @@ _OPTIONS = (
     "step",
     "next_refresh",
 )
+# Options that are numbers in no range; what was found right once is right while it stays.
+_OTHERS = (
+    "nesterov",
+    "kl_clip",
+    "max_update_ratio",
+    "split_dim",
+    "update_interval",
+    "trace_thresholds",
+    "scaling",
+)
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepInputs:
     """What is known of a step.
 
     Args:
+        due: the layers that refresh, the same on every process, whichever of them has their rows.
+        processes: those that decide together: on a refresh step all that train together; else this one alone, because
+            then they have the same gradients and nothing else to agree on.
+        look: what the optimizer's state has to fit (:meth:`ParameterIndex.look`).
+        fits: whether the state is known to fit that.
+        state_only: whether torch.distributed.checkpoint asks for the state, and nothing may move.
         terms: N, of this process; of all of them once they have agreed. 0 where no layer has counted.
         output_scale: what turns this process's output gradients into gradients of one loss term.
         refreshes: the step of each group's next refresh, as it will stand after this step.
         skipped: the step is not taken.
         counted: it is not taken because a gradient is not finite, which ``skipped_steps`` counts.
         largest: the largest norm of a gradient.
-        decaying: ``id`` of the parameters that decay in this step.
-        looked: what the state has to fit, see :mod:`torch_thor.optim.thor.conform`.
+        decaying: ``id`` of the parameters to which weight decay applies in this step.
     """
 
+    due: Sequence[LayerCurvature]
+    processes: Processes
+    look: Sequence[Any]
+    fits: bool
+    state_only: bool
     terms: int = 0
     output_scale: float = 1.0
     refreshes: tuple[int, ...] = ()
@@ -50,52 +85,131 @@ class Reading:
     counted: bool = False
     largest: float = 0.0
     decaying: frozenset[int] = frozenset()
-    looked: Look = field(default_factory=list)
 
 
-def read_alike(
-    processes: Processes,
-    read: Callable[[], Reading],
-    groups: list[Group],
-    layers: Iterable[LayerCurvature],
-    settings: Iterable[str],
-) -> Reading:
-    """Read, and have all processes raise what one of them found wrong, skip what one skips, and know all loss terms.
+def collect(thor: "THOR") -> StepInputs:
+    """Look at what this process has for the step, and come to know the same as all others.
 
     Args:
-        processes: those that train together.
-        read: reads what this process has.
-        groups: the optimizer's parameter groups.
-        layers: those that are about to refresh.
-        settings: what else must be the same on all of them, a line each.
+        thor: the optimizer.
 
     Returns:
-        This process's reading, with the decisions and the loss terms of all.
+        This process's inputs, with the decisions and the loss terms of all.
+
+    Raises:
+        FloatingPointError: a gradient holds NaN or inf.
+        RuntimeError: the state does not fit the model, or the processes differ.
+        ValueError: an option is out of range.
     """
+    groups, states, registry = thor.param_groups, thor.state, thor._registry
+    index, capture = registry.index, registry.capture
+    look = index.look(groups, states)
+    fits = look == thor._fitting
+    if not fits:
+        index.update(groups, states)
+    watching = capture.watching
+    if watching or index.computed:
+        registry.leave_out_removed(groups, states)
+    armed = [layer for layer in registry.layers.values() if layer.armed] if watching else []
+    due = [layer for layer in armed if layer.weight.requires_grad]
+    state_only = not states and is_only_asked_for(groups, states, index)
+    processes: Processes = ALONE
+    if due and not state_only:
+        processes = thor._processes()
+    inputs = StepInputs(due, processes, look, fits, state_only)
     if processes.count == 1:
-        return read()
-    reading, error, facts = Reading(), None, []
+        return _read(thor, inputs)
+    read, error, facts = inputs, None, []
     try:
-        reading = read()
-        facts = [*settings, *_facts(groups, layers, reading.refreshes)]
+        read = _read(thor, inputs)
+        facts = list(_facts(thor, read))
     except Exception as problem:  # it is raised on every process
         error = problem
-    rows = agree(processes, error, facts, [reading.terms, reading.skipped, reading.counted, reading.largest])
+    rows = agree(processes, error, facts, [read.terms, read.skipped, read.counted, read.largest])
     terms, skipped, counted, largest = zip(*rows, strict=True)
     if any(skipped):
-        return replace(reading, skipped=True, counted=any(counted))
+        return replace(read, skipped=True, counted=any(counted))
     check_same_gradients(largest)
-    return replace(reading, terms=int(sum(terms)))
+    return replace(read, terms=int(sum(terms)))
 
 
-def _facts(groups: list[Group], layers: Iterable[LayerCurvature], refreshes: Sequence[int]) -> Iterator[str]:
-    for i, group in enumerate(groups):
+def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
+    """Look at what this process has for the step, and raise what is wrong with it."""
+    groups, registry = thor.param_groups, thor._registry
+    for group in groups:
+        if not _is_usual(thor, group):  # again: a schedule may have run damping down to 0
+            check_group(group)
+            thor._checked[id(group)] = [group[name] for name in _OTHERS]
+    if not inputs.fits:
+        conform(groups, thor.state, registry.layers.values(), registry.index)
+    inputs = replace(inputs, refreshes=tuple(next_refreshes(groups)))
+    # a GradScaler says by this attribute that it wants to be asked
+    scale = None if thor.grad_scaler is None and not hasattr(thor, "found_inf") else LossScale(thor, thor.grad_scaler)
+    if scale is not None and scale.found_inf:
+        return replace(inputs, skipped=True)
+    terms = _loss_terms(thor) if inputs.due or thor.loss_terms is not None else 0
+    sampled = registry.capture.sampler is not None  # gradients of single terms as they are
+    captured = 1.0
+    if scale is not None and not sampled and any(one.rows and "G" in one.sides for one in inputs.due):
+        captured = scale.of_outputs()
+    decaying: set[int] = set()
+    for group in groups:
+        if group["weight_decay"]:
+            decaying.update(id(p) for p in group["params"] if p.grad is not None and thor._decays(p))
+    if scale is not None:
+        scale.unscale_(gradient for _, _, gradient in with_gradient(groups))
+    largest = largest_gradient(groups, registry.index)
+    if not math.isfinite(largest):
+        if thor.nonfinite == "skip":
+            return replace(inputs, skipped=True, counted=True)
+        raise FloatingPointError(nonfinite_message(groups[0]["step"], nonfinite_names(groups, registry.index)))
+    if inputs.due:
+        check_row_mask(registry.layers.values(), registry.capture)
+    output_scale = (terms if thor.loss_reduction == "mean" and not sampled else 1) / captured
+    return replace(inputs, terms=terms, output_scale=output_scale, largest=largest, decaying=frozenset(decaying))
+
+
+def _is_usual(thor: "THOR", group: Group) -> bool:
+    """Return whether a group's options are plain numbers in range, and the others those that were checked before.
+
+    What is not usual (a tensor, an option that was changed) is for :func:`check_group` to judge.
+    """
+    numbers = [group[name] for name in ("lr", "weight_decay", "momentum", "factor_decay", "damping", "loss_scale")]
+    for value in numbers:
+        if type(value) is not float and type(value) is not int:
+            return False
+    lr, weight_decay, momentum, factor_decay, damping, loss_scale = numbers
+    in_range = 0 <= lr < math.inf and 0 <= weight_decay < math.inf and 0 <= momentum < 1 and 0 <= factor_decay < 1
+    positive = 0 < damping < math.inf and 0 < loss_scale < math.inf
+    others = [group[name] for name in _OTHERS]
+    return in_range and positive and (momentum != 0 or not group["nesterov"]) and thor._checked.get(id(group)) == others
+
+
+def _loss_terms(thor: "THOR") -> int:
+    given = thor.loss_terms() if callable(thor.loss_terms) else thor.loss_terms
+    if given is not None:
+        return check_loss_terms(given)
+    registry = thor._registry
+    if registry.capture.doubtful_terms:
+        message = doubtful_terms_message(*registry.capture.doubtful_terms)
+        registry.warnings.note(message, message)
+    return registry.capture.loss_terms
+
+
+def _facts(thor: "THOR", inputs: StepInputs) -> Iterator[str]:
+    """Yield what must be the same on all processes."""
+    yield f"loss_reduction={thor.loss_reduction!r}"
+    yield f"fisher={thor.fisher!r}"
+    sampler = thor._registry.capture.sampler
+    if sampler is not None:
+        yield f"sampled labels: {'yes' if sampler.passes else 'no'}"
+    for i, group in enumerate(thor.param_groups):
         for name in _OPTIONS:
             value = group[name]
             yield f"parameter group {i}: {name}={float(value) if hasattr(value, 'item') else value!r}"
         # where intervals differ, one rank would wait in a refresh that the others do not take: known one refresh before
-        yield f"parameter group {i}: update_interval makes step {refreshes[i]} the next refresh"
-    for layer in layers:
+        yield f"parameter group {i}: update_interval makes step {inputs.refreshes[i]} the next refresh"
+    for layer in inputs.due:
         weight = layer.weight
         yield (
             f"layer {layer.name!r}: factors {layer.layouts()}, {weight.dtype}, refreshes={layer.refreshes}, "

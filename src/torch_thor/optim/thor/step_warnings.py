@@ -1,10 +1,10 @@
-"""Warnings of a step: each trouble once, and told when the step is over, since a program may make warnings errors."""
+"""Warnings of a step: each problem once, after the step, because a program may turn warnings into errors."""
 
 import warnings
 from collections.abc import Hashable
 
 
-class Reports:
+class StepWarnings:
     """What is to be told after the step."""
 
     def __init__(self) -> None:

@@ -1,0 +1,95 @@
+"""How a layer meets a parameter: through one view of the parameter, its gradient, and the optimizer's state of it.
+
+A view is of a whole local tensor or of rows of one (a projection inside a fused weight). What kinds of tensors there
+are is known here and nowhere else in :mod:`torch_thor.curvature`.
+"""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+State = MutableMapping[str, Any]
+
+
+class ParameterView:
+    """A parameter of a module, or rows of one.
+
+    The parameter is looked up in the module each time, because wrappers such as FSDP replace it. Its state and its
+    block size are handed over by the optimizer (:meth:`bind`) whenever they are made, loaded or changed, so that a step
+    looks up nothing.
+
+    Args:
+        module: the module that owns the parameter.
+        attribute: its name in the module.
+        rows: which of its rows; None for all.
+    """
+
+    def __init__(self, module: nn.Module, attribute: str, rows: slice | None = None) -> None:
+        self.module = module
+        self.attribute = attribute
+        self.rows = rows
+        self._state: State | None = None
+        self.split_dim: int | None = None
+
+    def bind(self, state: State | None, split_dim: int | None) -> None:
+        """Take the optimizer's state of the parameter, and the block size of its factors.
+
+        Args:
+            state: the optimizer's entries for the parameter; None while there are none.
+            split_dim: block size, None for unsplit factors.
+        """
+        self._state, self.split_dim = state, split_dim
+
+    @property
+    def state(self) -> State:
+        """The optimizer's entries for the parameter; an empty mapping, kept by nobody, while there are none."""
+        return {} if self._state is None else self._state
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The whole parameter.
+
+        Raises:
+            RuntimeError: the module computes it now.
+        """
+        parameter = getattr(self.module, self.attribute)
+        if not isinstance(parameter, nn.Parameter):
+            raise RuntimeError(
+                f"{self.attribute!r} of {self.module} is no parameter any more: it was pruned or parametrised after "
+                f"THOR was made, and is computed from other parameters. The next step trains those plainly"
+            )
+        return parameter
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This view's part of the parameter's gradient; None where it has none."""
+        gradient = self.parameter.grad
+        return None if gradient is None else self.of(gradient)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the module has it as a parameter, and does not compute it from others (pruning)."""
+        return self.module._parameters.get(self.attribute) is not None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this view's part of a tensor that is shaped like the parameter.
+
+        Args:
+            tensor: of the parameter's shape.
+
+        Returns:
+            A view of it.
+        """
+        return tensor if self.rows is None else tensor[self.rows]
+
+    def is_same_as(self, other: "ParameterView") -> bool:
+        """Return whether another view is of the same part of the same module's parameter.
+
+        Args:
+            other: the other one.
+
+        Returns:
+            Whether it is.
+        """
+        return self.module is other.module and (self.attribute, self.rows) == (other.attribute, other.rows)

@@ -1,0 +1,180 @@
+"""The preconditioned layers of a model: found by inspection, watched by Capture, followed when the model changes."""
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_thor.capture.capture import Capture
+from torch_thor.capture.coverage import Covered, table
+from torch_thor.capture.inspection import Survey, survey
+from torch_thor.capture.module_hooks import sources_of
+from torch_thor.capture.selection import Selection
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.covered import covered_now, gone_message
+from torch_thor.optim.thor.parameter_index import ParameterIndex
+from torch_thor.optim.thor.step_warnings import StepWarnings
+
+States = MutableMapping[Tensor, dict[str, Any]]
+
+
+class LayerRegistry:
+    """The layers that an optimizer preconditions, and what they need around them.
+
+    Args:
+        model: the model.
+        sides: the factors of each layer: ``("A", "G")``, or ``("A",)``.
+        skip: layers to leave out.
+        only: layers to keep.
+        sampled: whether statistics come from sampled labels.
+    """
+
+    def __init__(
+        self, model: nn.Module, sides: tuple[str, ...], *, skip: Selection, only: Selection, sampled: bool
+    ) -> None:
+        self.model = model
+        self.sides = sides
+        self.layers: dict[str, LayerCurvature] = {}
+        self.index = ParameterIndex(model)
+        self.capture = Capture(sampled=sampled)
+        self.warnings = StepWarnings()
+        self._skip, self._only = skip, only
+        self._found: list[Covered] = []
+        self._replacement: Survey | None = None  # what is to be watched from the next step on
+
+    def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
+        """Inspect the model, and watch the layers that are found.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            states: its state.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self._watch(self._inspect_or_raise(groups), groups, states)
+
+    def leave_out_removed(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
+        """Leave out the layers whose modules are no longer in the model, or compute their weight now (pruning).
+
+        What has come in their place is watched after this step, which has no statistics of it.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            states: its state.
+        """
+        removed, computed = self.index.gone(self.model), self.index.computed
+        if not removed and not computed:
+            return
+        found = self._inspect_or_raise(groups)
+        before = set(self.layers)
+        self.layers = self._still_there(found)
+        for name in removed:
+            self.warnings.note((name, "gone"), gone_message(name, self._found, found.entries))
+        for name in sorted(before - set(found.layers)) if computed else ():
+            self.warnings.note((name, "computed"), gone_message(name, self._found, found.entries, computed=True))
+        self.index.survey(self.model)
+        self.index.set_layers(self.layers, found.matrices)
+        self.index.update(groups, states)
+        self.capture.follow(sources_of({k: found.layers[k] for k in self.layers}, self.layers))
+        self._replacement = found
+
+    def watch_replacement(self, groups: list[Group], states: Mapping[Tensor, Any]) -> bool:
+        """Watch what was found in the place of removed layers, if there is any.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            states: its state.
+
+        Returns:
+            Whether there was.
+        """
+        if self._replacement is None:
+            return False
+        self._watch(self._replacement, groups, states)
+        return True
+
+    def gather_due(self) -> None:
+        """Gather the statistics of the layers that are due."""
+        for layer in self.layers.values():
+            layer.armed = layer.due
+        self.capture.attach()
+
+    def coverage(self, groups: list[Group], states: Mapping[Tensor, Any]) -> list[Covered]:
+        """Return what each parameter gets now.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            states: its state.
+
+        Returns:
+            An entry per parameter, in the model's order.
+        """
+        self.index.update(groups, states)
+        changed = self.index.gone(self.model) or self.index.computed
+        return self._now(self._inspect(groups).entries if changed else self._found)
+
+    def report(self, layer: LayerCurvature, what: str) -> None:
+        """Have a layer's trouble told after the step, once for each kind of trouble.
+
+        Args:
+            layer: the layer.
+            what: a sentence.
+        """
+        step = self.index.group(layer.weight)["step"]
+        self.warnings.note((layer.name, what), f"THOR, step {step}, layer {layer.name!r}: {what}")
+
+    def nothing_found(self, entries: list[Covered]) -> str:
+        """Return the text of the error for a model without a layer to precondition.
+
+        Args:
+            entries: what each parameter gets.
+
+        Returns:
+            The message.
+        """
+        return (
+            f"THOR found no layer to precondition among what is trained in {type(self.model).__name__}; use "
+            f"torch.optim.SGD, or give THOR the weights of its layers. What it found:\n{table(self._now(entries), '-')}"
+        )
+
+    def _inspect(self, groups: list[Group]) -> Survey:
+        return survey(
+            self.model,
+            [p for group in groups for p in group["params"]],
+            skip=self._skip,
+            only=self._only,
+            matrices_alone="G" not in self.sides,
+        )
+
+    def _inspect_or_raise(self, groups: list[Group]) -> Survey:
+        found = self._inspect(groups)
+        if not found.layers:
+            raise ValueError(self.nothing_found(found.entries))
+        return found
+
+    def _watch(self, found: Survey, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
+        self._replacement = None
+        self._found = found.entries
+        self.index.survey(self.model)
+        known = self._still_there(found)
+        self.layers = {
+            name: known.get(name)
+            or LayerCurvature(name, layer.kind, layer.weight, layer.biases, layer.prefix, self.sides)
+            for name, layer in found.layers.items()
+        }
+        self.index.set_layers(self.layers, found.matrices)
+        self.index.update(groups, states)
+        self.capture.follow(sources_of(found.layers, self.layers))
+        self.gather_due()
+
+    def _still_there(self, found: Survey) -> dict[str, LayerCurvature]:
+        """Return the layers of before whose weights are still those that have their names."""
+        layers = found.layers
+        return {
+            k: old for k, old in self.layers.items() if k in layers and old.weight_piece.is_same_as(layers[k].weight)
+        }
+
+    def _now(self, entries: list[Covered]) -> list[Covered]:
+        return covered_now(entries, dict(self.model.named_parameters()), self.index)
