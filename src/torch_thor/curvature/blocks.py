@@ -12,6 +12,7 @@ A diagonal matrix is one with blocks of size 1. Only the blocks exist in memory;
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,17 +48,17 @@ class BlockLayout:
         """
         return cls(groups, size, size if split_dim is None else min(split_dim, size))
 
-    @property
+    @cached_property
     def full_blocks(self) -> int:
         """Blocks of size ``block`` in one matrix."""
         return self.size // self.block
 
-    @property
+    @cached_property
     def covered(self) -> int:
         """Rows of one matrix that the full blocks cover."""
         return self.full_blocks * self.block
 
-    @property
+    @cached_property
     def tail(self) -> int:
         """Rows of the last, smaller block; 0 if there is none."""
         return self.size - self.covered

@@ -71,6 +71,7 @@ class LayerCurvature:
         self._prefix = prefix
         self.sides = sides
         self._sums: Factors | None = None
+        self._inverses: dict[str, BlockDiagonal] = {}  # as found in the state
         self._cut: tuple[int | None, dict[str, BlockLayout]] | None = None  # the layouts, and of which split dimension
 
     # ---- what users look at -------------------------------------------------------------------------------------
@@ -103,7 +104,8 @@ class LayerCurvature:
     @property
     def refreshes(self) -> int:
         """How often new factors were taken and inverted."""
-        return int(self.state.get(self._prefix + "refreshes", 0))
+        entries = self.weight_piece.entries
+        return 0 if entries is None else int(entries.get(self._prefix + "refreshes", 0))
 
     @property
     def stopped(self) -> bool:
@@ -119,7 +121,8 @@ class LayerCurvature:
     @property
     def rows_per_term(self) -> float:
         """T = R / N of the factors in use; 0 before there are any."""
-        return float(self.state.get(self._prefix + "rows_per_term", 0.0))
+        entries = self.weight_piece.entries
+        return 0.0 if entries is None else float(entries.get(self._prefix + "rows_per_term", 0.0))
 
     def __repr__(self) -> str:
         return (
@@ -260,6 +263,20 @@ class LayerCurvature:
         """
         return BlockDiagonal(self.layouts()[key[0]], *self.stored(key))
 
+    def inverse(self, side: str) -> BlockDiagonal:
+        """Return the damped inverse in use.
+
+        Args:
+            side: ``"A"`` or ``"G"``.
+
+        Returns:
+            The matrix; its tensors are those of the state.
+        """
+        entries, found = self.weight_piece.entries, self._inverses.get(side)
+        if found is None or entries is None or found.blocks is not entries.get(f"{self._prefix}{side}_inverse"):
+            found = self._inverses[side] = self.matrix(f"{side}_inverse")
+        return found
+
     def stored(self, key: str) -> tuple[Any, Any]:
         """Return the tensors of a stored matrix as they stand in the state, checked by nobody.
 
@@ -289,6 +306,7 @@ class LayerCurvature:
                 f"layer {self.name!r} has no factors yet: they are taken in the first optimizer.step() after a "
                 f"backward pass through the layer"
             )
+        _ = self.weight  # raises where the module computes it now, and these are no longer the factors of anything
         matrices = self.matrix(key).dense()
         return matrices if self.kind.groups > 1 else matrices[0]
 
@@ -485,7 +503,7 @@ class LayerCurvature:
             gradient: of the shape of the weight (of its rows that are this layer's).
             into: of the shape of :meth:`Kind.to_matrix`'s result, in the factors' dtype; overwritten.
         """
-        matrix, inverse = self.kind.to_matrix(gradient).to(into.dtype), self.matrix("A_inverse")
+        matrix, inverse = self.kind.to_matrix(gradient).to(into.dtype), self.inverse("A")
         if self.kind.transposed:
             into.copy_(inverse.left_multiply(matrix))
         else:
@@ -504,8 +522,9 @@ class LayerCurvature:
         if gradient.is_sparse and self.kind.diagonal_input and gradient.sparse_dim() == 1:
             self._accumulate_rows_(gradient.coalesce(), into, decay, scale)
             return
-        gradient = _dense(gradient)
-        left, right = self.matrix("G_inverse"), self.matrix("A_inverse")
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        left, right = self.inverse("G"), self.inverse("A")
         if self.kind.transposed:
             left, right = right, left
         matrix, target = self.kind.to_matrix(gradient), self.kind.to_matrix(into)
@@ -516,7 +535,7 @@ class LayerCurvature:
 
     def _accumulate_rows_(self, gradient: Tensor, into: Tensor, decay: float, scale: float) -> None:
         """Do the same for the sparse gradient of an embedding: tokens that were not there are not touched by it."""
-        a_inverse, g_inverse = self.matrix("A_inverse"), self.matrix("G_inverse")
+        a_inverse, g_inverse = self.inverse("A"), self.inverse("G")
         tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.blocks.dtype)
         scaled = rows * a_inverse.blocks.view(-1)[tokens, None]
         solved = torch.zeros_like(scaled)
@@ -536,8 +555,10 @@ class LayerCurvature:
             decay: a number; with 0 what stood in ``into`` does not matter.
             scale: what the gradient is multiplied by.
         """
-        g_inverse = self.matrix("G_inverse")
-        column = _dense(gradient).to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
+        g_inverse = self.inverse("G")
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        column = gradient.to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
         with ieee_float32(gradient.device.type):
             solved = g_inverse.left_multiply(column)
         if self.kind.routed:
@@ -558,7 +579,3 @@ class LayerCurvature:
         size = self.kind.groups * self.kind.inputs * self.kind.outputs
         products = torch.stack([factor.double() for factor in factors]).prod(0).tolist()
         return rows_per_term * math.fsum(products) + damping * size
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient

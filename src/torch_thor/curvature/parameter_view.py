@@ -4,12 +4,15 @@ A view is of a whole local tensor or of rows of one (a projection inside a fused
 are is known here and nowhere else in :mod:`torch_thor.curvature`.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
 
 State = MutableMapping[str, Any]
+
+# A larger matrix (a vocabulary's) is cut in blocks of this size while the split dimension is being chosen: 256 MB each.
+LARGEST = 8192
 
 
 class ParameterView:
@@ -29,22 +32,31 @@ class ParameterView:
         self.module = module
         self.attribute = attribute
         self.rows = rows
-        self._state: State | None = None
-        self.split_dim: int | None = None
+        self.entries: State | None = None  # the optimizer's state of the parameter
+        self._options: Mapping[str, Any] = {}
 
-    def bind(self, state: State | None, split_dim: int | None) -> None:
-        """Take the optimizer's state of the parameter, and the block size of its factors.
+    def bind(self, state: State | None, options: Mapping[str, Any]) -> None:
+        """Take the optimizer's state of the parameter, and the options of its group.
 
         Args:
             state: the optimizer's entries for the parameter; None while there are none.
-            split_dim: block size, None for unsplit factors.
+            options: the parameter's group; ``split_dim`` is looked up there each time, because users may change it.
         """
-        self._state, self.split_dim = state, split_dim
+        self.entries, self._options = state, options
+
+    @property
+    def split_dim(self) -> int | None:
+        """The block size to cut factors with: the group's number, None for unsplit ones.
+
+        While ``"auto"`` is undecided it is 8192: the choice needs uncut factors.
+        """
+        split_dim: int | str | None = self._options.get("split_dim")
+        return split_dim if split_dim is None or isinstance(split_dim, int) else LARGEST
 
     @property
     def state(self) -> State:
         """The optimizer's entries for the parameter; an empty mapping, kept by nobody, while there are none."""
-        return {} if self._state is None else self._state
+        return {} if self.entries is None else self.entries
 
     @property
     def parameter(self) -> nn.Parameter:

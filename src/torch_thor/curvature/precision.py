@@ -43,16 +43,14 @@ def ieee_float32(device_type: str) -> Iterator[None]:
         Nothing; the caller's settings are back when the block is left, also on an exception.
     """
     # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
-    matmuls = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in matmuls]
-    for backend in matmuls:
-        backend.fp32_precision = "ieee"
+    cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = cuda.fp32_precision, mkldnn.fp32_precision
+    cuda.fp32_precision = mkldnn.fp32_precision = "ieee"
     try:
         with torch.autocast(device_type, enabled=False):
             yield
     finally:
-        for backend, precision in zip(matmuls, before, strict=True):
-            backend.fp32_precision = precision
+        cuda.fp32_precision, mkldnn.fp32_precision = before
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

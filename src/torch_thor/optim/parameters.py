@@ -1,6 +1,6 @@
 """Parameters as optimizers are given them, and their gradients."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,17 +49,3 @@ def with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Te
         for parameter in group["params"]:
             if parameter.grad is not None:
                 yield group, parameter, parameter.grad
-
-
-def dense_gradients(parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of parameters that have one, as tensors to add to their state.
-
-    Args:
-        parameters: the parameters.
-        buffers: a tensor of the state of each.
-
-    Returns:
-        Dense tensors of the buffers' dtypes; the gradients themselves where they are that already.
-    """
-    gradients = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
-    return [g.to(buffer.dtype) for g, buffer in zip(gradients, buffers, strict=True)]

@@ -19,10 +19,8 @@ from torch_thor.capture.module_hooks import sources_of
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.parameter_view import LARGEST
 from torch_thor.split.spectral import spectral_losses
-
-# A larger matrix (a vocabulary's) is taken as blocks of this size to begin with: 256 MB each, and nobody inverts more.
-LARGEST = 8192
 
 LossFn = Callable[..., Tensor]
 Losses = dict[str, dict[str, tuple[float, ...]]]
@@ -81,7 +79,7 @@ class Observer:
         }
         for layer in self.layers.values():
             for view in (layer.weight_piece, *layer.biases):
-                view.bind(None, LARGEST)
+                view.bind(None, {"split_dim": LARGEST})
         self._split_dims: Sequence[int] = ()
         self._waiting = dict.fromkeys(self.layers, 0)  # calls whose gradient has not come by yet
         self._losses: Losses = {}

@@ -197,10 +197,10 @@ def test_a_later_group_is_decided_when_it_comes(measured):
 
 def test_a_vocabulary_is_never_whole(monkeypatch, measured):
     # 8192 rows are the largest block; here 8, so that the test stays small
-    from torch_thor.optim.thor import auto_split
+    from torch_thor.curvature import parameter_view
     from torch_thor.split import choice
 
-    monkeypatch.setattr(auto_split, "LARGEST", 8)
+    monkeypatch.setattr(parameter_view, "LARGEST", 8)
     monkeypatch.setattr(choice, "LARGEST", 8)
     widest = []
     really = LayerCurvature.gather

@@ -83,8 +83,6 @@ class AutoSplit:
         for group in self._groups:
             group["split_dim"] = split_dim
         for layer in self._layers.values():
-            for view in (layer.weight_piece, *layer.biases):
-                view.split_dim = split_dim
             layer.cut_gathered()
         self._groups = []
 

@@ -4,10 +4,14 @@
 ``group["update_interval"]`` (a number, a schedule or any callable) is asked on each refresh for the way to the next.
 """
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch_thor.optim.checks import check_interval
 from torch_thor.optim.parameters import Group
+
+if TYPE_CHECKING:
+    from torch_thor.optim.thor.optimizer import THOR
+    from torch_thor.optim.thor.step_inputs import StepInputs
 from torch_thor.optim.thor.intervals import CALLABLE, from_plain, to_plain
 from torch_thor.optim.thor.options import UpdateInterval
 
@@ -31,33 +35,31 @@ def next_refreshes(groups: list[Group]) -> list[int]:
     return result
 
 
-def advance(groups: list[Group], refreshes: Sequence[int]) -> bool:
-    """Count a step.
+def advance(thor: "THOR", inputs: "StepInputs") -> None:
+    """Count the step, and have the next one gather what it will refresh.
 
     Args:
-        groups: the optimizer's parameter groups.
-        refreshes: what :func:`next_refreshes` returned.
-
-    Returns:
-        Whether a group's next step is a refresh.
+        thor: the optimizer.
+        inputs: what was known of the step.
     """
-    due = False
-    for group, upcoming in zip(groups, refreshes, strict=True):
+    registry, groups, due = thor._registry, thor.param_groups, False
+    if inputs.waiting and not inputs.due:
+        registry.capture.notice_reached()
+        registry.capture.discard()
+    for group, upcoming in zip(groups, inputs.refreshes, strict=True):
         group.update(next_refresh=upcoming, step=group["step"] + 1)
         due = due or group["step"] >= upcoming
-    return due
-
-
-def refreshes_next(group: Group) -> bool:
-    """Return whether the group's next step is a refresh.
-
-    Args:
-        group: a parameter group.
-
-    Returns:
-        Whether it is.
-    """
-    return bool(group["step"] >= group["next_refresh"])
+    if due:
+        for layer in registry.layers.values():
+            group = registry.index.group(layer.weight)
+            if group["step"] >= group["next_refresh"]:
+                layer.set_due(True)
+    if registry.replacement is not None:
+        registry.watch_replacement(groups, thor.state)
+    elif inputs.waiting or due:
+        registry.capture.attach()
+    if registry.warnings.untold:
+        registry.warnings.tell()
 
 
 def plain(group: Group) -> Group:

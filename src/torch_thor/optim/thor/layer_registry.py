@@ -41,7 +41,7 @@ class LayerRegistry:
         self.warnings = StepWarnings()
         self._skip, self._only = skip, only
         self._found: list[Covered] = []
-        self._replacement: Survey | None = None  # what is to be watched from the next step on
+        self.replacement: Survey | None = None  # what is to be watched from the next step on
 
     def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         """Inspect the model, and watch the layers that are found.
@@ -78,22 +78,17 @@ class LayerRegistry:
         self.index.set_layers(self.layers, found.matrices)
         self.index.update(groups, states)
         self.capture.follow(sources_of({k: found.layers[k] for k in self.layers}, self.layers))
-        self._replacement = found
+        self.replacement = found
 
-    def watch_replacement(self, groups: list[Group], states: Mapping[Tensor, Any]) -> bool:
-        """Watch what was found in the place of removed layers, if there is any.
+    def watch_replacement(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
+        """Watch what was found in the place of removed layers.
 
         Args:
             groups: the optimizer's parameter groups.
             states: its state.
-
-        Returns:
-            Whether there was.
         """
-        if self._replacement is None:
-            return False
-        self._watch(self._replacement, groups, states)
-        return True
+        if self.replacement is not None:
+            self._watch(self.replacement, groups, states)
 
     def gather_due(self) -> None:
         """Gather the statistics of the layers that are due."""
@@ -155,7 +150,7 @@ class LayerRegistry:
         return found
 
     def _watch(self, found: Survey, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
-        self._replacement = None
+        self.replacement = None
         self._found = found.entries
         self.index.survey(self.model)
         known = self._still_there(found)

@@ -3,7 +3,7 @@
 What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded as that rounds it.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class _Part:
         decaying: which of them decay.
         buffers: their momentum buffers; empty where momentum is 0.
         shares: of each, what the layers that precondition it have of it; empty for the others.
+        on_cpu: whether all of them are on the CPU.
     """
 
     group: Group
@@ -40,7 +41,8 @@ class _Part:
     gradients: list[Tensor] = field(default_factory=list)
     decaying: list[bool] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
-    shares: list[list[Share]] = field(default_factory=list)
+    shares: list[Sequence[Share]] = field(default_factory=list)
+    on_cpu: bool = True
 
     def dense_gradients(self) -> list[Tensor]:
         """Return the gradients, sparse ones made dense, as momentum and weight decay are."""
@@ -50,8 +52,8 @@ class _Part:
 class NaturalGradient:
     """``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``, bounded, with SGD's momentum (Chen et al. 2021)."""
 
-    sides = SIDES
-    relative_damping = False
+    sides: tuple[str, ...] = SIDES
+    relative_damping: bool = False
 
     def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         """Add the momentum buffer, unless momentum is 0.
@@ -81,14 +83,14 @@ class NaturalGradient:
                 _update_plain(plain)
             if not natural.params:
                 continue
-            on_cpu = {p.device.type for p in natural.params} == {"cpu"}
-            if group["kl_clip"] is None and natural.buffers and not group["nesterov"] and on_cpu:
+            if group["kl_clip"] is None and natural.buffers and not group["nesterov"] and natural.on_cpu:
                 _update_one_by_one(natural)
                 continue
             directions = [torch.empty_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
             for i, direction in enumerate(directions):
                 _accumulate_natural_gradient_(natural, i, direction, 0.0)
-            _add_weight_decay_(natural, directions)
+            if True in natural.decaying:
+                _add_weight_decay_(natural, directions)
             if group["kl_clip"] is None:
                 _momentum_step(natural, _bounded(natural, directions))
             else:
@@ -108,13 +110,14 @@ class NaturalGradient:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            part, shares = plain, index.shares(parameter)
+            part, shares = plain, index.shares_of.get(id(parameter), ())
             for share in shares:
                 if share.layer.refreshes:
                     part = natural
                     part.shares.append(shares)
                     break
             part.params.append(parameter)
+            part.on_cpu = part.on_cpu and parameter.device.type == "cpu"
             part.gradients.append(gradient)
             part.decaying.append(id(parameter) in decaying)
             if group["momentum"]:
@@ -127,13 +130,15 @@ class NaturalGradient:
 
 def _update_plain(part: _Part) -> None:
     directions = []
-    for parameter, gradient, decaying in zip(part.params, part.dense_gradients(), part.decaying, strict=True):
+    for parameter, given, decaying in zip(part.params, part.gradients, part.decaying, strict=True):
+        gradient = given.to_dense() if given.is_sparse else given
         # a copy only where something would change the user's gradient, or its precision is below the momentum's
         copied = decaying or part.scale != 1.0
         directions.append(gradient.to(factor_dtype(parameter.dtype), copy=copied))
     if part.scale != 1.0:
         torch._foreach_mul_(directions, part.scale)
-    _add_weight_decay_(part, directions)
+    if True in part.decaying:
+        _add_weight_decay_(part, directions)
     _momentum_step(part, _bounded(part, directions))
 
 
@@ -141,14 +146,17 @@ def _update_one_by_one(natural: _Part) -> None:
     """On a CPU one parameter at a time, while it and its direction are in cache: one pass over memory for the model."""
     group = natural.group
     momentum, lr, ratio = float(group["momentum"]), float(group["lr"]), group["max_update_ratio"]
-    scratch = _Scratch()
+    memory: dict[torch.dtype, Tensor] = {}  # one piece for all directions: a fresh one for each costs page faults
     for i, (parameter, buffer) in enumerate(zip(natural.params, natural.buffers, strict=True)):
         if ratio is None:  # v ← μ v + d with d added block by block, never formed
             _accumulate_natural_gradient_(natural, i, buffer, momentum)
             if natural.decaying[i]:
                 buffer.add_(parameter, alpha=float(group["weight_decay"]))
         else:
-            direction = scratch.like(buffer)
+            scratch = memory.get(buffer.dtype)
+            if scratch is None or scratch.numel() < buffer.numel():
+                scratch = memory[buffer.dtype] = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            direction = scratch[: buffer.numel()].as_strided(buffer.shape, buffer.stride())
             _accumulate_natural_gradient_(natural, i, direction, 0.0)
             if natural.decaying[i]:
                 direction.add_(parameter, alpha=float(group["weight_decay"]))
@@ -159,26 +167,18 @@ def _update_one_by_one(natural: _Part) -> None:
         parameter.add_(buffer, alpha=-lr)
 
 
-class _Scratch:
-    """One piece of memory per dtype for all directions: a fresh one for each costs page faults."""
-
-    def __init__(self) -> None:
-        self._memory: dict[torch.dtype, Tensor] = {}
-
-    def like(self, buffer: Tensor) -> Tensor:
-        """Return memory of a buffer's shape and strides; what it holds does not matter."""
-        memory = self._memory.get(buffer.dtype)
-        if memory is None or memory.numel() < buffer.numel():
-            memory = self._memory[buffer.dtype] = torch.empty(buffer.numel(), dtype=buffer.dtype)
-        return memory[: buffer.numel()].as_strided(buffer.shape, buffer.stride())
-
-
 def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:
     """Return the directions, those that are too long for their parameter shortened; never in place."""
     ratio, lr = part.group["max_update_ratio"], float(part.group["lr"])
     if ratio is None or not lr:
         return directions
     bounded = list(directions)
+    if part.on_cpu:
+        for i, (parameter, direction) in enumerate(zip(part.params, directions, strict=True)):
+            scale = relative_scale(parameter, direction, lr, float(ratio))
+            if scale != 1.0:
+                bounded[i] = direction * scale
+        return bounded
     for members in by_device(directions):
         chosen = [directions[i] for i in members]
         scales = relative_scales([part.params[i] for i in members], chosen, lr, float(ratio))
@@ -192,10 +192,11 @@ def _accumulate_natural_gradient_(part: _Part, i: int, target: Tensor, decay: fl
     """``target ← decay * target + d`` with the natural gradient d of the i-th parameter."""
     shares, gradient, scale = part.shares[i], part.gradients[i], part.scale
     if shares[0].view.rows is not None:
-        for rows in _unpreconditioned_rows(shares, len(target)):
-            scale_(target[rows], decay).add_(gradient[rows], alpha=scale)
+        for free in _unpreconditioned_rows(shares, len(target)):
+            scale_(target[free], decay).add_(gradient[free], alpha=scale)
     for share in shares:
-        layer, ours, theirs = share.layer, share.view.of(gradient), share.view.of(target)
+        layer, rows = share.layer, share.view.rows
+        ours, theirs = (gradient, target) if rows is None else (gradient[rows], target[rows])
         if not layer.refreshes:  # one projection of a fused weight may have none while the others do
             scale_(theirs, decay).add_(ours, alpha=scale)
         elif share.is_weight:
@@ -204,7 +205,7 @@ def _accumulate_natural_gradient_(part: _Part, i: int, target: Tensor, decay: fl
             layer.accumulate_natural_bias_gradient_(ours, theirs, decay, scale)
 
 
-def _unpreconditioned_rows(shares: list[Share], length: int) -> list[slice]:
+def _unpreconditioned_rows(shares: Sequence[Share], length: int) -> list[slice]:
     """Return the rows of a parameter that no layer has: those of a projection of a fused weight that was left out."""
     taken = sorted((s.view.rows.start, s.view.rows.stop) for s in shares if s.view.rows is not None)
     starts, stops = [0, *(stop for _, stop in taken)], [*(start for start, _ in taken), length]
@@ -212,8 +213,6 @@ def _unpreconditioned_rows(shares: list[Share], length: int) -> list[slice]:
 
 
 def _add_weight_decay_(part: _Part, directions: list[Tensor]) -> None:
-    if True not in part.decaying:
-        return
     chosen = [i for i, decaying in enumerate(part.decaying) if decaying]
     weights: list[Tensor] = [part.params[i] for i in chosen]
     torch._foreach_add_([directions[i] for i in chosen], weights, alpha=float(part.group["weight_decay"]))

@@ -1,39 +1,24 @@
 """THOR: the trace-based, layer-wise natural-gradient optimizer (Chen et al., AAAI 2021), for any PyTorch model.
 
-One step reads as the algorithm does: the statistics were captured in forward and backward; refresh the layers that are
-due; precondition; update with weight decay, clipping and momentum. What a layer's curvature is and how it is inverted
-stands in :mod:`torch_thor.curvature`.
+:meth:`THOR.step` reads as the algorithm: the statistics were captured in forward and backward; refresh the layers that
+are due; precondition and update. :mod:`torch_thor.curvature` has the mathematics of a layer.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.selection import Selection
-from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.process_group import Membership
-from torch_thor.optim.checkpoint import (
-    as_a_whole,
-    check_factors,
-    check_moments,
-    check_thors,
-    complete_groups,
-    hooked_load,
-    options_of,
-    restore_tensors,
-)
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.parameters import parameters_of
 from torch_thor.optim.thor import clock
 from torch_thor.optim.thor.auto_split import AutoSplit
-from torch_thor.optim.thor.covered import sizes, warn_of_little
-from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
 from torch_thor.optim.thor.options import (
@@ -41,40 +26,23 @@ from torch_thor.optim.thor.options import (
     UpdateInterval,
     check_group,
     check_optimizer,
-    check_scaling,
     preset_options,
     with_defaults,
 )
-from torch_thor.optim.thor.refresh_step import gather_statistics, take_new_factors
+from torch_thor.optim.thor.persistence import Persistence
+from torch_thor.optim.thor.refresh_step import refresh_layers
+from torch_thor.optim.thor.reporting import Reporting
 from torch_thor.optim.thor.sampled_fisher import SampledFisher
 from torch_thor.optim.thor.scale_free import ScaleFree
-from torch_thor.optim.thor.state import make_state
-from torch_thor.optim.thor.step_inputs import StepInputs, collect
+from torch_thor.optim.thor.step_inputs import collect
 from torch_thor.optim.thor.update_rule import UpdateRule
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
-# What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
-_COPIED = (
-    "model",
-    "scaling",
-    "fisher",
-    "decay_filter",
-    "loss_reduction",
-    "loss_terms",
-    "nonfinite",
-    "grad_scaler",
-    "skipped_steps",
-    "skip",
-    "only",
-    "_membership",
-)
-
-
 _RULES: dict[str | None, type[UpdateRule]] = {None: NaturalGradient, "spectral": ScaleFree}
 
 
-class THOR(SampledFisher, torch.optim.Optimizer):
+class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
     """Natural gradient with Kronecker factors, refreshed layer by layer when their trace has changed.
 
     For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings and the projections of
@@ -149,7 +117,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
 
     _last_refresh: tuple[RefreshEvent, ...]
     _fitting: list[Any] | None  # what the state was last found to fit
-    _checked: dict[int, list[Any]]  # options of the groups that were found right
+    _checked: dict[int, dict[str, Any]]  # options of the groups that were found right
 
     def __init__(
         self,
@@ -234,7 +202,47 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         if self._processes().count == 1:  # several find a number together, in a step
             AutoSplit(self.param_groups, registry.layers, registry.index).from_cache(ALONE)
 
-    # ---- what users look at -------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step: refresh the layers that are due, precondition, update.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called first, with gradients enabled.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
+            RuntimeError: layers that are due have gradients, and no statistics came of any, or the state no longer fits
+                the model; nothing has changed.
+        """
+        self._last_refresh = ()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        inputs = collect(self)
+        if inputs.skipped:
+            return loss
+        if inputs.due or not inputs.fits:
+            refresh_layers(self, inputs)
+        if not inputs.state_only:  # from here on nothing raises: a step is taken as a whole or not at all
+            self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
+            clock.advance(self, inputs)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and drop the statistics that were gathered with them.
+
+        Args:
+            set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
+        """
+        self._registry.capture.discard_with_gradients()
+        super().zero_grad(set_to_none)
+        self._registry.capture.note_gradients()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # see LossScale; with a scaler of our own to ask, GradScaler unscales and skips as it does for any optimizer
+        return self.grad_scaler is None
 
     @staticmethod
     def preset(name: str) -> dict[str, Any]:
@@ -254,31 +262,6 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         return preset_options(name)
 
     @property
-    def curvature(self) -> Mapping[str, LayerCurvature]:
-        """The preconditioned layers, by module name."""
-        return MappingProxyType(self._registry.layers)
-
-    @property
-    def row_mask(self) -> Tensor | None:
-        """Which rows of sequences count: ``bool``, ``(N, L)``, True for real tokens and False for padding.
-
-        Set it before each forward pass, as ``optimizer.row_mask = attention_mask.bool()``; None counts every row. It
-        holds for layers whose input has these leading dimensions (embeddings: that shape). The number of loss terms
-        is another matter: see ``loss_terms``.
-        """
-        return self._registry.capture.row_mask
-
-    @row_mask.setter
-    def row_mask(self, mask: Tensor | None) -> None:
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim()):
-            what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
-            raise ValueError(
-                f"row_mask={what}: must be a bool tensor (N, L), True for the rows that count, or None; "
-                f"use attention_mask.bool()"
-            )
-        self._registry.capture.row_mask = mask
-
-    @property
     def process_group(self) -> Any:
         """The processes that train this model together, as given: a group, None for the default one, or False."""
         return self._membership.group
@@ -286,119 +269,6 @@ class THOR(SampledFisher, torch.optim.Optimizer):
     @process_group.setter
     def process_group(self, group: Any) -> None:
         self._membership = Membership(group)
-
-    @property
-    def last_refresh(self) -> tuple[RefreshEvent, ...]:
-        """What the latest :meth:`step` did with the layers that were due; empty where none was. Not in checkpoints."""
-        return self._last_refresh
-
-    def coverage(self) -> list[Covered]:
-        """List how each parameter of the model is trained.
-
-        Returns:
-            An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
-        """
-        return self._registry.coverage(self.param_groups, self.state)
-
-    def __repr__(self) -> str:
-        entries = self.coverage()
-        covered, total = sizes(entries)
-        there = [layer for layer in self._registry.layers.values() if layer.weight_piece.is_there]
-        layers = sum(layer.weight.requires_grad for layer in there)
-        split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
-        return (
-            f"{super().__repr__()}\n{covered:,} of {total:,} trained parameters, in {layers} layers, are "
-            f"preconditioned:\n{table(entries, split)}"
-        )
-
-    # ---- the step -----------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step: refresh the layers that are due, precondition, update.
-
-        Args:
-            closure: reevaluates the model and returns the loss; called first, with gradients enabled.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
-            RuntimeError: layers that are due have gradients, and no statistics came of any, or the state no longer fits
-                the model; nothing has changed.
-        """
-        self._last_refresh = ()
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        inputs = self._inputs()
-        if inputs.skipped:
-            return loss
-        waiting = self._registry.capture.waiting
-        if inputs.due or not inputs.fits:
-            self._refresh(inputs)
-        if not inputs.state_only:
-            # From here on nothing raises: a step is taken as a whole or not at all.
-            self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
-            self._advance(inputs, waiting)
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and drop the statistics that were gathered with them.
-
-        Args:
-            set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
-        """
-        self._registry.capture.discard_with_gradients()
-        super().zero_grad(set_to_none)
-        self._registry.capture.note_gradients()
-
-    def _inputs(self) -> StepInputs:
-        """Collect what the step must know; where it is not taken, drop the statistics and count it."""
-        try:
-            inputs = collect(self)
-        except FloatingPointError:
-            self._registry.capture.discard()
-            raise
-        if inputs.skipped:
-            self._registry.capture.discard()
-            self.skipped_steps += inputs.counted
-        return inputs
-
-    def _refresh(self, inputs: StepInputs) -> None:
-        """Make the state that is missing, and take new factors for the layers that are due."""
-        registry = self._registry
-        try:
-            uncalled = gather_statistics(self, inputs) if inputs.due else []
-            if not inputs.fits:
-                make_state(self.param_groups, self.state, registry.index, registry.layers.values(), self._rule)
-            if inputs.due and not inputs.state_only:
-                self._last_refresh = take_new_factors(self, inputs, uncalled)
-            self._fitting = registry.index.look(self.param_groups, self.state)
-        except BaseException:  # the sums may be half scaled, or half summed
-            registry.capture.discard()
-            raise
-
-    def _advance(self, inputs: StepInputs, waiting: bool) -> None:
-        """Count the step, and gather in the next one what it will refresh."""
-        registry, groups = self._registry, self.param_groups
-        if waiting and not inputs.due:
-            registry.capture.notice_reached()
-            registry.capture.discard()
-        due = clock.advance(groups, inputs.refreshes)
-        if due:
-            for layer in registry.layers.values():
-                if clock.refreshes_next(registry.index.group(layer.weight)):
-                    layer.set_due(True)
-        if not registry.watch_replacement(groups, self.state) and (waiting or due):
-            registry.capture.attach()
-        registry.warnings.tell()
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # see LossScale; with a scaler of our own to ask, GradScaler unscales and skips as it does for any optimizer
-        return self.grad_scaler is None
-
-    # ---- bookkeeping --------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
         """Start without layers and hooks; to be followed by ``self._registry.find``."""
@@ -412,89 +282,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
 
     def _processes(self) -> Processes:
         self._membership.announce(self.model)
-        return self._membership.processes(self.param_groups[0]["params"][0].device)
+        return self._membership.processes(next(iter(self._registry.layers.values())).weight.device)
 
     def _decays(self, parameter: nn.Parameter) -> bool:
         return self.decay_filter is None or bool(self.decay_filter(self._registry.index.name(parameter), parameter))
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, with options of their own.
-
-        Args:
-            param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            ValueError: an option is out of range, or a parameter is not the model's.
-        """
-        complete = {**self.defaults, **param_group}
-        check_scaling([complete], self.scaling)
-        check_group(complete)
-        if self.param_groups:  # one loss trains them all
-            param_group.setdefault("loss_scale", self.param_groups[0]["loss_scale"])
-        super().add_param_group(param_group)
-        ours = {id(p) for p in self.model.parameters()}
-        strangers = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in ours]
-        if strangers:
-            self.param_groups.pop()
-            raise ValueError(
-                f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
-                f"pass the model that holds them, or give them an optimizer of their own"
-            )
-        if self._registry.layers:
-            self._registry.find(self.param_groups, self.state)
-
-    # ---- checkpoints --------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and options, as tensors, numbers and strings.
-
-        Returns:
-            As :meth:`torch.optim.Optimizer.state_dict`; a schedule stands in it as text.
-        """
-        state_dict = super().state_dict()
-        return {**state_dict, "param_groups": [clock.plain(group) for group in state_dict["param_groups"]]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as a whole, or raise and have changed nothing; tensors take the dtype that the model asks for.
-
-        Args:
-            state_dict: what ``state_dict()`` of a THOR gave, this version's or an earlier one's: options that it does
-                not hold stay as they are. So does ``update_interval`` where it is a function, here or in the run that
-                was saved: functions are the program's. Schedules of :mod:`torch_thor.intervals` are loaded like any
-                option.
-
-        Raises:
-            ValueError: it is another optimizer's, has other groups or parameters, tensors of other shapes, NaN or inf,
-                an option that is out of range, or an unknown schedule.
-        """
-        registry = self._registry
-        registry.index.update(self.param_groups, self.state)
-        if registry.index.computed:
-            registry.find(self.param_groups, self.state)
-        own = options_of(self.param_groups)
-        try:
-            with as_a_whole(self):
-                saved = hooked_load(self, super().load_state_dict, state_dict, check_thors)
-                complete_groups(self.param_groups, own)
-                for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
-                    group["update_interval"] = clock.loaded_interval(given, kept["update_interval"])
-                    check_scaling([group], self.scaling)
-                    check_group(group)
-                restore_tensors(self.state, self.param_groups, saved)
-                registry.index.update(self.param_groups, self.state)
-                check_factors(registry.layers.values())
-                check_moments(self.state, self.param_groups, registry.index.name)
-        finally:
-            registry.index.update(self.param_groups, self.state)
-        self._fitting = None
-        registry.capture.discard()
-        registry.gather_due()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
-            self._reset()
-            self._registry.find(self.param_groups, self.state)

@@ -2,12 +2,11 @@
 
 Wrappers such as FSDP2 and Accelerate put new parameter objects into modules and groups after the optimizer was made:
 names stay, identities do not. So every step compares what it finds with what it found before
-(:meth:`ParameterIndex.look`), and looks everything up again where that differs.
+(:func:`torch_thor.optim.thor.step_inputs.look`), and looks everything up again where that differs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,20 +14,6 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.parameter_view import ParameterView, State
 from torch_thor.optim.parameters import Group
-from torch_thor.split.observe import LARGEST
-
-
-def block_size(group: Group) -> int | None:
-    """Return the block size to cut a group's factors with at this time.
-
-    Args:
-        group: a parameter group.
-
-    Returns:
-        The group's number, None for unsplit; while "auto" is undecided, 8192: the choice needs factors uncut.
-    """
-    split_dim: int | str | None = group["split_dim"]
-    return split_dim if split_dim is None or isinstance(split_dim, int) else LARGEST
 
 
 @dataclass(frozen=True)
@@ -55,6 +40,8 @@ class ParameterIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, str] = {}
+        self.shares_of: dict[int, list[Share]] = {}  # what layers have of a parameter, by its id
+        self.matrix_of: dict[int, PlainMatrix] = {}  # how a parameter without factors is a matrix, by its id
         self.survey(model)
 
     def survey(self, model: nn.Module) -> None:
@@ -64,7 +51,7 @@ class ParameterIndex:
             model: the model; it may have new layers.
         """
         self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
-        self._attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
+        self.attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
         self.computed: list[str] = []  # modules that have lost a parameter: pruned or parametrised since
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
@@ -85,28 +72,6 @@ class ParameterIndex:
                 name = names[id(view.parameter)]
                 self._shares.setdefault(name, []).append(Share(layer, view, view is layer.weight_piece))
 
-    def look(self, groups: Iterable[Group], states: Mapping[Tensor, State]) -> list[Any]:
-        """Return all that the layers' views and the optimizer's state depend on, cheap enough for every step.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            states: its state.
-
-        Returns:
-            Identities, shapes, precisions, devices and block sizes; two equal results mean that nothing has changed.
-        """
-        found: list[Any] = [len(states)]
-        for _, attribute, module in self._attributes:
-            found.append(id(module._parameters.get(attribute)))
-        for group in groups:
-            found.append((id(group), group["split_dim"], len(group["params"])))
-            for p in group["params"]:
-                state = states.get(p)
-                buffer = None if state is None else state.get("momentum_buffer")
-                shape = None if buffer is None else buffer.shape
-                found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(state), shape))
-        return found
-
     def update(self, groups: list[Group], states: Mapping[Tensor, State]) -> None:
         """Look up today's parameter objects, and hand their state and block size to the layers' views.
 
@@ -114,18 +79,21 @@ class ParameterIndex:
             groups: the optimizer's parameter groups.
             states: its state.
         """
-        self._names = {}
+        self._names, self.shares_of, self.matrix_of = {}, {}, {}
         self.computed = []
         self._groups = {id(p): group for group in groups for p in group["params"]}
-        for name, attribute, module in self._attributes:
+        for name, attribute, module in self.attributes:
             parameter = module._parameters.get(attribute)
             if parameter is None:
                 self.computed.append(name.rpartition(".")[0])
                 continue
             self._names[id(parameter)] = name
+            if name in self._matrices:
+                self.matrix_of[id(parameter)] = self._matrices[name]
+            if name in self._shares:
+                self.shares_of[id(parameter)] = self._shares[name]
             for share in self._shares.get(name, ()):
-                group = self._groups.get(id(parameter))
-                share.view.bind(states.get(parameter), None if group is None else block_size(group))
+                share.view.bind(states.get(parameter), self._groups.get(id(parameter), {}))
 
     def gone(self, model: nn.Module) -> list[str]:
         """Return what is no longer in the model: modules that were replaced or deleted after they were surveyed.
@@ -171,17 +139,6 @@ class ParameterIndex:
             )
         return self._groups[id(parameter)]
 
-    def plain_matrix(self, parameter: Tensor) -> PlainMatrix | None:
-        """Return how a parameter without factors is a matrix.
-
-        Args:
-            parameter: one of today's parameters.
-
-        Returns:
-            The matrices; None where it has factors, or is no matrix.
-        """
-        return self._matrices.get(self.name(parameter))
-
     def shares(self, parameter: Tensor) -> list[Share]:
         """Return what precondition a parameter, layer by layer.
 
@@ -191,4 +148,4 @@ class ParameterIndex:
         Returns:
             The layers' shares of it; none for one without.
         """
-        return self._shares.get(self.name(parameter), [])
+        return self.shares_of.get(id(parameter), [])

@@ -9,26 +9,39 @@ from torch_thor.distributed.statistics import pool
 from torch_thor.optim.thor.auto_split import AutoSplit
 from torch_thor.optim.thor.gradient_checks import check_statistics
 from torch_thor.optim.thor.layer_registry import LayerRegistry
-from torch_thor.optim.thor.step_inputs import StepInputs
+from torch_thor.optim.thor.state import make_state
+from torch_thor.optim.thor.step_inputs import StepInputs, look
 from torch_thor.optim.thor.summed_loss import looks_summed, message
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
 
 
-def gather_statistics(thor: "THOR", inputs: StepInputs) -> list[tuple[LayerCurvature, str]]:
-    """Bring the statistics of all processes together, cut them as was chosen, and find the layers without any.
+def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
+    """Make the state that is missing, and take new factors for the layers that are due.
 
     Args:
         thor: the optimizer.
         inputs: what is known of the step.
 
-    Returns:
-        The layers that are not called, with what to say of each.
-
     Raises:
-        RuntimeError: layers that are due have gradients, and no statistics came of any.
+        RuntimeError: layers that are due have gradients, and no statistics came of any; nothing has changed.
     """
+    registry, groups, states = thor._registry, thor.param_groups, thor.state
+    try:
+        uncalled = _gather_statistics(thor, inputs) if inputs.due else []
+        if not inputs.fits:
+            make_state(groups, states, registry.index, registry.layers.values(), thor._rule)
+        if inputs.due and not inputs.state_only:
+            thor._last_refresh = _take_new_factors(thor, inputs, uncalled)
+        thor._fitting = look(groups, states, registry.index)
+    except BaseException:  # the sums may be half scaled, or half summed
+        registry.capture.discard()
+        raise
+
+
+def _gather_statistics(thor: "THOR", inputs: StepInputs) -> list[tuple[LayerCurvature, str]]:
+    """Bring the statistics of all processes together, cut them as was chosen, and find the layers without any."""
     registry = thor._registry
     auto = AutoSplit(thor.param_groups, registry.layers, registry.index)
     auto.from_cache(inputs.processes)
@@ -40,19 +53,10 @@ def gather_statistics(thor: "THOR", inputs: StepInputs) -> list[tuple[LayerCurva
     return uncalled
 
 
-def take_new_factors(
+def _take_new_factors(
     thor: "THOR", inputs: StepInputs, uncalled: Sequence[tuple[LayerCurvature, str]]
 ) -> tuple[RefreshEvent, ...]:
-    """Decide on new factors for the layers that are due, and invert what is taken.
-
-    Args:
-        thor: the optimizer.
-        inputs: what is known of the step.
-        uncalled: what :func:`gather_statistics` returned.
-
-    Returns:
-        What was done with each layer that had statistics.
-    """
+    """Decide on new factors for the layers that are due, and invert what is taken."""
     registry, due, terms = thor._registry, inputs.due, inputs.terms
     _rescale_summed_loss(thor, inputs)
     silent = {layer for layer in due if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}

@@ -27,8 +27,8 @@ from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.optim.parameters import Group, dense_gradients
-from torch_thor.optim.thor.parameter_index import ParameterIndex, block_size
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 States = MutableMapping[Tensor, dict[str, Any]]
 
@@ -94,8 +94,8 @@ class _Piece:
 class ScaleFree:
     """The scale-free step, behind :class:`torch_thor.optim.thor.update_rule.UpdateRule`."""
 
-    sides = SIDES[:1]
-    relative_damping = True
+    sides: tuple[str, ...] = SIDES[:1]
+    relative_damping: bool = True
 
     def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         """Add ``momentum_buffer`` for a matrix, else what :class:`torch.optim.AdamW` keeps.
@@ -107,7 +107,7 @@ class ScaleFree:
             group: not used.
         """
         dtype = factor_dtype(parameter.dtype)
-        if is_matrix(index, parameter):
+        if id(parameter) in index.shares_of or id(parameter) in index.matrix_of:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
         elif "exp_avg" not in state:
@@ -126,40 +126,33 @@ class ScaleFree:
         """
         for group in groups:
             lr = float(group["lr"])
-            shrunk, matrices, momenta, others = [], [], [], []
+            shrunk: list[Tensor] = []
+            matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with gradient and momentum
+            others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]] = []
             for parameter in group["params"]:
-                if parameter.grad is None:
+                gradient, key = parameter.grad, id(parameter)
+                if gradient is None:
                     continue
-                if id(parameter) in decaying:
+                if key in decaying:
                     shrunk.append(parameter)
-                state = states[parameter]
-                if is_matrix(index, parameter):
-                    matrices.append(parameter)
-                    momenta.append(state["momentum_buffer"])
+                state, is_matrix = states[parameter], key in index.shares_of or key in index.matrix_of
+                kept = state["momentum_buffer" if is_matrix else "exp_avg"]
+                if gradient.is_sparse:  # momenta and averages decay for every row, so nothing would be saved
+                    gradient = gradient.to_dense()
+                gradient = gradient.to(kept.dtype)
+                if is_matrix:
+                    matrices.append((parameter, gradient, kept))
                 else:
-                    others.append((parameter, state))
+                    others.append((parameter, gradient, state))
             if shrunk:
                 torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
             if matrices:
                 pieces: list[_Piece] = []
-                for parameter, ahead in zip(matrices, _ahead(matrices, momenta, group), strict=True):
+                for (parameter, _, _), ahead in zip(matrices, _ahead(matrices, group), strict=True):
                     _add_pieces(pieces, parameter, ahead, index)
-                _step_(pieces, lr, block_size(group))
+                _step_(pieces, lr, group["split_dim"])
             if others:
                 _adamw_step_(others, lr * ADAMW_SHARE)
-
-
-def is_matrix(index: ParameterIndex, parameter: Tensor) -> bool:
-    """Return whether a parameter takes the matrix step.
-
-    Args:
-        index: which layer preconditions which parameter.
-        parameter: any of the model's.
-
-    Returns:
-        Whether it is one: no bias, no norm, no embedding, and not left out by ``skip=`` or ``only=``.
-    """
-    return bool(index.shares(parameter)) or index.plain_matrix(parameter) is not None
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -178,27 +171,29 @@ def step_norm(outputs: int, inputs: int) -> float:
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / inputs))
 
 
-def _ahead(parameters: list[nn.Parameter], buffers: list[Tensor], group: Group) -> list[Tensor]:
+def _ahead(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Group) -> list[Tensor]:
     """Move the momenta, and return what is stepped along; the user's gradients stay as they are."""
     momentum = float(group["momentum"])
-    gradients = dense_gradients(parameters, buffers)
+    gradients, buffers = [g for _, g, _ in matrices], [buffer for _, _, buffer in matrices]
     torch._foreach_mul_(buffers, momentum)
     torch._foreach_add_(buffers, gradients)
     return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 
 def _add_pieces(pieces: list[_Piece], parameter: nn.Parameter, ahead: Tensor, index: ParameterIndex) -> None:
-    plain = index.plain_matrix(parameter)
+    plain = index.matrix_of.get(id(parameter))
     if plain is not None:
         pieces.append(_Piece(parameter, ahead, plain, None))
         return
-    for share in index.shares(parameter):
-        layer = share.layer if share.layer.refreshes else None
-        pieces.append(_Piece(share.view.of(parameter), share.view.of(ahead), share.layer.kind, layer))
+    for share in index.shares_of[id(parameter)]:
+        rows, layer = share.view.rows, share.layer if share.layer.refreshes else None
+        ours, theirs = (parameter, ahead) if rows is None else (parameter[rows], ahead[rows])
+        pieces.append(_Piece(ours, theirs, share.layer.kind, layer))
 
 
-def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
+def _step_(pieces: list[_Piece], lr: float, split_dim: int | str | None) -> None:
     """Take the step of every piece, those of one shape in one batch."""
+    rows = split_dim if isinstance(split_dim, int) else None  # unsplit, or "auto" that is not decided yet
     alike: defaultdict[tuple[torch.dtype, torch.device], list[_Piece]] = defaultdict(list)
     for piece in pieces:
         alike[piece.direction.dtype, piece.direction.device].append(piece)
@@ -222,21 +217,31 @@ def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
                 piece.step_(own, lr)
 
 
-def _adamw_step_(kept: list[tuple[nn.Parameter, dict[str, Any]]], lr: float) -> None:
-    parameters, averages = [p for p, _ in kept], [state["exp_avg"] for _, state in kept]
-    alike = all(p.dtype == average.dtype for p, average in zip(parameters, averages, strict=True))
+def _adamw_step_(others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]], lr: float) -> None:
+    parameters: list[Tensor] = []
+    gradients, averages, squares, steps = [], [], [], []
+    alike = on_cpu = True
+    is_complex = False
+    for parameter, gradient, state in others:
+        parameters.append(parameter)
+        gradients.append(gradient)
+        averages.append(state["exp_avg"])
+        squares.append(state["exp_avg_sq"])
+        steps.append(state["step"])
+        alike = alike and parameter.dtype == gradient.dtype
+        on_cpu = on_cpu and parameter.device.type == "cpu"
+        is_complex = is_complex or parameter.is_complex()
     adamw(
-        list[Tensor](parameters),
-        # AdamW's averages decay for every row, so a sparse gradient saves nothing here
-        dense_gradients(parameters, averages),
+        parameters,
+        gradients,
         averages,
-        [state["exp_avg_sq"] for _, state in kept],
+        squares,
         [],
-        [state["step"] for _, state in kept],
+        steps,
         # torch's batched kernels want parameters of the state's dtype, which is float32 under bfloat16
         foreach=None if alike else False,
-        fused=(alike and all(p.device.type == "cpu" and not p.is_complex() for p in parameters)) or None,
-        has_complex=any(p.is_complex() for p in parameters),
+        fused=(alike and on_cpu and not is_complex) or None,
+        has_complex=is_complex,
         amsgrad=False,
         beta1=ADAMW_BETAS[0],
         beta2=ADAMW_BETAS[1],

@@ -1,11 +1,14 @@
 """What a step knows before it changes anything, and how several processes come to know the same."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.distributed.consistency import agree, check_same_gradients
 from torch_thor.optim.parameters import Group, with_gradient
@@ -19,6 +22,7 @@ from torch_thor.optim.thor.gradient_checks import (
 )
 from torch_thor.optim.thor.loss_scale import LossScale
 from torch_thor.optim.thor.options import check_group, check_loss_terms
+from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.state import conform, is_only_asked_for
 
 if TYPE_CHECKING:
@@ -61,8 +65,8 @@ class StepInputs:
         due: the layers that refresh, the same on every process, whichever of them has their rows.
         processes: those that decide together: on a refresh step all that train together; else this one alone, because
             then they have the same gradients and nothing else to agree on.
-        look: what the optimizer's state has to fit (:meth:`ParameterIndex.look`).
-        fits: whether the state is known to fit that.
+        fits: whether the state is known to fit the model as it is (:func:`look`).
+        waiting: whether statistics of some layer are wanted and can come.
         state_only: whether torch.distributed.checkpoint asks for the state, and nothing may move.
         terms: N, of this process; of all of them once they have agreed. 0 where no layer has counted.
         output_scale: what turns this process's output gradients into gradients of one loss term.
@@ -75,9 +79,9 @@ class StepInputs:
 
     due: Sequence[LayerCurvature]
     processes: Processes
-    look: Sequence[Any]
     fits: bool
     state_only: bool
+    waiting: bool
     terms: int = 0
     output_scale: float = 1.0
     refreshes: tuple[int, ...] = ()
@@ -87,8 +91,34 @@ class StepInputs:
     decaying: frozenset[int] = frozenset()
 
 
+def look(groups: Iterable[Group], states: Mapping[Tensor, State], index: ParameterIndex) -> list[Any]:
+    """Return all that the layers' views and the optimizer's state depend on, cheap enough for every step.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        states: its state.
+        index: knows the model's parameters.
+
+    Returns:
+        Identities, shapes, precisions, devices and block sizes; two equal results mean that nothing has changed.
+    """
+    found: list[Any] = [len(states)]
+    for _, attribute, module in index.attributes:
+        found.append(id(module._parameters.get(attribute)))
+    for group in groups:
+        found.append((id(group), group["split_dim"], len(group["params"])))
+        for p in group["params"]:
+            state = states.get(p)
+            buffer = None if state is None else state.get("momentum_buffer")
+            shape = None if buffer is None else buffer.shape
+            found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(state), shape))
+    return found
+
+
 def collect(thor: "THOR") -> StepInputs:
     """Look at what this process has for the step, and come to know the same as all others.
+
+    The statistics of a step that is not taken are dropped, and a step with gradients that are not finite is counted.
 
     Args:
         thor: the optimizer.
@@ -103,29 +133,42 @@ def collect(thor: "THOR") -> StepInputs:
     """
     groups, states, registry = thor.param_groups, thor.state, thor._registry
     index, capture = registry.index, registry.capture
-    look = index.look(groups, states)
-    fits = look == thor._fitting
+    seen = look(groups, states, index)
+    fits = seen == thor._fitting
     if not fits:
+        thor._fitting = None  # the views may be given what turns out not to fit
         index.update(groups, states)
     watching = capture.watching
     if watching or index.computed:
         registry.leave_out_removed(groups, states)
-    armed = [layer for layer in registry.layers.values() if layer.armed] if watching else []
-    due = [layer for layer in armed if layer.weight.requires_grad]
+    due: Sequence[LayerCurvature] = ()
+    if watching:
+        due = [layer for layer in registry.layers.values() if layer.armed and layer.weight.requires_grad]
     state_only = not states and is_only_asked_for(groups, states, index)
     processes: Processes = ALONE
     if due and not state_only:
         processes = thor._processes()
-    inputs = StepInputs(due, processes, look, fits, state_only)
-    if processes.count == 1:
-        return _read(thor, inputs)
+    inputs = StepInputs(due, processes, fits, state_only, capture.waiting)
+    try:
+        inputs = _read(thor, inputs) if processes.count == 1 else _read_alike(thor, inputs)
+    except FloatingPointError:
+        capture.discard()
+        raise
+    if inputs.skipped:
+        capture.discard()
+        thor.skipped_steps += inputs.counted
+    return inputs
+
+
+def _read_alike(thor: "THOR", inputs: StepInputs) -> StepInputs:
+    """Read, and have all processes raise what one of them found wrong, skip what one skips, and know all loss terms."""
     read, error, facts = inputs, None, []
     try:
         read = _read(thor, inputs)
         facts = list(_facts(thor, read))
     except Exception as problem:  # it is raised on every process
         error = problem
-    rows = agree(processes, error, facts, [read.terms, read.skipped, read.counted, read.largest])
+    rows = agree(inputs.processes, error, facts, [read.terms, read.skipped, read.counted, read.largest])
     terms, skipped, counted, largest = zip(*rows, strict=True)
     if any(skipped):
         return replace(read, skipped=True, counted=any(counted))
@@ -139,7 +182,7 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
     for group in groups:
         if not _is_usual(thor, group):  # again: a schedule may have run damping down to 0
             check_group(group)
-            thor._checked[id(group)] = [group[name] for name in _OTHERS]
+            thor._checked[id(group)] = {name: group[name] for name in _OTHERS}
     if not inputs.fits:
         conform(groups, thor.state, registry.layers.values(), registry.index)
     inputs = replace(inputs, refreshes=tuple(next_refreshes(groups)))
@@ -174,15 +217,20 @@ def _is_usual(thor: "THOR", group: Group) -> bool:
 
     What is not usual (a tensor, an option that was changed) is for :func:`check_group` to judge.
     """
-    numbers = [group[name] for name in ("lr", "weight_decay", "momentum", "factor_decay", "damping", "loss_scale")]
-    for value in numbers:
+    lr, weight_decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
+    factor_decay, damping, loss_scale = group["factor_decay"], group["damping"], group["loss_scale"]
+    for value in (lr, weight_decay, momentum, factor_decay, damping, loss_scale):
         if type(value) is not float and type(value) is not int:
             return False
-    lr, weight_decay, momentum, factor_decay, damping, loss_scale = numbers
+    checked = thor._checked.get(id(group))
+    if checked is None:
+        return False
+    for name in _OTHERS:
+        if group[name] is not checked[name]:
+            return False
     in_range = 0 <= lr < math.inf and 0 <= weight_decay < math.inf and 0 <= momentum < 1 and 0 <= factor_decay < 1
     positive = 0 < damping < math.inf and 0 < loss_scale < math.inf
-    others = [group[name] for name in _OTHERS]
-    return in_range and positive and (momentum != 0 or not group["nesterov"]) and thor._checked.get(id(group)) == others
+    return in_range and positive and (momentum != 0 or not group["nesterov"])
 
 
 def _loss_terms(thor: "THOR") -> int:

@@ -9,7 +9,7 @@ class StepWarnings:
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
-        self._untold: list[str] = []
+        self.untold: list[str] = []
 
     def note(self, about: Hashable, message: str) -> None:
         """Have something told, if it has not been.
@@ -20,10 +20,10 @@ class StepWarnings:
         """
         if about not in self._known:
             self._known.add(about)
-            self._untold.append(message)
+            self.untold.append(message)
 
     def tell(self) -> None:
         """Warn of what was noted; to be called by the optimizer's ``step``."""
-        untold, self._untold = self._untold, []
+        untold, self.untold = self.untold, []
         for message in untold:
-            warnings.warn(message, RuntimeWarning, stacklevel=5)  # the caller of step, beyond torch's wrappers
+            warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of step, beyond torch's wrappers

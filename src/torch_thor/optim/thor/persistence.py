@@ -1,0 +1,129 @@
+"""Parameter groups that are added, state dicts, copies and pickles of THOR."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_thor.optim.checkpoint import (
+    as_a_whole,
+    check_factors,
+    check_moments,
+    check_thors,
+    complete_groups,
+    hooked_load,
+    options_of,
+    restore_tensors,
+)
+from torch_thor.optim.thor import clock
+from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.thor.layer_registry import LayerRegistry
+from torch_thor.optim.thor.options import check_group, check_scaling
+
+# What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
+_COPIED = (
+    "model",
+    "scaling",
+    "fisher",
+    "decay_filter",
+    "loss_reduction",
+    "loss_terms",
+    "nonfinite",
+    "grad_scaler",
+    "skipped_steps",
+    "skip",
+    "only",
+    "_membership",
+)
+
+
+class Persistence(torch.optim.Optimizer):
+    """What an optimizer with layers must do beyond :class:`torch.optim.Optimizer` to be saved, loaded and copied."""
+
+    model: nn.Module
+    scaling: str | None
+    _registry: LayerRegistry
+    _fitting: list[Any] | None
+
+    def _reset(self) -> None:
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, with options of their own.
+
+        Args:
+            param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            ValueError: an option is out of range, or a parameter is not the model's.
+        """
+        complete = {**self.defaults, **param_group}
+        check_scaling([complete], self.scaling)
+        check_group(complete)
+        if self.param_groups:  # one loss trains them all
+            param_group.setdefault("loss_scale", self.param_groups[0]["loss_scale"])
+        super().add_param_group(param_group)
+        ours = {id(p) for p in self.model.parameters()}
+        strangers = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in ours]
+        if strangers:
+            self.param_groups.pop()
+            raise ValueError(
+                f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
+                f"pass the model that holds them, or give them an optimizer of their own"
+            )
+        if self._registry.layers:
+            self._registry.find(self.param_groups, self.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and options, as tensors, numbers and strings.
+
+        Returns:
+            As :meth:`torch.optim.Optimizer.state_dict`; a schedule stands in it as text.
+        """
+        state_dict = super().state_dict()
+        return {**state_dict, "param_groups": [clock.plain(group) for group in state_dict["param_groups"]]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state as a whole, or raise and have changed nothing; tensors take the dtype that the model asks for.
+
+        Args:
+            state_dict: what ``state_dict()`` of a THOR gave, this version's or an earlier one's: options that it does
+                not hold stay as they are. So does ``update_interval`` where it is a function, here or in the run that
+                was saved: functions are the program's. Schedules of :mod:`torch_thor.intervals` are loaded like any
+                option.
+
+        Raises:
+            ValueError: it is another optimizer's, has other groups or parameters, tensors of other shapes, NaN or inf,
+                an option that is out of range, or an unknown schedule.
+        """
+        registry = self._registry
+        registry.index.update(self.param_groups, self.state)
+        if registry.index.computed:
+            registry.find(self.param_groups, self.state)
+        own = options_of(self.param_groups)
+        try:
+            with as_a_whole(self):
+                saved = hooked_load(self, super().load_state_dict, state_dict, check_thors)
+                complete_groups(self.param_groups, own)
+                for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
+                    group["update_interval"] = clock.loaded_interval(given, kept["update_interval"])
+                    check_scaling([group], self.scaling)
+                    check_group(group)
+                restore_tensors(self.state, self.param_groups, saved)
+                registry.index.update(self.param_groups, self.state)
+                check_factors(registry.layers.values())
+                check_moments(self.state, self.param_groups, registry.index.name)
+        finally:
+            registry.index.update(self.param_groups, self.state)
+        self._fitting = None
+        registry.capture.discard()
+        registry.gather_due()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
+            self._reset()
+            self._registry.find(self.param_groups, self.state)

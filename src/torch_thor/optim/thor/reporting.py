@@ -1,0 +1,69 @@
+"""What users may look at: the layers and their factors, what each parameter gets, what the latest refresh did."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from torch_thor.capture.coverage import Covered, table
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.refresh import RefreshEvent
+from torch_thor.optim.thor.covered import sizes
+from torch_thor.optim.thor.layer_registry import LayerRegistry
+
+
+class Reporting(torch.optim.Optimizer):
+    """Properties and listings of an optimizer with layers."""
+
+    _registry: LayerRegistry
+    _last_refresh: tuple[RefreshEvent, ...]
+
+    @property
+    def curvature(self) -> Mapping[str, LayerCurvature]:
+        """The preconditioned layers, by module name."""
+        return MappingProxyType(self._registry.layers)
+
+    @property
+    def row_mask(self) -> Tensor | None:
+        """Which rows of sequences count: ``bool``, ``(N, L)``, True for real tokens and False for padding.
+
+        Set it before each forward pass, as ``optimizer.row_mask = attention_mask.bool()``; None counts every row. It
+        holds for layers whose input has these leading dimensions (embeddings: that shape). The number of loss terms
+        is another matter: see ``loss_terms``.
+        """
+        return self._registry.capture.row_mask
+
+    @row_mask.setter
+    def row_mask(self, mask: Tensor | None) -> None:
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.dim()):
+            what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+            raise ValueError(
+                f"row_mask={what}: must be a bool tensor (N, L), True for the rows that count, or None; "
+                f"use attention_mask.bool()"
+            )
+        self._registry.capture.row_mask = mask
+
+    @property
+    def last_refresh(self) -> tuple[RefreshEvent, ...]:
+        """What the latest :meth:`step` did with the layers that were due; empty where none was. Not in checkpoints."""
+        return self._last_refresh
+
+    def coverage(self) -> list[Covered]:
+        """List how each parameter of the model is trained.
+
+        Returns:
+            An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
+        """
+        return self._registry.coverage(self.param_groups, self.state)
+
+    def __repr__(self) -> str:
+        entries = self.coverage()
+        covered, total = sizes(entries)
+        there = [layer for layer in self._registry.layers.values() if layer.weight_piece.is_there]
+        layers = sum(layer.weight.requires_grad for layer in there)
+        split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
+        return (
+            f"{super().__repr__()}\n{covered:,} of {total:,} trained parameters, in {layers} layers, are "
+            f"preconditioned:\n{table(entries, split)}"
+        )
