@@ -2,7 +2,7 @@
 
     python benchmarks/models.py                    # all models, then the table
     python benchmarks/models.py --models vae bert  # some of them; the others keep the figures that they have
-    python benchmarks/models.py --table            # the table alone, from the raw data, also into docs/models.md
+    python benchmarks/models.py --table            # the table alone, from the raw data, also into docs/
 
 Models and data are those of tests/models/zoo.py, in one thread. Losses: twelve steps on one batch with AdamW(1e-3),
 ``THOR(model)`` and ``THOR(model, scaling="spectral")``, from the same weights, in three seeds; the figure is the
@@ -30,7 +30,7 @@ from torch_thor import THOR
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "models"
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "measurements" / "models.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 SEEDS = (0, 1, 2)
 STEPS = 12
