@@ -45,35 +45,40 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
     Returns:
         One result a factor, in order.
     """
-    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, int]]] = defaultdict(list)
-    for i, (factor, _) in enumerate(factors):
-        for j, part in enumerate(factor.parts()):
-            batches[part.shape[-1], part.dtype, part.device].append((i, j))
-    inverted: dict[tuple[int, int], Tensor] = {}
-    levels: dict[tuple[int, int], Tensor] = {}
+    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, Tensor, Tensor]]] = defaultdict(
+        list
+    )
+    inverted: list[list[Tensor]] = []
+    for i, (factor, damping) in enumerate(factors):
+        parts = factor.parts()
+        inverted.append(list(parts))  # each to be replaced by its inverse
+        for j, part in enumerate(parts):
+            if isinstance(damping, Tensor):
+                of_blocks = damping.repeat_interleave(len(part) // factor.layout.groups)
+            else:
+                of_blocks = part.new_full((len(part),), damping)
+            batches[part.shape[-1], part.dtype, part.device].append((i, j, part, of_blocks))
+    owners: list[int] = []  # the factor of each part
+    levels: list[Tensor] = []  # the highest index of a damping raise in each part
     for (_, _, device), members in batches.items():
-        parts = [factors[i][0].parts()[j] for i, j in members]
-        lengths = [len(part) for part in parts]
-        damping = torch.cat(
-            [
-                _of_blocks(factors[i][1], part, factors[i][0].layout.groups)
-                for part, (i, _) in zip(parts, members, strict=True)
-            ]
-        )
+        rows, columns, parts_, dampings = zip(*members, strict=True)
         with ieee_float32(device.type):
-            inverse, level = _invert_batch(torch.cat(parts), damping)
-        for member, piece, its_level in zip(members, inverse.split(lengths), level.split(lengths), strict=True):
-            inverted[member] = piece
-            levels[member] = its_level.amax()
-    worst = dict(zip(levels, _to_host(list(levels.values())), strict=True))
+            inverse, level = _invert_batch(torch.cat(parts_), torch.cat(dampings))
+        first = 0
+        for i, j, part in zip(rows, columns, parts_, strict=True):
+            # A slice is a view of the batch; a layer must not keep the whole batch alive, nor save it with its state.
+            # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
+            inverted[i][j] = inverse[first : first + len(part)].clone(memory_format=torch.contiguous_format)
+            owners.append(i)
+            levels.append(level[first : first + len(part)].amax())
+            first += len(part)
+    worst = [0] * len(factors)
+    on_host = torch.stack([level.to(levels[0].device) for level in levels]).tolist() if levels else []
+    for i, level_of in zip(owners, on_host, strict=True):
+        worst[i] = max(worst[i], int(level_of))
     results = []
-    for i, (factor, _) in enumerate(factors):
-        keys = [(i, j) for j in range(len(factor.parts()))]
-        level_of = max(worst[key] for key in keys)
-        # split() gives views into the batch; a layer must not keep the whole batch alive, nor save it with its state.
-        # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
-        matrix = factor.with_parts([inverted[key].clone(memory_format=torch.contiguous_format) for key in keys])
-        results.append(Inverse(matrix, raised=level_of > 0, failed=level_of == _NOT_POSITIVE))
+    for (factor, _), matrices, level_of in zip(factors, inverted, worst, strict=True):
+        results.append(Inverse(factor.with_parts(matrices), level_of > 0, level_of == _NOT_POSITIVE))
     return results
 
 
@@ -91,12 +96,6 @@ def relative_damping(factor: BlockDiagonal, damping: float) -> Tensor:
     means = factor.group_traces() / factor.layout.size
     least = torch.finfo(means.dtype).tiny / torch.finfo(means.dtype).eps
     return damping * torch.where(means.abs() > least, means, torch.ones_like(means))
-
-
-def _of_blocks(damping: float | Tensor, part: Tensor, groups: int) -> Tensor:
-    if isinstance(damping, Tensor):
-        return damping.repeat_interleave(len(part) // groups)
-    return part.new_full((len(part),), damping)
 
 
 def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,15 +138,3 @@ def _cholesky(blocks: Tensor) -> tuple[Tensor, Tensor]:
         return factor, info
     # a vocabulary's worth of 1 x 1 blocks: LAPACK would be called for each
     return blocks.sqrt(), (~(blocks > 0)).flatten().int()
-
-
-def _to_host(scalars: list[Tensor]) -> list[int]:
-    """Return integers from every device, with one wait a device."""
-    by_device: defaultdict[torch.device, list[int]] = defaultdict(list)
-    for index, scalar in enumerate(scalars):
-        by_device[scalar.device].append(index)
-    values = [0] * len(scalars)
-    for indices in by_device.values():
-        for index, value in zip(indices, torch.stack([scalars[i] for i in indices]).tolist(), strict=True):
-            values[index] = int(value)
-    return values

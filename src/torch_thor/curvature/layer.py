@@ -470,7 +470,7 @@ class LayerCurvature:
 
     # ---- stale inverses -----------------------------------------------------------------------------------------
 
-    def take(
+    def set_factors(
         self,
         factors: Factors,
         inverses: Factors,

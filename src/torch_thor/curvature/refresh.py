@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.inverse import DAMPING_RAISES, Inverse, damped_inverses, relative_damping
 from torch_thor.curvature.layer import Factors, LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
+
+_PLAINLY = "it takes its plain gradient, and the next step tries again"
 
 
 class Decision(enum.Enum):
@@ -99,6 +101,27 @@ class Candidate:
     group_rows_per_term: Tensor | None = None
 
 
+@dataclass
+class _Verdict:
+    """What becomes of a candidate.
+
+    Args:
+        candidate: the candidate.
+        trace: tr(F + λI) of its new statistics.
+        change: Δ; None where there is nothing to compare with.
+        decision: what the trace rule says; FAILED later where its factors cannot be inverted.
+        factors: what is put to use, the running average.
+        inverses: the damped inverses of these.
+    """
+
+    candidate: Candidate
+    trace: float
+    change: float | None
+    decision: Decision
+    factors: list[BlockDiagonal] = field(default_factory=list)
+    inverses: list[Inverse] = field(default_factory=list)
+
+
 def refresh(
     candidates: Sequence[Candidate],
     report: Callable[[LayerCurvature, str], None],
@@ -120,110 +143,99 @@ def refresh(
     Returns:
         What was done with each candidate, in their order.
     """
-    traces = _fisher_traces(candidates, relative, processes)
-    judged = [_judge(c, now, before) for c, (now, before) in zip(candidates, traces, strict=True)]
-    taken = [c for c, (decision, _) in zip(candidates, judged, strict=True) if decision is Decision.UPDATE]
-    averaged, inverses = _invert(taken, relative, processes)
+    verdicts = _judge(candidates, relative, processes)
+    taken = [verdict for verdict in verdicts if verdict.decision is Decision.UPDATE]
+    _invert(taken, relative, processes)
     # until here (out of memory, a lost process) nothing has changed, and from here on nothing raises
-    for candidate, (decision, change) in zip(candidates, judged, strict=True):
-        _note(candidate.layer, decision, change, report)
-    failed = _put_to_use(taken, averaged, inverses, report)
-    return tuple(
-        RefreshEvent(c.layer.name, c.step, Decision.FAILED if c.layer in failed else decision, change, now)
-        for c, (decision, change), (now, _) in zip(candidates, judged, traces, strict=True)
-    )
+    events = []
+    for verdict in verdicts:
+        _put_to_use(verdict, report)
+        layer, step = verdict.candidate.layer, verdict.candidate.step
+        events.append(RefreshEvent(layer.name, step, verdict.decision, verdict.change, verdict.trace))
+    return tuple(events)
 
 
-def _judge(candidate: Candidate, now: float, before: float) -> tuple[Decision, float | None]:
-    if not math.isfinite(now):
-        return Decision.FAILED, None
-    if not candidate.layer.refreshes:
-        return Decision.UPDATE, None
-    change = trace_change(now, before)
-    return decide(change, candidate.thresholds), change
-
-
-def _note(
-    layer: LayerCurvature, decision: Decision, change: float | None, report: Callable[[LayerCurvature, str], None]
-) -> None:
-    if decision is Decision.FAILED:
-        layer.set_due(not layer.refreshes)
-        report(layer, f"its new factors hold NaN or inf and were not inverted; {_instead(layer)}")
-        return
-    layer.set_due(False)
-    layer.record(change, stopped=True if decision is Decision.STOP else None)
-
-
-def _invert(
-    taken: Sequence[Candidate], relative: bool, processes: Processes
-) -> tuple[list[Factors], list[list[Inverse]]]:
-    """Return, of each candidate, the factors to be put to use and their inverses."""
-    averaged = [tuple(_average(c, key, new) for key, new in zip(c.layer.sides, c.factors, strict=True)) for c in taken]
-    damped = [
-        (f, relative_damping(f, c.damping) if relative else math.sqrt(c.damping / c.rows_per_term))
-        for c, factors in zip(taken, averaged, strict=True)
-        for f in factors
-    ]
-    inverses = iter(processes.invert(damped, damped_inverses))
-    return averaged, [[next(inverses) for _ in factors] for factors in averaged]
-
-
-def _put_to_use(
-    taken: Sequence[Candidate],
-    averaged: Sequence[Factors],
-    inverses: Sequence[Sequence[Inverse]],
-    report: Callable[[LayerCurvature, str], None],
-) -> set[LayerCurvature]:
-    """Have the layers take what could be inverted; return those whose factors could not."""
-    failed = set()
-    for candidate, factors, found in zip(taken, averaged, inverses, strict=True):
-        layer = candidate.layer
-        if any(inverse.failed for inverse in found):
-            failed.add(layer)
-            layer.set_due(not layer.refreshes)
-            what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
-            report(layer, f"{what}; {_instead(layer)}")
-            continue
-        matrices = tuple(inverse.matrix for inverse in found)
-        layer.take(factors, matrices, candidate.rows_per_term, candidate.group_rows_per_term)
-        if any(inverse.raised for inverse in found):
-            report(layer, "a block was not positive definite; its damping was raised for this refresh")
-    return failed
-
-
-def _instead(layer: LayerCurvature) -> str:
-    if layer.refreshes:
-        return "the last good inverse stays"
-    return "it takes its plain gradient, and the next step tries again"
-
-
-def _average(candidate: Candidate, key: str, new: BlockDiagonal) -> BlockDiagonal:
-    if not candidate.decay or not candidate.layer.refreshes:
-        return new
-    old = candidate.layer.matrix(key)
-    return new.with_parts([n.lerp(o, candidate.decay) for n, o in zip(new.parts(), old.parts(), strict=True)])
-
-
-def _fisher_traces(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[tuple[float, float]]:
-    """Return tr(F + λI) of the new factors and of those in use, with one wait for the device for all layers.
-
-    Where several processes decide, the numbers are the first one's: on unlike hardware the last bits of a sum differ,
-    and a layer that stops on one process and not on another would part them for good.
-    """
+def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[_Verdict]:
+    """Return what the trace rule says of each candidate, with one host–device synchronisation for all layers."""
+    if not candidates:
+        return []
     traces: list[Tensor] = []
     for c in candidates:
-        traces += [f.group_traces() for f in c.factors]
-        traces += [c.layer.matrix(key).group_traces() for key in c.layer.sides]
-    if not traces:
-        return []
-    device = traces[0].device
-    flat = torch.cat([t.to(device, torch.float64 if t.dtype == torch.float64 else torch.float32) for t in traces])
-    on_host = iter(flat.cpu().split([len(t) for t in traces]))
-    result = []
+        for factor in c.factors:
+            traces.append(factor.group_traces())
+        for key in c.layer.sides:
+            traces.append(c.layer.matrix(key).group_traces())
+    device, lengths = traces[0].device, []
+    for i, trace in enumerate(traces):
+        lengths.append(len(trace))
+        traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
+    on_host = torch.cat(traces).cpu().split(lengths)
+    own: list[float] = []
+    first = 0
     for c in candidates:
-        damping = 0.0 if relative else c.damping  # relative damping scales both traces alike
-        now = c.layer.trace_of_fisher([next(on_host) for _ in c.factors], c.rows_per_term, damping)
-        before = c.layer.trace_of_fisher([next(on_host) for _ in c.factors], c.layer.rows_per_term, damping)
-        result.append((now, before))
-    agreed = iter(processes.gather([trace for pair in result for trace in pair])[0])
-    return list(zip(agreed, agreed, strict=True))
+        damping, sides = 0.0 if relative else c.damping, len(c.factors)  # relative damping scales both traces alike
+        now, before = on_host[first : first + sides], on_host[first + sides : first + 2 * sides]
+        own.append(c.layer.trace_of_fisher(now, c.rows_per_term, damping))
+        own.append(c.layer.trace_of_fisher(before, c.layer.rows_per_term, damping))
+        first += 2 * sides
+    # The first process's traces hold for all: on unlike hardware the last bits of a sum differ, and a layer that stops
+    # on one process and not on another would part them for good.
+    agreed = processes.gather(own)[0]
+    verdicts = []
+    for c, now_, before_ in zip(candidates, agreed[::2], agreed[1::2], strict=True):
+        change, decision = None, Decision.UPDATE
+        if not math.isfinite(now_):
+            decision = Decision.FAILED
+        elif c.layer.refreshes:
+            change = trace_change(now_, before_)
+            decision = decide(change, c.thresholds)
+        verdicts.append(_Verdict(c, now_, change, decision))
+    return verdicts
+
+
+def _invert(taken: Sequence[_Verdict], relative: bool, processes: Processes) -> None:
+    """Average the factors that were taken with those in use, and invert them, all layers at once."""
+    damped: list[tuple[BlockDiagonal, float | Tensor]] = []
+    for verdict in taken:
+        c = verdict.candidate
+        for key, new in zip(c.layer.sides, c.factors, strict=True):
+            factor = new
+            if c.decay and c.layer.refreshes:
+                old = c.layer.matrix(key).parts()
+                factor = new.with_parts([n.lerp(o, c.decay) for n, o in zip(new.parts(), old, strict=True)])
+            damping = relative_damping(factor, c.damping) if relative else math.sqrt(c.damping / c.rows_per_term)
+            verdict.factors.append(factor)
+            damped.append((factor, damping))
+    inverses = iter(processes.invert(damped, damped_inverses))
+    for verdict in taken:
+        for _ in verdict.factors:
+            verdict.inverses.append(next(inverses))
+
+
+def _put_to_use(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
+    """Have the layer take what was decided; a decision whose factors could not be inverted becomes FAILED."""
+    layer, what = verdict.candidate.layer, ""
+    if verdict.decision is Decision.FAILED:
+        what = "its new factors hold NaN or inf and were not inverted"
+    else:
+        layer.record(verdict.change, stopped=True if verdict.decision is Decision.STOP else None)
+        for inverse in verdict.inverses:
+            if inverse.failed:
+                verdict.decision = Decision.FAILED
+                what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
+    if verdict.decision is Decision.FAILED:
+        layer.set_due(not layer.refreshes)
+        then = "the last good inverse stays" if layer.refreshes else _PLAINLY
+        report(layer, f"{what}; {then}")
+        return
+    layer.set_due(False)
+    if verdict.decision is not Decision.UPDATE:
+        return
+    c, matrices = verdict.candidate, []
+    raised = False
+    for inverse in verdict.inverses:
+        matrices.append(inverse.matrix)
+        raised = raised or inverse.raised
+    layer.set_factors(tuple(verdict.factors), tuple(matrices), c.rows_per_term, c.group_rows_per_term)
+    if raised:
+        report(layer, "a block was not positive definite; its damping was raised for this refresh")
