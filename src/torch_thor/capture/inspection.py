@@ -54,7 +54,7 @@ class Layer:
 
 
 @dataclass
-class Survey:
+class Inspection:
     """What every parameter of a model gets.
 
     Args:
@@ -79,14 +79,14 @@ class _Owner:
         return f"{self.module_name}.{self.attribute}".lstrip(".")
 
 
-def survey(
+def inspect_model(
     model: nn.Module,
     trained: Iterable[Tensor],
     *,
     skip: Selection = None,
     only: Selection = None,
     matrices_alone: bool = False,
-) -> Survey:
+) -> Inspection:
     """Look at every parameter of a model.
 
     Args:
@@ -136,7 +136,7 @@ def survey(
         for name, parameter in model.named_parameters()
     ]
     if not matrices_alone:
-        return Survey(entries, layers, {})
+        return Inspection(entries, layers, {})
     left = {SKIPPED, NOT_KEPT, NOT_TRAINED, _NORM}
     matrices = {
         entry.name: matrix
@@ -153,7 +153,7 @@ def survey(
         )
         for entry in entries
     ]
-    return Survey(rest, layers, matrices)
+    return Inspection(rest, layers, matrices)
 
 
 def _plain_matrix(owners: Sequence[_Owner], parameter: nn.Parameter) -> PlainMatrix | None:

@@ -22,18 +22,22 @@ from torch_thor.curvature.layer import LayerCurvature
 class Watcher(Protocol):
     """Who gathers the rows of a layer that has just run."""
 
+    def gathers(self, layer: LayerCurvature) -> bool:
+        """Return whether rows of a layer are wanted."""
+        ...
+
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
         """Take note of one call: the layer, the geometry of the module that ran, its input and its output."""
         ...
 
 
-class Source(Listener, Protocol):
+class ModuleHook(Listener, Protocol):
     """A module whose calls give rows to layers."""
 
     layers: list[LayerCurvature]
 
 
-class ModuleSource:
+class CalledModuleHook:
     """A module that is a layer: its input and output are the rows.
 
     Args:
@@ -70,7 +74,7 @@ class ModuleSource:
         """Do nothing."""
 
 
-class OpenedSource:
+class OpenedModuleHook:
     """A module with layers inside that it calls none of: a mode is active while it runs, which sees them.
 
     Args:
@@ -121,7 +125,7 @@ class OpenedSource:
         """
         if not torch.is_grad_enabled():
             return
-        if not any(layer.armed for layer in self.layers):  # loss terms are counted without opening: same bits
+        if not any(hearer.gathers(layer) for layer in self.layers):  # loss terms are counted without opening: same bits
             return
         while self._open:  # Ctrl-C inside its forward: torch runs no hook then, and the mode is still there
             stale = self._open.pop()
@@ -154,7 +158,7 @@ class OpenedSource:
             self._open.pop().__exit__(None, None, None)
 
 
-class AttentionSource(OpenedSource):
+class AttentionHook(OpenedModuleHook):
     """An ``nn.MultiheadAttention``: up to four layers, ``"q"``, ``"k"``, ``"v"`` and ``"out"``."""
 
     def mode(self, hearer: Watcher) -> TorchFunctionMode:
@@ -189,7 +193,7 @@ class AttentionSource(OpenedSource):
             hearer.watch(layer, layer.kind, batch_first, output[0])
 
 
-class ExpertsSource(OpenedSource):
+class ExpertsHook(OpenedModuleHook):
     """The module of fused experts: a layer for each of its 3-d weights, by the weight's name."""
 
     def mode(self, hearer: Watcher) -> TorchFunctionMode:
@@ -221,7 +225,7 @@ class ExpertsSource(OpenedSource):
         """
 
 
-class RecurrentSource(OpenedSource):
+class RecurrentHook(OpenedModuleHook):
     """A recurrent layer or cell: a layer for each of its weights, by the weight's name."""
 
     def mode(self, hearer: Watcher) -> TorchFunctionMode:
@@ -274,26 +278,26 @@ class RecurrentSource(OpenedSource):
         return RecurrentCall(layer.kind, batch, packed=packed)
 
 
-def sources_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[Source]:
-    """Return where the rows of layers come from.
+def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
+    """Make the hooks on the modules that layers get their rows from.
 
     Args:
-        found: what the survey found of each layer.
+        found: what the inspection found of each layer.
         layers: their curvature, by the same names.
 
     Returns:
-        One source a module.
+        One hook a module.
     """
-    sources: list[Source] = []
-    opened: dict[int, OpenedSource] = {}
+    hooks: list[ModuleHook] = []
+    opened: dict[int, OpenedModuleHook] = {}
     for name, layer in found.items():
-        sources += [ModuleSource(module, kind, layers[name]) for module, kind in layer.modules]
-        for source, part in (
-            (AttentionSource, layer.attention),
-            (ExpertsSource, layer.experts),
-            (RecurrentSource, layer.recurrent),
+        hooks += [CalledModuleHook(module, kind, layers[name]) for module, kind in layer.modules]
+        for hook, part in (
+            (AttentionHook, layer.attention),
+            (ExpertsHook, layer.experts),
+            (RecurrentHook, layer.recurrent),
         ):
             if part is not None:
                 module, inside = part
-                opened.setdefault(id(module), source(module)).add(inside, layers[name])
-    return [*sources, *opened.values()]
+                opened.setdefault(id(module), hook(module)).add(inside, layers[name])
+    return [*hooks, *opened.values()]

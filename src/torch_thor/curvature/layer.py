@@ -112,12 +112,8 @@ class LayerCurvature:
         self.kind = kind
         self.weight_piece = weight
         self.biases = tuple(biases)
-        self.armed = True  # the flag that a forward pass tests: are statistics wanted?
-        self.counts = False  # the other: is it this layer's input that tells how many loss terms there are?
-        self.watched = False  # whether this step's passes are run so that statistics must come
         self.rows = 0  # R of this step so far
         self.group_rows = [0] * kind.groups if kind.routed else []  # of each group, where they have rows of their own
-        self.seen = False  # whether a gradient of its output came by in this step, with or without rows
         self._states = states
         self._split_dim_of = split_dim_of
         self._prefix = prefix
@@ -211,46 +207,13 @@ class LayerCurvature:
 
     @property
     def idle(self) -> bool:
-        """Whether it was armed for a whole step, not reached by the loss, and has not been since."""
+        """Whether it was due for a whole step, not reached by the loss, and has not been since."""
         return bool(self.state.get(self._prefix + "idle", 0))
-
-    def set_idle(self, idle: bool) -> None:
-        """Say whether the loss has left the layer out; kept in the state, for it decides on the step that refreshes it.
-
-        Args:
-            idle: True while no loss has reached it.
-        """
-        self.state[self._prefix + "idle"] = int(idle)
 
     @property
     def uncalled(self) -> bool:
         """Whether its weight got a gradient and the layer no statistics, while others had theirs: it is not called."""
         return bool(self.state.get(self._prefix + "uncalled", 0))
-
-    def set_uncalled(self, uncalled: bool) -> None:
-        """Say whether the weight is used without calling the layer; kept in the state, as nobody waits for it then.
-
-        Args:
-            uncalled: True until statistics come after all.
-        """
-        self.state[self._prefix + "uncalled"] = int(uncalled)
-        if uncalled:
-            self.set_due(False)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether statistics are wanted and can come: of a weight that is trained, and of a layer that is called."""
-        return self.armed and self.weight.requires_grad and not self.uncalled
-
-    def set_due(self, due: bool) -> None:
-        """Say whether a refresh is wanted; a stopped layer stays stopped.
-
-        Args:
-            due: True to gather statistics from now on, False to stop.
-        """
-        due = due and not self.stopped
-        self.state[self._prefix + "due"] = int(due)
-        self.armed = due
 
     def layouts(self) -> dict[str, BlockLayout]:
         """Return how its factors are cut.
@@ -335,17 +298,28 @@ class LayerCurvature:
         """
         return self.state.get(self._prefix + key), self.state.get(f"{self._prefix}{key}_tail")
 
-    def record(self, change: float | None = None, *, stopped: bool | None = None) -> None:
-        """Note what the trace rule found.
+    def record(
+        self,
+        change: float | None = None,
+        *,
+        stopped: bool | None = None,
+        due: bool | None = None,
+        idle: bool | None = None,
+        uncalled: bool | None = None,
+    ) -> None:
+        """Keep what was found in the state; None leaves an entry as it is.
 
         Args:
             change: Δ.
             stopped: whether the layer stops for good.
+            due: see :attr:`due`; like the next two it is :class:`torch_thor.capture.capture.Capture` that decides.
+            idle: see :attr:`idle`.
+            uncalled: see :attr:`uncalled`.
         """
         if change is not None:
             self.state[self._prefix + "last_trace_change"] = change
-        if stopped is not None:
-            self.state[self._prefix + "stopped"] = int(stopped)
+        flags = {"stopped": stopped, "due": due, "idle": idle, "uncalled": uncalled}
+        self.state.update({self._prefix + key: int(flag) for key, flag in flags.items() if flag is not None})
 
     def _dense(self, key: str) -> Tensor | list[Tensor]:
         if not self.refreshes:
@@ -372,7 +346,6 @@ class LayerCurvature:
             instead_of: the gradient that this call has given its rows with before, where another loss of the same
                 forward pass has added to it; None for a call that is new.
         """
-        self.seen = True
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
         x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
@@ -398,7 +371,6 @@ class LayerCurvature:
             keep: which rows count, of the leading dimensions of ``x``; None for all.
             most: how many rows are enough.
         """
-        self.seen = True
         if x.numel() and output.numel():
             (a_sum,) = self.sums()
             with ieee_float32(x.device.type):
@@ -511,7 +483,7 @@ class LayerCurvature:
 
     def forget(self) -> None:
         """Drop the statistics of this step."""
-        self._sums, self.rows, self.seen = None, 0, False
+        self._sums, self.rows = None, 0
         self.group_rows = [0] * len(self.group_rows)
 
     # ---- stale inverses -----------------------------------------------------------------------------------------

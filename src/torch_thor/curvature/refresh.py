@@ -109,7 +109,7 @@ def refresh(
     """Decide layer by layer, then invert what was taken, all layers in one go.
 
     Factors with NaN or inf are never inverted, and a layer whose block stays indefinite at a hundred times its damping
-    keeps its last good inverse. A layer that never had one stays due, so that the next step tries again.
+    keeps its last good inverse. Whether a layer is still due after that is for who gathers statistics to say.
 
     Args:
         candidates: the layers that are due and have statistics.
@@ -147,10 +147,8 @@ def _note(
     layer: LayerCurvature, decision: Decision, change: float | None, report: Callable[[LayerCurvature, str], None]
 ) -> None:
     if decision is Decision.FAILED:
-        layer.set_due(not layer.refreshes)
         report(layer, f"its new factors hold NaN or inf and were not inverted; {_instead(layer)}")
         return
-    layer.set_due(False)
     layer.record(change, stopped=True if decision is Decision.STOP else None)
 
 
@@ -180,7 +178,6 @@ def _put_to_use(
         layer = candidate.layer
         if any(inverse.failed for inverse in found):
             failed.add(layer)
-            layer.set_due(not layer.refreshes)
             what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
             report(layer, f"{what}; {_instead(layer)}")
             continue

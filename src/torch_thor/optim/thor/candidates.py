@@ -1,6 +1,6 @@
 """From the statistics of a step to what the trace rule decides on."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Candidate
@@ -12,6 +12,7 @@ def candidates_of(
     terms: int,
     index: ParameterIndex,
     report: Callable[[LayerCurvature, str], None],
+    reached: Collection[LayerCurvature],
 ) -> list[Candidate]:
     """Make a candidate of every layer that has rows.
 
@@ -20,19 +21,20 @@ def candidates_of(
         terms: N.
         index: knows each layer's group.
         report: called with a layer and a sentence on why it has no rows.
+        reached: the layers that were heard of in this step, with or without rows.
 
     Returns:
         The candidates, in order.
     """
     candidates = []
     for layer in layers:
-        weight, rows, seen = layer.weight, layer.rows, layer.seen
+        weight, rows = layer.weight, layer.rows
         if weight.grad is None:
             continue
         of_groups = layer.fresh_group_terms(terms)
         factors = layer.fresh_factors(terms)
         if factors is None:
-            if seen:
+            if layer in reached:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
                 report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
             continue

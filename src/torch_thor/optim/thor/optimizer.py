@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered, table
-from torch_thor.capture.inspection import Survey, survey
-from torch_thor.capture.module_hooks import sources_of
+from torch_thor.capture.inspection import Inspection, inspect_model
+from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
@@ -135,8 +135,8 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             bound.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             the inverse of A alone, orthogonalised and given a norm of its own, so that lr means the same on every layer
-            and task; decoupled weight decay; AdamW for what is no matrix (:mod:`torch_thor.optim.thor.scale_free`). λ is
-            then relative to the mean diagonal of A, and statistics are taken in the forward pass.
+            and task; decoupled weight decay; AdamW for what is no matrix (:mod:`torch_thor.optim.thor.scale_free`).
+            λ is then relative to the mean diagonal of A, and statistics are taken in the forward pass.
         fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
@@ -368,7 +368,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             self._capture.discard()
             self.skipped_steps += reading.counted
             return loss
-        waiting = any(layer.wanted for layer in self._layers.values())
+        waiting = self._capture.wanting
         try:
             uncalled = self._gather(refreshing, reading, together)
             if reading.looked != self._made_for:
@@ -383,8 +383,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             return loss
         # From here on nothing raises: a step is taken as a whole or not at all.
         if waiting and not refreshing:
-            self._capture.notice_reached()
-            self._capture.discard()
+            self._capture.finish_step()
         decaying = reading.decaying
         if self.scaling == "spectral":
             spectral_update(self.param_groups, self._index, kept.scale_free, lambda p: id(p) in decaying)
@@ -393,13 +392,12 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         clock.advance(self.param_groups, reading.refreshes)
         due = any(clock.refreshes_next(group) for group in self.param_groups)
         if due:
-            for layer in self._layers.values():
-                if clock.refreshes_next(self._index.group(layer.weight)):
-                    layer.set_due(True)
+            layers = self._layers.values()
+            self._capture.want(one for one in layers if clock.refreshes_next(self._index.group(one.weight)))
         if replaced is not None:
             self._use(replaced)
         elif waiting or due:
-            self._capture.attach()
+            self._capture.listen()
         self._reports.tell()
         return loss
 
@@ -474,7 +472,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         auto.from_cache(processes)
         for layer in refreshing:
             layer.scale_outputs_(reading.output_scale)
-        pool(processes, refreshing, self._capture.inside_transform)
+        pool(processes, refreshing, self._capture.reached, self._capture.inside_transform)
         uncalled = check_statistics(self._layers.values(), self._capture)
         auto.from_statistics(processes)
         return uncalled
@@ -483,7 +481,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         """The layers that are due, the same on every process, whichever of them has their rows."""
         if not self._capture.watching:
             return []
-        return [layer for layer in self._layers.values() if layer.armed and layer.weight.requires_grad]
+        return [layer for layer in self._layers.values() if self._capture.gathers(layer) and layer.weight.requires_grad]
 
     def _refresh(
         self,
@@ -494,17 +492,13 @@ class THOR(SampledFisher, torch.optim.Optimizer):
     ) -> None:
         """Decide on new factors for the layers that are due, and invert what is taken."""
         self._rescale_summed_loss(refreshing, terms, processes.count)
-        silent = {layer for layer in refreshing if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}
-        idle = [not layer.seen and not layer.has_gradient() for layer in refreshing]
-        candidates = candidates_of(refreshing, terms, self._index, self._report)
+        absence = self._capture.absence(refreshing, [layer for layer, _ in uncalled])
+        candidates = candidates_of(refreshing, terms, self._index, self._report, self._capture.reached)
         relative = self.scaling == "spectral"
         self._last_refresh = refresh(candidates, self._report, relative=relative, processes=processes)
-        for layer, is_idle in zip(refreshing, idle, strict=True):
-            layer.set_idle(is_idle)
-            layer.set_uncalled(layer in silent)
         for layer, what in uncalled:
             self._report(layer, what)
-        self._capture.discard()
+        self._capture.finish_refresh(refreshing, self._last_refresh, absence)
         if terms:
             for group in self.param_groups:
                 group["last_loss_terms"] = terms
@@ -527,12 +521,6 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         for layer in refreshing:
             layer.scale_outputs_(1.0 / scale)
 
-    def _arm(self) -> None:
-        """Have the statistics gathered of the layers that are due."""
-        for layer in self._layers.values():
-            layer.armed = layer.due
-        self._capture.attach()
-
     # ---- guards -------------------------------------------------------------------------------------------------
 
     @property
@@ -552,7 +540,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         self._covered: list[Covered] = []
         self._reports = Reports()
         self._made_for = None
-        self._replaced: Survey | None = None
+        self._replaced: Inspection | None = None
         self._last_refresh = ()
         self._capture = Capture(sampled=self.fisher == "sampled")
         self._index = ParameterIndex(self.model)
@@ -573,16 +561,16 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         self._index.survey(self.model)
         self._index.set_layers(self._layers, found.matrices)
         self._index.update(self.param_groups, self.state)
-        self._capture.follow(sources_of({k: found.layers[k] for k in self._layers}, self._layers))
+        self._capture.follow(hooks_of({k: found.layers[k] for k in self._layers}, self._layers))
         self._replaced = found  # what has come is looked at after this step, which has no statistics of it
 
-    def _still_there(self, found: Survey) -> dict[str, LayerCurvature]:
+    def _still_there(self, found: Inspection) -> dict[str, LayerCurvature]:
         """The layers of before whose weights are still those that have their names."""
         layers = found.layers
         return {k: old for k, old in self._layers.items() if k in layers and old.is_of(layers[k].weight)}
 
-    def _survey_model(self) -> Survey:
-        return survey(
+    def _survey_model(self) -> Inspection:
+        return inspect_model(
             self.model,
             [p for group in self.param_groups for p in group["params"]],
             skip=self.skip,
@@ -590,14 +578,14 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             matrices_alone=self.scaling is not None,
         )
 
-    def _survey(self) -> Survey:
+    def _survey(self) -> Inspection:
         """Find out what every parameter gets, some of them curvature."""
         found = self._survey_model()
         if not found.layers:
             raise ValueError(self._nothing_found(found.entries))
         return found
 
-    def _use(self, found: Survey) -> None:
+    def _use(self, found: Inspection) -> None:
         """Watch the layers that were found."""
         self._made_for = self._replaced = None
         self._covered = found.entries
@@ -620,9 +608,9 @@ class THOR(SampledFisher, torch.optim.Optimizer):
         }
         self._index.set_layers(self._layers, found.matrices)
         self._index.update(self.param_groups, self.state)
-        self._capture.follow(sources_of(found.layers, self._layers))
+        self._capture.follow(hooks_of(found.layers, self._layers))
         self._attached = True
-        self._arm()
+        self._capture.resume()
 
     def _now(self, entries: Iterable[Covered]) -> list[Covered]:
         return covered_now(entries, dict(self.model.named_parameters()), self._index)
@@ -712,7 +700,7 @@ class THOR(SampledFisher, torch.optim.Optimizer):
             self._index.update(self.param_groups, self.state)
         self._made_for = None
         self._capture.discard()
-        self._arm()
+        self._capture.resume()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
