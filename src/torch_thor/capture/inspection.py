@@ -11,7 +11,17 @@ from torch_thor.capture.attention import opens
 from torch_thor.capture.coverage import Covered
 from torch_thor.capture.recurrence import unrolls
 from torch_thor.capture.selection import NOT_KEPT, SKIPPED, Selection, left_out
-from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, RecurrentKind, fused_experts, kind_of, why_not
+from torch_thor.curvature.kinds import (
+    PROJECTIONS,
+    Kind,
+    ProjectionKind,
+    RecurrentKind,
+    check_weight,
+    fused_experts,
+    kind_of,
+    parameter_names_of,
+    why_not,
+)
 from torch_thor.curvature.layer import Piece
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 
@@ -78,6 +88,15 @@ class _Owner:
     def name(self) -> str:
         return f"{self.module_name}.{self.attribute}".lstrip(".")
 
+    @property
+    def is_weight(self) -> bool:
+        return self.attribute == parameter_names_of(self.module)[0]
+
+    @property
+    def bias(self) -> str:
+        """The name of the module's bias."""
+        return parameter_names_of(self.module)[1]
+
 
 def inspect_model(
     model: nn.Module,
@@ -125,6 +144,8 @@ def inspect_model(
     for name in unwanted.keys() & layers.keys():
         reasons.setdefault(id(layers[name].weight.parameter), unwanted[name])
         del layers[name]
+    # a bias is a vector, whatever its shape; that of experts is one for each of them
+    vectors = {id(bias.parameter) for layer in layers.values() if layer.modules for bias in layer.biases}
     if matrices_alone:
         layers = _matrices_alone(layers, reasons)
     for name, norm in norms.items():
@@ -143,6 +164,7 @@ def inspect_model(
         for entry, parameter in zip(entries, model.parameters(), strict=True)
         if not entry.preconditioned
         and entry.reason not in left
+        and id(parameter) not in vectors
         and (matrix := _plain_matrix(owners[id(parameter)], parameter)) is not None
     }
     rest = [
@@ -203,10 +225,12 @@ def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: d
     inside_attention = {
         id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a
     }
+    for module in model.modules():
+        check_weight(module)
     layers = {}
     for parameter in model.parameters():
         sharing = owners[id(parameter)]
-        if id(parameter) in reasons or any(o.attribute != "weight" or _is_norm(o.module) for o in sharing):
+        if id(parameter) in reasons or any(not o.is_weight or _is_norm(o.module) for o in sharing):
             continue
         if any(id(o.module) in inside_attention for o in sharing):
             continue
@@ -217,14 +241,14 @@ def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: d
                 reasons[id(parameter)] = f"shared by {', '.join(repr(o.name) for o in sharing)}"
             continue
         first, kind = group[0]
-        own_biases = [(o, b) for o, _ in group if (b := getattr(o.module, "bias", None)) is not None]
+        own_biases = [(o, b) for o, _ in group if (b := getattr(o.module, o.bias, None)) is not None]
         if not kind.solves_biases:
             reasons.update({id(b): f"G of {kind.label} is that of its weight alone" for _, b in own_biases})
-        biases = [Piece(o.module, "bias") for o, b in own_biases if id(b) not in reasons and len(owners[id(b)]) == 1]
+        biases = [Piece(o.module, o.bias) for o, b in own_biases if id(b) not in reasons and len(owners[id(b)]) == 1]
         layers[first.module_name] = Layer(
             first.module_name,
             kind,
-            Piece(first.module, "weight"),
+            Piece(first.module, first.attribute),
             biases,
             modules=[(o.module, k) for o, k in group],
         )
@@ -360,8 +384,8 @@ def _entry(
         kind = biased[0].kind
         return Covered(name, shape, kind.label, (kind.outputs,), kind.groups * len(biased), note=note)
     reason = reasons.get(id(parameter)) or unwanted.get(owner.module_name)
-    weight = getattr(owner.module, "weight", None)
-    tied = [layer.name for layer in layers if owner.attribute == "bias" and layer.weight.parameter is weight]
+    weight = getattr(owner.module, parameter_names_of(owner.module)[0], None)
+    tied = [layer.name for layer in layers if owner.attribute == owner.bias and layer.weight.parameter is weight]
     if tied and not others:
         reason = reason or f"the weight of its layer is preconditioned as that of {tied[0]!r}, which has another G"
     reason = reason or _why_plain(owner, shared=len(owners) > 1)
@@ -377,6 +401,6 @@ def _why_plain(owner: _Owner, *, shared: bool) -> str:
     reason = why_not(module)
     if reason is not None and not isinstance(module, nn.MultiheadAttention):
         return reason
-    if owner.attribute == "bias":
+    if owner.attribute == owner.bias:
         return "the weight of its layer is not preconditioned"
     return f"not the weight or bias of {type(module).__name__}"

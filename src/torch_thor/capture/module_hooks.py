@@ -1,5 +1,6 @@
 """The modules that rows come from, and what is heard of their calls (:mod:`torch_thor.capture.module_calls`)."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -50,6 +51,8 @@ class CalledModuleHook:
         self.module = module
         self.layers = [layer]
         self.kind = kind
+        arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._input = arguments[0] if arguments else "input"
 
     def enter(self, hearer: Watcher, args: Any) -> None:
         """Do nothing.
@@ -68,7 +71,9 @@ class CalledModuleHook:
             kwargs: those by name.
             output: its output.
         """
-        hearer.watch(self.layers[0], self.kind, args[0] if args else kwargs["input"], output)
+        x = args[0] if args else kwargs.get(self._input)
+        if isinstance(x, Tensor):
+            hearer.watch(self.layers[0], self.kind, x, output)
 
     def abandon(self) -> None:
         """Do nothing."""
