@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from torch_thor.capture.eager import eager_window
-from torch_thor.capture.loss_terms import Call, Pass, terms_of, terms_of_step
+from torch_thor.capture.loss_terms import Call, Pass, loss_terms_of_pass, loss_terms_of_step
 from torch_thor.capture.module_calls import module_calls
 from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.capture.phases import GatheredInputs, Phase
@@ -227,7 +227,7 @@ class Capture:
         """
         if self.sampler is not None:
             return self.sampler.terms
-        return terms_of_step(self._passes.values())
+        return loss_terms_of_step(self._passes.values())
 
     @property
     def doubtful_terms(self) -> tuple[int, int] | None:
@@ -236,9 +236,9 @@ class Capture:
         Only while all layers count: those that are left when others have stopped say less.
         """
         for one in self._passes.values() if self._first is None else ():
-            terms = terms_of(one.calls)
-            if terms.number != terms.last:
-                return terms.number, terms.last
+            found = loss_terms_of_pass(one.calls)
+            if found.number != found.last:
+                return found.number, found.last
         return None
 
     def discard(self) -> None:
@@ -400,7 +400,7 @@ class Capture:
     def _remember_first(self) -> None:
         for one in self._passes.values():
             if one.calls:
-                self._first = terms_of(one.calls).first
+                self._first = loss_terms_of_pass(one.calls).first
 
 
 def _call(layer: LayerCurvature, kind: Kind, x: Tensor) -> Call:
