@@ -1,9 +1,11 @@
-"""Where rows come from: on refresh steps each layer's call is heard, which hangs a hook on the gradient of its output.
+"""Gathers the statistics of layers: decides which layers gather, and adds up their rows.
 
-Between refreshes there is no hook at all. On a refresh step the output's hook gets both rows at once: so an evaluation
-pass, a pass whose loss is never differentiated, and the first of the two passes of activation checkpointing leave
-nothing behind, and the input is kept alive no longer than autograd keeps it anyway. Where A alone is wanted, the call
-itself gives its rows, and there is no hook on any gradient.
+On a refresh step the call of each layer that gathers is seen (:mod:`torch_thor.capture.module_hooks`) and registers a
+hook on its output. When the gradient of the output arrives, the hook has both input and gradient and adds their rows.
+So an evaluation pass, a pass whose loss is never differentiated, and the first of the two passes of activation
+checkpointing leave nothing behind, and the input is kept alive no longer than autograd keeps it anyway. Where A alone
+is gathered, its rows are added in the forward pass, and there is no hook on any gradient. On all other steps there is
+no hook at all.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -45,9 +47,9 @@ class Absence:
 class Capture:
     """Gathers the statistics of all layers, and counts the loss terms of the step.
 
-    Each layer is in one :class:`Phase`, which only the methods here change: :meth:`resume` reads it from the state,
-    :meth:`want` begins gathering, :meth:`finish_refresh` ends it, and :meth:`listen` tells required from optional
-    statistics, and which layers count, and has hooks where they are needed.
+    Each layer is in one :class:`Phase`, which only the methods here change: :meth:`resume` derives it from the state,
+    :meth:`want` begins gathering, :meth:`finish_refresh` ends it, and :meth:`listen` decides which statistics are
+    required and which layers count loss terms, and registers the hooks that this takes.
 
     Args:
         hooks: the modules whose calls give rows, and the layers they give them to.
@@ -63,7 +65,7 @@ class Capture:
         self._inputs = GatheredInputs()
         self.row_mask: Tensor | None = None
         self.mask_taken = False  # whether some layer's rows have been of the shape of the mask
-        self.reached: set[LayerCurvature] = set()  # layers that were heard of in this step, with or without rows
+        self.reached: set[LayerCurvature] = set()  # layers whose calls came in this step, with or without rows
         self.inside_transform: set[str] = set()  # layers that ran under torch.func, where no hook sees a gradient
         self.follow(hooks)
 
@@ -136,7 +138,7 @@ class Capture:
         self._set_due(layer, False)
 
     def listen(self) -> None:
-        """Have hooks where statistics are wanted, and nowhere else; to be called when phases have changed.
+        """Register hooks where statistics are wanted, and nowhere else; to be called when phases have changed.
 
         Loss terms are counted where some layers want statistics and the first layer does not: it stands for the whole
         model, also when it has stopped or has an interval of its own.
@@ -277,7 +279,7 @@ class Capture:
             self.discard()
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Remove all hooks."""
         module_calls.listen(self, ())
         eager_window.hold(self, False)
 

@@ -1,4 +1,4 @@
-"""Looks at every parameter of a model: which layer preconditions it, and how, or why none does."""
+"""Inspects a model: which layers can be preconditioned, and for every parameter, which layer does it, or why none."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +65,7 @@ class Layer:
 
 @dataclass
 class Inspection:
-    """What every parameter of a model gets.
+    """What was found of a model.
 
     Args:
         entries: one a parameter, in the model's order.
@@ -106,7 +106,7 @@ def inspect_model(
     only: Selection = None,
     matrices_alone: bool = False,
 ) -> Inspection:
-    """Look at every parameter of a model.
+    """Find the layers of a model, and how each of its parameters is trained.
 
     Args:
         model: the model.
@@ -117,10 +117,11 @@ def inspect_model(
             factors, as the scale-free step wants it.
 
     Returns:
-        What each parameter gets.
+        The layers, and an entry for each parameter.
 
     Raises:
-        ValueError: a parameter has no shape yet (a lazy module), or a pattern matches nothing.
+        ValueError: a parameter has no shape yet (a lazy module), a pattern matches nothing, or the kind that is
+            registered for a module does not fit it.
     """
     owners: defaultdict[int, list[_Owner]] = defaultdict(list)
     for module_name, module in model.named_modules():

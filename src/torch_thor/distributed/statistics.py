@@ -16,7 +16,7 @@ def pool(
         layers: those whose statistics are wanted, the same on every process, whether or not it has any; their output
             gradients are those of one loss term (:meth:`LayerCurvature.scale_outputs_`), since a rank's share of the
             loss terms may differ.
-        reached: the layers that were heard of in this step, here; becomes those of all processes.
+        reached: the layers whose calls came in this step, here; becomes those of all processes.
         inside_transform: the layers that ran where no statistics can be seen, here; becomes those of all processes.
     """
     if processes.count == 1:

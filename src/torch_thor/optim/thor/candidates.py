@@ -21,7 +21,7 @@ def candidates_of(
         terms: N.
         index: knows each layer's group.
         report: called with a layer and a sentence on why it has no rows.
-        reached: the layers that were heard of in this step, with or without rows.
+        reached: the layers whose calls came in this step, with or without rows.
 
     Returns:
         The candidates, in order.
