@@ -112,6 +112,13 @@ def test_shared_with_a_module_that_has_no_kind():
     assert reasons(inspect(model))["0.weight"] == "shared by '0.weight', '1.weight'"
 
 
+def test_shared_with_the_model_itself():
+    model = nn.Linear(4, 4)
+    model.add_module("inside", nn.Bilinear(4, 1, 4, bias=False))
+    model.inside.register_parameter("weight", model.weight)
+    assert reasons(inspect(model))["weight"] == "shared by 'weight', 'inside.weight'"
+
+
 # ---- normalisation ---------------------------------------------------------------------------------------------------
 
 

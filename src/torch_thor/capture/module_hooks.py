@@ -138,9 +138,8 @@ class OpenedModuleHook:
         """
         if not torch.is_grad_enabled():
             return
-        if not any(
-            subscriber.gathers(layer) for layer in self.layers
-        ):  # loss terms are counted without opening: same bits
+        # loss terms are counted without the mode, which rounds otherwise
+        if not any(subscriber.gathers(layer) for layer in self.layers):
             return
         while self._open:  # Ctrl-C inside its forward: torch runs no hook then, and the mode is still there
             stale = self._open.pop()
