@@ -4,7 +4,8 @@
     python benchmarks/scale_free_trials.py --table    # the lines alone
 
 The prototype stands in this file: the step of :mod:`torch_thor.optim.thor.scale_free` for linear layers and
-convolutions, with what was tried beside it. ``deep`` is a larger autoencoder, 784-1000-500-250-30 and back, with batches of 500.
+convolutions, with what was tried beside it. ``deep`` is a larger autoencoder, 784-1000-500-250-30 and back, with
+batches of 500.
 """
 
 import argparse

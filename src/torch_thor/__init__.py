@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch_thor.curvature.kinds.registry import register_kind
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.lamb import LAMB
@@ -21,6 +22,7 @@ __all__ = [
     "adaptive_clip_grad_",
     "choose_split_dim",
     "intervals",
+    "register_kind",
 ]
 
 __version__ = "0.1.0"
@@ -33,6 +35,7 @@ _MODULES = {
     "SplitChoice": "split.choice",
     "adaptive_clip_grad_": "optim.agc",
     "choose_split_dim": "split.choice",
+    "register_kind": "curvature",
 }
 _PACKAGES = ("capture", "curvature", "distributed", "optim", "split")
 

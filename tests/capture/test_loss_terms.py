@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_thor import THOR
-from torch_thor.capture.loss_terms import Call, Pass, terms_of, terms_of_step
+from torch_thor.capture.loss_terms import Call, Pass, loss_terms_of_pass, loss_terms_of_step
 
 N, L, D = 6, 5, 4
 DOUBT = "ignore:THOR takes N:RuntimeWarning"
@@ -402,14 +402,16 @@ CALLS = {  # in the order of the backward pass: the head first
 @pytest.mark.parametrize("name", CALLS)
 def test_rule(name):
     calls, number, first = CALLS[name]
-    terms = terms_of(calls)
+    terms = loss_terms_of_pass(calls)
     assert (terms.number, terms.first) == (number, first)
 
 
 def test_passes_add_up_where_they_share_a_layer():
     trunk, head, other = call("trunk", 8), call("head", 8), call("other", 8)
-    assert terms_of_step([]) == 0
-    assert terms_of_step([Pass([head, trunk]), Pass([head, trunk])]) == 16
-    assert terms_of_step([Pass([head]), Pass([other])]) == 8
-    assert terms_of_step([Pass([head, trunk]), Pass([other, trunk], repeated=True)]) == 8
-    assert terms_of_step([Pass([head, trunk]), Pass([trunk])]) == 16  # an expert that one micro-batch does not reach
+    assert loss_terms_of_step([]) == 0
+    assert loss_terms_of_step([Pass([head, trunk]), Pass([head, trunk])]) == 16
+    assert loss_terms_of_step([Pass([head]), Pass([other])]) == 8
+    assert loss_terms_of_step([Pass([head, trunk]), Pass([other, trunk], repeated=True)]) == 8
+    assert (
+        loss_terms_of_step([Pass([head, trunk]), Pass([trunk])]) == 16
+    )  # an expert that one micro-batch does not reach

@@ -8,7 +8,8 @@ from torch import nn
 
 from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature, Piece
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.parameter_view import ParameterView
 
 
 def matrix_of(groups, size, block):
@@ -55,12 +56,14 @@ def test_nothing_to_cut():
 
 
 def test_gathered_sums_are_cut_with_the_split_dimension():
-    module, split = nn.Linear(7, 5).double(), {"dim": None}
-    layer = LayerCurvature("fc", kind_of(module), Piece(module, "weight"), [], dict, lambda _: split["dim"])
+    module, group = nn.Linear(7, 5).double(), {"split_dim": None}
+    view = ParameterView(module, "weight")
+    view.bind(None, group)
+    layer = LayerCurvature("fc", kind_of(module), view, [])
     assert layer.gathered() is None
     x, g = torch.randn(4, 7, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     layer.gather(layer.kind, x, g)
-    split["dim"] = 3
+    group["split_dim"] = 3
     layer.cut_gathered()
     a, b = layer.gathered()
     torch.testing.assert_close(a.dense()[0], masked(x.T @ x, 3))

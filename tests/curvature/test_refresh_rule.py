@@ -184,13 +184,13 @@ def test_without_hooks_the_bits_are_the_same(names, monkeypatch):
     twin.load_state_dict(model.state_dict())
     train(model, stopping(model, *names), STREAM)
     assert len(listened_to(model)) < 3
-    attach = Capture.attach
+    listen = Capture.listen
 
     def hooks_everywhere(self):
-        attach(self)
-        module_calls.listen(self, self._sources)
+        listen(self)
+        module_calls.listen(self, self._hooks)
 
-    monkeypatch.setattr(Capture, "attach", hooks_everywhere)
+    monkeypatch.setattr(Capture, "listen", hooks_everywhere)
     other = stopping(twin, *names)
     train(twin, other, STREAM)
     assert listened_to(twin) == {"0", "2", "4"}  # else nothing was compared

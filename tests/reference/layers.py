@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import nn
 
-from reference.rows import CALLED, TRANSPOSED, is_gpt2_linear, is_standardised, places
+from reference.rows import CALLED, TRANSPOSED, is_inputs_first, is_standardised, places
 
 NORMS = (
     nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.InstanceNorm1d
@@ -39,8 +39,8 @@ class Layer:
     def matrices(self, tensor: np.ndarray) -> list[np.ndarray]:
         """(out, in), one a group; columns in the order of the rows of the input."""
         module = self.module
-        if isinstance(module, nn.Embedding) or is_gpt2_linear(module):
-            return [tensor.T]
+        if isinstance(module, nn.Embedding) or is_inputs_first(module):
+            return [tensor.reshape(len(tensor), -1).T]
         if module is None and tensor.ndim == 3:
             return [tensor[0].T if self.inputs_first else tensor[0]]
         if not isinstance(module, TRANSPOSED):
@@ -54,8 +54,8 @@ class Layer:
     def tensor(self, matrices: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
         """The way back."""
         module = self.module
-        if isinstance(module, nn.Embedding) or is_gpt2_linear(module):
-            return matrices[0].T
+        if isinstance(module, nn.Embedding) or is_inputs_first(module):
+            return matrices[0].T.reshape(shape)
         if module is None and len(shape) == 3:
             return (matrices[0].T if self.inputs_first else matrices[0])[None]
         if not isinstance(module, TRANSPOSED):
@@ -89,7 +89,7 @@ def layers_of(
         names = [
             name
             for name, module in modules.items()
-            if (isinstance(module, CALLED) or is_gpt2_linear(module))
+            if (isinstance(module, CALLED) or is_inputs_first(module))
             and module.weight.requires_grad
             and name not in others
         ]

@@ -12,7 +12,7 @@ from torch import nn
 
 from reference.factors import Curvature, factors_of_rows
 from reference.layers import layers_of
-from reference.rows import CALLED, is_gpt2_linear, rows_of
+from reference.rows import CALLED, is_inputs_first, rows_of
 
 Uses = dict[str, list[tuple[np.ndarray, np.ndarray]]]  # what ran -> (x, gradient of the loss by y), one a use
 
@@ -34,7 +34,7 @@ def gradients(
     output, seen = forward(model, x)
     modules = dict(model.named_modules())
     # a name that is no called module's is a projection's inside an attention
-    parents = {name for name, m in modules.items() if not isinstance(m, CALLED) and not is_gpt2_linear(m)}
+    parents = {name for name, m in modules.items() if not isinstance(m, CALLED) and not is_inputs_first(m)}
     seen = [(name, a, y) for name, a, y in seen if name not in parents]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     seen = [(name, a, y) for name, a, y in seen if y.requires_grad]  # nothing trainable before: no gradient

@@ -21,9 +21,9 @@ def is_standardised(module: nn.Module | None) -> bool:
     return type(module).__name__ in STANDARDISED
 
 
-def is_gpt2_linear(module: nn.Module | None) -> bool:
-    """A linear layer whose weight is (in, out)."""
-    return type(module).__name__ == "Conv1D"
+def is_inputs_first(module: nn.Module | None) -> bool:
+    """A linear layer whose weight is (in, out) or (in, ...): GPT-2's, and what says so of itself."""
+    return type(module).__name__ == "Conv1D" or getattr(module, "inputs_come_first", False)
 
 
 def places(sizes) -> list[tuple[int, ...]]:
@@ -157,5 +157,5 @@ def rows_of(module: nn.Module | None, x: np.ndarray, grad_y: np.ndarray, mask: n
         x, grad_y = x[mask], grad_y[mask]
     if isinstance(module, nn.Embedding):
         return [embedding_rows(x, grad_y, module)]
-    assert module is None or isinstance(module, nn.Linear) or is_gpt2_linear(module)
+    assert module is None or isinstance(module, nn.Linear) or is_inputs_first(module)
     return [(x.reshape(-1, x.shape[-1]), grad_y.reshape(-1, grad_y.shape[-1]))]

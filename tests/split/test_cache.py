@@ -10,7 +10,8 @@ from torch import nn
 import torch_thor
 from torch_thor import SplitChoice
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature, Piece
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.split import cache
 
 CHOICE = SplitChoice(16, 20.5, (1, 16), (1.0, 0.5), (0.0, 1.0), (0.1, 0.2), {"fc": {"A": (0.5, 0.0)}}, "a device")
@@ -18,7 +19,7 @@ CHOICE = SplitChoice(16, 20.5, (1, 16), (1.0, 0.5), (0.0, 1.0), (0.1, 0.2), {"fc
 
 def layers(inputs=20, outputs=3, name="fc", dtype=torch.float32):
     module = nn.Linear(inputs, outputs, dtype=dtype)
-    return {name: LayerCurvature(name, kind_of(module), Piece(module, "weight"), [], dict, lambda _: None)}
+    return {name: LayerCurvature(name, kind_of(module), ParameterView(module, "weight"), [])}
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 import torch_thor.split.choice as choice_module
 from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature, Piece
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.split.choice import candidates, find_crossing, nearest
 
 
@@ -51,7 +52,7 @@ def test_nearest_candidate(crossing, expected):
 )
 def test_candidates(inputs, outputs, expected):
     module = nn.Linear(inputs, outputs, device="meta")
-    layer = LayerCurvature("", kind_of(module), Piece(module, "weight"), [], dict, lambda _: None)
+    layer = LayerCurvature("", kind_of(module), ParameterView(module, "weight"), [])
     assert candidates([layer]) == expected
 
 

@@ -1,9 +1,9 @@
-"""How the projections of ``nn.MultiheadAttention`` are seen: it computes them in one function, calling no layer.
+"""Makes the projections of ``nn.MultiheadAttention`` visible, which it computes in one function without a module.
 
-On a refresh step, and only then, that function is called with its four projections taken out: query, key and value go
-in as ``F.linear`` has projected them, its own weights are identities (exact: a product with 1 and sums of 0), and its
-result is projected afterwards. The numbers are the same up to the order of rounding; rows and gradients are there to be
-seen as those of any linear layer, and nothing of the model is touched.
+On a refresh step, and only then, that function is called with its four projections taken out: query, key and value are
+projected by ``F.linear`` beforehand, its own weights are replaced by identities (exact: products with 1 and sums with
+0), and its result is projected afterwards. The numbers are the same up to the order of rounding. The inputs and outputs
+of the four projections are then those of ordinary linear layers, and the model is not changed.
 """
 
 from collections.abc import Callable, Mapping

@@ -42,7 +42,7 @@ def table(entries: Iterable[Covered], split_dim: str) -> str:
     """Return the entries as text for people.
 
     Args:
-        entries: what :func:`survey` found.
+        entries: what :func:`torch_thor.capture.inspection.inspect_model` found.
         split_dim: the block size, for the heading
 
     Returns:

@@ -1,8 +1,7 @@
-"""Refresh steps run eagerly: compiled code calls no hook that it was not compiled with.
+"""Steps that gather statistics run eagerly, because compiled code calls no hook that it was not compiled with.
 
-While any optimizer waits for statistics, ``torch.compile`` is told to stand aside (``force_eager``): compiled code
-stays as it is, with no hook of ours, no graph break and nothing to recompile, and the steps that need hooks run
-without it.
+While an optimizer requires statistics, the stance of ``torch.compile`` is ``force_eager``: compiled code is not used,
+and is kept as it is. It has no hook of ours in it, no graph break, and is not compiled again.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Looks at every parameter of a model: which layer preconditions it, and how, or why none does."""
+"""Inspects a model: which layers can be preconditioned, and for every parameter, which layer does it, or why none."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +11,19 @@ from torch_thor.capture.attention import opens
 from torch_thor.capture.coverage import Covered
 from torch_thor.capture.recurrence import unrolls
 from torch_thor.capture.selection import NOT_KEPT, SKIPPED, Selection, left_out
-from torch_thor.curvature.kinds import PROJECTIONS, Kind, ProjectionKind, RecurrentKind, fused_experts, kind_of, why_not
-from torch_thor.curvature.layer import Piece
+from torch_thor.curvature.kinds import (
+    PROJECTIONS,
+    Kind,
+    ProjectionKind,
+    RecurrentKind,
+    check_weight,
+    fused_experts,
+    kind_of,
+    parameter_names_of,
+    why_not,
+)
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
+from torch_thor.curvature.parameter_view import ParameterView
 
 _NORM = "a normalisation layer"
 NOT_TRAINED = "in no parameter group of this optimizer: not trained"
@@ -39,8 +49,8 @@ class Layer:
 
     name: str
     kind: Kind
-    weight: Piece
-    biases: list[Piece] = field(default_factory=list)
+    weight: ParameterView
+    biases: list[ParameterView] = field(default_factory=list)
     prefix: str = ""
     modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
     attention: tuple[nn.MultiheadAttention, str] | None = None
@@ -54,8 +64,8 @@ class Layer:
 
 
 @dataclass
-class Survey:
-    """What every parameter of a model gets.
+class Inspection:
+    """What was found of a model.
 
     Args:
         entries: one a parameter, in the model's order.
@@ -78,16 +88,25 @@ class _Owner:
     def name(self) -> str:
         return f"{self.module_name}.{self.attribute}".lstrip(".")
 
+    @property
+    def is_weight(self) -> bool:
+        return self.attribute == parameter_names_of(self.module)[0]
 
-def survey(
+    @property
+    def bias(self) -> str:
+        """The name of the module's bias."""
+        return parameter_names_of(self.module)[1]
+
+
+def inspect_model(
     model: nn.Module,
     trained: Iterable[Tensor],
     *,
     skip: Selection = None,
     only: Selection = None,
     matrices_alone: bool = False,
-) -> Survey:
-    """Look at every parameter of a model.
+) -> Inspection:
+    """Find the layers of a model, and how each of its parameters is trained.
 
     Args:
         model: the model.
@@ -98,10 +117,11 @@ def survey(
             factors, as the scale-free step wants it.
 
     Returns:
-        What each parameter gets.
+        The layers, and an entry for each parameter.
 
     Raises:
-        ValueError: a parameter has no shape yet (a lazy module), or a pattern matches nothing.
+        ValueError: a parameter has no shape yet (a lazy module), a pattern matches nothing, or the kind that is
+            registered for a module does not fit it.
     """
     owners: defaultdict[int, list[_Owner]] = defaultdict(list)
     for module_name, module in model.named_modules():
@@ -125,6 +145,8 @@ def survey(
     for name in unwanted.keys() & layers.keys():
         reasons.setdefault(id(layers[name].weight.parameter), unwanted[name])
         del layers[name]
+    # a bias is a vector, whatever its shape; that of experts is one for each of them
+    vectors = {id(bias.parameter) for layer in layers.values() if layer.modules for bias in layer.biases}
     if matrices_alone:
         layers = _matrices_alone(layers, reasons)
     for name, norm in norms.items():
@@ -136,13 +158,14 @@ def survey(
         for name, parameter in model.named_parameters()
     ]
     if not matrices_alone:
-        return Survey(entries, layers, {})
+        return Inspection(entries, layers, {})
     left = {SKIPPED, NOT_KEPT, NOT_TRAINED, _NORM}
     matrices = {
         entry.name: matrix
         for entry, parameter in zip(entries, model.parameters(), strict=True)
         if not entry.preconditioned
         and entry.reason not in left
+        and id(parameter) not in vectors
         and (matrix := _plain_matrix(owners[id(parameter)], parameter)) is not None
     }
     rest = [
@@ -153,7 +176,7 @@ def survey(
         )
         for entry in entries
     ]
-    return Survey(rest, layers, matrices)
+    return Inspection(rest, layers, matrices)
 
 
 def _plain_matrix(owners: Sequence[_Owner], parameter: nn.Parameter) -> PlainMatrix | None:
@@ -203,10 +226,12 @@ def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: d
     inside_attention = {
         id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a
     }
+    for module in model.modules():
+        check_weight(module)
     layers = {}
     for parameter in model.parameters():
         sharing = owners[id(parameter)]
-        if id(parameter) in reasons or any(o.attribute != "weight" or _is_norm(o.module) for o in sharing):
+        if id(parameter) in reasons or any(not o.is_weight or _is_norm(o.module) for o in sharing):
             continue
         if any(id(o.module) in inside_attention for o in sharing):
             continue
@@ -217,14 +242,16 @@ def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: d
                 reasons[id(parameter)] = f"shared by {', '.join(repr(o.name) for o in sharing)}"
             continue
         first, kind = group[0]
-        own_biases = [(o, b) for o, _ in group if (b := getattr(o.module, "bias", None)) is not None]
+        own_biases = [(o, b) for o, _ in group if (b := getattr(o.module, o.bias, None)) is not None]
         if not kind.solves_biases:
             reasons.update({id(b): f"G of {kind.label} is that of its weight alone" for _, b in own_biases})
-        biases = [Piece(o.module, "bias") for o, b in own_biases if id(b) not in reasons and len(owners[id(b)]) == 1]
+        biases = [
+            ParameterView(o.module, o.bias) for o, b in own_biases if id(b) not in reasons and len(owners[id(b)]) == 1
+        ]
         layers[first.module_name] = Layer(
             first.module_name,
             kind,
-            Piece(first.module, "weight"),
+            ParameterView(first.module, first.attribute),
             biases,
             modules=[(o.module, k) for o, k in group],
         )
@@ -262,13 +289,18 @@ def _attention_layers(
     for i, projection in enumerate(PROJECTIONS):
         rows = slice(i * size, (i + 1) * size)
         if module._qkv_same_embed_dim:
-            weight, prefix = Piece(module, "in_proj_weight", rows), f"{projection}_"
+            weight, prefix = ParameterView(module, "in_proj_weight", rows), f"{projection}_"
         else:
-            weight, prefix = Piece(module, f"{projection}_proj_weight"), ""
-        biases = [] if module.in_proj_bias is None else [Piece(module, "in_proj_bias", rows)]
+            weight, prefix = ParameterView(module, f"{projection}_proj_weight"), ""
+        biases = [] if module.in_proj_bias is None else [ParameterView(module, "in_proj_bias", rows)]
         found[f"{projection}_proj"] = (weight, biases, prefix, projection)
     out = module.out_proj
-    found["out_proj"] = (Piece(out, "weight"), [] if out.bias is None else [Piece(out, "bias")], "", "out")
+    found["out_proj"] = (
+        ParameterView(out, "weight"),
+        [] if out.bias is None else [ParameterView(out, "bias")],
+        "",
+        "out",
+    )
     layers = {}
     for part, (weight, biases, prefix, projection) in found.items():
         parameter = weight.parameter
@@ -289,12 +321,12 @@ def _expert_layers(
     """Find the 3-d weights that hold a matrix for each expert, with their biases ``(E, out)``."""
     layers = {}
     for attribute, kind in fused_experts(module).items():
-        weight = Piece(module, attribute)
+        weight = ParameterView(module, attribute)
         if id(weight.parameter) in reasons or len(owners[id(weight.parameter)]) > 1:
             continue
         bias = module._parameters.get(f"{attribute}_bias")
         is_theirs = bias is not None and bias.shape == (kind.groups, kind.outputs)
-        biases = [Piece(module, f"{attribute}_bias")] if is_theirs and id(bias) not in reasons else []
+        biases = [ParameterView(module, f"{attribute}_bias")] if is_theirs and id(bias) not in reasons else []
         full_name = f"{name}.{attribute}".lstrip(".")
         layers[full_name] = Layer(full_name, kind, weight, biases, experts=(module, attribute))
     return layers
@@ -321,8 +353,8 @@ def _recurrent_layers(
         layers[full_name] = Layer(
             full_name,
             RecurrentKind(parameter, label),
-            Piece(module, attribute),
-            [Piece(module, beside)] if is_own else [],
+            ParameterView(module, attribute),
+            [ParameterView(module, beside)] if is_own else [],
             recurrent=(module, attribute),
         )
     return layers
@@ -360,8 +392,8 @@ def _entry(
         kind = biased[0].kind
         return Covered(name, shape, kind.label, (kind.outputs,), kind.groups * len(biased), note=note)
     reason = reasons.get(id(parameter)) or unwanted.get(owner.module_name)
-    weight = getattr(owner.module, "weight", None)
-    tied = [layer.name for layer in layers if owner.attribute == "bias" and layer.weight.parameter is weight]
+    weight = getattr(owner.module, parameter_names_of(owner.module)[0], None)
+    tied = [layer.name for layer in layers if owner.attribute == owner.bias and layer.weight.parameter is weight]
     if tied and not others:
         reason = reason or f"the weight of its layer is preconditioned as that of {tied[0]!r}, which has another G"
     reason = reason or _why_plain(owner, shared=len(owners) > 1)
@@ -377,6 +409,6 @@ def _why_plain(owner: _Owner, *, shared: bool) -> str:
     reason = why_not(module)
     if reason is not None and not isinstance(module, nn.MultiheadAttention):
         return reason
-    if owner.attribute == "bias":
+    if owner.attribute == owner.bias:
         return "the weight of its layer is not preconditioned"
     return f"not the weight or bias of {type(module).__name__}"

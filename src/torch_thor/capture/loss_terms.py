@@ -17,14 +17,14 @@ class Call:
 
     Args:
         layer: which layer, anything hashable.
-        terms: the leading dimension of its input, 1 without a batch.
+        loss_terms: the leading dimension of its input, 1 without a batch.
         dims: the leading dimensions of its input: all but the features.
         certain: whether the layer says which dimension is the batch: a convolution, an attention, a recurrent layer.
         embedding: whether its input are indices, of tokens or of positions.
     """
 
     layer: Any
-    terms: int
+    loss_terms: int
     dims: tuple[int, ...]
     certain: bool = False
     embedding: bool = False
@@ -44,7 +44,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossTerms:
     """What the calls of one pass say.
 
     Args:
@@ -58,7 +58,7 @@ class Terms:
     last: int
 
 
-def terms_of(calls: Iterable[Call]) -> Terms:
+def loss_terms_of_pass(calls: Iterable[Call]) -> LossTerms:
     """Return the number of samples of a pass, in which most layers agree.
 
     Calls that say nothing are left out: those of embeddings where other layers were reached, and those without a batch
@@ -76,23 +76,23 @@ def terms_of(calls: Iterable[Call]) -> Terms:
     telling = [c for c in calls if not c.embedding]
     if not telling:  # positions (L,) beside tokens (N, L): what has most dimensions
         telling = [c for c in calls if len(c.dims) == max(len(other.dims) for other in calls)]
-    telling = [c for c in telling if c.terms > 1] or telling
-    certain = Counter(c.terms for c in telling if c.certain)
+    telling = [c for c in telling if c.loss_terms > 1] or telling
+    certain = Counter(c.loss_terms for c in telling if c.certain)
     samples = certain.most_common(1)[0][0] if certain else 0
     numbers = [_batch_of(c, samples) for c in telling]
     last, first = numbers[0], numbers[-1]
     counts = Counter(reversed(numbers))  # of equal counts the first one met leads: the nearest to the input
     number = first if first == last else counts.most_common(1)[0][0]
     nearest = next(c.layer for c, n in zip(reversed(telling), reversed(numbers), strict=True) if n == number)
-    return Terms(number, nearest, last)
+    return LossTerms(number, nearest, last)
 
 
 def _batch_of(call: Call, samples: int) -> int:
     sequence_first = not call.certain and len(call.dims) > 1 and call.dims[0] != samples == call.dims[1]
-    return samples if sequence_first else call.terms
+    return samples if sequence_first else call.loss_terms
 
 
-def terms_of_step(passes: Iterable[Pass]) -> int:
+def loss_terms_of_step(passes: Iterable[Pass]) -> int:
     """Return N of a step: micro-batches add up, several losses of one batch do not.
 
     Passes that share a layer are micro-batches. Two that share none are two heads of one model, and a pass that goes
@@ -107,7 +107,7 @@ def terms_of_step(passes: Iterable[Pass]) -> int:
     totals: Counter[Any] = Counter()
     for one in passes:
         if one.calls and not one.repeated:
-            number = terms_of(one.calls).number
+            number = loss_terms_of_pass(one.calls).number
             for layer in {call.layer for call in one.calls}:
                 totals[layer] += number
     return max(totals.values(), default=0)

@@ -1,8 +1,8 @@
-"""The calls of modules, for whoever waits for statistics: hooks of the process, never of a model.
+"""Calls handlers before and after the forward of modules, through PyTorch's global module hooks.
 
-PyTorch's global module hooks are there while somebody waits and gone afterwards. A hook on a module would go along with
-every copy of the model that is made meanwhile (a pickle that ``weights_only`` refuses, an averaged model, a scripted
-one), and would see the outputs that other hooks have replaced; a global one runs first.
+The global hooks are registered while there is a subscriber, and removed when there is none. A hook on the module itself
+would be copied with the model (into a pickle that ``weights_only`` refuses, an averaged model, a scripted one), and
+would see outputs that other hooks have replaced; ours are global and run first.
 """
 
 import sys
@@ -21,25 +21,25 @@ from torch.utils.hooks import RemovableHandle
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
-class Listener(Protocol):
-    """Something that hears of the calls of one module."""
+class CallHandler(Protocol):
+    """Handles the calls of one module."""
 
     module: nn.Module
 
-    def enter(self, hearer: Any, args: Any) -> None:
-        """Take note that the module is about to run.
+    def enter(self, subscriber: Any, args: Any) -> None:
+        """Called before the module's forward.
 
         Args:
-            hearer: who listens.
+            subscriber: the subscriber.
             args: the positional arguments.
         """
         ...
 
-    def leave(self, hearer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Take note that the module has run.
+    def leave(self, subscriber: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Called after the module's forward.
 
         Args:
-            hearer: who listens.
+            subscriber: the subscriber.
             args: the positional arguments.
             kwargs: the arguments by name.
             output: what its own forward returned.
@@ -47,27 +47,27 @@ class Listener(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Take note that its forward, or a hook on it, has raised."""
+        """Called where the module's forward, or a hook on the module, has raised an exception."""
         ...
 
 
 class ModuleCalls:
-    """Tells those who listen of the calls of their modules."""
+    """The subscribers, and the handlers of each."""
 
     def __init__(self) -> None:
-        # by the identity of who listens; weak, so that nobody is kept alive by listening
-        self._heard: dict[int, tuple[weakref.ref[Any], dict[int, Listener]]] = {}
+        # by the identity of the subscriber; weak references, so that to subscribe keeps no object alive
+        self._heard: dict[int, tuple[weakref.ref[Any], dict[int, CallHandler]]] = {}
         self._handles: list[RemovableHandle] = []
         self._quiet: Any = None
 
-    def listen(self, hearer: object, listeners: Iterable[Listener]) -> None:
-        """Tell somebody of the calls of some modules, and of no others from now on.
+    def listen(self, subscriber: object, handlers: Iterable[CallHandler]) -> None:
+        """Subscribe to the calls of some modules, and of no others from now on.
 
         Args:
-            hearer: who listens; one that is dropped listens no more.
-            listeners: what hears of the calls, one a module; none to stop.
+            subscriber: the subscriber; an object that is dropped is one no more.
+            handlers: one for each module; none to unsubscribe.
         """
-        key, modules = id(hearer), {id(one.module): one for one in listeners}
+        key, modules = id(subscriber), {id(one.module): one for one in handlers}
         if modules:
 
             def dropped(reference: weakref.ref[Any]) -> None:
@@ -75,21 +75,10 @@ class ModuleCalls:
                     del self._heard[key]
                     self._settle()
 
-            self._heard[key] = (weakref.ref(hearer, dropped), modules)
+            self._heard[key] = (weakref.ref(subscriber, dropped), modules)
         else:
             self._heard.pop(key, None)
         self._settle()
-
-    def heard(self, hearer: object) -> list[nn.Module]:
-        """Return the modules whose calls somebody is told of.
-
-        Args:
-            hearer: who listens.
-
-        Returns:
-            The modules.
-        """
-        return [one.module for one in self._heard[id(hearer)][1].values()] if id(hearer) in self._heard else []
 
     def _settle(self) -> None:
         if self._heard:
@@ -117,26 +106,26 @@ class ModuleCalls:
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
         self._quiet = warnings.filters[0]
 
-    def _listeners(self, module: nn.Module) -> list[tuple[Any, Listener]]:
+    def _handlers_of(self, module: nn.Module) -> list[tuple[Any, CallHandler]]:
         if torch.compiler.is_compiling() or torch._C._is_tracing():
             return []
         found = []
         for reference, modules in tuple(self._heard.values()):
-            listener, hearer = modules.get(id(module)), reference()
-            if listener is not None and hearer is not None:
-                found.append((hearer, listener))
+            handler, subscriber = modules.get(id(module)), reference()
+            if handler is not None and subscriber is not None:
+                found.append((subscriber, handler))
         return found
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        for hearer, listener in self._listeners(module):
-            listener.enter(hearer, args)
+        for subscriber, handler in self._handlers_of(module):
+            handler.enter(subscriber, args)
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        for hearer, listener in self._listeners(module):
+        for subscriber, handler in self._handlers_of(module):
             if len(rest) == 2:
-                listener.leave(hearer, args, *rest)
+                handler.leave(subscriber, args, *rest)
             else:  # torch hands over no kwargs where something has raised
-                listener.abandon()
+                handler.abandon()
 
 
 module_calls = ModuleCalls()

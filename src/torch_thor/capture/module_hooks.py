@@ -1,5 +1,12 @@
-"""The modules that rows come from, and what is heard of their calls (:mod:`torch_thor.capture.module_calls`)."""
+"""The hooks on modules: which layers the input and output of a module's call are handed over for.
 
+A module that is a layer hands over its own input and output (:class:`CalledModuleHook`). An attention, a recurrent
+layer or a module of fused experts computes several layers without calling a module for any of them: while its forward
+runs, a function mode makes their inputs and outputs visible (:class:`OpenedModuleHook`). When the hooks are called is
+the matter of :mod:`torch_thor.capture.module_calls`.
+"""
+
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from torch_thor.capture.attention import OpenAttention
 from torch_thor.capture.inspection import Layer
-from torch_thor.capture.module_calls import Listener
+from torch_thor.capture.module_calls import CallHandler
 from torch_thor.capture.recurrence import OpenRecurrence
 from torch_thor.capture.routing import OpenExperts
 from torch_thor.curvature.kinds import Kind
@@ -20,21 +27,25 @@ from torch_thor.curvature.layer import LayerCurvature
 
 
 class Watcher(Protocol):
-    """Who gathers the rows of a layer that has just run."""
+    """Receives the input and output of each layer that has run."""
+
+    def gathers(self, layer: LayerCurvature) -> bool:
+        """Return whether rows of a layer are wanted."""
+        ...
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
-        """Take note of one call: the layer, the geometry of the module that ran, its input and its output."""
+        """Receive one call: the layer, the geometry of the module that ran, its input and its output."""
         ...
 
 
-class Source(Listener, Protocol):
-    """A module whose calls give rows to layers."""
+class ModuleHook(CallHandler, Protocol):
+    """The hook on one module, whose calls give rows to one or more layers."""
 
     layers: list[LayerCurvature]
 
 
-class ModuleSource:
-    """A module that is a layer: its input and output are the rows.
+class CalledModuleHook:
+    """The hook on a module that is a layer: the rows are those of its own input and output.
 
     Args:
         module: the module.
@@ -46,32 +57,38 @@ class ModuleSource:
         self.module = module
         self.layers = [layer]
         self.kind = kind
+        arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._input = arguments[0] if arguments else "input"
 
-    def enter(self, hearer: Watcher, args: Any) -> None:
+    def enter(self, subscriber: Watcher, args: Any) -> None:
         """Do nothing.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
         """
 
-    def leave(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
         """Hand over input and output.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
             kwargs: those by name.
             output: its output.
         """
-        hearer.watch(self.layers[0], self.kind, args[0] if args else kwargs["input"], output)
+        x = args[0] if args else kwargs.get(self._input)
+        if isinstance(x, Tensor):
+            subscriber.watch(self.layers[0], self.kind, x, output)
 
     def abandon(self) -> None:
         """Do nothing."""
 
 
-class OpenedSource:
-    """A module with layers inside that it calls none of: a mode is active while it runs, which sees them.
+class OpenedModuleHook:
+    """The hook on a module that computes several layers without calling a module for any of them.
+
+    While its forward runs, a ``TorchFunctionMode`` is active, which makes their inputs and outputs visible.
 
     Args:
         module: the module.
@@ -93,49 +110,50 @@ class OpenedSource:
         self.by_name[name] = layer
         self.layers.append(layer)
 
-    def mode(self, hearer: Watcher) -> TorchFunctionMode:
-        """Return what is to be active while the module runs.
+    def mode(self, subscriber: Watcher) -> TorchFunctionMode:
+        """Return the mode that is active while the module runs.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
         """
         raise NotImplementedError
 
-    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Let the loss terms be counted where no rows are wanted.
+    def count(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Hand over what the loss terms can be counted from, on a step in which no rows are wanted.
 
         Args:
-            hearer: who counts them.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
             kwargs: those by name.
             output: its output.
         """
         raise NotImplementedError
 
-    def enter(self, hearer: Watcher, args: Any) -> None:
-        """Open the module on a step that wants its rows.
+    def enter(self, subscriber: Watcher, args: Any) -> None:
+        """Activate the mode, on a step in which rows of the module are wanted.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
         """
         if not torch.is_grad_enabled():
             return
-        if not any(layer.armed for layer in self.layers):  # loss terms are counted without opening: same bits
+        # loss terms are counted without the mode, which rounds otherwise
+        if not any(subscriber.gathers(layer) for layer in self.layers):
             return
         while self._open:  # Ctrl-C inside its forward: torch runs no hook then, and the mode is still there
             stale = self._open.pop()
             if _get_current_function_mode() is stale:
                 stale.__exit__(None, None, None)
-        mode = self.mode(hearer)
+        mode = self.mode(subscriber)
         mode.__enter__()
         self._open.append(mode)
 
-    def leave(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Close what was opened; where nothing was, let the loss terms be counted.
+    def leave(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Deactivate the mode; where there is none, hand over what loss terms are counted from.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
             kwargs: those by name.
             output: its output.
@@ -146,22 +164,22 @@ class OpenedSource:
         if self._open:
             self.abandon()
         else:
-            self.count(hearer, args, kwargs, output)
+            self.count(subscriber, args, kwargs, output)
 
     def abandon(self) -> None:
-        """Close what was opened."""
+        """Deactivate the mode."""
         if self._open:
             self._open.pop().__exit__(None, None, None)
 
 
-class AttentionSource(OpenedSource):
+class AttentionHook(OpenedModuleHook):
     """An ``nn.MultiheadAttention``: up to four layers, ``"q"``, ``"k"``, ``"v"`` and ``"out"``."""
 
-    def mode(self, hearer: Watcher) -> TorchFunctionMode:
-        """Return what takes the projections out of the attention function.
+    def mode(self, subscriber: Watcher) -> TorchFunctionMode:
+        """Return the mode that takes the projections out of the attention function.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
 
         Returns:
             The mode.
@@ -170,15 +188,15 @@ class AttentionSource(OpenedSource):
         def watch(projection: str, x: Tensor, y: Tensor) -> None:
             layer = self.by_name.get(projection)
             if layer is not None:
-                hearer.watch(layer, layer.kind, x, y)
+                subscriber.watch(layer, layer.kind, x, y)
 
         return OpenAttention(watch)
 
-    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+    def count(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
         """Count the sequences of the query.
 
         Args:
-            hearer: who counts them.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
             kwargs: those by name.
             output: its output.
@@ -186,49 +204,49 @@ class AttentionSource(OpenedSource):
         query = args[0] if args else kwargs["query"]
         batch_first = query if self.module.batch_first or query.dim() < 3 else query.transpose(0, 1)
         for layer in self.layers:
-            hearer.watch(layer, layer.kind, batch_first, output[0])
+            subscriber.watch(layer, layer.kind, batch_first, output[0])
 
 
-class ExpertsSource(OpenedSource):
+class ExpertsHook(OpenedModuleHook):
     """The module of fused experts: a layer for each of its 3-d weights, by the weight's name."""
 
-    def mode(self, hearer: Watcher) -> TorchFunctionMode:
-        """Return what looks at products with the experts' weights.
+    def mode(self, subscriber: Watcher) -> TorchFunctionMode:
+        """Return the mode that sees the products with the experts' weights.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
 
         Returns:
             The mode.
         """
 
         def watch(name: str, kind: ExpertsKind, x: Tensor, y: Tensor) -> None:
-            hearer.watch(self.by_name[name], kind, x, y)
+            subscriber.watch(self.by_name[name], kind, x, y)
 
         # looked up now: a wrapper may have replaced the parameters, and pruning taken one away
-        there = {name: layer for name, layer in self.by_name.items() if layer.weight_piece.is_there}
+        there = {name: layer for name, layer in self.by_name.items() if layer.weight_view.is_there}
         kinds = {name: (layer.weight, layer.kind) for name, layer in there.items()}
         return OpenExperts({n: (w, k) for n, (w, k) in kinds.items() if isinstance(k, ExpertsKind)}, watch)
 
-    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Do nothing: what a router sends says nothing of the loss.
+    def count(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Do nothing: the number of rows that a router sends to an expert is not a number of loss terms.
 
         Args:
-            hearer: who counts them.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
             kwargs: those by name.
             output: its output.
         """
 
 
-class RecurrentSource(OpenedSource):
+class RecurrentHook(OpenedModuleHook):
     """A recurrent layer or cell: a layer for each of its weights, by the weight's name."""
 
-    def mode(self, hearer: Watcher) -> TorchFunctionMode:
-        """Return what computes it step by step.
+    def mode(self, subscriber: Watcher) -> TorchFunctionMode:
+        """Return the mode that computes the recurrence step by step.
 
         Args:
-            hearer: who gathers the rows.
+            subscriber: receives the calls of layers.
 
         Returns:
             The mode.
@@ -237,15 +255,15 @@ class RecurrentSource(OpenedSource):
         def watch(name: str, batch: int, x: Tensor, y: Tensor) -> None:
             layer = self.by_name.get(name)
             if layer is not None:
-                hearer.watch(layer, self._call(layer, batch, packed=x.dim() == 2 and self._is_sequence), x, y)
+                subscriber.watch(layer, self._call(layer, batch, packed=x.dim() == 2 and self._is_sequence), x, y)
 
         return OpenRecurrence(getattr(self.module, "_flat_weights_names", ()), watch)
 
-    def count(self, hearer: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+    def count(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
         """Count the sequences.
 
         Args:
-            hearer: who counts them.
+            subscriber: receives the calls of layers.
             args: the module's arguments.
             kwargs: those by name.
             output: its output.
@@ -262,7 +280,7 @@ class RecurrentSource(OpenedSource):
         else:
             batch = len(x)
         for layer in self.layers:
-            hearer.watch(layer, self._call(layer, batch, packed=packed), x, y)
+            subscriber.watch(layer, self._call(layer, batch, packed=packed), x, y)
 
     @property
     def _is_sequence(self) -> bool:
@@ -274,26 +292,26 @@ class RecurrentSource(OpenedSource):
         return RecurrentCall(layer.kind, batch, packed=packed)
 
 
-def sources_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[Source]:
-    """Return where the rows of layers come from.
+def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
+    """Make the hooks on the modules that layers get their rows from.
 
     Args:
-        found: what the survey found of each layer.
+        found: what the inspection found of each layer.
         layers: their curvature, by the same names.
 
     Returns:
-        One source a module.
+        One hook a module.
     """
-    sources: list[Source] = []
-    opened: dict[int, OpenedSource] = {}
+    hooks: list[ModuleHook] = []
+    opened: dict[int, OpenedModuleHook] = {}
     for name, layer in found.items():
-        sources += [ModuleSource(module, kind, layers[name]) for module, kind in layer.modules]
-        for source, part in (
-            (AttentionSource, layer.attention),
-            (ExpertsSource, layer.experts),
-            (RecurrentSource, layer.recurrent),
+        hooks += [CalledModuleHook(module, kind, layers[name]) for module, kind in layer.modules]
+        for hook, part in (
+            (AttentionHook, layer.attention),
+            (ExpertsHook, layer.experts),
+            (RecurrentHook, layer.recurrent),
         ):
             if part is not None:
                 module, inside = part
-                opened.setdefault(id(module), source(module)).add(inside, layers[name])
-    return [*sources, *opened.values()]
+                opened.setdefault(id(module), hook(module)).add(inside, layers[name])
+    return [*hooks, *opened.values()]

@@ -1,4 +1,4 @@
-"""How the projections of recurrent layers are seen: their fused kernels show no gradient of a gate.
+"""Makes the projections of recurrent layers visible, whose fused kernels give no gradient of a gate.
 
 On a refresh step, and only then, what ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells compute is computed step by
 step, with the projections of input and hidden state as linear layers. The numbers are the same up to the order of

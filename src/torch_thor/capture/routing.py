@@ -1,8 +1,8 @@
-"""How the rows of fused experts are seen: their module multiplies with parts of one 3-d weight, calling no layer.
+"""Finds the rows of fused experts, whose module multiplies by parts of one 3-d weight without calling a module.
 
-On a refresh step, and only then, the products inside that module are looked at. One whose operand is the weight, a view
-of some of its matrices, or a gathered copy of them, is a call of the experts that it stands for. Nothing is replaced.
-What is understood: ``F.linear``, ``@``, ``torch.mm``, ``bmm`` and ``matmul`` with ``weight[e]``, with the whole weight
+On a refresh step, and only then, the matrix products inside that module are inspected. A product with the weight, with
+a view of some of its matrices, or with a gathered copy of them, is a call of those experts. No function is replaced.
+What is recognised: ``F.linear``, ``@``, ``torch.mm``, ``bmm`` and ``matmul`` with ``weight[e]``, with the whole weight
 or with ``weight[indices]``, and grouped products (``F.grouped_mm``, transformers' own).
 """
 
@@ -40,7 +40,7 @@ class _Operand:
 
 
 class OpenExperts(TorchFunctionMode):
-    """While it is active, products with the experts' weights are told of.
+    """While it is active, products with the experts' weights are reported.
 
     Args:
         weights: the 3-d weights, by name, each with its geometry.

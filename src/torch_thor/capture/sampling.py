@@ -34,7 +34,6 @@ class Sampler:
     """Runs the passes of sampled labels, and knows what they have brought to this step."""
 
     def __init__(self) -> None:
-        self.wanted = False  # whether this step gathers statistics
         self.running = False  # whether the running backward pass is one of sampled labels
         self.empty = False  # and whether no label of it counts
         self.reset()

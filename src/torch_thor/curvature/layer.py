@@ -18,7 +18,6 @@ from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView, State
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 
-Piece = ParameterView
 Factors = tuple[BlockDiagonal, ...]  # one a side, in the order of LayerCurvature.sides
 
 SIDES = ("A", "G")
@@ -60,14 +59,10 @@ class LayerCurvature:
     ) -> None:
         self.name = name
         self.kind = kind
-        self.weight_piece = weight
+        self.weight_view = weight
         self.biases = tuple(biases)
-        self.armed = True  # the flag that a forward pass tests: are statistics wanted?
-        self.counts = False  # the other: is it this layer's input that tells how many loss terms there are?
-        self.watched = False  # whether this step's passes are run so that statistics must come
         self.rows = 0  # R of this step so far
         self.group_rows = [0] * kind.groups if kind.routed else []  # of each group, where they have rows of their own
-        self.seen = False  # whether a gradient of its output came by in this step, with or without rows
         self._prefix = prefix
         self.sides = sides
         self._sums: Factors | None = None
@@ -104,7 +99,7 @@ class LayerCurvature:
     @property
     def refreshes(self) -> int:
         """How often new factors were taken and inverted."""
-        entries = self.weight_piece.entries
+        entries = self.weight_view.entries
         return 0 if entries is None else int(entries.get(self._prefix + "refreshes", 0))
 
     @property
@@ -121,7 +116,7 @@ class LayerCurvature:
     @property
     def rows_per_term(self) -> float:
         """T = R / N of the factors in use; 0 before there are any."""
-        entries = self.weight_piece.entries
+        entries = self.weight_view.entries
         return 0.0 if entries is None else float(entries.get(self._prefix + "rows_per_term", 0.0))
 
     def __repr__(self) -> str:
@@ -136,12 +131,12 @@ class LayerCurvature:
     @property
     def weight(self) -> nn.Parameter:
         """The weight that is preconditioned."""
-        return self.weight_piece.parameter
+        return self.weight_view.parameter
 
     @property
     def state(self) -> State:
         """The mapping that holds factors, inverses and counters; empty before :meth:`materialise`."""
-        return self.weight_piece.state
+        return self.weight_view.state
 
     @property
     def due(self) -> bool:
@@ -150,46 +145,13 @@ class LayerCurvature:
 
     @property
     def idle(self) -> bool:
-        """Whether it was armed for a whole step, not reached by the loss, and has not been since."""
+        """Whether it was due for a whole step, not reached by the loss, and has not been since."""
         return bool(self.state.get(self._prefix + "idle", 0))
-
-    def set_idle(self, idle: bool) -> None:
-        """Say whether the loss has left the layer out; kept in the state, for it decides on the step that refreshes it.
-
-        Args:
-            idle: True while no loss has reached it.
-        """
-        self.state[self._prefix + "idle"] = int(idle)
 
     @property
     def uncalled(self) -> bool:
         """Whether its weight got a gradient and the layer no statistics, while others had theirs: it is not called."""
         return bool(self.state.get(self._prefix + "uncalled", 0))
-
-    def set_uncalled(self, uncalled: bool) -> None:
-        """Say whether the weight is used without calling the layer; kept in the state, as nobody waits for it then.
-
-        Args:
-            uncalled: True until statistics come after all.
-        """
-        self.state[self._prefix + "uncalled"] = int(uncalled)
-        if uncalled:
-            self.set_due(False)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether statistics are wanted and can come: of a weight that is trained, and of a layer that is called."""
-        return self.armed and self.weight.requires_grad and not self.uncalled
-
-    def set_due(self, due: bool) -> None:
-        """Say whether a refresh is wanted; a stopped layer stays stopped.
-
-        Args:
-            due: True to gather statistics from now on, False to stop.
-        """
-        due = due and not self.stopped
-        self.state[self._prefix + "due"] = int(due)
-        self.armed = due
 
     def layouts(self) -> dict[str, BlockLayout]:
         """Return how its factors are cut.
@@ -197,7 +159,7 @@ class LayerCurvature:
         Returns:
             The layout of each side.
         """
-        split = self.weight_piece.split_dim
+        split = self.weight_view.split_dim
         if self._cut is not None and self._cut[0] == split:
             return self._cut[1]
         kind = self.kind
@@ -272,7 +234,7 @@ class LayerCurvature:
         Returns:
             The matrix; its tensors are those of the state.
         """
-        entries, found = self.weight_piece.entries, self._inverses.get(side)
+        entries, found = self.weight_view.entries, self._inverses.get(side)
         if found is None or entries is None or found.blocks is not entries.get(f"{self._prefix}{side}_inverse"):
             found = self._inverses[side] = self.matrix(f"{side}_inverse")
         return found
@@ -288,17 +250,29 @@ class LayerCurvature:
         """
         return self.state.get(self._prefix + key), self.state.get(f"{self._prefix}{key}_tail")
 
-    def record(self, change: float | None = None, *, stopped: bool | None = None) -> None:
-        """Note what the trace rule found.
+    def record(
+        self,
+        change: float | None = None,
+        *,
+        stopped: bool | None = None,
+        due: bool | None = None,
+        idle: bool | None = None,
+        uncalled: bool | None = None,
+    ) -> None:
+        """Keep what was found in the state; None leaves an entry as it is.
 
         Args:
             change: Δ.
             stopped: whether the layer stops for good.
+            due: see :attr:`due`; like the next two it is :class:`torch_thor.capture.capture.Capture` that decides.
+            idle: see :attr:`idle`.
+            uncalled: see :attr:`uncalled`.
         """
         if change is not None:
             self.state[self._prefix + "last_trace_change"] = change
-        if stopped is not None:
-            self.state[self._prefix + "stopped"] = int(stopped)
+        for key, flag in (("stopped", stopped), ("due", due), ("idle", idle), ("uncalled", uncalled)):
+            if flag is not None:
+                self.state[self._prefix + key] = int(flag)
 
     def _dense(self, key: str) -> Tensor | list[Tensor]:
         if not self.refreshes:
@@ -326,7 +300,6 @@ class LayerCurvature:
             instead_of: the gradient that this call has given its rows with before, where another loss of the same
                 forward pass has added to it; None for a call that is new.
         """
-        self.seen = True
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
         x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
@@ -352,7 +325,6 @@ class LayerCurvature:
             keep: which rows count, of the leading dimensions of ``x``; None for all.
             most: how many rows are enough.
         """
-        self.seen = True
         if x.numel() and output.numel():
             (a_sum,) = self.sums()
             with ieee_float32(x.device.type):
@@ -433,7 +405,7 @@ class LayerCurvature:
         gradient = self.weight.grad
         if gradient is None:
             return False
-        return bool((gradient._values() if gradient.is_sparse else self.weight_piece.of(gradient)).any())
+        return bool((gradient._values() if gradient.is_sparse else self.weight_view.of(gradient)).any())
 
     def has_rows_with_gradient(self) -> bool:
         """Return whether some row of this step so far has a gradient that is not zero; of one without G, any row.
@@ -465,7 +437,7 @@ class LayerCurvature:
 
     def forget(self) -> None:
         """Drop the statistics of this step."""
-        self._sums, self.rows, self.seen = None, 0, False
+        self._sums, self.rows = None, 0
         self.group_rows = [0] * len(self.group_rows)
 
     # ---- stale inverses -----------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ def refresh(
     """Decide layer by layer, then invert what was taken, all layers in one go.
 
     Factors with NaN or inf are never inverted, and a layer whose block stays indefinite at a hundred times its damping
-    keeps its last good inverse. A layer that never had one stays due, so that the next step tries again.
+    keeps its last good inverse. Whether a layer is still due after that is for who gathers statistics to say.
 
     Args:
         candidates: the layers that are due and have statistics.
@@ -224,11 +224,9 @@ def _put_to_use(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]
                 verdict.decision = Decision.FAILED
                 what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
     if verdict.decision is Decision.FAILED:
-        layer.set_due(not layer.refreshes)
         then = "the last good inverse stays" if layer.refreshes else _PLAINLY
         report(layer, f"{what}; {then}")
         return
-    layer.set_due(False)
     if verdict.decision is not Decision.UPDATE:
         return
     c, matrices = verdict.candidate, []

@@ -6,7 +6,9 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 
 
-def pool(processes: Processes, layers: Sequence[LayerCurvature], inside_transform: set[str]) -> None:
+def pool(
+    processes: Processes, layers: Sequence[LayerCurvature], reached: set[LayerCurvature], inside_transform: set[str]
+) -> None:
     """Give every process the sums and counts of all of them: two collectives, and one more a dtype and device.
 
     Args:
@@ -14,14 +16,19 @@ def pool(processes: Processes, layers: Sequence[LayerCurvature], inside_transfor
         layers: those whose statistics are wanted, the same on every process, whether or not it has any; their output
             gradients are those of one loss term (:meth:`LayerCurvature.scale_outputs_`), since a rank's share of the
             loss terms may differ.
+        reached: the layers whose calls came in this step, here; becomes those of all processes.
         inside_transform: the layers that ran where no statistics can be seen, here; becomes those of all processes.
     """
     if processes.count == 1:
         return
-    ours = [float(n) for one in layers for n in (one.rows, one.seen, one.name in inside_transform, *one.group_rows)]
+    ours = [
+        float(n) for one in layers for n in (one.rows, one in reached, one.name in inside_transform, *one.group_rows)
+    ]
     totals = iter([sum(column) for column in zip(*processes.gather(ours), strict=True)])
     for layer in layers:
-        layer.rows, layer.seen = int(next(totals)), next(totals) > 0
+        layer.rows = int(next(totals))
+        if next(totals):
+            reached.add(layer)
         if next(totals):
             inside_transform.add(layer.name)
         layer.group_rows = [int(next(totals)) for _ in layer.group_rows]

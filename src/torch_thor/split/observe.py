@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.capture.inspection import survey
+from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.module_calls import module_calls
-from torch_thor.capture.module_hooks import sources_of
+from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
@@ -68,7 +68,7 @@ class Observer:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
-        found = survey(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
+        found = inspect_model(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layer that THOR preconditions with Kronecker factors and trains, so "
@@ -78,12 +78,23 @@ class Observer:
             name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix) for name, one in found.items()
         }
         for layer in self.layers.values():
-            for view in (layer.weight_piece, *layer.biases):
+            for view in (layer.weight_view, *layer.biases):
                 view.bind(None, {"split_dim": LARGEST})
         self._split_dims: Sequence[int] = ()
         self._waiting = dict.fromkeys(self.layers, 0)  # calls whose gradient has not come by yet
         self._losses: Losses = {}
-        self._sources = sources_of(found, self.layers)
+        self._hooks = hooks_of(found, self.layers)
+
+    def gathers(self, layer: LayerCurvature) -> bool:
+        """Return whether rows of a layer are wanted.
+
+        Args:
+            layer: not used.
+
+        Returns:
+            True.
+        """
+        return True
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
         """Gather a layer's rows when the gradient of its output arrives.
@@ -124,7 +135,7 @@ class Observer:
         self._split_dims = split_dims
         inputs, targets = _to(_parted(sample_batch), self._device)
         with _same_random_numbers(self._device), torch.enable_grad():
-            module_calls.listen(self, self._sources)
+            module_calls.listen(self, self._hooks)
             try:
                 _loss(_forward(self._model, inputs), targets, loss_fn).backward()
             finally:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.optim.thor.natural_gradient import Part
+from torch_thor.optim.thor.natural_gradient import _Part
 from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scales, smallest_norm
 
 
@@ -128,7 +128,7 @@ def test_zeros_leave_zero():
 
 def of_other_machines(monkeypatch):
     """Take the way of accelerators, all parameters in one go."""
-    monkeypatch.setattr(Part, "on_cpu", property(lambda self: False))
+    monkeypatch.setattr(_Part, "on_cpu", property(lambda self: False, lambda self, value: None))
 
 
 PATHS = {

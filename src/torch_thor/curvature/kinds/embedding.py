@@ -127,6 +127,20 @@ class ScaledEmbeddingKind(EmbeddingKind):
         return scale
 
 
+def why_not_counted(module: nn.Embedding) -> str | None:
+    """Return why the factors of an embedding would be others than those of its gradient.
+
+    Args:
+        module: the layer.
+
+    Returns:
+        The reason, or None.
+    """
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq divides its gradient by the token counts, which the factors do not know"
+    return None
+
+
 def is_scaled(module: nn.Module) -> bool:
     """Return whether a module is an embedding that multiplies by ``embed_scale`` and does nothing else.
 

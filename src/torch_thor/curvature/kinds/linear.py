@@ -100,3 +100,16 @@ class TransposedLinearKind(LinearKind):
         weight = module.weight
         assert isinstance(weight, Tensor)
         self.inputs, self.outputs = weight.shape
+
+
+def is_hugging_face_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is the linear layer of GPT-2, whose weight is ``(in, out)``.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Whether it is.
+    """
+    # by name: transformers is no dependency, and looking must not import it
+    return type(module).__module__.partition(".")[0] == "transformers" and type(module).__name__ == "Conv1D"

@@ -69,6 +69,17 @@ class StandardisedConvKind(ConvKind):
         return scales if gain is None else scales * gain.detach().to(dtype).flatten() * module.scale
 
 
+class SameConvKind(ConvKind):
+    """timm's ``Conv2dSame``: a convolution that pads its input by itself.
+
+    Args:
+        module: the layer.
+    """
+
+    def __init__(self, module: nn.Conv2d) -> None:
+        super().__init__(module, same=True)
+
+
 def is_standardised(module: nn.Module) -> bool:
     """Return whether a module is a weight-standardised convolution whose forward is known.
 

@@ -44,20 +44,21 @@ def advance(thor: "THOR", inputs: "StepInputs") -> None:
     """
     registry, groups, due = thor._registry, thor.param_groups, False
     if inputs.waiting and not inputs.due:
-        registry.capture.notice_reached()
-        registry.capture.discard()
+        registry.capture.finish_step()
     for group, upcoming in zip(groups, inputs.refreshes, strict=True):
         group.update(next_refresh=upcoming, step=group["step"] + 1)
         due = due or group["step"] >= upcoming
     if due:
+        wanted = []
         for layer in registry.layers.values():
             group = registry.index.group(layer.weight)
             if group["step"] >= group["next_refresh"]:
-                layer.set_due(True)
+                wanted.append(layer)
+        registry.capture.want(wanted)
     if registry.replacement is not None:
         registry.watch_replacement(groups, thor.state)
     elif inputs.waiting or due:
-        registry.capture.attach()
+        registry.capture.listen()
     if registry.warnings.untold:
         registry.warnings.tell()
 

@@ -1,4 +1,4 @@
-"""What is preconditioned today: the survey of the model, seen with what was frozen and what was never called."""
+"""What is preconditioned today: the inspection of the model, seen with what was frozen and what was never called."""
 
 import math
 import warnings
@@ -17,10 +17,10 @@ _UNCALLED = "the weight is used without calling the module, so no statistics com
 
 
 def covered_now(entries: Iterable[Covered], parameters: Mapping[str, Tensor], index: ParameterIndex) -> list[Covered]:
-    """Return the survey's entries as they hold now.
+    """Return the inspection's entries as they hold now.
 
     Args:
-        entries: what the survey found.
+        entries: what the inspection found.
         parameters: the model's parameters, by name.
         index: knows the layers of each.
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.capture import Capture
+from torch_thor.capture.phases import Phase
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.parameters import Group, with_gradient
 from torch_thor.optim.thor.parameter_index import ParameterIndex
@@ -129,9 +130,10 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
     Raises:
         RuntimeError: layers that are due have gradients, and none has statistics.
     """
-    silent = [layer for layer in layers if layer.armed and layer.watched and not layer.seen and layer.has_gradient()]
+    required = [layer for layer in layers if capture.phase(layer) is Phase.REQUIRED]
+    silent = [layer for layer in required if layer not in capture.reached and layer.has_gradient()]
     inside = capture.inside_transform
-    if not silent or any(layer.seen for layer in layers):
+    if not silent or any(layer in capture.reached for layer in layers):
         return [
             (layer, _uncalled_message(layer, layer.name in inside, capture.sampler is not None)) for layer in silent
         ]

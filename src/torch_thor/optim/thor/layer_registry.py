@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered, table
-from torch_thor.capture.inspection import Survey, survey
-from torch_thor.capture.module_hooks import sources_of
+from torch_thor.capture.inspection import Inspection, inspect_model
+from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.parameters import Group
@@ -41,7 +41,7 @@ class LayerRegistry:
         self.warnings = StepWarnings()
         self._skip, self._only = skip, only
         self._found: list[Covered] = []
-        self.replacement: Survey | None = None  # what is to be watched from the next step on
+        self.replacement: Inspection | None = None  # what is to be watched from the next step on
 
     def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         """Inspect the model, and watch the layers that are found.
@@ -77,7 +77,7 @@ class LayerRegistry:
         self.index.survey(self.model)
         self.index.set_layers(self.layers, found.matrices)
         self.index.update(groups, states)
-        self.capture.follow(sources_of({k: found.layers[k] for k in self.layers}, self.layers))
+        self.capture.follow(hooks_of({k: found.layers[k] for k in self.layers}, self.layers))
         self.replacement = found
 
     def watch_replacement(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
@@ -89,12 +89,6 @@ class LayerRegistry:
         """
         if self.replacement is not None:
             self._watch(self.replacement, groups, states)
-
-    def gather_due(self) -> None:
-        """Gather the statistics of the layers that are due."""
-        for layer in self.layers.values():
-            layer.armed = layer.due
-        self.capture.attach()
 
     def coverage(self, groups: list[Group], states: Mapping[Tensor, Any]) -> list[Covered]:
         """Return what each parameter gets now.
@@ -134,8 +128,8 @@ class LayerRegistry:
             f"torch.optim.SGD, or give THOR the weights of its layers. What it found:\n{table(self._now(entries), '-')}"
         )
 
-    def _inspect(self, groups: list[Group]) -> Survey:
-        return survey(
+    def _inspect(self, groups: list[Group]) -> Inspection:
+        return inspect_model(
             self.model,
             [p for group in groups for p in group["params"]],
             skip=self._skip,
@@ -143,13 +137,13 @@ class LayerRegistry:
             matrices_alone="G" not in self.sides,
         )
 
-    def _inspect_or_raise(self, groups: list[Group]) -> Survey:
+    def _inspect_or_raise(self, groups: list[Group]) -> Inspection:
         found = self._inspect(groups)
         if not found.layers:
             raise ValueError(self.nothing_found(found.entries))
         return found
 
-    def _watch(self, found: Survey, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
+    def _watch(self, found: Inspection, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         self.replacement = None
         self._found = found.entries
         self.index.survey(self.model)
@@ -161,14 +155,14 @@ class LayerRegistry:
         }
         self.index.set_layers(self.layers, found.matrices)
         self.index.update(groups, states)
-        self.capture.follow(sources_of(found.layers, self.layers))
-        self.gather_due()
+        self.capture.follow(hooks_of(found.layers, self.layers))
+        self.capture.resume()
 
-    def _still_there(self, found: Survey) -> dict[str, LayerCurvature]:
+    def _still_there(self, found: Inspection) -> dict[str, LayerCurvature]:
         """Return the layers of before whose weights are still those that have their names."""
         layers = found.layers
         return {
-            k: old for k, old in self.layers.items() if k in layers and old.weight_piece.is_same_as(layers[k].weight)
+            k: old for k, old in self.layers.items() if k in layers and old.weight_view.is_same_as(layers[k].weight)
         }
 
     def _now(self, entries: list[Covered]) -> list[Covered]:

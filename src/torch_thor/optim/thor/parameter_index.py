@@ -68,9 +68,9 @@ class ParameterIndex:
         names = {id(module._parameters[name.rpartition(".")[2]]): name for name, module in self._owners.items()}
         self._shares, self._matrices = {}, dict(matrices)
         for layer in layers.values():
-            for view in (layer.weight_piece, *layer.biases):
+            for view in (layer.weight_view, *layer.biases):
                 name = names[id(view.parameter)]
-                self._shares.setdefault(name, []).append(Share(layer, view, view is layer.weight_piece))
+                self._shares.setdefault(name, []).append(Share(layer, view, view is layer.weight_view))
 
     def update(self, groups: list[Group], states: Mapping[Tensor, State]) -> None:
         """Look up today's parameter objects, and hand their state and block size to the layers' views.

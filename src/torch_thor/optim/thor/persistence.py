@@ -117,7 +117,7 @@ class Persistence(torch.optim.Optimizer):
             registry.index.update(self.param_groups, self.state)
         self._fitting = None
         registry.capture.discard()
-        registry.gather_due()
+        registry.capture.resume()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}

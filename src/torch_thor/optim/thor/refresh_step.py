@@ -47,7 +47,7 @@ def _gather_statistics(thor: "THOR", inputs: StepInputs) -> list[tuple[LayerCurv
     auto.from_cache(inputs.processes)
     for layer in inputs.due:
         layer.scale_outputs_(inputs.output_scale)
-    pool(inputs.processes, inputs.due, registry.capture.inside_transform)
+    pool(inputs.processes, inputs.due, registry.capture.reached, registry.capture.inside_transform)
     uncalled = check_statistics(registry.layers.values(), registry.capture)
     auto.from_statistics(inputs.processes)
     return uncalled
@@ -59,20 +59,16 @@ def _take_new_factors(
     """Decide on new factors for the layers that are due, and invert what is taken."""
     registry, due, terms = thor._registry, inputs.due, inputs.terms
     _rescale_summed_loss(thor, inputs)
-    silent = {layer for layer in due if layer.uncalled and not layer.seen} | {layer for layer, _ in uncalled}
-    idle = [not layer.seen and not layer.has_gradient() for layer in due]
+    absence = registry.capture.absence(due, [layer for layer, _ in uncalled])
     events = refresh(
         _candidates(registry, due, terms),
         registry.report,
         relative=thor._rule.relative_damping,
         processes=inputs.processes,
     )
-    for layer, is_idle in zip(due, idle, strict=True):
-        layer.set_idle(is_idle)
-        layer.set_uncalled(layer in silent)
     for layer, what in uncalled:
         registry.report(layer, what)
-    registry.capture.discard()
+    registry.capture.finish_refresh(due, events, absence)
     if terms:
         for group in thor.param_groups:
             group["last_loss_terms"] = terms
@@ -83,13 +79,13 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
     """Make a candidate of every layer that has rows; their statistics are used up."""
     candidates = []
     for layer in layers:
-        weight, rows, seen = layer.weight, layer.rows, layer.seen
+        weight, rows = layer.weight, layer.rows
         if weight.grad is None:
             continue
         of_groups = layer.fresh_group_terms(terms)
         factors = layer.fresh_factors(terms)
         if factors is None:
-            if seen:
+            if layer in registry.capture.reached:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
                 registry.report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
             continue

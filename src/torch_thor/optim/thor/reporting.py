@@ -60,7 +60,7 @@ class Reporting(torch.optim.Optimizer):
     def __repr__(self) -> str:
         entries = self.coverage()
         covered, total = sizes(entries)
-        there = [layer for layer in self._registry.layers.values() if layer.weight_piece.is_there]
+        there = [layer for layer in self._registry.layers.values() if layer.weight_view.is_there]
         layers = sum(layer.weight.requires_grad for layer in there)
         split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
         return (

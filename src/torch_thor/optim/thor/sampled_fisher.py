@@ -66,7 +66,7 @@ class SampledFisher:
                 'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
                 'make the optimizer with THOR(..., fisher="sampled")'
             )
-        if not sampler.wanted or not torch.is_grad_enabled():
+        if not capture.watching or not torch.is_grad_enabled():
             return
         capture.discard_stale()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -143,12 +143,12 @@ def collect(thor: "THOR") -> StepInputs:
         registry.leave_out_removed(groups, states)
     due: Sequence[LayerCurvature] = ()
     if watching:
-        due = [layer for layer in registry.layers.values() if layer.armed and layer.weight.requires_grad]
+        due = [layer for layer in registry.layers.values() if capture.gathers(layer) and layer.weight.requires_grad]
     state_only = not states and is_only_asked_for(groups, states, index)
     processes: Processes = ALONE
     if due and not state_only:
         processes = thor._processes()
-    inputs = StepInputs(due, processes, fits, state_only, capture.waiting)
+    inputs = StepInputs(due, processes, fits, state_only, capture.wanting)
     try:
         inputs = _read(thor, inputs) if processes.count == 1 else _read_alike(thor, inputs)
     except FloatingPointError:

@@ -1,0 +1,306 @@
+"""What a model is found to hold: layers, who shares what, and why the rest has no factors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from transformers.pytorch_utils import Conv1D
+
+from torch_thor.capture.inspection import NOT_TRAINED, inspect_model
+
+
+def inspect(model, **options):
+    return inspect_model(model, model.parameters(), **options)
+
+
+def reasons(found):
+    return {entry.name: entry.reason for entry in found.entries if not entry.preconditioned}
+
+
+def factors(found):
+    return {entry.name: (entry.factor_sizes, entry.groups) for entry in found.entries if entry.preconditioned}
+
+
+def pieces(layer):
+    """(attribute, rows) of the weight, and of each bias."""
+    return [(piece.attribute, piece.rows) for piece in (layer.weight, *layer.biases)]
+
+
+LAYERS = {
+    "linear": (nn.Linear(3, 4), "Linear", (3, 4), 1),
+    "no_bias": (nn.Linear(3, 4, bias=False), "Linear", (3, 4), 1),
+    "conv": (nn.Conv2d(3, 4, (2, 3)), "Conv2d", (18, 4), 1),
+    "grouped": (nn.Conv1d(4, 6, 3, groups=2), "Conv1d", (6, 3), 2),
+    "transposed": (nn.ConvTranspose2d(4, 6, 2, groups=2), "ConvTranspose2d", (8, 3), 2),
+    "embedding": (nn.Embedding(7, 4), "Embedding", (7, 4), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_called_layers(name):
+    module, label, sizes, groups = LAYERS[name]
+    found = inspect(nn.Sequential(module))
+    (layer,) = found.layers.values()
+    assert layer.name == "0"
+    assert layer.module is module
+    assert (layer.kind.label, (layer.kind.inputs, layer.kind.outputs), layer.kind.groups) == (label, sizes, groups)
+    assert pieces(layer) == [("weight", None), ("bias", None)][: len(list(module.parameters()))]
+    assert [module for module, _ in layer.modules] == [module]
+    assert found.entries[0].factor_sizes == sizes
+    assert [e.factor_sizes for e in found.entries[1:]] == [sizes[1:]] * (len(found.entries) - 1)
+    assert not reasons(found)
+
+
+def test_a_model_that_is_a_layer_has_no_name():
+    assert list(inspect(nn.Linear(3, 4)).layers) == [""]
+
+
+# ---- shared weights --------------------------------------------------------------------------------------------------
+
+
+def shared(first, second):
+    model = nn.Sequential(first, second)
+    second.weight = first.weight
+    return model
+
+
+def test_modules_of_one_geometry_pool_their_rows():
+    model = shared(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = inspect(model)
+    (layer,) = found.layers.values()
+    assert layer.name == "0"
+    assert [module for module, _ in layer.modules] == list(model)
+    assert [bias.module for bias in layer.biases] == list(model)
+    assert found.entries[0].note == "shared with '1.weight'"
+
+
+def test_a_bias_that_is_shared_too_is_nobodys():
+    model = shared(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias = model[0].bias
+    found = inspect(model)
+    assert found.layers["0"].biases == []
+    assert reasons(found) == {"0.bias": "shared by several modules"}
+
+
+def test_a_tied_decoder_goes_with_its_embedding():
+    model = shared(nn.Embedding(7, 4), nn.Linear(4, 7))
+    found = inspect(model)
+    (layer,) = found.layers.values()
+    assert layer.kind.label == "Embedding"
+    assert [module for module, _ in layer.modules] == [model[0]]
+    assert reasons(found) == {
+        "1.bias": "the weight of its layer is preconditioned as that of '0', which has another G",
+    }
+
+
+def test_what_does_not_fit_together_has_no_factors():
+    """Neither is of one geometry, nor is one an embedding and the rest its decoders."""
+    decoder = Conv1D(4, 7)
+    embedding = nn.Embedding(7, 4)
+    decoder.weight = embedding.weight
+    found = inspect(nn.Sequential(embedding, decoder, nn.Linear(3, 3)))
+    assert set(found.layers) == {"2"}
+    assert reasons(found) == {
+        "0.weight": "shared by '0.weight', '1.weight'",
+        "1.bias": "the weight of its layer is not preconditioned",
+    }
+
+
+def test_shared_with_a_module_that_has_no_kind():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 1, 4, bias=False))
+    model[1].register_parameter("weight", model[0].weight)
+    assert reasons(inspect(model))["0.weight"] == "shared by '0.weight', '1.weight'"
+
+
+def test_shared_with_the_model_itself():
+    model = nn.Linear(4, 4)
+    model.add_module("inside", nn.Bilinear(4, 1, 4, bias=False))
+    model.inside.register_parameter("weight", model.weight)
+    assert reasons(inspect(model))["weight"] == "shared by 'weight', 'inside.weight'"
+
+
+# ---- normalisation ---------------------------------------------------------------------------------------------------
+
+
+class ModelRMSNorm(nn.Module):
+    """A library's own: known by its name and its vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class LinearLayerNorm(nn.Module):
+    """The name alone says nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm1d(4), ModelRMSNorm()]
+)
+def test_norms(norm):
+    found = inspect(nn.Sequential(nn.Linear(3, 4), norm))
+    assert set(found.layers) == {"0"}
+    assert set(reasons(found).values()) == {"a normalisation layer"}
+
+
+def test_a_name_makes_no_norm():
+    found = inspect(nn.Sequential(nn.Linear(3, 4), LinearLayerNorm()))
+    assert reasons(found) == {"1.weight": "no curvature for LinearLayerNorm"}
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def test_the_projections_of_an_attention():
+    attention = nn.MultiheadAttention(4, 2)
+    found = inspect(nn.ModuleDict({"attn": attention}))
+    assert list(found.layers) == ["attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj"]
+    for i, name in enumerate("qkv"):
+        layer, rows = found.layers[f"attn.{name}_proj"], slice(4 * i, 4 * i + 4)
+        assert pieces(layer) == [("in_proj_weight", rows), ("in_proj_bias", rows)]
+        assert (layer.prefix, layer.attention) == (f"{name}_", (attention, name))
+        assert not layer.modules
+    out = found.layers["attn.out_proj"]
+    assert (out.weight.module, out.prefix, out.attention) == (attention.out_proj, "", (attention, "out"))
+    assert factors(found)["attn.in_proj_weight"] == ((4, 4), 3)
+    assert factors(found)["attn.in_proj_bias"] == ((4,), 3)
+
+
+def test_an_attention_with_three_weights():
+    found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2, kdim=3, vdim=5, bias=False)}))
+    sizes = {name: (layer.kind.inputs, layer.kind.outputs) for name, layer in found.layers.items()}
+    assert sizes == {"attn.q_proj": (4, 4), "attn.k_proj": (3, 4), "attn.v_proj": (5, 4), "attn.out_proj": (4, 4)}
+    assert pieces(found.layers["attn.k_proj"]) == [("k_proj_weight", None)]
+    assert {layer.prefix for layer in found.layers.values()} == {""}
+
+
+def test_an_attention_that_computes_something_else():
+    class Other(nn.MultiheadAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    found = inspect(nn.Sequential(Other(4, 2), nn.Linear(4, 4)))
+    assert set(found.layers) == {"1"}
+    assert set(reasons(found).values()) == {"Other overrides the forward of MultiheadAttention"}
+
+
+def test_one_projection_that_is_left_out_is_noted_of_the_whole():
+    found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)}), skip="attn.k_proj")
+    assert "attn.k_proj" not in found.layers
+    (entry,) = [entry for entry in found.entries if entry.name == "attn.in_proj_weight"]
+    assert entry.groups == 2
+    assert entry.note == "plain momentum for 'attn.k_proj': left out by skip="
+
+
+# ---- experts and recurrent layers ------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+class Mixture(Experts):
+    """Called otherwise: its number of experts tells."""
+
+    num_experts = None
+
+    def __init__(self, count, **shapes):
+        super().__init__(**shapes)
+        self.num_experts = count
+
+
+def test_experts():
+    model = nn.ModuleDict({"experts": Experts(up=(3, 6, 4), up_bias=(3, 6), down=(3, 4, 6), scale=(3,))})
+    found = inspect(model)
+    assert set(found.layers) == {"experts.up", "experts.down"}
+    up = found.layers["experts.up"]
+    assert pieces(up) == [("up", None), ("up_bias", None)]
+    assert (up.kind.groups, up.kind.inputs, up.kind.outputs, up.kind.routed) == (3, 4, 6, True)
+    assert up.experts == (model["experts"], "up")
+    assert reasons(found) == {"experts.scale": "no curvature for Experts"}
+
+
+@pytest.mark.parametrize(("count", "is_expert"), [(3, True), (4, False)])
+def test_a_weight_of_experts_has_as_many_matrices(count, is_expert):
+    found = inspect(nn.Sequential(nn.Linear(4, 4), Mixture(count, weight=(3, 6, 4))))
+    assert ("1.weight" in found.layers) == is_expert
+
+
+def test_a_position_embedding_is_no_expert():
+    found = inspect(nn.Sequential(nn.Linear(4, 4), Experts(positions=(1, 6, 4))))
+    assert set(found.layers) == {"0"}
+
+
+def test_the_projections_of_a_recurrent_layer():
+    lstm = nn.LSTM(3, 4, proj_size=2)
+    found = inspect(nn.ModuleDict({"memory": lstm}))
+    sizes = {name: (layer.kind.inputs, layer.kind.outputs) for name, layer in found.layers.items()}
+    assert sizes == {"memory.weight_ih_l0": (3, 16), "memory.weight_hh_l0": (2, 16), "memory.weight_hr_l0": (4, 2)}
+    assert pieces(found.layers["memory.weight_ih_l0"]) == [("weight_ih_l0", None), ("bias_ih_l0", None)]
+    assert pieces(found.layers["memory.weight_hr_l0"]) == [("weight_hr_l0", None)]
+
+
+def test_a_recurrent_layer_that_computes_something_else():
+    class Other(nn.GRU):
+        def forward(self, *args):
+            return super().forward(*args)
+
+    found = inspect(nn.Sequential(Other(3, 4), nn.Linear(4, 4)))
+    assert set(found.layers) == {"1"}
+    assert set(reasons(found).values()) == {"Other overrides the forward of a recurrent layer"}
+
+
+# ---- what is not there, or is computed -------------------------------------------------------------------------------
+
+
+def test_what_the_optimizer_has_not():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    found = inspect_model(model, model[1].parameters())
+    assert set(found.layers) == {"1"}
+    assert reasons(found) == {"0.weight": NOT_TRAINED, "0.bias": NOT_TRAINED}
+    assert [entry.trained for entry in found.entries] == [False, False, True, True]
+
+
+def test_what_is_no_real_number():
+    model = nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2))
+    assert reasons(inspect(model))["0.weight"] == "torch.complex64 is not a real floating-point type"
+
+
+def test_what_weights_are_computed_from():
+    model = nn.Sequential(nn.Linear(3, 4), parametrizations.weight_norm(nn.Linear(4, 2)), nn.Linear(2, 2))
+    prune.identity(model[0], "weight")
+    found = inspect(model)
+    assert set(found.layers) == {"2"}
+    why = reasons(found)
+    assert why["0.weight_orig"].startswith("'weight' is computed from it (pruned, weight_norm)")
+    assert "parametrization" in why["1.parametrizations.weight.original0"]
+
+
+def test_what_has_no_shape_yet():
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet; run one batch through the lazy"):
+        inspect(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_without_g():
+    """The scale-free step takes A alone: no embeddings, no biases; matrices of unknown modules are found."""
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 2))
+    found = inspect(model, matrices_alone=True)
+    assert set(found.layers) == {"1"}
+    assert found.layers["1"].biases == []
+    assert set(found.matrices) == {"3.weight"}
+    assert {entry.name: entry.rest for entry in found.entries if not entry.preconditioned} == {
+        "0.weight": "AdamW",
+        "1.bias": "AdamW",
+        "2.weight": "AdamW",
+        "2.bias": "AdamW",
+        "3.weight": "orthogonalised momentum",
+        "3.bias": "AdamW",
+    }
+    assert found.entries[1].factor_sizes == (4,)

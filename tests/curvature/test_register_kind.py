@@ -1,0 +1,385 @@
+"""Layers of the user's own, with a kind that is registered for them."""
+
+import copy
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torch_thor
+from comparing import assert_matches_reference, compare
+from reference.agc import clipped, output_of_each_number
+from tiny import assert_same_bits, batches, cross_entropy, train, weights
+from torch_thor import THOR, adaptive_clip_grad_, register_kind
+from torch_thor.curvature import LinearKind, MatrixWeight
+from torch_thor.curvature.kinds import kind_of, registry, why_not
+
+
+class InOut(nn.Module):
+    """A linear layer whose weight is (in, out)."""
+
+    inputs_come_first = True  # to the reference
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / 2)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class InOutKind(LinearKind):
+    """It has the inputs first."""
+
+    label, transposed = "InOut", True
+
+    def __init__(self, module):
+        self.inputs, self.outputs = module.weight.shape
+
+
+class TurnedKind(InOutKind):
+    """The same layer, turned before anybody sees its matrix: a view that is not contiguous."""
+
+    transposed = False
+
+    def to_matrix(self, tensor):
+        return tensor.mT[None]
+
+
+class CopiedKind(TurnedKind):
+    """And as a copy, which has to be written back."""
+
+    def to_matrix(self, tensor):
+        return tensor.mT[None].contiguous()
+
+    def from_matrix_(self, matrix, tensor):
+        tensor.copy_(matrix[0].mT)
+
+
+class PerHead(nn.Module):
+    """A projection to several heads: the weight is (in, heads, size); no parameter has its usual name."""
+
+    inputs_come_first = True
+
+    def __init__(self, inputs, heads, size):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(inputs, heads, size) / 2)
+        self.offset = nn.Parameter(torch.randn(heads, size))
+
+    def forward(self, tokens):
+        return (torch.einsum("...i,ihs->...hs", tokens, self.kernel) + self.offset).flatten(-2)
+
+    # what the reference asks for
+    weight = property(lambda self: self.kernel)
+    bias = property(lambda self: self.offset)
+
+
+class PerHeadKind(MatrixWeight):
+    """All of it written down, with nothing of the linear layer's."""
+
+    label = "PerHead"
+    groups = 1
+    diagonal_input = False
+    transposed = True
+
+    def __init__(self, module):
+        self.inputs = module.kernel.shape[0]
+        self.outputs = math.prod(module.kernel.shape[1:])
+
+    def loss_terms(self, x):
+        return len(x)
+
+    def row_shape(self, x):
+        return x.shape[:-1]
+
+    def add_inputs_(self, a, x, output, keep, most=None):
+        rows = x.reshape(-1, self.inputs)
+        rows = rows if keep is None else rows[keep.reshape(-1)]
+        a.add_second_moment_(rows.to(a.blocks.dtype).mT[None])
+        return len(rows)
+
+    def add_outputs_(self, g, x, grad, keep):
+        rows = grad.reshape(-1, self.outputs)
+        rows = rows if keep is None else rows[keep.reshape(-1)]
+        g.add_second_moment_(rows.to(g.blocks.dtype).mT[None])
+
+    def to_matrix(self, tensor: Tensor):
+        return tensor.reshape(1, self.inputs, self.outputs)
+
+    def from_matrix_(self, matrix, tensor):
+        tensor.copy_(matrix.view_as(tensor))
+
+
+OWN_NAMES = {"weight": "kernel", "bias": "offset"}
+KINDS = {
+    "transposed": (lambda i, o: InOut(i, o), InOut, InOutKind, {}),
+    "turned": (lambda i, o: InOut(i, o), InOut, TurnedKind, {}),
+    "copied": (lambda i, o: InOut(i, o), InOut, CopiedKind, {}),
+    "heads": (lambda i, o: PerHead(i, 2, o // 2), PerHead, PerHeadKind, OWN_NAMES),
+}
+STREAM = batches(8)
+
+
+@pytest.fixture(autouse=True)
+def _registered_for_one_test(monkeypatch):
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+
+
+@pytest.fixture(params=KINDS)
+def make(request):
+    """Makes a network of such layers; their kind is registered."""
+    layer, module, kind, names = KINDS[request.param]
+    register_kind(module, kind, **names)
+
+    def network():
+        torch.manual_seed(4)
+        return nn.Sequential(layer(5, 6), nn.Tanh(), layer(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+    return network
+
+
+@pytest.mark.parametrize("split_dim", [None, 4])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 4, 5)])
+def test_factors(make, shape, split_dim):
+    x = torch.randn(shape, dtype=torch.float64)
+    terms = len(x)
+    assert_matches_reference(make(), x, lambda y: (y**3).sum() / terms, terms=terms, split_dim=split_dim)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9, "nesterov": True}, {"weight_decay": 0.01, "factor_decay": 0.5}])
+def test_steps(make, options):
+    stream = [(x, cross_entropy(labels)) for x, labels in STREAM]
+    compare(make(), stream, update_interval=3, split_dim=4, **options)
+
+
+def test_scale_free_steps_are_those_of_linear_layers(make):
+    """Nothing but the place of the numbers is another."""
+    model = make()
+    twin = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    for own, other in zip(model, twin, strict=True):
+        if isinstance(other, nn.Linear):
+            first = isinstance(own, nn.Linear)
+            with torch.no_grad():
+                other.weight.copy_(own.weight if first else own.weight.flatten(1).mT)
+                other.bias.copy_(own.bias.flatten())
+    for one in (model, twin):
+        train(one, THOR(one, scaling="spectral", split_dim=4), STREAM)
+    x = STREAM[0][0]
+    torch.testing.assert_close(model(x), twin(x), rtol=1e-6, atol=1e-8)  # what polar factors are iterated to
+
+
+def test_rows_that_are_masked(make):
+    """The mask has the leading dimensions of the input, as the kind says."""
+    model, x = make(), torch.randn(3, 4, 5, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    optimizer = THOR(model, lr=0.0)
+    optimizer.row_mask = mask
+    model(x).square().sum().backward()
+    optimizer.step()
+    rows = x[mask]
+    torch.testing.assert_close(optimizer.curvature["0"].factors()[0], rows.mT @ rows / len(rows))
+
+
+def test_coverage(make):
+    model = make()
+    optimizer = THOR(model)
+    entries = {entry.name: entry for entry in optimizer.coverage()}
+    label = kind_of(model[0]).label
+    assert set(optimizer.curvature) == {"0", "2", "4"}
+    names = [name for name, _ in model[0].named_parameters()]
+    for entry, sizes in zip((entries[f"0.{name}"] for name in names), [(5, 6), (6,)], strict=True):
+        assert (entry.kind, entry.factor_sizes, entry.reason) == (label, sizes, None)
+    assert label in repr(optimizer)
+
+
+def test_checkpoint(make):
+    """Saved in the middle, loaded, and gone on with: the same bits."""
+    model = make()
+    optimizer = THOR(model, update_interval=3)
+    train(model, optimizer, STREAM[:4])
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, STREAM[4:])
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = make()
+    resumed = THOR(other, update_interval=3)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    train(other, resumed, STREAM[4:])
+    assert_same_bits(weights(model), weights(other))
+    copied = copy.deepcopy(resumed)
+    assert set(copied.curvature) == {"0", "2", "4"}
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_units_of_clipping(make, foreach):
+    """A unit is an output, wherever its numbers are; which, the reference finds by trying."""
+    layer = make()[0]
+    units = output_of_each_number(layer, (1, 5))
+    gradients = [torch.randn_like(p) for p in layer.parameters()]
+    for p, g in zip(layer.parameters(), gradients, strict=True):
+        p.grad = g
+    weight = layer.weight
+    weight.grad[0] *= 30
+    before = weight.grad.clone().numpy()
+    factor = 1.0
+    expected, count = clipped(weight.detach().numpy(), before, units, factor, 1e-3)
+    assert 0 < count <= 6
+    layer.bias.grad = None
+    found = adaptive_clip_grad_(layer, factor, exclude=(), foreach=foreach)
+    np.testing.assert_allclose(weight.grad.numpy(), expected, rtol=1e-12)
+    assert (int(found.clipped), found.units) == (count, 6)
+
+
+def test_called_by_the_name_of_its_argument():
+    register_kind(PerHead, PerHeadKind, **OWN_NAMES)
+    layer = PerHead(5, 2, 3)
+    optimizer = THOR(layer)
+    layer(tokens=torch.randn(4, 5)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.curvature[""].refreshes == 1
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+
+
+class Named(InOut):
+    """Computes what its parent computes."""
+
+
+class Doubled(InOut):
+    """Does not."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Gated(nn.Linear):
+    """A subclass of a built-in class, with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+def test_subclasses_that_run_its_forward_are_found():
+    register_kind(InOut, InOutKind)
+    assert isinstance(kind_of(Named(2, 3)), InOutKind)
+    assert kind_of(Doubled(2, 3)) is None
+    assert why_not(Doubled(2, 3)) == "Doubled overrides the forward of InOut"
+
+
+def test_the_nearest_class_counts():
+    assert why_not(Gated(2, 3)) == "Gated overrides the forward of Linear"
+    register_kind(Gated, LinearKind)
+    assert type(kind_of(Gated(2, 3))) is LinearKind
+    register_kind(InOut, InOutKind)
+    register_kind(Named, TurnedKind)
+    assert type(kind_of(Named(2, 3))) is TurnedKind
+    assert type(kind_of(InOut(2, 3))) is InOutKind
+
+
+def test_unregistered_layers_are_named_as_such():
+    assert why_not(InOut(2, 3)) == "no curvature for InOut"
+    entries = THOR(nn.Sequential(InOut(2, 3), nn.Linear(3, 30))).coverage()
+    assert [entry.reason for entry in entries] == ["no curvature for InOut"] * 2 + [None] * 2
+
+
+def test_it_is_public():
+    assert torch_thor.register_kind is torch_thor.curvature.register_kind is register_kind
+    assert "register_kind" in torch_thor.__all__
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+class NoRows(MatrixWeight):
+    """A kind that knows its matrix and not its rows."""
+
+    def __init__(self, module):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "error", "match"),
+    [
+        (
+            InOut(2, 3),
+            InOutKind,
+            TypeError,
+            r"module_type=InOut\(\) must be a class of torch.nn.Module; give the class",
+        ),
+        (int, InOutKind, TypeError, r"module_type=<class 'int'> must be a class of torch.nn.Module"),
+        (InOut, 3, TypeError, r"kind=3 must be a class of kinds, or return one; derive it from"),
+        (
+            InOut,
+            NoRows,
+            TypeError,
+            r"NoRows has no loss_terms, row_shape, add_inputs_, add_outputs_, which every kind of layer has; derive",
+        ),
+        (nn.Linear, InOutKind, ValueError, r"Linear is registered already, with LinearKind, and .* one kind; register"),
+    ],
+)
+def test_what_is_no_kind(module, kind, error, match):
+    with pytest.raises(error, match=match):
+        register_kind(module, kind)
+
+
+def test_a_class_has_one_kind():
+    register_kind(InOut, InOutKind)
+    with pytest.raises(ValueError, match="InOut is registered already, with InOutKind"):
+        register_kind(InOut, InOutKind)
+
+
+def changed(**changes):
+    """InOutKind with other attributes."""
+
+    def make(module):
+        kind = InOutKind(module)
+        for name, value in changes.items():
+            setattr(kind, name, value)
+        return kind
+
+    make.__name__ = "Changed"
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "match"),
+    [
+        (
+            changed(inputs=4),
+            {},
+            r"Changed, registered for InOut, says groups=1, outputs=6, inputs=4 of a weight of shape \(5, 6\): "
+            r"they must be whole numbers whose product is the weight's 30 numbers; correct the kind",
+        ),
+        (changed(inputs=5.0), {}, r"inputs=5.0 of a weight .*: they must be whole numbers"),
+        (changed(inputs=-5, outputs=-6), {}, r"outputs=-6, inputs=-5 of a weight .*: they must be whole numbers"),
+        (
+            changed(transposed=False),
+            {},
+            r"to_matrix of Changed, registered for InOut, makes \(1, 5, 6\) of the weight: with groups=1, outputs=6, "
+            r"inputs=5 and transposed=False it must be \(groups, outputs, inputs\) = \(1, 6, 5\); correct the kind",
+        ),
+        (changed(inputs=6, outputs=5), {}, r"it must be \(groups, inputs, outputs\) = \(1, 6, 5\)"),
+        (
+            InOutKind,
+            {"weight": "kernel"},
+            r"has the weight 'kernel', and the module has no parameter of that name; name",
+        ),
+        (
+            InOutKind,
+            {"bias": "weight"},
+            r"solves_biases=True of a bias of shape \(5, 6\): .* for each of the 6 outputs",
+        ),
+        (lambda module: object(), {}, r"<lambda>, registered for InOut, has no loss_terms, .*, label, groups, inputs"),
+    ],
+)
+def test_a_kind_that_does_not_fit_its_module(kind, names, match):
+    register_kind(InOut, kind, **names)
+    with pytest.raises(ValueError, match=match):
+        THOR(nn.Sequential(InOut(5, 6), nn.Linear(6, 3)))
