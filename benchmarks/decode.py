@@ -23,9 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import describe
 from PIL import Image
 
-from machine import describe
 from torch_thor.training.data_spec import IMAGENET, Workers
 from torch_thor.training.images.decoding import decode_rgb
 from torch_thor.training.images.folder import FolderSource, list_images

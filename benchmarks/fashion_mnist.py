@@ -62,8 +62,8 @@ def train_one(optimizer: str, lr: float, seed: int) -> None:
         seed: seed; the tuning seed is evaluated at the end alone.
     """
     import torch
-
     from machine import describe
+
     from torch_thor.training.data import load_data
     from torch_thor.training.errors import UserError
     from torch_thor.training.experiment import new_run
@@ -217,7 +217,7 @@ def draw(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from torch_thor.training.figures.drawing import draw_band, running_mean
+    from torch_thor.bench.drawing import draw_band, running_mean
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for optimizer in GRIDS:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torchvision
+from machine import describe
 from torch import nn
 from torch.nn import functional
 
-from machine import describe
 from reference import ReferenceTHOR
 from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.curvature import polar

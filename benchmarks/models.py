@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
 from machine import describe
+
 from torch_thor import THOR
 
 ROOT = Path(__file__).parents[1]

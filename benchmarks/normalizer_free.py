@@ -133,9 +133,9 @@ def train_one(run: Run) -> None:
     """
     import timm
     import torch
+    from machine import describe
     from torch.nn.functional import cross_entropy, interpolate
 
-    from machine import describe
     from torch_thor import AGCSGD
     from torch_thor.training.data import DataSpec, load_data
     from torch_thor.training.shards import epoch_order

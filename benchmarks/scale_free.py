@@ -128,7 +128,6 @@ def run_one(job: Job) -> None:
         job: what to run.
     """
     import torch
-
     from machine import describe
 
     torch.set_num_threads(1)

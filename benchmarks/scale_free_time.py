@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import torch
+from machine import describe
 
 from contenders import PEERS, USUAL_MOMENTUM, Setting
-from machine import describe
 from tasks import TASKS
 from torch_thor.optim.options import SCALED_DEFAULTS
 

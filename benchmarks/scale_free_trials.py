@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine import describe
 from torch import Tensor, nn
 from torch.nn import functional
 
-from machine import describe
 from tasks import TASKS, _autoencoder_of, _pixels, _shuffled, train
 
 OUT = Path(__file__).parent / "results" / "scale_free_trials.json"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 import torchvision
+from machine import describe
 from torch import nn
 from torch.nn import functional
 
-from machine import describe
 from torch_thor import THOR
 from torch_thor.training.models import build_model
 

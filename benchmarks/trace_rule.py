@@ -50,8 +50,8 @@ def train_one(setting: str, seed: int) -> None:
         seed: seed.
     """
     import torch
-
     from machine import describe
+
     from torch_thor.training.data import load_data
     from torch_thor.training.experiment import new_run
     from torch_thor.training.loop import train

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_thor.bench.figures.raw import RawData, differences, plain, read
 from torch_thor.training.errors import UserError
-from torch_thor.training.figures.raw import RawData, differences, plain, read
 
 
 def raw_data():
