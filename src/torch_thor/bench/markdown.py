@@ -56,7 +56,7 @@ def each(values: Iterable[float | None], form: str) -> str:
     return ", ".join(number(value, form) for value in values)
 
 
-def middle(values: Sequence[float], form: str, of: Callable[[Sequence[float]], float] = statistics.median) -> str:
+def middle(values: Sequence[float], form: str, *, of: Callable[[Sequence[float]], float] = statistics.median) -> str:
     """Write several seeds as their middle, and each.
 
     Args:

@@ -57,12 +57,13 @@ class Failure:
     details: str = ""
 
 
-def missing(jobs: Sequence[AnyJob], store: Store) -> list[AnyJob]:
+def missing(jobs: Sequence[AnyJob], store: Store, *, anew: bool = False) -> list[AnyJob]:
     """The jobs whose results are not there.
 
     Args:
         jobs: Any; of equal keys the first counts.
         store: Where results are kept.
+        anew: Whether those that are there are to be replaced.
 
     Returns:
         Those to run, in their order.
@@ -70,7 +71,7 @@ def missing(jobs: Sequence[AnyJob], store: Store) -> list[AnyJob]:
     first: dict[str, AnyJob] = {}
     for job in jobs:
         first.setdefault(job.key, job)
-    return [job for key, job in first.items() if not store.holds(key)]
+    return [job for key, job in first.items() if anew or not store.holds(key)]
 
 
 def complete(
@@ -79,6 +80,7 @@ def complete(
     *,
     workers: int,
     threads: int = 1,
+    anew: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Failure]:
     """Run what is missing, each job in a process of its own.
@@ -88,12 +90,13 @@ def complete(
         store: Where results are kept.
         workers: Processes at a time.
         threads: Of one process.
+        anew: Whether to run what is there as well; a result is replaced once its job is done.
         say: Takes a line a job.
 
     Returns:
         The jobs that failed: nothing is kept of these, and the next call runs them again.
     """
-    todo, failures = missing(jobs, store), []
+    todo, failures = missing(jobs, store, anew=anew), []
     with closing(_outcomes(todo, workers, threads)) as outcomes:
         for number, (job, outcome) in enumerate(outcomes, start=1):
             note = store.folder / f"{job.key}.failed"

@@ -30,20 +30,21 @@ def parser(about: str | None, *, workers: int | None = None) -> ArgumentParser:
     return made
 
 
-def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers: int) -> None:
+def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers: int, *, anew: bool = False) -> None:
     """Run what is missing, stage by stage.
 
     Args:
         store: Where results are kept.
         stages: Give the jobs of each stage, which may depend on the results of those before it.
         workers: Processes at a time.
+        anew: Whether to run what is there as well.
 
     Raises:
         SystemExit: After a stage in which jobs failed, naming them; and after Ctrl-C. What is done is kept.
     """
     for stage in stages:
         try:
-            failures = complete(stage(), store, workers=workers, say=_say)
+            failures = complete(stage(), store, workers=workers, anew=anew, say=_say)
         except KeyboardInterrupt:
             _say("stopped by Ctrl-C: what is done is kept, and the same command goes on with the rest")
             raise SystemExit(INTERRUPTED) from None
