@@ -51,8 +51,8 @@ def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers
         if failures:
             names = ", ".join(failure.key for failure in failures)
             raise SystemExit(
-                f"{len(failures)} jobs failed ({names}): their tracebacks are in {store.folder}/*.failed; the same "
-                "command runs them again"
+                f"{len(failures)} job{'s' if len(failures) > 1 else ''} failed ({names}): tracebacks are in "
+                f"{store.folder}/*.failed; the same command runs what is missing"
             )
 
 
