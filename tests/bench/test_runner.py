@@ -1,14 +1,16 @@
 """The runner: what is missing runs in processes of its own, failures are named, and what is done is kept."""
 
 import json
+import multiprocessing
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from torch_thor.bench.runner import complete, complete_here, missing
+from torch_thor.bench.runner import _outcome, complete, complete_here, missing
 from torch_thor.bench.stores import Folder
 
 
@@ -20,7 +22,7 @@ class Job:
 
     def run(self):
         if self.kind == "bad":
-            raise ValueError("no such thing")
+            raise ValueError("no such thing\nas far as one can see")
         if self.kind == "leaves":
             raise SystemExit("gone")
         if self.kind == "killed":
@@ -75,7 +77,7 @@ def test_a_failure_is_named_and_the_rest_goes_on(store, tmp_path):
     for key, reason in reasons.items():
         assert (store.folder / f"{key}.failed").read_text().startswith(reason)
         assert any(key in line and reason in line for line in lines)
-    assert 'raise ValueError("no such thing")' in (store.folder / "bad.failed").read_text()
+    assert "ValueError: no such thing\nas far as one can see" in (store.folder / "bad.failed").read_text()
 
 
 def test_a_job_that_failed_runs_again(store, tmp_path):
@@ -117,3 +119,12 @@ def test_here_the_first_error_ends_it(store, monkeypatch):
     assert complete_here([Job("a"), Job("c")], store, say=lines.append) == 1
     assert complete_here([Job("a"), Job("c")], store, say=lines.append) == 0
     assert json.loads(store.file("c").read_text()) == store.read("c")
+
+
+def test_a_result_that_was_sent_in_part_is_none():
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    os.write(theirs.fileno(), (1000).to_bytes(4, "big") + b"half of it")
+    theirs.close()
+    process = SimpleNamespace(join=lambda: None, exitcode=-signal.SIGTERM)
+    failure = _outcome(ours, Job("a"), process)
+    assert (failure.key, "SIGTERM" in failure.reason) == ("a", True)

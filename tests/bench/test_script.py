@@ -8,6 +8,8 @@ import pytest
 
 from command_line import alive, descendants, finish, start, wait_for
 from torch_thor.bench import script
+from torch_thor.bench.stores import Folder
+from torch_thor.training.errors import UserError
 
 COMPARISON = """
 import json, os, time
@@ -99,6 +101,15 @@ def test_a_job_does_not_outlive_a_runner_that_is_killed(comparison, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     finish(process)  # the job holds its standard output: this ends when the job has ended
     assert not alive(slow)
+
+
+def test_a_result_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):
+    def full(*words, **options):
+        raise UserError("run.json cannot be written (No space left on device): make room for it")
+
+    monkeypatch.setattr(script, "complete", full)
+    with pytest.raises(SystemExit, match=r"^run\.json cannot be written"):
+        script.measure(Folder(tmp_path), [list], 1)
 
 
 @pytest.mark.parametrize("words", ["0", "-1", "two", "1.5"])

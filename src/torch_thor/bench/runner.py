@@ -161,7 +161,7 @@ def _outcome(connection: Any, job: Job, process: SpawnProcess) -> Mapping[str, A
     """Take what a process sent before it ended."""
     try:
         received = connection.recv()
-    except EOFError:
+    except (EOFError, OSError):  # it sent nothing, or not all of it
         received = None
     connection.close()
     process.join()
@@ -186,7 +186,8 @@ def _work(job: Job, connection: Connection) -> None:
     try:
         connection.send(json.dumps(job.run()))
     except (Exception, SystemExit) as error:
-        connection.send(Failure(job.key, f"{type(error).__name__}: {error}", traceback.format_exc()))
+        said = str(error).partition("\n")[0]
+        connection.send(Failure(job.key, f"{type(error).__name__}: {said}", traceback.format_exc()))
 
 
 def _end_with_parent() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch_thor.bench.runner import Job, complete
 from torch_thor.bench.stores import Store
-from torch_thor.training.errors import INTERRUPTED
+from torch_thor.training.errors import INTERRUPTED, UserError
 
 
 def parser(about: str | None, *, workers: int | None = None) -> ArgumentParser:
@@ -40,7 +40,8 @@ def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers
         anew: Whether to run what is there as well.
 
     Raises:
-        SystemExit: After a stage in which jobs failed, naming them; and after Ctrl-C. What is done is kept.
+        SystemExit: After a stage in which jobs failed, naming them; after Ctrl-C; and where a result cannot be written.
+            What is done is kept.
     """
     for stage in stages:
         try:
@@ -48,6 +49,8 @@ def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers
         except KeyboardInterrupt:
             _say("stopped by Ctrl-C: what is done is kept, and the same command goes on with the rest")
             raise SystemExit(INTERRUPTED) from None
+        except UserError as error:  # a result that cannot be written
+            raise SystemExit(str(error)) from error
         if failures:
             names = ", ".join(failure.key for failure in failures)
             raise SystemExit(

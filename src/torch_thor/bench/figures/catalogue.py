@@ -189,10 +189,11 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
 
 def _complete(raw: RawData, path: Path, console: Console) -> None:
     """Measure what is missing, one run after the other; each is on the disk before the next one starts."""
+    say = printer(console)
     with _threads_of(raw.settings):
-        if not complete_here(_jobs(raw, console), RawFile(raw, path), say=printer(console)):
+        if not complete_here(_jobs(raw, console), RawFile(raw, path), say=lambda line: say(f"{raw.figure}: {line}")):
             raw.write(path)  # it may be for other seeds than before
-            printer(console)(f"{path} holds all runs: drawn again, nothing measured")
+            say(f"{path} holds all runs: drawn again, nothing measured")
 
 
 def _threads_of(settings: Mapping[str, Any]) -> AbstractContextManager[None]:
