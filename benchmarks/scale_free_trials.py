@@ -7,7 +7,6 @@ The prototype stands in this file: the step of :mod:`torch_thor.optim.spectral` 
 what was tried beside it. ``deep`` is a larger autoencoder, 784-1000-500-250-30 and back, with batches of 500.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from torch.nn import functional
 from tasks import TASKS, _autoencoder_of, _pixels, _shuffled, train
 from torch_thor.bench import script
 from torch_thor.bench.machine import describe
-from torch_thor.training.files import write_whole
+from torch_thor.bench.stores import Rows, key_of
 
 OUT = Path(__file__).parent / "results" / "scale_free_trials.json"
 DEEP = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
@@ -231,15 +230,15 @@ class Trial:
     """One run.
 
     Args:
-        words: the keywords of :class:`Prototype` with ``task``, ``length`` and ``seed``, as pairs.
+        words: the keywords of :class:`Prototype` with ``task``, ``length`` and ``seed``.
     """
 
-    words: tuple[tuple[str, Any], ...]
+    words: dict[str, Any]
 
     @property
     def key(self) -> str:
         """Name of its raw data."""
-        return key_of(dict(self.words))
+        return key_of(self.words)
 
     def run(self) -> dict[str, Any]:
         """Train.
@@ -247,69 +246,23 @@ class Trial:
         Returns:
             The raw data.
         """
-        words = dict(self.words)
-        own = {key: value for key, value in words.items() if key not in ("task", "seed", "length")}
-        outcome = train(ALL[words["task"]], words["seed"], lambda model: Prototype(model, **own), words["length"])
+        own = {key: value for key, value in self.words.items() if key not in ("task", "seed", "length")}
+        task, seed, length = (self.words[key] for key in ("task", "seed", "length"))
+        outcome = train(ALL[task], seed, lambda model: Prototype(model, **own), length)
         kept = {key: outcome[key] for key in ("evaluations", "failure")}
-        return {"trial": words, **kept, "machine": describe()}
-
-
-def key_of(trial: dict[str, Any]) -> str:
-    """Return what a trial is called.
-
-    Args:
-        trial: its words.
-
-    Returns:
-        The words in the order of the alphabet: the same for the same trial.
-    """
-    return ", ".join(f"{name} {trial[name]}" for name in sorted(trial))
-
-
-class Rows:
-    """A store of one file with a line for each trial.
-
-    Args:
-        path: the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.folder = path, path.parent
-        self.rows = json.loads(path.read_text()) if path.exists() else []
-        self.found = {key_of(row["trial"]): row for row in reversed(self.rows)}  # of equal ones the first counts
-
-    def holds(self, key: str) -> bool:
-        """Return whether a trial is there.
-
-        Args:
-            key: of the trial.
-
-        Returns:
-            True if it is.
-        """
-        return key in self.found
-
-    def keep(self, key: str, result: dict[str, Any]) -> None:
-        """Add a trial and write the file.
-
-        Args:
-            key: of the trial.
-            result: its raw data.
-        """
-        self.rows.append(result)
-        self.found[key] = result
-        write_whole(self.path, "[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n")
+        return {"trial": self.words, **kept, "machine": describe()}
 
 
 def main() -> None:
     """Run what is missing, write it, and print a line a trial."""
     options = script.parser(__doc__, workers=1).parse_args()
-    store, jobs = Rows(OUT), [Trial(tuple(trial.items())) for trial in trials()]
+    store, jobs = Rows(OUT, "trial"), [Trial(words) for words in trials()]
     if not options.table:
         script.measure(store, [lambda: jobs], options.workers)
     for job in jobs:
-        if store.holds(job.key):
-            print(f"{store.found[job.key]['evaluations'][-1][1]:8.4f}  {dict(job.words)}")
+        found = store.find(job.key)
+        if found is not None:
+            print(f"{found['evaluations'][-1][1]:8.4f}  {job.words}")
 
 
 if __name__ == "__main__":

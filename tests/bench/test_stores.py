@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.bench.stores import Folder, finite, write_json, write_tables
+from torch_thor.bench.stores import Folder, Rows, finite, key_of, write_json, write_tables
 from torch_thor.training.errors import UserError
 
 
@@ -32,6 +32,24 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"run.json cannot be written.*the same command then goes on"):
         store.keep("run", {"new": 2})
     assert store.read("run") == {"old": 1}
+
+
+def test_one_file_holds_a_line_for_each_result(tmp_path):
+    path = tmp_path / "deep" / "trials.json"
+    trials = [{"lr": 0.1, "task": name} for name in ("a", "b")]
+    keys = [key_of(trial) for trial in trials]
+    assert keys == ["lr 0.1, task a", "lr 0.1, task b"]
+    assert key_of(dict(reversed(trials[0].items()))) == keys[0]
+    for key, trial in zip(keys, trials, strict=True):
+        store = Rows(path, "trial")
+        assert not store.holds(key)
+        store.keep(key, {"trial": trial, "loss": 1.5})
+    store.keep(keys[0], {"trial": trials[0], "loss": 0.5})
+    assert store.folder == path.parent
+    found = Rows(path, "trial")
+    assert found.rows == [{"trial": trials[0], "loss": 0.5}, {"trial": trials[1], "loss": 1.5}]
+    assert found.find(keys[1]) == found.rows[1]
+    assert path.read_text().splitlines()[1] == '{"trial": {"lr": 0.1, "task": "a"}, "loss": 0.5},'
 
 
 def test_tables_lie_beside_the_raw_data(tmp_path):

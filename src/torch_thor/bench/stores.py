@@ -87,6 +87,67 @@ class Folder:
         write_json(self.file(key), result)
 
 
+class Rows:
+    """A store of one file for all results: a JSON list with a line for each, which says which job it is of.
+
+    Args:
+        path: The file.
+        name: Where a result has the plain values that make its key (see `key_of`).
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.folder, self.name = path, path.parent, name
+        self.rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+    def find(self, key: str) -> dict[str, Any] | None:
+        """Look a result up.
+
+        Args:
+            key: Of its job.
+
+        Returns:
+            The first one, or `None` if there is none.
+        """
+        return next((row for row in self.rows if key_of(row[self.name]) == key), None)
+
+    def holds(self, key: str) -> bool:
+        """Whether a result is there.
+
+        Args:
+            key: Of a job.
+
+        Returns:
+            True if it is.
+        """
+        return self.find(key) is not None
+
+    def keep(self, key: str, result: Mapping[str, Any]) -> None:
+        """Add a result, or put it in the place of the one that is there, and write the file.
+
+        Args:
+            key: Of its job.
+            result: Plain JSON values.
+        """
+        assert key_of(result[self.name]) == key
+        there = self.find(key)
+        place = len(self.rows) if there is None else self.rows.index(there)
+        self.rows[place : place + 1] = [dict(result)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, "[\n" + ",\n".join(map(json.dumps, self.rows)) + "\n]\n", REMEDY)
+
+
+def key_of(words: Mapping[str, Any]) -> str:
+    """Name a job by what it is made of.
+
+    Args:
+        words: Plain values by name.
+
+    Returns:
+        `name value, ...`, in the order of the alphabet: the same words give the same key.
+    """
+    return ", ".join(f"{name} {words[name]}" for name in sorted(words))
+
+
 def write_json(path: Path, values: Any, indent: int | None = None) -> None:
     """Write plain values as a whole file.
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.bench.figures.raw import RawData, RawFile, differences, key_of, plain, read
+from torch_thor.bench.figures.raw import RawData, RawFile, differences, plain, read
+from torch_thor.bench.stores import key_of
 from torch_thor.training.errors import UserError
 
 
@@ -48,7 +49,7 @@ def test_the_file_is_the_store_of_its_runs(path):
     raw = raw_data()
     store, run = RawFile(raw, path), {"job": {"setting": "c", "seed": 0}, "loss": []}
     key = key_of(run["job"])
-    assert (key, store.holds(key)) == ("setting c, seed 0", False)
+    assert (key, store.holds(key)) == ("seed 0, setting c", False)
     assert all(store.holds(key_of(there["job"])) for there in raw.runs)
     drawn = [path.with_suffix(ending) for ending in (".png", ".md")]
     for other in drawn:

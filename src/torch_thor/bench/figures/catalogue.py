@@ -14,10 +14,11 @@ from torch_thor.bench.figures.batch_sizes import BATCH_SIZES
 from torch_thor.bench.figures.curves import CURVES
 from torch_thor.bench.figures.figure import WHICH_RUNS, Figure, Options, device_of
 from torch_thor.bench.figures.fisher_norm import FISHER_NORM
-from torch_thor.bench.figures.raw import RawData, RawFile, differences, key_of, plain, read
+from torch_thor.bench.figures.raw import RawData, RawFile, differences, plain, read
 from torch_thor.bench.figures.split_dim import SPLIT_DIM
 from torch_thor.bench.machine import describe_device
 from torch_thor.bench.runner import complete_here, missing
+from torch_thor.bench.stores import key_of
 from torch_thor.training import parallel
 from torch_thor.training.errors import UserError, require, writing
 from torch_thor.training.files import check_place, write_whole

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch_thor.bench.stores import key_of
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.files import digest, write_whole
 
@@ -81,18 +82,6 @@ class RawData:
         write_whole(path, f"{{{text}}}\n", "choose another folder with --out")
 
 
-def key_of(job: Mapping[str, Any]) -> str:
-    """What a run is called.
-
-    Args:
-        job: Plain values that say which one it is.
-
-    Returns:
-        `name value, ...`.
-    """
-    return ", ".join(f"{name} {value}" for name, value in job.items())
-
-
 @dataclass
 class RawFile:
     """The store of a figure's runs; a result says in `job` which run it is.
@@ -114,7 +103,7 @@ class RawFile:
         """Whether a run is done.
 
         Args:
-            key: See `key_of`.
+            key: Of its job, see `stores.key_of`.
 
         Returns:
             True if it is.
@@ -125,7 +114,7 @@ class RawFile:
         """Add a run and write the file.
 
         Args:
-            key: See `key_of`.
+            key: Of its job, see `stores.key_of`.
             result: The run.
         """
         assert key_of(result["job"]) == key
