@@ -12,7 +12,6 @@ Cores = the GPU's images a second / images a second a core of `read, decode, tra
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -25,7 +24,9 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from machine import describe
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import write_json
+from torch_thor.bench.timing import take_turns
 from torch_thor.training.data_spec import IMAGENET, Workers
 from torch_thor.training.images.decoding import decode_rgb
 from torch_thor.training.images.folder import FolderSource, list_images
@@ -71,21 +72,23 @@ def time_stages(source: FolderSource, count: int, rounds: int) -> dict[str, floa
     chosen = list(range(0, len(source.labels), step))[:count]
     train, evaluation = TrainingTransform(IMAGENET, seed=0), EvaluationTransform(IMAGENET)
     contents = [Path(source.where(index)).read_bytes() for index in chosen]
-    stages: dict[str, Callable[[int, int], object]] = {
+    stages: dict[str, Callable[[int, int], object]] = {  # of the place among the chosen, and of the index
         "read": lambda _, index: Path(source.where(index)).read_bytes(),
         "decode": lambda place, _: decode_rgb(contents[place]),
         TRAINING: lambda _, index: train(source.load(index), 0, index),
         "read, decode, evaluation crop": lambda _, index: evaluation(source.load(index), 0, index),
     }
-    rates: dict[str, list[float]] = {name: [] for name in stages}
-    for turn in range(rounds + 1):
-        for name, stage in stages.items():
-            started = time.process_time()
+
+    def over_all(stage: Callable[[int, int], object]) -> Callable[[], None]:
+        def step() -> None:
             for place, index in enumerate(chosen):
                 stage(place, index)
-            if turn:  # the first is a warm-up: files come into memory
-                rates[name].append(len(chosen) / (time.process_time() - started))
-    return {name: statistics.median(values) for name, values in rates.items()}
+
+        return step
+
+    steps = {name: over_all(stage) for name, stage in stages.items()}
+    seconds = take_turns(steps, rounds, clock=time.process_time)  # in the warm-up files come into memory
+    return {name: statistics.median(len(chosen) / took for took in times) for name, times in seconds.items()}
 
 
 def time_loader(source: FolderSource, workers: int, batch_size: int, batches: int) -> float:
@@ -157,8 +160,7 @@ def main() -> None:
         "images_a_second_of_the_loader": loaders,
         "cores_for_a_gpu_of": cores,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out, result, indent=1)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,17 @@ What it is not: a search over anything but the learning rate, a wide network, or
 data depend on what else the machine did: for the cost of a step see step_time.py.
 """
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "fashion_mnist"
+from torch_thor.bench import markdown, script
+from torch_thor.bench.drawing import draw_band, save
+from torch_thor.bench.numbers import running_mean, steps_to
+from torch_thor.bench.stores import Folder, write_tables
+
+STORE = Folder(Path(__file__).parent / "results" / "fashion_mnist")
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "fashion_mnist.png"
 GRIDS = {
     "thor": [0.0125, 0.025, 0.05, 0.1, 0.2],
@@ -37,138 +37,91 @@ VARIANTS = {"thor-paper": ("thor", ["optimizers.thor.kl_clip=null"])}  # no boun
 TUNING_SEED = 10
 SEEDS = (0, 1, 2)
 EVAL_INTERVAL = 52
+SMOOTHED = 25  # steps before each one that its loss is averaged with in the picture
 
 
-def run_file(optimizer: str, lr: float, seed: int) -> Path:
-    """Return where a run's raw data stands.
-
-    Args:
-        optimizer: its name.
-        lr: learning rate.
-        seed: seed.
-
-    Returns:
-        A path.
-    """
-    return RESULTS / f"{optimizer}-lr{lr:g}-seed{seed}.json"
-
-
-def train_one(optimizer: str, lr: float, seed: int) -> None:
-    """Train once, in this process on one thread, and write the raw data.
+@dataclass(frozen=True)
+class Training:
+    """One run.
 
     Args:
-        optimizer: its name.
+        optimizer: key of ``GRIDS``.
         lr: learning rate.
         seed: seed; the tuning seed is evaluated at the end alone.
     """
-    import torch
 
-    from machine import describe
-    from torch_thor.training.data import load_data
-    from torch_thor.training.errors import UserError
-    from torch_thor.training.experiment import new_run
-    from torch_thor.training.loop import train
-    from torch_thor.training.recipe import load_recipe, recipe_yaml
+    optimizer: str
+    lr: float
+    seed: int
 
-    torch.set_num_threads(1)
-    interval = 10**6 if seed == TUNING_SEED else EVAL_INTERVAL
-    name, changed = VARIANTS.get(optimizer, (optimizer, []))
-    overrides = [f"optimizer={name}", f"lr={lr}", f"seed={seed}", f"eval_interval={interval}", "device=cpu", *changed]
-    recipe = load_recipe("fashion-mnist", overrides)
-    run = new_run(recipe, name, load_data(recipe.data))
-    failure = None
-    try:
-        train(run)
-    except UserError as error:  # a learning rate at which the loss is no longer finite: a result, not an accident
-        failure = str(error)
-    record = run.record
-    result = {
-        "optimizer": optimizer,
-        "lr": lr,
-        "seed": seed,
-        "steps": run.total_steps,
-        "failure": failure,
-        "evaluations": [[e.step, e.top1, round(e.seconds, 2)] for e in record.evaluations],
-        "loss": [round(point.loss, 5) for point in record.steps],
-        "seconds_ordinary_step": record.median_duration(refresh=False),
-        "seconds_refresh_step": record.median_duration(refresh=True),
-        "machine": describe(threads=1),
-        "recipe": recipe_yaml(recipe),
-    }
-    path = run_file(optimizer, lr, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    temporary.rename(path)
+    @property
+    def key(self) -> str:
+        """Name of its raw data."""
+        return f"{self.optimizer}-lr{self.lr:g}-seed{self.seed}"
+
+    def run(self) -> dict[str, Any]:
+        """Train.
+
+        Returns:
+            The raw data.
+        """
+        from torch_thor.bench.recipes import train_recipe
+
+        interval = 10**6 if self.seed == TUNING_SEED else EVAL_INTERVAL
+        name, changed = VARIANTS.get(self.optimizer, (self.optimizer, []))
+        words = [f"lr={self.lr}", f"seed={self.seed}", f"eval_interval={interval}", "device=cpu", *changed]
+        return {**asdict(self), **train_recipe("fashion-mnist", name, words)[1]}
+
+    def result(self) -> dict[str, Any]:
+        """Return the raw data."""
+        return STORE.read(self.key)
+
+    def final(self) -> float:
+        """Return the accuracy at the last step; 0 for a run that did not get there."""
+        run = self.result()
+        return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
 
 
-def complete(jobs: list[tuple[str, float, int]], workers: int) -> None:
-    """Run the jobs whose raw data is missing, each in a process of its own.
+def tuning() -> list[Training]:
+    """List the runs of the tuning seed."""
+    return [Training(optimizer, lr, TUNING_SEED) for optimizer, grid in GRIDS.items() for lr in grid]
+
+
+def best(optimizer: str) -> Training:
+    """Return the run of the tuning seed with the best final accuracy.
 
     Args:
-        jobs: optimizer, learning rate, seed.
-        workers: how many at a time.
-    """
-    missing = [job for job in jobs if not run_file(*job).exists()]
-
-    def start(job: tuple[str, float, int]) -> None:
-        words = [sys.executable, __file__, "--one", *(str(part) for part in job)]
-        subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        print("done", *job, flush=True)
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(start, missing))
-
-
-def load(optimizer: str, lr: float, seed: int) -> dict[str, Any]:
-    """Return a run's raw data.
-
-    Args:
-        optimizer: its name.
-        lr: learning rate.
-        seed: seed.
+        optimizer: key of ``GRIDS``.
 
     Returns:
-        What :func:`train_one` wrote.
+        The run.
     """
-    result: dict[str, Any] = json.loads(run_file(optimizer, lr, seed).read_text())
-    return result
+    return max((run for run in tuning() if run.optimizer == optimizer), key=Training.final)
 
 
-def final(run: dict[str, Any]) -> float:
-    """Return the accuracy at the last step; 0 for a run that did not get there.
+def confirmation(*optimizers: str) -> list[Training]:
+    """List the runs of the other seeds.
 
     Args:
-        run: raw data.
+        *optimizers: keys of ``GRIDS``; all, if none is named.
 
     Returns:
-        Test accuracy.
+        Each with its best learning rate.
     """
-    return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
+    found = [best(optimizer) for optimizer in optimizers or GRIDS]
+    return [Training(run.optimizer, run.lr, seed) for run in found for seed in SEEDS]
 
 
-def best_lr(optimizer: str) -> float:
-    """Return the learning rate with the best final accuracy in the tuning seed.
+def there(optimizer: str) -> list[Training]:
+    """List the runs of the other seeds that there are.
 
     Args:
-        optimizer: its name.
+        optimizer: key of ``GRIDS``.
 
     Returns:
-        The learning rate.
+        All of them once the script has come to its end.
     """
-    return max(GRIDS[optimizer], key=lambda lr: final(load(optimizer, lr, TUNING_SEED)))
-
-
-def done(optimizer: str) -> list[int]:
-    """Return the seeds that an optimizer has run with its best learning rate.
-
-    Args:
-        optimizer: its name.
-
-    Returns:
-        All of ``SEEDS`` once the script has come to its end.
-    """
-    return [seed for seed in SEEDS if run_file(optimizer, best_lr(optimizer), seed).exists()]
+    return [run for run in confirmation(optimizer) if STORE.holds(run.key)]
 
 
 def table() -> str:
@@ -177,32 +130,25 @@ def table() -> str:
     Returns:
         The table.
     """
-    targets = {seed: final(load("sgd", best_lr("sgd"), seed)) for seed in SEEDS}
-    lines = [
-        "| optimizer | lr (of 5) | final accuracy, median (each seed) | steps to SGD's final accuracy, share of SGD's, "
-        "median (each seed) |",
-        "|---|---|---|---|",
-    ]
-    figures = {}
+    targets = {run.seed: run.final() for run in confirmation("sgd")}
+    heads = (
+        "optimizer",
+        "lr (of 5)",
+        "final accuracy, median (each seed)",
+        "steps to SGD's final accuracy, share of SGD's, median (each seed)",
+    )
+    rows, figures = [], {}
     for optimizer in GRIDS:
-        lr = best_lr(optimizer)
-        runs = {seed: load(optimizer, lr, seed) for seed in done(optimizer)}
-        shares = []
-        for seed, run in runs.items():
-            reached = next((step for step, top1, _ in run["evaluations"] if top1 >= targets[seed]), None)
-            shares.append(reached / run["steps"] if reached else float("inf"))
-        finals = [final(run) for run in runs.values()]
-        each_final = ", ".join(f"{f:.4f}" for f in finals)
-        each_share = ", ".join("never" if s == float("inf") else f"{s:.2f}" for s in shares)
-        middle = statistics.median(shares)
-        lines.append(
-            f"| {optimizer} | {lr:g} | {statistics.median(finals):.4f} ({each_final}) | "
-            f"{'never' if middle == float('inf') else f'{middle:.2f}'} ({each_share}) |"
-        )
-        figures[optimizer] = {"lr": lr, "final": finals, "share_of_sgd_steps": [None if s > 1 else s for s in shares]}
-    text = "\n".join(lines)
-    (RESULTS / "table.md").write_text(text + "\n")
-    (RESULTS / "table.json").write_text(json.dumps({"targets": targets, "optimizers": figures}, indent=1) + "\n")
+        runs, shares = there(optimizer), []
+        for run in runs:
+            evaluations = [(step, top1) for step, top1, _ in run.result()["evaluations"]]
+            reached = steps_to(evaluations, targets[run.seed], interpolate=False)
+            shares.append(float("inf") if reached is None else reached / run.result()["steps"])
+        finals = [run.final() for run in runs]
+        rows.append((optimizer, f"{runs[0].lr:g}", markdown.middle(finals, ".4f"), markdown.middle(shares, ".2f")))
+        figures[optimizer] = {"lr": runs[0].lr, "final": finals, "share_of_sgd_steps": shares}
+    text = markdown.table(heads, rows)
+    write_tables(STORE.folder, text, {"targets": targets, "optimizers": figures})
     return text
 
 
@@ -212,45 +158,32 @@ def draw(path: Path) -> None:
     Args:
         path: a PNG file.
     """
-    import matplotlib
+    from matplotlib.figure import Figure  # slow to import
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from torch_thor.training.figures.drawing import draw_band, running_mean
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for optimizer in GRIDS:
-        runs = [load(optimizer, best_lr(optimizer), seed) for seed in done(optimizer)]
+        runs = [run.result() for run in there(optimizer)]
         steps = [step for step, _, _ in runs[0]["evaluations"]]
         series = [[top1 for _, top1, _ in run["evaluations"]] for run in runs]
         draw_band(left, steps, series, label=optimizer, middle=statistics.median)
         losses = [statistics.fmean(values) for values in zip(*(run["loss"] for run in runs), strict=True)]
-        window = 25
-        right.plot(range(1, len(losses) + 1), running_mean(losses, window), label=optimizer)
-    target = statistics.median(final(load("sgd", best_lr("sgd"), seed)) for seed in SEEDS)
+        right.plot(range(1, len(losses) + 1), running_mean(losses, SMOOTHED), label=optimizer)
+    target = statistics.median(run.final() for run in confirmation("sgd"))
     left.axhline(target, color="grey", linewidth=0.8, linestyle="--")
     left.set(xlabel="step", ylabel="test accuracy", ylim=(0.78, 0.93), title="Fashion-MNIST, small ResNet, batch 128")
     left.legend(loc="lower right")
-    right.set(xlabel="step", ylabel=f"training loss, mean of {window} steps", yscale="log")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    right.set(xlabel="step", ylabel=f"training loss, mean of {SMOOTHED} steps", yscale="log")
+    save(figure, path)
 
 
 def main() -> None:
     """Run what is missing, print the table and draw the curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table from the raw data")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at a time, one thread each")
+    parser = script.parser(__doc__)
     parser.add_argument("--plot", type=Path, default=PICTURE, help="where the curves go")
-    parser.add_argument("--one", nargs=3, metavar=("OPTIMIZER", "LR", "SEED"), help="train once (used by this script)")
     options = parser.parse_args()
-    if options.one:
-        train_one(options.one[0], float(options.one[1]), int(options.one[2]))
-        return
     if not options.table:
-        complete([(o, lr, TUNING_SEED) for o, grid in GRIDS.items() for lr in grid], options.workers)
-        complete([(o, best_lr(o), seed) for o in GRIDS for seed in SEEDS], options.workers)
+        script.measure(STORE, [tuning, confirmation], options.workers)
     print(table())
     draw(options.plot)
 

@@ -13,9 +13,9 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
-from machine import describe
 from reference import ReferenceTHOR
 from torch_thor import THOR, SplitChoice, choose_split_dim
+from torch_thor.bench.machine import describe
 from torch_thor.curvature import polar
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.training.muon import MuonAdamW

@@ -11,25 +11,26 @@ drifts slows them alike; the figure is the median over rounds of the ratio to SG
 trainings refresh every layer in every step, ordinary ones never after the first.
 """
 
-import argparse
 import importlib.util
-import json
 import math
 import statistics
 import sys
-import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from machine import describe
 from torch_thor import THOR
+from torch_thor.bench import markdown, script
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import Folder, write_tables
+from torch_thor.bench.timing import median_ratio, take_turns, training_step
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "models"
+STORE = Folder(ROOT / "benchmarks" / "results" / "models")
 PAGE = ROOT / "docs" / "measurements" / "models.md"
 MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 SEEDS = (0, 1, 2)
@@ -101,70 +102,74 @@ def seconds(name: str, rounds: int) -> dict[str, list[float]]:
     Returns:
         Seconds a step, by training.
     """
-    trainings = {}
+    steps, optimizers = {}, {}
     for key in ("sgd", *(f"{setting} {length}" for length in LENGTHS for setting in SETTINGS)):
         subject = zoo.build(name)
         if key == "sgd":
-            optimizer: torch.optim.Optimizer = torch.optim.SGD(subject.model.parameters(), lr=1e-5, momentum=0.9)
+            optimizers[key] = torch.optim.SGD(subject.model.parameters(), lr=1e-5, momentum=0.9)
         else:
             setting, _, length = key.partition(" ")
-            optimizer = THOR(subject.model, lr=1e-5, **SETTINGS[setting], **LENGTHS[length])
-        trainings[key] = (subject, optimizer)
-    result: dict[str, list[float]] = {key: [] for key in trainings}
-    for turn in range(rounds + 1):
-        for key, (subject, optimizer) in trainings.items():
-            started = time.perf_counter()
-            subject.loss().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if turn:
-                result[key].append(time.perf_counter() - started)
-    for key, (_, optimizer) in trainings.items():
+            optimizers[key] = THOR(subject.model, lr=1e-5, **SETTINGS[setting], **LENGTHS[length])
+        steps[key] = training_step(subject.loss, optimizers[key])
+    result = take_turns(steps, rounds)
+    for key, optimizer in optimizers.items():
         if isinstance(optimizer, THOR):
             done = max(layer.refreshes for layer in optimizer.curvature.values())
             assert done == (1 if key.endswith("ordinary") else rounds + 1), (key, done)
     return result
 
 
-def measure(name: str, rounds: int) -> None:
-    """Measure a model and write the raw data.
+@dataclass(frozen=True)
+class Measurement:
+    """All that is measured of a model.
 
     Args:
-        name: key of the zoo.
+        model: key of the zoo.
         rounds: of the timing.
     """
-    began = time.perf_counter()
-    with warnings.catch_warnings(action="ignore"):  # tests/models/test_defaults.py has which there are
-        result = {
-            "machine": describe(threads=1),
-            "coverage": coverage(name),
-            "losses": losses(name),
-            "seconds": seconds(name, rounds),
-        }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result) + "\n")
-    print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
+
+    model: str
+    rounds: int
+
+    @property
+    def key(self) -> str:
+        """Name of its raw data."""
+        return self.model
+
+    def run(self) -> dict[str, Any]:
+        """Measure.
+
+        Returns:
+            The raw data.
+        """
+        with warnings.catch_warnings(action="ignore"):  # tests/models/test_defaults.py has which there are
+            return {
+                "machine": describe(),
+                "coverage": coverage(self.model),
+                "losses": losses(self.model),
+                "seconds": seconds(self.model, self.rounds),
+            }
 
 
-def row(name: str, result: dict[str, Any]) -> str:
+def row(name: str) -> list[str]:
     """Return a line of the table.
 
     Args:
         name: key of the zoo.
-        result: its raw data.
 
     Returns:
-        Markdown.
+        Its cells.
     """
+    result = STORE.read(name)
     covered = result["coverage"]
     cells = [name, f"{covered['parameters']:,}", *(f"{covered[setting]:.1%}" for setting in SETTINGS)]
     cells.append(_number(statistics.median(run[0] for run in result["losses"]["adamw"])))
     cells += [_number(statistics.median(run[-1] for run in runs)) for runs in result["losses"].values()]
     times = result["seconds"]
     for setting in SETTINGS:
-        pairs = (zip(times[f"{setting} {length}"], times["sgd"], strict=True) for length in LENGTHS)
-        cells.append(", ".join(f"{statistics.median(t / s for t, s in pair):.2f}" for pair in pairs))
-    return f"| {' | '.join(cells)} |"
+        ratios = (median_ratio(times[f"{setting} {length}"], times["sgd"]) for length in LENGTHS)
+        cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
+    return cells
 
 
 def _number(value: float) -> str:
@@ -177,14 +182,11 @@ def table() -> str:
     Returns:
         The table.
     """
-    found = {name: RESULTS / f"{name}.json" for name in zoo.SUBJECTS}
     columns = (
         "model", "parameters", "preconditioned", "… scale-free", "loss, first", "… after 12 steps, AdamW(1e-3)",
         "… THOR", "… scale-free", "step over SGD's: ordinary, refresh", "… scale-free",
     )  # fmt: skip
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    lines += [row(name, json.loads(file.read_text())) for name, file in found.items() if file.exists()]
-    return "\n".join(lines) + "\n"
+    return markdown.table(columns, [row(name) for name in zoo.SUBJECTS if STORE.holds(name)])
 
 
 def fill_page(text: str) -> None:
@@ -195,23 +197,22 @@ def fill_page(text: str) -> None:
     """
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    PAGE.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
+    PAGE.write_text(f"{before}{MARKS[0]}\n{text}\n\n{MARKS[1]}{after}")
 
 
 def main() -> None:
     """Measure, print the table and put it into the documentation."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__, workers=1)  # step times
     parser.add_argument("--models", nargs="+", choices=list(zoo.SUBJECTS), default=list(zoo.SUBJECTS))
     parser.add_argument("--rounds", type=int, default=7, help="of the timing, after one that is not counted")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in () if options.table else options.models:
-        measure(name, options.rounds)
+    if not options.table:
+        jobs = [Measurement(name, options.rounds) for name in options.models]
+        script.measure(STORE, [lambda: jobs], options.workers, anew=True)
     text = table()
-    (RESULTS / "table.md").write_text(text)
+    write_tables(STORE.folder, text)
     fill_page(text)
-    print(text)
+    print(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -20,18 +20,17 @@ networks with each other, which differ in more than the norms.
 """
 
 import argparse
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "normalizer_free"
+from torch_thor.bench import markdown, script
+from torch_thor.bench.stores import Folder, write_tables
+
+STORE = Folder(Path(__file__).parent / "results" / "normalizer_free")
 RATES = [0.05, 0.1, 0.2, 0.4, 0.8]
 BATCHES = [128, 16, 4]
 PARTS = {"sgd": [16, 4, 2], "agc-sgd": [16, 4]}  # without norms parts change nothing: two are enough to see it
@@ -70,11 +69,91 @@ class Run:
     part: int = 0
 
     @property
-    def path(self) -> Path:
-        """Where its raw data stands."""
+    def key(self) -> str:
+        """Name of its raw data."""
         part = f"-part{self.part}" if self.part else ""
-        name = f"{self.question}-{self.model}-{self.optimizer}-b{self.batch}{part}-lr{self.lr:g}-seed{self.seed}.json"
-        return RESULTS / name
+        return f"{self.question}-{self.model}-{self.optimizer}-b{self.batch}{part}-lr{self.lr:g}-seed{self.seed}"
+
+    def result(self) -> dict[str, Any]:
+        """Return the raw data.
+
+        Raises:
+            SystemExit: they were measured with other options, which are not part of the name.
+        """
+        found = STORE.read(self.key)
+        other = {key: found[key] for key, value in asdict(self).items() if found.get(key, value) != value}
+        if other:
+            raise SystemExit(f"{STORE.file(self.key)} was measured with {other}: give these options, or move the file")
+        return found
+
+    def run(self) -> dict[str, Any]:
+        """Train.
+
+        Returns:
+            The raw data.
+        """
+        import timm
+        import torch
+        from torch.nn.functional import cross_entropy, interpolate
+
+        from torch_thor import AGCSGD
+        from torch_thor.bench.machine import describe
+        from torch_thor.training.data import DataSpec, load_data
+        from torch_thor.training.shards import epoch_order
+
+        data = load_data(DataSpec("fashion-mnist"))
+        torch.manual_seed(self.seed)
+        model = timm.create_model(self.model, num_classes=data.classes, in_chans=1).to(self.device)
+        if self.optimizer == "sgd":
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=MOMENTUM)
+        else:
+            optimizer = AGCSGD(model, lr=self.lr, momentum=MOMENTUM, clip_factor=CLIP_FACTOR[self.batch])
+
+        def batch(images: torch.Tensor) -> torch.Tensor:
+            images = images.to(self.device)
+            if images.shape[-1] == self.size:
+                return images
+            return interpolate(images, (self.size, self.size), mode="bilinear")
+
+        losses: list[float] = []
+        shares: list[float] = []
+        order = torch.cat([epoch_order(len(data.train_labels), self.seed, e) for e in range(1 + self.images // 60_000)])
+        start = time.perf_counter()
+        for chosen in order[: self.images].split(self.batch):
+            total = 0.0
+            for some in chosen.split(self.part or self.batch):
+                scores = model(batch(data.train_images[some]))
+                loss = cross_entropy(scores, data.train_labels[some].to(self.device)) * (len(some) / len(chosen))
+                loss.backward()
+                total += float(loss.detach())
+            losses.append(total)
+            if not math.isfinite(total):
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(optimizer, AGCSGD) and optimizer.clip_statistics is not None:
+                shares.append(float(optimizer.clip_statistics.share))
+        seconds = time.perf_counter() - start
+        model.eval()
+        correct = 0
+        with torch.no_grad():
+            pairs = zip(data.test_images.split(500), data.test_labels.split(500), strict=True)
+            for images, labels in pairs:
+                correct += int((model(batch(images)).argmax(1).cpu() == labels).sum())
+        end = statistics.fmean(losses[-max(1, len(losses) // 20) :])
+        return {
+            **asdict(self),
+            "momentum": MOMENTUM,
+            "clip_factor": CLIP_FACTOR[self.batch] if self.optimizer == "agc-sgd" else None,
+            "diverged": not end < math.log(data.classes),
+            "final_loss": end if math.isfinite(end) else None,
+            "accuracy": correct / len(data.test_labels),
+            "share_of_units_clipped": statistics.fmean(shares) if shares else None,
+            "loss": [round(value, 5) if math.isfinite(value) else None for value in losses],
+            "seconds": round(seconds, 1),
+            "timm": timm.__version__,
+            "machine": describe(),
+        }
 
 
 def runs(options: argparse.Namespace) -> list[Run]:
@@ -105,8 +184,8 @@ def best(first: list[Run]) -> list[Run]:
     """
     chosen: dict[tuple[str, int], tuple[float, Run]] = {}
     for run in first:
-        if run.question == "batches" and run.path.exists():
-            accuracy = json.loads(run.path.read_text())["accuracy"]
+        if run.question == "batches" and STORE.holds(run.key):
+            accuracy = run.result()["accuracy"]
             if accuracy > chosen.get((run.model, run.batch), (-1.0, run))[0]:
                 chosen[run.model, run.batch] = (accuracy, run)
     return [run for _, run in chosen.values()]
@@ -125,78 +204,17 @@ def parts(first: list[Run]) -> list[Run]:
     return [replace(run, question="parts", part=part) for run in whole for part in PARTS[run.optimizer]]
 
 
-def train_one(run: Run) -> None:
-    """Train once, in this process, and write the raw data.
+def of_seeds(planned: list[Run], seeds: range) -> list[Run]:
+    """List the runs of the other seeds, of the second question and the third.
 
     Args:
-        run: what.
+        planned: the runs of the first seed.
+        seeds: the other seeds.
+
+    Returns:
+        Those with the chosen learning rates.
     """
-    import timm
-    import torch
-    from torch.nn.functional import cross_entropy, interpolate
-
-    from machine import describe
-    from torch_thor import AGCSGD
-    from torch_thor.training.data import DataSpec, load_data
-    from torch_thor.training.shards import epoch_order
-
-    if run.device == "cpu":
-        torch.set_num_threads(1)
-    data = load_data(DataSpec("fashion-mnist"))
-    torch.manual_seed(run.seed)
-    model = timm.create_model(run.model, num_classes=data.classes, in_chans=1).to(run.device)
-    if run.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=run.lr, momentum=MOMENTUM)
-    else:
-        optimizer = AGCSGD(model, lr=run.lr, momentum=MOMENTUM, clip_factor=CLIP_FACTOR[run.batch])
-
-    def batch(images: torch.Tensor) -> torch.Tensor:
-        images = images.to(run.device)
-        return images if images.shape[-1] == run.size else interpolate(images, (run.size, run.size), mode="bilinear")
-
-    losses: list[float] = []
-    shares: list[float] = []
-    order = torch.cat([epoch_order(len(data.train_labels), run.seed, e) for e in range(1 + run.images // 60_000)])
-    start = time.perf_counter()
-    for chosen in order[: run.images].split(run.batch):
-        total = 0.0
-        for some in chosen.split(run.part or run.batch):
-            scores = model(batch(data.train_images[some]))
-            loss = cross_entropy(scores, data.train_labels[some].to(run.device)) * (len(some) / len(chosen))
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
-        if not math.isfinite(total):
-            break
-        optimizer.step()
-        optimizer.zero_grad()
-        if isinstance(optimizer, AGCSGD) and optimizer.clip_statistics is not None:
-            shares.append(float(optimizer.clip_statistics.share))
-    seconds = time.perf_counter() - start
-    model.eval()
-    correct = 0
-    with torch.no_grad():
-        pairs = zip(data.test_images.split(500), data.test_labels.split(500), strict=True)
-        for images, labels in pairs:
-            correct += int((model(batch(images)).argmax(1).cpu() == labels).sum())
-    end = statistics.fmean(losses[-max(1, len(losses) // 20) :])
-    result = {
-        **asdict(run),
-        "momentum": MOMENTUM,
-        "clip_factor": CLIP_FACTOR[run.batch] if run.optimizer == "agc-sgd" else None,
-        "diverged": not end < math.log(data.classes),
-        "final_loss": end if math.isfinite(end) else None,
-        "accuracy": correct / len(data.test_labels),
-        "share_of_units_clipped": statistics.fmean(shares) if shares else None,
-        "loss": [round(value, 5) if math.isfinite(value) else None for value in losses],
-        "seconds": round(seconds, 1),
-        "timm": timm.__version__,
-        "machine": describe(),
-    }
-    run.path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = run.path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    temporary.rename(run.path)
+    return [replace(run, seed=seed) for seed in seeds for run in [*best(planned), *parts(planned)]]
 
 
 def table(planned: list[Run], seeds: range) -> str:
@@ -209,73 +227,62 @@ def table(planned: list[Run], seeds: range) -> str:
     Returns:
         Two tables.
     """
-    done: list[dict[str, Any]] = [json.loads(run.path.read_text()) for run in planned if run.path.exists()]
-    lines = [
-        "| network | optimizer | batch | lr | diverged | accuracy (each seed) | units clipped |",
-        *["|---" * 7 + "|"],
-    ]
-    for run in dict.fromkeys((r.question, r.model, r.optimizer, r.batch, r.lr) for r in planned):
-        each = [d for d in done if (d["question"], d["model"], d["optimizer"], d["batch"], d["lr"]) == run]
-        if not each:
-            continue
-        _, model, optimizer, batch, lr = run
-        diverged = f"{sum(d['diverged'] for d in each)} of {len(each)}"
-        accuracy = ", ".join(f"{d['accuracy']:.3f}" for d in each)
-        shares = [d["share_of_units_clipped"] for d in each if d["share_of_units_clipped"] is not None]
-        share = f"{statistics.fmean(shares):.0%}" if shares else "-"
-        lines.append(f"| {model} | {optimizer} | {batch} | {lr:g} | {diverged} | {accuracy} | {share} |")
-    lines += ["", "| network | optimizer | batch | lr | accuracy, mean (each seed) | against batch 128 |"]
-    lines.append("|---" * 6 + "|")
+    heads = ("network", "optimizer", "batch", "lr", "diverged", "accuracy (each seed)", "units clipped")
+    rows = []
+    for run in planned:
+        if STORE.holds(run.key):
+            found = run.result()
+            clipped = found["share_of_units_clipped"]
+            rows.append(
+                (
+                    run.model,
+                    run.optimizer,
+                    str(run.batch),
+                    f"{run.lr:g}",
+                    f"{found['diverged']:d} of 1",
+                    f"{found['accuracy']:.3f}",
+                    "-" if clipped is None else f"{clipped:.0%}",
+                )
+            )
+    first = markdown.table(heads, rows)
+    heads = ("network", "optimizer", "batch", "lr", "accuracy, mean (each seed)", "against batch 128")
+    rows = []
     means: dict[tuple[str, int], float] = {}
     for run in [*best(planned), *parts(planned)]:
-        paths = [path for seed in seeds if (path := replace(run, seed=seed).path).exists()]
-        accuracies = [json.loads(path.read_text())["accuracy"] for path in paths]
+        each = [one for seed in seeds if STORE.holds((one := replace(run, seed=seed)).key)]
+        accuracies = [one.result()["accuracy"] for one in each]
         if not accuracies:
             continue
         mean = statistics.fmean(accuracies)
         means.setdefault((run.model, run.batch), mean)
-        change = f"{100 * (mean - means[run.model, BATCHES[0]]):+.1f} points"
-        each = f"{mean:.3f} ({', '.join(f'{accuracy:.3f}' for accuracy in accuracies)})"
-        size = f"{run.batch} in parts of {run.part}" if run.part else f"{run.batch}"
-        lines.append(f"| {run.model} | {run.optimizer} | {size} | {run.lr:g} | {each} | {change} |")
-    text = "\n".join(lines)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "table.md").write_text(text + "\n")
+        rows.append(
+            (
+                run.model,
+                run.optimizer,
+                f"{run.batch} in parts of {run.part}" if run.part else f"{run.batch}",
+                f"{run.lr:g}",
+                markdown.middle(accuracies, ".3f", of=statistics.fmean),
+                f"{100 * (mean - means[run.model, BATCHES[0]]):+.1f} points",
+            )
+        )
+    text = f"{first}\n\n{markdown.table(heads, rows)}"
+    write_tables(STORE.folder, text)
     return text
-
-
-def train(wanted: list[Run]) -> None:
-    """Train those that are missing, each in a process of its own.
-
-    Args:
-        wanted: the runs.
-    """
-    for run in wanted:
-        if not run.path.exists():
-            words = [sys.executable, __file__, "--one", json.dumps(asdict(run))]
-            subprocess.run(words, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
-            print("done", run.path.name, flush=True)
 
 
 def main() -> None:
     """Run what is missing and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table from the raw data")
+    parser = script.parser(__doc__, workers=1)  # the device may be a GPU
     parser.add_argument("--free", default="test_nfnet", help="the network without norms: nf_resnet50, nfnet_f0, ...")
     parser.add_argument("--norm", default="test_resnet", help="its relative with BatchNorm")
     parser.add_argument("--images", type=int, default=30_000, help="training images that a run sees")
     parser.add_argument("--size", type=int, default=28, help="height and width of the images")
     parser.add_argument("--seeds", type=int, default=2, help="seeds of the chosen learning rates")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--one", help="train once (used by this script)")
     options = parser.parse_args()
-    if options.one:
-        train_one(Run(**json.loads(options.one)))
-        return
     planned, seeds = runs(options), range(1, options.seeds + 1)
     if not options.table:
-        train(planned)
-        train([replace(run, seed=seed) for seed in seeds for run in [*best(planned), *parts(planned)]])
+        script.measure(STORE, [lambda: planned, lambda: of_seeds(planned, seeds)], options.workers)
     print(table(planned, seeds))
 
 

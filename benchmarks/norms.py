@@ -20,11 +20,10 @@ What it is not: large models, long trainings, or a test of BatchNorm. The data t
 choose the learning rate are those that the table measures on, with other seeds.
 """
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor import THOR
+from torch_thor.bench import markdown, script
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import Folder, write_tables
 
-RESULTS = Path(__file__).parent / "results" / "norms"
+STORE = Folder(Path(__file__).parent / "results" / "norms")
 TREATMENTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {  # of a gradient, N and √λ
     "momentum": lambda g, terms, damping: g,
     "diagonal": lambda g, terms, damping: g / (terms * g.square() + damping),
@@ -133,120 +135,111 @@ def vit(seed: int) -> Task:
 TASKS = {"bert": bert, "vit": vit}
 
 
-def run_file(task: str, treatment: str, lr: float, seed: int) -> Path:
-    """Return where a run's raw data stands.
+@dataclass(frozen=True)
+class Training:
+    """One run.
 
     Args:
-        task: its name.
-        treatment: of the norms.
-        lr: learning rate.
-        seed: seed.
-
-    Returns:
-        A path.
-    """
-    return RESULTS / f"{task}-{treatment}-lr{lr:g}-seed{seed}.json"
-
-
-def train_one(task: str, treatment: str, lr: float, seed: int) -> None:
-    """Train once and write the raw data.
-
-    Args:
-        task: its name.
-        treatment: of the norms.
+        task: key of ``TASKS``.
+        treatment: key of ``TREATMENTS``.
         lr: learning rate.
         seed: seed.
     """
-    from machine import describe
 
-    model, next_loss, evaluate = TASKS[task](seed)
-    norms = [p for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()]
-    assert norms
-    optimizer = THOR(model, lr=lr, update_interval=50)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS)
-    (group,) = optimizer.param_groups
-    losses, terms, failure = [], [], None
-    try:
-        for _ in range(STEPS):
-            loss = next_loss()
-            losses.append(round(loss.item(), 5))
-            loss.backward()
-            terms.append(group["last_loss_terms"])
-            if terms[-1]:
-                for parameter in norms:
-                    parameter.grad = TREATMENTS[treatment](parameter.grad, terms[-1], math.sqrt(group["damping"]))
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    except FloatingPointError as error:  # a learning rate at which training diverges: a result, not an accident
-        failure = str(error)
-    model.eval()
-    with torch.no_grad():
-        figures = evaluate()
-    result = {
-        "task": task,
-        "treatment": treatment,
-        "lr": lr,
-        "seed": seed,
-        "steps": STEPS,
-        "failure": failure,
-        "held_out": figures,
-        "loss": losses,
-        "loss_terms": sorted({int(n) for n in terms}),
-        "norm_parameters": len(norms),
-        "options": {key: group[key] for key in ("damping", "momentum", "update_interval", "max_update_ratio")},
-        "machine": describe(threads=1),
-    }
-    path = run_file(task, treatment, lr, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    temporary.rename(path)
-    print("done", path.stem, figures, flush=True)
+    task: str
+    treatment: str
+    lr: float
+    seed: int
 
+    @property
+    def key(self) -> str:
+        """Name of its raw data."""
+        return f"{self.task}-{self.treatment}-lr{self.lr:g}-seed{self.seed}"
 
-def held_out(task: str, treatment: str, lr: float, seed: int) -> dict[str, float]:
-    """Return a run's figures on held-out data.
+    def run(self) -> dict[str, Any]:
+        """Train.
 
-    Args:
-        task: its name.
-        treatment: of the norms.
-        lr: learning rate.
-        seed: seed.
+        Returns:
+            The raw data.
+        """
+        model, next_loss, evaluate = TASKS[self.task](self.seed)
+        norms = [p for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()]
+        assert norms
+        optimizer = THOR(model, lr=self.lr, update_interval=50)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS)
+        (group,) = optimizer.param_groups
+        losses, terms, failure = [], [], None
+        try:
+            for _ in range(STEPS):
+                loss = next_loss()
+                losses.append(round(loss.item(), 5))
+                loss.backward()
+                terms.append(group["last_loss_terms"])
+                if terms[-1]:
+                    change, damping = TREATMENTS[self.treatment], math.sqrt(group["damping"])
+                    for parameter in norms:
+                        parameter.grad = change(parameter.grad, terms[-1], damping)
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        except FloatingPointError as error:  # a learning rate at which training diverges: a result, not an accident
+            failure = str(error)
+        model.eval()
+        with torch.no_grad():
+            figures = evaluate()
+        return {
+            **asdict(self),
+            "steps": STEPS,
+            "failure": failure,
+            "held_out": figures,
+            "loss": losses,
+            "loss_terms": sorted({int(n) for n in terms}),
+            "norm_parameters": len(norms),
+            "options": {key: group[key] for key in ("damping", "momentum", "update_interval", "max_update_ratio")},
+            "machine": describe(),
+        }
 
-    Returns:
-        ``loss``, infinite for a run that diverged, and whatever else the task measures.
-    """
-    run: dict[str, Any] = json.loads(run_file(task, treatment, lr, seed).read_text())
-    figures: dict[str, float] = run["held_out"]
-    return figures | {"loss": math.inf} if run["failure"] or math.isnan(figures["loss"]) else figures
+    def held_out(self) -> dict[str, float]:
+        """Return the figures on held-out data, from the raw data."""
+        figures: dict[str, float] = STORE.read(self.key)["held_out"]
+        return figures
 
 
-def best_lr(task: str, treatment: str) -> float:
-    """Return the learning rate with the lowest held-out loss in the tuning seed.
+def grid(task: str, treatment: str) -> list[Training]:
+    """List the runs of the tuning seed.
 
     Args:
         task: its name.
         treatment: of the norms.
 
     Returns:
-        The learning rate.
+        A run for each learning rate.
     """
-    return min(LRS, key=lambda lr: held_out(task, treatment, lr, TUNING_SEED)["loss"])
+    return [Training(task, treatment, lr, TUNING_SEED) for lr in LRS]
 
 
-def complete() -> None:
-    """Run the jobs whose raw data is missing, one after the other, on one thread."""
-    torch.set_num_threads(1)
-    for task in TASKS:
-        for treatment in TREATMENTS:
-            for lr in LRS:
-                if not run_file(task, treatment, lr, TUNING_SEED).exists():
-                    train_one(task, treatment, lr, TUNING_SEED)
-            lr = best_lr(task, treatment)
-            for seed in SEEDS:
-                if not run_file(task, treatment, lr, seed).exists():
-                    train_one(task, treatment, lr, seed)
+def chosen(task: str, treatment: str) -> list[Training]:
+    """List the runs of the other seeds.
+
+    Args:
+        task: its name.
+        treatment: of the norms.
+
+    Returns:
+        A run for each, with the learning rate of the lowest held-out loss in the tuning seed.
+    """
+    best = min(grid(task, treatment), key=lambda run: run.held_out()["loss"])
+    return [replace(best, seed=seed) for seed in SEEDS]
+
+
+def tuning() -> list[Training]:
+    """List all runs of the tuning seed."""
+    return [run for task in TASKS for treatment in TREATMENTS for run in grid(task, treatment)]
+
+
+def confirmation() -> list[Training]:
+    """List all runs of the other seeds."""
+    return [run for task in TASKS for treatment in TREATMENTS for run in chosen(task, treatment)]
 
 
 def table() -> str:
@@ -255,43 +248,41 @@ def table() -> str:
     Returns:
         The table.
     """
-    lines = [
-        "| model | norms | lr (of 3) | loss on held-out data, mean (each seed) | accuracy, mean (each seed) | "
-        f"loss in the tuning seed at lr {', '.join(f'{lr:g}' for lr in LRS)} |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = (
+        "model",
+        "norms",
+        "lr (of 3)",
+        "loss on held-out data, mean (each seed)",
+        "accuracy, mean (each seed)",
+        f"loss in the tuning seed at lr {', '.join(f'{lr:g}' for lr in LRS)}",
+    )
+    rows: list[tuple[str, ...]] = []
     figures: dict[str, dict[str, Any]] = {}
     for task in TASKS:
         for treatment in TREATMENTS:
-            lr = best_lr(task, treatment)
-            runs = [held_out(task, treatment, lr, seed) for seed in SEEDS]
-            tuning = [held_out(task, treatment, lr, TUNING_SEED)["loss"] for lr in LRS]
-            of = {name: [run[name] for run in runs] for name in runs[0]}
+            runs = chosen(task, treatment)
+            tried = [run.held_out()["loss"] for run in grid(task, treatment)]
+            of = {name: [run.held_out()[name] for run in runs] for name in runs[0].held_out()}
             cells = [
-                f"{statistics.fmean(of[name]):.3f} ({', '.join(f'{value:.3f}' for value in of[name])})"
-                if name in of
-                else "-"
+                markdown.middle(of[name], ".3f", of=statistics.fmean) if name in of else "-"
                 for name in ("loss", "accuracy")
             ]
-            tried = ", ".join(f"{loss:.3f}" for loss in tuning)
-            lines.append(f"| {task} | {treatment} | {lr:g} | {' | '.join(cells)} | {tried} |")
+            rows.append((task, treatment, f"{runs[0].lr:g}", *cells, markdown.each(tried, ".3f")))
             figures.setdefault(task, {})[treatment] = {
-                "lr": lr,
+                "lr": runs[0].lr,
                 **of,
-                "tuning_loss": dict(zip(LRS, tuning, strict=True)),
+                "tuning_loss": dict(zip(LRS, tried, strict=True)),
             }
-    text = "\n".join(lines)
-    (RESULTS / "table.md").write_text(text + "\n")
-    (RESULTS / "table.json").write_text(json.dumps(figures, indent=1) + "\n")
+    text = markdown.table(heads, rows)
+    write_tables(STORE.folder, text, figures)
     return text
 
 
 def main() -> None:
     """Run what is missing and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table from the raw data")
-    if not parser.parse_args().table:
-        complete()
+    options = script.parser(__doc__, workers=1).parse_args()
+    if not options.table:
+        script.measure(STORE, [tuning, confirmation], options.workers)
     print(table())
 
 

@@ -16,13 +16,8 @@ Steps to a target (what SGD, or Muon, ends with in the same seed) are interpolat
 the raw data depend on what else the machine did: step times are taken by scale_free_time.py.
 """
 
-import argparse
-import json
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +32,13 @@ from contenders import (
     grid,
 )
 from tasks import TASKS, text_checksum, train
+from torch_thor.bench import script
+from torch_thor.bench.machine import describe
+from torch_thor.bench.runner import missing
+from torch_thor.bench.stores import Folder
 from torch_thor.optim.thor.options import SCALED_DEFAULTS
 
-RESULTS = Path(__file__).parent / "results" / "scale_free"
+STORE = Folder(Path(__file__).parent / "results" / "scale_free")
 TUNING_SEED = 10
 SEEDS = (0, 1, 2)
 # Where the margins are narrower than what seeds differ by: more of them, for those that it is between.
@@ -89,7 +88,7 @@ CONTESTS = [Contest(task) for task in TASKS] + [Contest(t, 2.0) for t in ("class
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """One run.
 
     Args:
@@ -103,15 +102,32 @@ class Job:
     seed: int
 
     @property
-    def file(self) -> Path:
-        """Where its raw data stands."""
+    def key(self) -> str:
+        """Name of its raw data."""
         length = "" if self.contest.length == 1 else f"-length{self.contest.length:g}"
-        return RESULTS / f"{self.contest.task}-{self.setting}{length}-seed{self.seed}.json"
+        return f"{self.contest.task}-{self.setting}{length}-seed{self.seed}"
+
+    def run(self) -> dict[str, Any]:
+        """Train.
+
+        Returns:
+            The raw data.
+        """
+        started = time.perf_counter()
+        outcome = train(TASKS[self.contest.task], self.seed, self.setting.make, self.contest.length)
+        return {
+            **asdict(self.contest),
+            **asdict(self.setting),
+            "seed": self.seed,
+            **outcome,
+            "seconds": round(time.perf_counter() - started, 1),
+            "text": text_checksum() if self.contest.task == "language" else None,
+            "machine": describe(),
+        }
 
     def result(self) -> dict[str, Any]:
         """Return the raw data."""
-        result: dict[str, Any] = json.loads(self.file.read_text())
-        return result
+        return STORE.read(self.key)
 
     def final(self) -> float:
         """Return the figure at the last step; the worst there is for a run that did not get there."""
@@ -121,51 +137,7 @@ class Job:
         return float(run["evaluations"][-1][1])
 
 
-def run_one(job: Job) -> None:
-    """Train once, on one thread, and write the raw data.
-
-    Args:
-        job: what to run.
-    """
-    import torch
-
-    from machine import describe
-
-    torch.set_num_threads(1)
-    started = time.perf_counter()
-    outcome = train(TASKS[job.contest.task], job.seed, job.setting.make, job.contest.length)
-    result = {
-        **asdict(job.contest),
-        **asdict(job.setting),
-        "seed": job.seed,
-        **outcome,
-        "seconds": round(time.perf_counter() - started, 1),
-        "text": text_checksum() if job.contest.task == "language" else None,
-        "machine": describe(threads=1),
-    }
-    job.file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = job.file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    temporary.rename(job.file)
-
-
-def complete(jobs: list[Job], workers: int) -> None:
-    """Run the jobs whose raw data is missing.
-
-    Args:
-        jobs: what to run.
-        workers: processes at a time, one thread each.
-    """
-    missing = [job for job in dict.fromkeys(jobs) if not job.file.exists()]
-    if not missing:
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for job, _ in zip(missing, pool.map(run_one, missing), strict=True):
-            print(f"{job.file.stem}: {job.final():.4f}", flush=True)
-
-
-def best(jobs: list[Job]) -> Job:
+def best(jobs: list[Training]) -> Training:
     """Return the job with the best final figure.
 
     Args:
@@ -178,47 +150,36 @@ def best(jobs: list[Job]) -> Job:
     return max(jobs, key=lambda job: sign * job.final())
 
 
-def tuning(contest: Contest, name: str) -> list[list[Job]]:
-    """Return the tuning runs, round by round; what a round is hangs on those before it.
+def tuning(contest: Contest, name: str) -> list[Training]:
+    """Return the tuning runs that are known: what a round is depends on the results of those before it.
 
     Args:
         contest: the contest.
         name: one of ``contest.names``.
 
-    Yields:
-        The jobs of a round.
+    Returns:
+        The runs of all rounds once those of the first ones are there.
     """
     if name in ("thor", PLAIN):
         lrs, damping = (THOR_LRS, None) if name == "thor" else (THOR_LRS[1:4], NO_CURVATURE)
-        return [[Job(contest, Setting("thor", lr, damping=damping), TUNING_SEED) for lr in lrs]]
+        return [Training(contest, Setting("thor", lr, damping=damping), TUNING_SEED) for lr in lrs]
     if contest.length != 1:
         found = chosen(replace(contest, length=1.0), name)
         momenta = (USUAL_MOMENTUM[name], SECOND_MOMENTUM)
         lrs = [found.lr * factor for factor in (0.5, 1.0, 2.0)]
-        return [[Job(contest, replace(found, lr=lr, momentum=m), TUNING_SEED) for m in momenta for lr in lrs]]
-    rounds = [[Job(contest, Setting(name, lr), TUNING_SEED) for lr in grid(name, contest.task)]]
-    if not done(rounds):
-        return rounds
-    first = best(rounds[0]).setting
-    rounds.append(
-        [Job(contest, replace(first, lr=lr, momentum=SECOND_MOMENTUM), TUNING_SEED) for lr in (first.lr, 2 * first.lr)]
-    )
-    if name == "muon" and done(rounds):
-        second = best([job for jobs in rounds for job in jobs]).setting
-        rounds.append([Job(contest, replace(second, adamw_share=share), TUNING_SEED) for share in ADAMW_SHARES])
-    return rounds
-
-
-def done(rounds: list[list[Job]]) -> bool:
-    """Return whether all runs of some rounds are there.
-
-    Args:
-        rounds: jobs, round by round.
-
-    Returns:
-        Whether they are.
-    """
-    return all(job.file.exists() for jobs in rounds for job in jobs)
+        return [Training(contest, replace(found, lr=lr, momentum=m), TUNING_SEED) for m in momenta for lr in lrs]
+    jobs = [Training(contest, Setting(name, lr), TUNING_SEED) for lr in grid(name, contest.task)]
+    if missing(jobs, STORE):
+        return jobs
+    first = best(jobs).setting
+    jobs += [
+        Training(contest, replace(first, lr=lr, momentum=SECOND_MOMENTUM), TUNING_SEED)
+        for lr in (first.lr, 2 * first.lr)
+    ]
+    if name == "muon" and not missing(jobs, STORE):
+        second = best(jobs).setting
+        jobs += [Training(contest, replace(second, adamw_share=share), TUNING_SEED) for share in ADAMW_SHARES]
+    return jobs
 
 
 def chosen(contest: Contest, name: str) -> Setting:
@@ -233,10 +194,10 @@ def chosen(contest: Contest, name: str) -> Setting:
     """
     if name == "thor":
         return Setting("thor", THOR_LR)
-    return best([job for jobs in tuning(contest, name) for job in jobs]).setting
+    return best(tuning(contest, name)).setting
 
 
-def confirmation(contest: Contest, name: str, seed: int) -> Job:
+def confirmation(contest: Contest, name: str, seed: int) -> Training:
     """Return the run of an optimizer's chosen setting.
 
     Args:
@@ -247,25 +208,23 @@ def confirmation(contest: Contest, name: str, seed: int) -> Job:
     Returns:
         A job.
     """
-    return Job(contest, chosen(contest, name), seed)
+    return Training(contest, chosen(contest, name), seed)
 
 
 def main() -> None:
     """Run what is missing, print the tables and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="tables and pictures alone, from the raw data")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes at a time, one thread each")
-    options = parser.parse_args()
+    options = script.parser(__doc__).parse_args()
     if not options.table:
         for contests in (CONTESTS[: len(TASKS)], CONTESTS[len(TASKS) :]):
-            for _ in range(3):  # rounds of tuning
-                complete(
-                    [j for c in contests for name in c.names for jobs in tuning(c, name) for j in jobs], options.workers
-                )
-            complete(
-                [confirmation(c, name, seed) for c in contests for name in c.names for seed in c.seeds(name)],
-                options.workers,
-            )
+            pairs = [(contest, name) for contest in contests for name in contest.names]
+
+            def one_round(pairs: list[tuple[Contest, str]] = pairs) -> list[Training]:
+                return [job for contest, name in pairs for job in tuning(contest, name)]
+
+            def confirmed(pairs: list[tuple[Contest, str]] = pairs) -> list[Training]:
+                return [confirmation(c, name, seed) for c, name in pairs for seed in c.seeds(name)]
+
+            script.measure(STORE, [one_round, one_round, one_round, confirmed], options.workers)
     from scale_free_report import draw, tables
 
     print(tables())

@@ -8,16 +8,18 @@ THOR is made of the medians of its ordinary steps and of those that refresh, as 
 """
 
 import argparse
-import json
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from contenders import PEERS, USUAL_MOMENTUM, Setting
-from machine import describe
-from tasks import TASKS
+from tasks import TASKS, Batch, Task
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import write_json
+from torch_thor.bench.timing import take_turns, training_step
 from torch_thor.optim.thor.options import SCALED_DEFAULTS
 
 OUT = Path(__file__).parent / "results" / "step_time_scale_free.json"
@@ -40,6 +42,64 @@ def refreshes(steps: int) -> int:
     return count
 
 
+def seconds(task: Task, spans: int) -> dict[str, list[float]]:
+    """Time the steps of a task.
+
+    Args:
+        task: the task.
+        spans: of ``SPAN`` rounds each, after one that is not counted.
+
+    Returns:
+        Seconds by optimizer; those of THOR's steps that refresh under ``"thor refresh"``.
+    """
+    batches, now = task.batches(0), list[Batch]()
+
+    def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        return training_step(lambda: task.loss(model, now[0]), optimizer)
+
+    steps = {}
+    for name in (*PEERS, "thor"):
+        torch.manual_seed(0)
+        model = task.build()
+        optimizer = Setting(name, 1e-5, USUAL_MOMENTUM.get(name)).make(model)
+        steps[name] = step_of(model, optimizer)
+    thor = optimizer  # the last of them
+    for group in thor.param_groups:
+        group["update_interval"] = SPAN
+
+    def next_batch() -> None:
+        now[:] = [next(batches)]  # the same for all of them
+
+    def name_of(name: str) -> str:
+        return "thor refresh" if name == "thor" and thor.last_refresh else name
+
+    return take_turns(steps, spans * SPAN, warm_up=SPAN, prepare=next_batch, name_of=name_of)
+
+
+def costs(task: Task, times: dict[str, list[float]]) -> dict[str, float]:
+    """Return what a step costs.
+
+    Args:
+        task: the task.
+        times: what :func:`seconds` gave.
+
+    Returns:
+        Seconds by optimizer.
+    """
+    found = {
+        name: statistics.median(statistics.fmean(times[name][i : i + SPAN]) for i in range(0, len(times[name]), SPAN))
+        for name in PEERS
+    }
+    ordinary, refresh = (statistics.median(times[name]) for name in ("thor", "thor refresh"))
+    share = refreshes(task.steps) / task.steps
+    return {
+        **found,
+        "thor": ordinary + share * (refresh - ordinary),
+        "thor ordinary": ordinary,
+        "thor refresh": refresh,
+    }
+
+
 def main() -> None:
     """Time the steps, print a table and write the raw seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -48,44 +108,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ratios: dict[str, dict[str, float]] = {}
-    raw: dict[str, dict[str, list[float]]] = {}
-    for key in options.tasks:
-        task = TASKS[key]
-        trainings = {}
-        for name in (*PEERS, "thor"):
-            torch.manual_seed(0)
-            model = task.build()
-            trainings[name] = (model, Setting(name, 1e-5, USUAL_MOMENTUM.get(name)).make(model))
-        thor = trainings["thor"][1]
-        for group in thor.param_groups:
-            group["update_interval"] = SPAN
-        seconds: dict[str, list[float]] = {name: [] for name in (*trainings, "thor refresh")}
-        batches = task.batches(0)
-        for turn in range((options.spans + 1) * SPAN):
-            batch = next(batches)
-            for name, (model, optimizer) in trainings.items():
-                started = time.perf_counter()
-                task.loss(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                if turn >= SPAN:
-                    refreshed = name == "thor" and thor.last_refresh
-                    seconds["thor refresh" if refreshed else name].append(time.perf_counter() - started)
-        cost = {
-            name: statistics.median(statistics.fmean(times[i : i + SPAN]) for i in range(0, len(times), SPAN))
-            for name, times in seconds.items()
-            if name in PEERS
-        }
-        ordinary, refresh = (statistics.median(seconds[name]) for name in ("thor", "thor refresh"))
-        share = refreshes(task.steps) / task.steps
-        cost |= {"thor": ordinary + share * (refresh - ordinary), "thor ordinary": ordinary, "thor refresh": refresh}
+    raw = {key: seconds(TASKS[key], options.spans) for key in options.tasks}
+    ratios = {}
+    for key, times in raw.items():
+        cost = costs(TASKS[key], times)
         ratios[key] = {name: round(value / cost["sgd"], 3) for name, value in cost.items()}
-        raw[key] = seconds
         print(key, ratios[key], flush=True)
-    options.out.write_text(
-        json.dumps({"machine": describe(threads=1), "ratio_to_sgd": ratios, "seconds": raw}, indent=1) + "\n"
-    )
+    write_json(options.out, {"machine": describe(), "ratio_to_sgd": ratios, "seconds": raw}, indent=1)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ convolutions, with what was tried beside it. ``deep`` is a larger autoencoder, 7
 batches of 500.
 """
 
-import argparse
-import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from machine import describe
 from tasks import TASKS, _autoencoder_of, _pixels, _shuffled, train
+from torch_thor.bench import script
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import Rows, key_of
 
 OUT = Path(__file__).parent / "results" / "scale_free_trials.json"
 DEEP = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
@@ -226,27 +226,44 @@ def trials() -> list[dict[str, Any]]:
     return [{"seed": 10, "length": 1.0, "curvature": "A", **trial} for trial in found]
 
 
+@dataclass(frozen=True)
+class Trial:
+    """One run.
+
+    Args:
+        words: the keywords of :class:`Prototype` with ``task``, ``length`` and ``seed``.
+    """
+
+    words: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Name of its raw data."""
+        return key_of(self.words)
+
+    def run(self) -> dict[str, Any]:
+        """Train.
+
+        Returns:
+            The raw data.
+        """
+        own = {key: value for key, value in self.words.items() if key not in ("task", "seed", "length")}
+        task, seed, length = (self.words[key] for key in ("task", "seed", "length"))
+        outcome = train(ALL[task], seed, lambda model: Prototype(model, **own), length)
+        kept = {key: outcome[key] for key in ("evaluations", "failure")}
+        return {"trial": self.words, **kept, "machine": describe()}
+
+
 def main() -> None:
     """Run what is missing, write it, and print a line a trial."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="the lines alone, from the raw data")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = json.loads(OUT.read_text()) if OUT.exists() else []
-    for trial in trials():
-        found = next((row for row in rows if row["trial"] == trial), None)
-        if found is None and not options.table:
-            words = {key: value for key, value in trial.items() if key not in ("task", "seed", "length")}
-
-            def make(model: nn.Module, words: dict[str, Any] = words) -> torch.optim.Optimizer:
-                return Prototype(model, **words)
-
-            outcome = train(ALL[trial["task"]], trial["seed"], make, trial["length"])
-            found = {"trial": trial, "evaluations": outcome["evaluations"], "failure": outcome["failure"]}
-            rows.append({**found, "machine": describe(threads=1)})
-            OUT.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    options = script.parser(__doc__, workers=1).parse_args()
+    store, jobs = Rows(OUT, "trial"), [Trial(words) for words in trials()]
+    if not options.table:
+        script.measure(store, [lambda: jobs], options.workers)
+    for job in jobs:
+        found = store.find(job.key)
         if found is not None:
-            print(f"{found['evaluations'][-1][1]:8.4f}  {trial}", flush=True)
+            print(f"{found['evaluations'][-1][1]:8.4f}  {job.words}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torchvision
 
+from torch_thor.bench.stores import write_json
 from torch_thor.split.choice import choose
 from torch_thor.split.observe import Observer
 
@@ -35,7 +36,7 @@ def main() -> None:
         runs.append({"crossing": choice.crossing, "split_dim": choice.split_dim, "seconds": choice.seconds})
         print(runs[-1])
     result = {"candidates": split_dims, "device": choice.device, "torch": torch.__version__, "runs": runs}
-    (FOLDER / "resnet50_repeats.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(FOLDER / "resnet50_repeats.json", result, indent=1)
 
 
 if __name__ == "__main__":

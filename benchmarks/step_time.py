@@ -8,9 +8,7 @@ that a machine whose speed drifts slows them alike; the figure is the median of 
 """
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +17,10 @@ import torchvision
 from torch import nn
 from torch.nn import functional
 
-from machine import describe
 from torch_thor import THOR
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import write_json
+from torch_thor.bench.timing import median_ratio, take_turns, training_step
 from torch_thor.training.models import build_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,31 +64,19 @@ def main() -> None:
     channels, classes = (1, 10) if options.model == SMALL else (3, 1000)
     images = torch.randn(options.batch, channels, options.pixels, options.pixels)
     labels = torch.randint(0, classes, (options.batch,))
-    trainings = {}
+    steps, built = {}, {}
     for name, build in optimizers(options.split_dim).items():
         if options.model == SMALL:
             model = build_model(SMALL, channels, classes).to(memory_format=torch.channels_last)  # as the recipe has it
         else:
             model = torchvision.models.get_model(options.model)
-        trainings[name] = (model, build(model))
-    seconds: dict[str, list[float]] = {name: [] for name in trainings}
-    for turn in range(options.rounds + 1):
-        for name, (model, optimizer) in trainings.items():
-            started = time.perf_counter()
-            functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if turn:  # the first is a warm-up, and a refresh for both
-                seconds[name].append(time.perf_counter() - started)
-    refreshes = {
-        name: min(c.refreshes for c in o.curvature.values()) for name, (_, o) in trainings.items() if name != "sgd"
-    }
+        built[name] = build(model)
+        steps[name] = training_step(lambda model=model: functional.cross_entropy(model(images), labels), built[name])
+    seconds = take_turns(steps, options.rounds)  # the warm-up is a refresh for both forms of THOR
+    refreshes = {name: min(c.refreshes for c in o.curvature.values()) for name, o in built.items() if name != "sgd"}
     assert refreshes == {"thor ordinary": 1, "thor refresh": options.rounds + 1}, refreshes
 
-    ratios = {
-        name: statistics.median(t / s for t, s in zip(times, seconds["sgd"], strict=True))
-        for name, times in seconds.items()
-    }
+    ratios = {name: median_ratio(times, seconds["sgd"]) for name, times in seconds.items()}
     print(f"{options.model}, {options.pixels} pixels, batch {options.batch}, {options.rounds} rounds")
     for name, times in seconds.items():
         print(f"  {name:<14} median {statistics.median(times):7.3f} s   {ratios[name]:5.3f} x SGD's step")
@@ -98,8 +86,7 @@ def main() -> None:
         "ratio_to_sgd": ratios,
         "seconds": seconds,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out, result, indent=1)
 
 
 if __name__ == "__main__":

@@ -12,88 +12,72 @@ more than one standard deviation of THOR_NT's (of the sample, n - 1) below THOR_
 What it is not: a test of the rule on the network for which the paper chose its thresholds.
 """
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results" / "trace_rule"
+from torch_thor.bench import markdown, script
+from torch_thor.bench.stores import Folder, write_tables
+
+STORE = Folder(Path(__file__).parent / "results" / "trace_rule")
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "refreshes.png"
-DRAWN = ("thor_stop", 1)
 BASELINE = "thor_nt"
 SETTINGS = ("thor", "thor_stop", "thor_nt")  # as THOR.preset names them
 SEEDS = (0, 1, 2)
 
 
-def run_file(setting: str, seed: int) -> Path:
-    """Return where a run's raw data stands.
+@dataclass(frozen=True)
+class Training:
+    """One run.
 
     Args:
-        setting: its name.
+        setting: one of ``SETTINGS``.
         seed: seed.
+    """
+
+    setting: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Name of its raw data."""
+        return f"{self.setting}-seed{self.seed}"
+
+    def run(self) -> dict[str, Any]:
+        """Train.
+
+        Returns:
+            The raw data.
+
+        Raises:
+            RuntimeError: the training diverged, so that its refreshes say nothing.
+        """
+        from torch_thor.bench.recipes import train_recipe
+
+        words = [f"trace_thresholds={self.setting}", f"seed={self.seed}", "eval_interval=156", "device=cpu"]
+        run, values = train_recipe("fashion-mnist", "thor", words)
+        if values["failure"]:
+            raise RuntimeError(values["failure"])
+        layers = list(run.optimizer.curvature)
+        # step (from 1), layer (place in the list), decision, Δ, tr(F + λI)
+        refreshes = [[p.step, layers.index(p.layer), p.decision, p.trace_change, p.trace] for p in run.record.refreshes]
+        return {**asdict(self), **values, "layers": layers, "refreshes": refreshes}
+
+
+DRAWN = Training("thor_stop", 1)
+
+
+def trainings(*settings: str) -> list[Training]:
+    """List the runs.
+
+    Args:
+        *settings: of ``SETTINGS``; all, if none is named.
 
     Returns:
-        A path.
+        A run for each seed.
     """
-    return RESULTS / f"{setting}-seed{seed}.json"
-
-
-def train_one(setting: str, seed: int) -> None:
-    """Train once, in this process on one thread, and write the raw data.
-
-    Args:
-        setting: its name.
-        seed: seed.
-    """
-    import torch
-
-    from machine import describe
-    from torch_thor.training.data import load_data
-    from torch_thor.training.experiment import new_run
-    from torch_thor.training.loop import train
-    from torch_thor.training.recipe import load_recipe, recipe_yaml
-
-    torch.set_num_threads(1)
-    overrides = ["optimizer=thor", f"trace_thresholds={setting}", f"seed={seed}", "eval_interval=156", "device=cpu"]
-    recipe = load_recipe("fashion-mnist", overrides)
-    run = new_run(recipe, "thor", load_data(recipe.data))
-    record = train(run)
-    result = {
-        "setting": setting,
-        "seed": seed,
-        "steps": run.total_steps,
-        "evaluations": [[e.step, e.top1, round(e.seconds, 2)] for e in record.evaluations],
-        "loss": [round(point.loss, 5) for point in record.steps],
-        "layers": list(run.optimizer.curvature),
-        # step (from 1), layer (place in the list), decision, Δ, tr(F + λI)
-        "refreshes": [
-            [p.step, list(run.optimizer.curvature).index(p.layer), p.decision, p.trace_change, p.trace]
-            for p in record.refreshes
-        ],
-        "seconds_ordinary_step": record.median_duration(refresh=False),
-        "seconds_refresh_step": record.median_duration(refresh=True),
-        "machine": describe(threads=1),
-        "recipe": recipe_yaml(recipe),
-    }
-    path = run_file(setting, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result) + "\n")
-    temporary.rename(path)
-
-
-def complete() -> None:
-    """Run the jobs whose raw data is missing, one at a time, each in a process of its own."""
-    for setting in SETTINGS:
-        for seed in SEEDS:
-            if not run_file(setting, seed).exists():
-                words = [sys.executable, __file__, "--one", setting, str(seed)]
-                subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-                print("done", setting, seed, flush=True)
+    return [Training(setting, seed) for setting in settings or SETTINGS for seed in SEEDS]
 
 
 def load(setting: str) -> list[dict[str, Any]]:
@@ -103,9 +87,9 @@ def load(setting: str) -> list[dict[str, Any]]:
         setting: its name.
 
     Returns:
-        What :func:`train_one` wrote, seed by seed.
+        Those of each seed.
     """
-    return [json.loads(run_file(setting, seed).read_text()) for seed in SEEDS]
+    return [STORE.read(run.key) for run in trainings(setting)]
 
 
 def finals(setting: str) -> list[float]:
@@ -142,49 +126,54 @@ def table() -> str:
     baseline = finals(BASELINE)
     mean, deviation = statistics.fmean(baseline), statistics.stdev(baseline)
     possible = statistics.fmean(counts(run)[1] for run in load(BASELINE))  # there no layer stops: all are always due
-    lines = [
-        "| setting | refreshes done of possible, mean | share saved | statistics gathered, share of possible | layers "
-        "stopped (each seed) | final accuracy, mean ± standard deviation (each seed) | within one standard deviation |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    figures = {}
+    heads = (
+        "setting",
+        "refreshes done of possible, mean",
+        "share saved",
+        "statistics gathered, share of possible",
+        "layers stopped (each seed)",
+        "final accuracy, mean ± standard deviation (each seed)",
+        "within one standard deviation",
+    )
+    rows, figures = [], {}
     for setting in SETTINGS:
-        each = [counts(run) for run in load(setting)]
-        done = statistics.fmean(count[0] for count in each)
-        measured = statistics.fmean(count[1] for count in each)
-        stopped = ", ".join(str(count[2]) for count in each)
-        top1 = finals(setting)
-        each_final = ", ".join(f"{f:.4f}" for f in top1)
+        refreshed, measured, stopped = zip(*(counts(run) for run in load(setting)), strict=True)
+        done, top1 = statistics.fmean(refreshed), finals(setting)
         kept = "-" if setting == BASELINE else "yes" if statistics.fmean(top1) >= mean - deviation else "no"
-        lines.append(
-            f"| {setting} | {done:.0f} of {possible:.0f} | {1 - done / possible:.0%} | {measured / possible:.0%} | "
-            f"{stopped} | {statistics.fmean(top1):.4f} ± {statistics.stdev(top1):.4f} ({each_final}) | {kept} |"
+        rows.append(
+            (
+                setting,
+                f"{done:.0f} of {possible:.0f}",
+                f"{1 - done / possible:.0%}",
+                f"{statistics.fmean(measured) / possible:.0%}",
+                markdown.each(stopped, "d"),
+                markdown.summary(top1, ".4f"),
+                kept,
+            )
         )
         figures[setting] = {
-            "refreshes": [c[0] for c in each],
-            "measured": [c[1] for c in each],
-            "stopped": [c[2] for c in each],
+            "refreshes": refreshed,
+            "measured": measured,
+            "stopped": stopped,
             "possible": possible,
             "final": top1,
         }
-    text = "\n".join(lines)
-    (RESULTS / "table.md").write_text(text + "\n")
-    (RESULTS / "table.json").write_text(json.dumps(figures, indent=1) + "\n")
+    text = markdown.table(heads, rows)
+    write_tables(STORE.folder, text, figures)
     return text
 
 
-def draw(setting: str, seed: int, path: Path) -> None:
+def draw(training: Training, path: Path) -> None:
     """Draw what a run refreshed, as ``torch-thor train`` does.
 
     Args:
-        setting: its name.
-        seed: seed.
+        training: the run.
         path: a PNG file.
     """
     from torch_thor.training.record import Record, RefreshPoint, StepPoint
     from torch_thor.training.refresh_plot import draw_refreshes
 
-    run = json.loads(run_file(setting, seed).read_text())
+    run = STORE.read(training.key)
     layers = run["layers"]
     points = [RefreshPoint(step, layers[i], decision, *rest) for step, i, decision, *rest in run["refreshes"]]
     steps = [StepPoint(i, loss, 0.0, 0.0, 0.0, refresh=False) for i, loss in enumerate(run["loss"], start=1)]
@@ -193,18 +182,13 @@ def draw(setting: str, seed: int, path: Path) -> None:
 
 def main() -> None:
     """Run what is missing, print the table and draw the picture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the table from the raw data")
+    parser = script.parser(__doc__, workers=1)  # the raw data hold seconds
     parser.add_argument("--plot", type=Path, default=PICTURE, help="where the picture goes")
-    parser.add_argument("--one", nargs=2, metavar=("SETTING", "SEED"), help="train once (used by this script)")
     options = parser.parse_args()
-    if options.one:
-        train_one(options.one[0], int(options.one[1]))
-        return
     if not options.table:
-        complete()
+        script.measure(STORE, [trainings], options.workers)
     print(table())
-    draw(*DRAWN, options.plot)
+    draw(DRAWN, options.plot)
 
 
 if __name__ == "__main__":

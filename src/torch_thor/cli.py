@@ -319,8 +319,8 @@ def figures(
     Raises:
         UserError: If no figure is named.
     """
-    from torch_thor.training.figures.catalogue import FIGURES, figure_table, make_figures
-    from torch_thor.training.figures.figure import Options, numbers
+    from torch_thor.bench.figures.catalogue import FIGURES, figure_table, make_figures
+    from torch_thor.bench.figures.figure import Options, numbers
 
     if list_figures:
         Console().print(figure_table())

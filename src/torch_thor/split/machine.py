@@ -1,4 +1,4 @@
-"""The name of what a measurement belongs to."""
+"""The names of what a measurement belongs to."""
 
 import platform
 from pathlib import Path
@@ -20,10 +20,15 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return f"{device.type} of {platform.machine()}"
     threads = torch.get_num_threads()
-    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the processor as people know it.
+
+    Returns:
+        Its model; the architecture where the system does not tell.
+    """
     info = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -7,6 +7,8 @@ of the F-norm, training losses.
 
 from dataclasses import dataclass
 
+from torch_thor.bench import markdown
+
 PAPER = "paper (Chen et al. 2021), ResNet-50 on ImageNet"
 ABSTRACT = "its abstract"
 GUIDE = "MindSpore's introduction to THOR, which shows the paper's figures and tables"
@@ -72,15 +74,18 @@ def table(lines: tuple[Reported, ...]) -> str:
     Returns:
         A table, headed as theirs.
     """
+    heads = ("optimizer", "batch size", "devices", "top-1", "epochs", "minutes", "where it stands")
     rows = [
-        f"| {line.what} | {line.batch_size} | {line.devices} | {line.top1:.2%} | {line.epochs or '-'} | "
-        f"{'-' if line.minutes is None else f'{line.minutes:g}'} | {line.source} |"
+        (
+            line.what,
+            str(line.batch_size),
+            line.devices,
+            f"{line.top1:.2%}",
+            line.epochs or "-",
+            "-" if line.minutes is None else f"{line.minutes:g}",
+            line.source,
+        )
         for line in lines
     ]
-    head = (
-        f"Theirs, not ours: {PAPER}. Another task on other machines: not to be compared with the above.",
-        "",
-        "| optimizer | batch size | devices | top-1 | epochs | minutes | where it stands |",
-        "|---|---|---|---|---|---|---|",
-    )
-    return "\n".join([*head, *rows])
+    warning = f"Theirs, not ours: {PAPER}. Another task on other machines: not to be compared with the above."
+    return f"{warning}\n\n{markdown.table(heads, rows)}"

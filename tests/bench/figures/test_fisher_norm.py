@@ -9,10 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import THOR, intervals
-from torch_thor.training.data import DataBundle, DataSpec, load_data
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
-from torch_thor.training.figures.fisher_norm import (
+from torch_thor.bench.figures.fisher_norm import (
     Norms,
     factors_of,
     fisher_norm,
@@ -20,6 +17,9 @@ from torch_thor.training.figures.fisher_norm import (
     norm_changes,
     relative_distance,
 )
+from torch_thor.training.data import DataBundle, DataSpec, load_data
+from torch_thor.training.errors import UserError
+from torch_thor.training.experiment import new_run
 from torch_thor.training.loop import train
 from torch_thor.training.recipe import load_recipe
 from torch_thor.training.record import RefreshPoint

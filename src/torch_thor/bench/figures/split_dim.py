@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
+from torch_thor.bench import markdown
+from torch_thor.bench.figures import paper
+from torch_thor.bench.figures.figure import Figure, Options
+from torch_thor.bench.figures.raw import RawData
 from torch_thor.split.choice import SplitChoice
 from torch_thor.training.errors import require
-from torch_thor.training.figures import paper
-from torch_thor.training.figures.figure import Figure, Options
-from torch_thor.training.figures.raw import RawData
 from torch_thor.training.split_report import draw_choice, measure_split_dim, verdict
 
 MODEL, BATCH, PIXELS, SEED = "resnet50", 32, 224, 0
@@ -80,11 +81,12 @@ def table(raw: RawData) -> str:
         Markdown, ours and theirs.
     """
     choice = _choice(raw)
-    lines = ["| block size s | factors that lose < 1 % | p_1 / p_s |", "|---|---|---|"]
+    rows = []
     for size, kept, speed in zip(choice.candidates, choice.information, choice.performance, strict=True):
         mark = "**" if size == choice.split_dim else ""
-        lines.append(f"| {mark}{size}{mark} | {kept:.1%} | {speed:.3f} |")
-    return "\n".join([*lines, "", f"{verdict(choice)}.", "", f"Theirs: {paper.SPLIT_NOTE}."])
+        rows.append((f"{mark}{size}{mark}", f"{kept:.1%}", f"{speed:.3f}"))
+    text = markdown.table(("block size s", "factors that lose < 1 %", "p_1 / p_s"), rows)
+    return "\n".join([text, "", f"{verdict(choice)}.", "", f"Theirs: {paper.SPLIT_NOTE}."])
 
 
 def draw(raw: RawData, path: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from torch_thor.training.figures import paper
-from torch_thor.training.figures.drawing import COLOURS, STYLES, draw_band, note, running_mean, save
-from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
-from torch_thor.training.figures.measuring import (
+from torch_thor.bench import markdown
+from torch_thor.bench.drawing import COLOURS, STYLES, draw_band, note, save
+from torch_thor.bench.figures import paper
+from torch_thor.bench.figures.figure import Figure, Options, recipe_of
+from torch_thor.bench.figures.measuring import (
     from_columns,
     median_step,
     processor_time_counts,
@@ -18,7 +19,9 @@ from torch_thor.training.figures.measuring import (
     seconds_of,
     train_run,
 )
-from torch_thor.training.figures.raw import RawData
+from torch_thor.bench.figures.raw import RawData
+from torch_thor.bench.markdown import reached, summary
+from torch_thor.bench.numbers import running_mean
 from torch_thor.training.record import Record
 
 BASELINE = "momentum"
@@ -81,11 +84,15 @@ def table(raw: RawData) -> str:
     """
     targets = {run["job"]["seed"]: run["evaluations"]["top1"][-1] for run in raw.chosen(setting=BASELINE)}
     processor = processor_time_counts(raw.settings, raw.machine)
-    lines = [
-        "| setting | final accuracy, mean ± standard deviation (each seed) | epochs to momentum's final accuracy of "
-        "the same seed | seconds to it | an ordinary step, a refresh step (medians) | layers refreshed of those due |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = (
+        "setting",
+        "final accuracy, mean ± standard deviation (each seed)",
+        "epochs to momentum's final accuracy of the same seed",
+        "seconds to it",
+        "an ordinary step, a refresh step (medians)",
+        "layers refreshed of those due",
+    )
+    rows = []
     for name in raw.settings["settings"]:
         runs = raw.chosen(setting=name)
         records = [from_columns(run) for run in runs]
@@ -103,9 +110,9 @@ def table(raw: RawData) -> str:
             ", ".join(_milliseconds(runs, refresh=refresh, processor=processor) for refresh in (False, True)),
             _refreshed(records),
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
     times = f"Times are {_unit(processor=processor)}, without evaluations."
-    return "\n".join([*lines, "", times, "", paper.table(paper.CURVES)])
+    return "\n".join([markdown.table(heads, rows), "", times, "", paper.table(paper.CURVES)])
 
 
 def _unit(*, processor: bool) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import is_torchelastic_launched
 
+from torch_thor.bench.figures.batch_sizes import BATCH_SIZES
+from torch_thor.bench.figures.curves import CURVES
+from torch_thor.bench.figures.figure import WHICH_RUNS, Figure, Options, device_of
+from torch_thor.bench.figures.fisher_norm import FISHER_NORM
+from torch_thor.bench.figures.raw import RawData, RawFile, differences, plain, read
+from torch_thor.bench.figures.split_dim import SPLIT_DIM
+from torch_thor.bench.machine import describe_device
+from torch_thor.bench.runner import complete_here, missing
+from torch_thor.bench.stores import key_of
 from torch_thor.training import parallel
 from torch_thor.training.errors import UserError, require, writing
-from torch_thor.training.figures.batch_sizes import BATCH_SIZES
-from torch_thor.training.figures.curves import CURVES
-from torch_thor.training.figures.figure import WHICH_RUNS, Figure, Options, device_of
-from torch_thor.training.figures.fisher_norm import FISHER_NORM
-from torch_thor.training.figures.measuring import describe
-from torch_thor.training.figures.raw import RawData, differences, plain, read
-from torch_thor.training.figures.split_dim import SPLIT_DIM
 from torch_thor.training.files import check_place, write_whole
 from torch_thor.training.library_models import nearest
 from torch_thor.training.lock import LOCK_FILE, Lock
@@ -31,6 +34,36 @@ FIGURES: dict[str, Figure] = {
 }
 ALL = "all"
 ANOTHER = "choose another folder with --out"
+
+
+@dataclass(frozen=True)
+class FigureJob:
+    """One run of a figure, as a job.
+
+    Args:
+        figure: The figure's name.
+        settings: What decides the figure.
+        which: Which run it is.
+        console: Where progress is shown.
+    """
+
+    figure: str
+    settings: Mapping[str, Any]
+    which: Mapping[str, Any]
+    console: Console
+
+    @property
+    def key(self) -> str:
+        """What the run is called."""
+        return key_of(self.which)
+
+    def run(self) -> dict[str, Any]:
+        """Measure it.
+
+        Returns:
+            The run as raw data keep it.
+        """
+        return {"job": self.which, **plain(FIGURES[self.figure].measure(self.settings, self.which, self.console))}
 
 
 def figure_table() -> Table:
@@ -108,8 +141,10 @@ def _show(raw: RawData, path: Path, console: Console) -> None:
     printer(console)(f"Raw data, picture and table are {path.with_suffix('')}.json, .png and .md")
 
 
-def _missing(raw: RawData) -> list[dict[str, Any]]:
-    return [job for job in FIGURES[raw.figure].jobs(raw.settings) if raw.run(**job) is None]
+def _jobs(raw: RawData, console: Console | None = None) -> list[FigureJob]:
+    """The runs that the settings ask for."""
+    shown = console or Console(quiet=True)
+    return [FigureJob(raw.figure, raw.settings, job, shown) for job in FIGURES[raw.figure].jobs(raw.settings)]
 
 
 def _stored(name: str, path: Path) -> RawData:
@@ -117,10 +152,10 @@ def _stored(name: str, path: Path) -> RawData:
     raw = read(path, name)
     if raw is None:
         raise UserError(f"{path} is not there, so there is nothing to draw again: leave out --redraw to measure")
-    missing = len(_missing(raw))
+    lacking = len(missing(_jobs(raw), RawFile(raw, path)))
     require(
-        not missing,
-        f"{path} lacks {missing} of {len(raw.runs) + missing} runs: to go on leave out --redraw, and give the options "
+        not lacking,
+        f"{path} lacks {lacking} of {len(raw.runs) + lacking} runs: to go on leave out --redraw, and give the options "
         "that it was begun with",
     )
     return raw
@@ -133,7 +168,7 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
         figure.settings(Options(**{key: getattr(options, key) for key in figure.takes}), device_of(device))
     )
     with _threads_of(settings):
-        raw = RawData(name, settings, plain(describe(settings["device"])))
+        raw = RawData(name, settings, plain(describe_device(settings["device"])))
     there = None if overwrite else read(path, name)
     if there is None:
         return raw
@@ -145,7 +180,7 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
     )
     elsewhere = differences(there.machine, raw.machine)
     require(
-        not elsewhere or not _missing(there),
+        not elsewhere or not missing(_jobs(there), RawFile(there, path)),
         f"{path} was begun on another machine or with other versions ({elsewhere}): measure anew with --overwrite, or "
         "choose another folder with --out",
     )
@@ -155,17 +190,11 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
 
 def _complete(raw: RawData, path: Path, console: Console) -> None:
     """Measure what is missing, one run after the other; each is on the disk before the next one starts."""
-    missing = _missing(raw)
-    if not missing:
-        raw.write(path)  # it may be for other seeds than before
-        printer(console)(f"{path} holds all runs: drawn again, nothing measured")
+    say = printer(console)
     with _threads_of(raw.settings):
-        for number, job in enumerate(missing, start=1):
-            raw.runs.append({"job": job, **plain(FIGURES[raw.figure].measure(raw.settings, job, console))})
-            raw.write(path)
-            for ending in (".png", ".md"):  # of other data, until these are complete
-                path.with_suffix(ending).unlink(missing_ok=True)
-            printer(console)(f"{raw.figure}: {number} of {len(missing)} runs done")
+        if not complete_here(_jobs(raw, console), RawFile(raw, path), say=lambda line: say(f"{raw.figure}: {line}")):
+            raw.write(path)  # it may be for other seeds than before
+            say(f"{path} holds all runs: drawn again, nothing measured")
 
 
 def _threads_of(settings: Mapping[str, Any]) -> AbstractContextManager[None]:

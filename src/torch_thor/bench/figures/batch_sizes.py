@@ -14,18 +14,20 @@ from typing import Any
 
 from rich.console import Console
 
-from torch_thor.training.errors import require
-from torch_thor.training.figures import paper
-from torch_thor.training.figures.drawing import COLOURS, draw_band, note, save
-from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
-from torch_thor.training.figures.measuring import (
+from torch_thor.bench import markdown
+from torch_thor.bench.drawing import COLOURS, draw_band, note, save
+from torch_thor.bench.figures import paper
+from torch_thor.bench.figures.figure import Figure, Options, recipe_of
+from torch_thor.bench.figures.measuring import (
     from_columns,
     processor_time_counts,
     recipe_settings,
     seconds_of,
     train_run,
 )
-from torch_thor.training.figures.raw import RawData
+from torch_thor.bench.figures.raw import RawData
+from torch_thor.bench.markdown import reached, summary
+from torch_thor.training.errors import require
 
 OPTIMIZERS = {"momentum": "sgd", "thor": "thor"}
 SEEDS = (0,)
@@ -138,14 +140,14 @@ def table(raw: RawData) -> str:
     heads += [f"epochs (steps) to {target:.1%}" for target in targets] + [
         f"{'processor ' if processor else ''}seconds of training steps"
     ]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for size in sorted(raw.settings["batch_sizes"]):
         for name in OPTIMIZERS:
             runs = raw.chosen(optimizer=name, batch_size=size)
             cells = [str(size), name, f"{runs[0]['scaled']['lr']:.3g}", str(max(len(r["steps"]["step"]) for r in runs))]
             failed = [run["failure"] for run in runs if run["failure"] is not None]
             if failed:
-                lines.append(f"| {' | '.join([*cells, failed[0].partition(':')[0]])} |{' - |' * (len(targets) + 1)}")
+                rows.append([*cells, failed[0].partition(":")[0], *["-"] * (len(targets) + 1)])
                 continue
             cells.append(summary([run["evaluations"]["top1"][-1] for run in runs], ".4f"))
             for target in targets:
@@ -154,9 +156,9 @@ def table(raw: RawData) -> str:
                 steps = round(statistics.fmean(known) * runs[0]["steps_per_epoch"]) if len(known) == len(runs) else None
                 cells.append(reached(epochs, ".2f") + ("" if steps is None else f" ({steps})"))
             cells.append(summary([seconds_of(run, processor=processor)[-1] for run in runs], ".3g"))
-            lines.append(f"| {' | '.join(cells)} |")
+            rows.append(cells)
     rule = f"Rule: {raw.settings['rule']}; nothing is tuned at the other sizes."
-    return "\n".join([*lines, "", rule, "", paper.table(paper.BATCH_SIZES)])
+    return "\n".join([markdown.table(heads, rows), "", rule, "", paper.table(paper.BATCH_SIZES)])
 
 
 def draw(raw: RawData, path: Path) -> None:

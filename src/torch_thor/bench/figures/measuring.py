@@ -1,20 +1,15 @@
 """One training for a figure: from the settings in the raw data to a run, from its record to plain values and back."""
 
 import itertools
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
 import yaml
 from rich.console import Console
 
-from torch_thor import __version__
-from torch_thor.split.machine import device_name
 from torch_thor.training.errors import DivergedError
 from torch_thor.training.experiment import new_run
 from torch_thor.training.loop import Callback, Run, train
@@ -243,25 +238,3 @@ def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
             for name, kind in COLUMNS.items()
         }  # type: ignore[arg-type]
     )
-
-
-def describe(device: str) -> dict[str, Any]:
-    """What a measurement is made on.
-
-    Args:
-        device: Its device.
-
-    Returns:
-        Plain values: the device (with the CPU's threads), and the versions.
-    """
-    import torchvision
-
-    return {
-        "device": device_name(torch.device(device)),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "torch_thor": __version__,
-    }

@@ -1,7 +1,8 @@
 """The raw data of a figure: one JSON file, whole or not there, that says what it was measured with and on.
 
 A figure is measured run by run, and the file is written anew after each one: a measurement that was interrupted goes on
-with the runs that are missing. A checksum tells a file that was cut short or changed by hand.
+with the runs that are missing. `RawFile` is the store of these runs. A checksum tells a file that was cut short or
+changed by hand.
 """
 
 import json
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch_thor.bench.stores import key_of
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.files import digest, write_whole
 
@@ -78,6 +80,48 @@ class RawData:
         lines = {"format": FORMAT, "checksum": digest(asdict(self)), **asdict(self)}
         text = ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in lines.items())
         write_whole(path, f"{{{text}}}\n", "choose another folder with --out")
+
+
+@dataclass
+class RawFile:
+    """The store of a figure's runs; a result says in `job` which run it is.
+
+    Args:
+        raw: What is there so far.
+        path: The file.
+    """
+
+    raw: RawData
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where the file lies."""
+        return self.path.parent
+
+    def holds(self, key: str) -> bool:
+        """Whether a run is done.
+
+        Args:
+            key: Of its job, see `stores.key_of`.
+
+        Returns:
+            True if it is.
+        """
+        return any(key_of(run["job"]) == key for run in self.raw.runs)
+
+    def keep(self, key: str, result: Mapping[str, Any]) -> None:
+        """Add a run and write the file.
+
+        Args:
+            key: Of its job, see `stores.key_of`.
+            result: The run.
+        """
+        assert key_of(result["job"]) == key
+        self.raw.runs.append(dict(result))
+        self.raw.write(self.path)
+        for ending in (".png", ".md"):  # of other data, until these are complete
+            self.path.with_suffix(ending).unlink(missing_ok=True)
 
 
 def plain(values: Any) -> Any:

@@ -17,13 +17,14 @@ from rich.console import Console
 from torch import Tensor
 
 from torch_thor import THOR, intervals
+from torch_thor.bench import markdown
+from torch_thor.bench.drawing import draw_band, note, save
+from torch_thor.bench.figures import paper
+from torch_thor.bench.figures.figure import Figure, Options, recipe_of
+from torch_thor.bench.figures.measuring import recipe_settings, train_run
+from torch_thor.bench.figures.raw import RawData
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.figures import paper
-from torch_thor.training.figures.drawing import draw_band, note, save
-from torch_thor.training.figures.figure import Figure, Options, recipe_of
-from torch_thor.training.figures.measuring import recipe_settings, train_run
-from torch_thor.training.figures.raw import RawData
 from torch_thor.training.loop import Callback, Run
 from torch_thor.training.record import RefreshPoint
 from torch_thor.training.refreshes import curvature_of
@@ -218,21 +219,26 @@ def table(raw: RawData) -> str:
     run = raw.runs[0]
     norms, steps = run["norms"], run["norms"]["step"]
     total = len(run["steps"]["step"])
-    lines = [
-        f"| layer | F-norm at step {steps[0]} | at step {steps[-1]} | largest over smallest, in the first tenth of the "
-        "steps | in the last half | from refresh to refresh, median: relative change of the norm | relative distance "
-        "of the block |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = (
+        "layer",
+        f"F-norm at step {steps[0]}",
+        f"at step {steps[-1]}",
+        "largest over smallest, in the first tenth of the steps",
+        "in the last half",
+        "from refresh to refresh, median: relative change of the norm",
+        "relative distance of the block",
+    )
+    rows = []
     for place, layer in enumerate(norms["layers"]):
         own = [at[place] for at in norms["norm"]]
         moved = [at[place] for at in norms["distance"][1:] if at[place] is not None]
         early = _range([norm for norm, step in zip(own, steps, strict=True) if step <= total / 10])
         late = _range([norm for norm, step in zip(own, steps, strict=True) if step > total / 2])
         change, distance = (statistics.median(values) if values else math.nan for values in (norm_changes(own), moved))
-        lines.append(f"| {layer} | {own[0]:.3g} | {own[-1]:.3g} | {early} | {late} | {change:.0%} | {distance:.0%} |")
+        rows.append((layer, f"{own[0]:.3g}", f"{own[-1]:.3g}", early, late, f"{change:.0%}", f"{distance:.0%}"))
     between = f"{steps[1] - steps[0]} steps at first, {steps[-1] - steps[-2]} at last"
-    return "\n".join([*lines, "", f"{len(steps)} refreshes, {between}.", "", f"Theirs: {paper.NORM_NOTE}."])
+    text = markdown.table(heads, rows)
+    return "\n".join([text, "", f"{len(steps)} refreshes, {between}.", "", f"Theirs: {paper.NORM_NOTE}."])
 
 
 def _range(norms: Sequence[float]) -> str:

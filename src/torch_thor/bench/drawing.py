@@ -1,4 +1,4 @@
-"""What the figures draw in common: a line with its spread, a running mean, and files that are whole or not there."""
+"""What pictures have in common: a line with its spread, notes, and files that are whole or not there."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ def draw_band(
     colour: Any = None,
     marker: str | None = None,
     style: str = "-",
+    shade: float = 0.2,
     middle: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> None:
     """Draw the middle of some series as a line, and behind it the range from the lowest to the highest.
@@ -35,25 +36,13 @@ def draw_band(
         colour: Of both, as matplotlib has it; `None` takes the next.
         marker: Of the points.
         style: Of the line.
+        shade: How dark the range is, in [0, 1].
         middle: Of the values at one point.
     """
     columns = list(zip(*series, strict=True))
     (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker, ls=style)
     if len(series) > 1:
-        axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=0.2)
-
-
-def running_mean(values: Sequence[float], before: int) -> list[float]:
-    """Smooth a series.
-
-    Args:
-        values: One number a step.
-        before: How many steps before each one its mean takes in.
-
-    Returns:
-        As many numbers: at the start the mean takes in what there is.
-    """
-    return [statistics.fmean(values[max(0, i - before) : i + 1]) for i in range(len(values))]
+        axes.fill_between(xs, [min(c) for c in columns], [max(c) for c in columns], color=line.get_color(), alpha=shade)
 
 
 def note(figure: "Figure", text: str) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from torch_thor.bench.figures.raw import RawData, RawFile, differences, plain, read
+from torch_thor.bench.stores import key_of
 from torch_thor.training.errors import UserError
-from torch_thor.training.figures.raw import RawData, differences, plain, read
 
 
 def raw_data():
@@ -42,6 +43,22 @@ def test_runs_are_found_by_their_jobs():
     assert raw.run(setting="b", seed=1) is raw.runs[3]
     assert raw.run(setting="b") is None
     assert raw.chosen(setting="a") == [raw.runs[0], raw.runs[2]]
+
+
+def test_the_file_is_the_store_of_its_runs(path):
+    raw = raw_data()
+    store, run = RawFile(raw, path), {"job": {"setting": "c", "seed": 0}, "loss": []}
+    key = key_of(run["job"])
+    assert (key, store.holds(key)) == ("seed 0, setting c", False)
+    assert all(store.holds(key_of(there["job"])) for there in raw.runs)
+    drawn = [path.with_suffix(ending) for ending in (".png", ".md")]
+    for other in drawn:
+        other.write_text("of the runs before")
+    store.keep(key, run)
+    assert store.holds(key)
+    assert read(path, "curves").runs == [*raw_data().runs, run]
+    assert not any(other.exists() for other in drawn)
+    assert store.folder == path.parent
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,17 @@
 """Figures from the command's side: measured once, gone on with, drawn again without training, refused when in doubt."""
 
 import io
-import math
 from dataclasses import asdict
 
 import pytest
 from PIL import Image
 from rich.console import Console
 
-from torch_thor.training.errors import UserError
-from torch_thor.training.figures import catalogue, measuring, paper
-from torch_thor.training.figures.batch_sizes import scaled
-from torch_thor.training.figures.catalogue import FIGURES, make_figures
-from torch_thor.training.figures.figure import Options, reached, summary
-from torch_thor.training.figures.measuring import (
+from torch_thor.bench.figures import catalogue, measuring, paper
+from torch_thor.bench.figures.batch_sizes import scaled
+from torch_thor.bench.figures.catalogue import FIGURES, make_figures
+from torch_thor.bench.figures.figure import Options
+from torch_thor.bench.figures.measuring import (
     ProcessorClock,
     from_columns,
     median_step,
@@ -21,7 +19,9 @@ from torch_thor.training.figures.measuring import (
     seconds_of,
     to_columns,
 )
-from torch_thor.training.figures.raw import plain, read
+from torch_thor.bench.figures.raw import plain, read
+from torch_thor.bench.machine import describe_device
+from torch_thor.training.errors import UserError
 from torch_thor.training.record import EvalPoint, Record, RefreshPoint, StepPoint
 
 QUICK = Options(data="digits", epochs=1, seeds=(0,))
@@ -127,7 +127,7 @@ def test_interrupted_measurement_goes_on_with_what_is_missing(curves, tmp_path, 
     with pytest.raises(UserError, match="lacks 2 of 4 runs"):
         make("curves", tmp_path, Options(), redraw=True)
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(catalogue, "describe", lambda device: {**measuring.describe(device), "torch": "1.0"})
+        elsewhere.setattr(catalogue, "describe_device", lambda device: {**describe_device(device), "torch": "1.0"})
         with pytest.raises(UserError, match=r"another machine or with other versions \(torch: .* -> 1.0\)"):
             make("curves", tmp_path)
     make("curves", tmp_path)
@@ -305,10 +305,3 @@ def test_one_process_measures(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
     with pytest.raises(UserError, match="leave out torchrun"):
         make("curves", tmp_path)
-
-
-def test_cells_of_several_seeds():
-    assert summary([0.5], ".2f") == "0.50"
-    assert summary([1.0, 2.0, 3.0], ".1f") == "2.0 ± 1.0 (1.0, 2.0, 3.0)"
-    assert reached([1.0, None], ".1f") == "1.0, never"
-    assert reached([1.0, 3.0], ".1f") == f"2.0 ± {math.sqrt(2):.1f} (1.0, 3.0)"

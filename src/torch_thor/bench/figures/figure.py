@@ -1,15 +1,14 @@
 """What a figure is: settings, the runs they ask for, and what is drawn from the raw data alone."""
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from torch_thor.bench.figures.raw import RawData
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.figures.raw import RawData
 from torch_thor.training.parallel import resolve_device
 from torch_thor.training.recipe import Recipe, load_recipe
 
@@ -122,36 +121,3 @@ def device_of(name: str) -> str:
         A device name; never `auto`.
     """
     return str(resolve_device(name))
-
-
-def summary(values: Sequence[float], form: str) -> str:
-    """Values of several seeds in a table's cell.
-
-    Args:
-        values: One a seed.
-        form: Format of each number.
-
-    Returns:
-        Mean ± standard deviation (of the sample, n - 1), and each value.
-    """
-    each = [format(value, form) for value in values]
-    if len(values) == 1:
-        return each[0]
-    middle = f"{format(statistics.fmean(values), form)} ± {format(statistics.stdev(values), form)}"
-    return f"{middle} ({', '.join(each)})"
-
-
-def reached(values: Sequence[float | None], form: str) -> str:
-    """What it took to reach something, of several seeds, in a table's cell.
-
-    Args:
-        values: One a seed; `None` where it was not reached.
-        form: Format of each number.
-
-    Returns:
-        As `summary`; where a seed never got there, each value alone.
-    """
-    known = [value for value in values if value is not None]
-    if len(known) == len(values):
-        return summary(known, form)
-    return ", ".join("never" if value is None else format(value, form) for value in values)

@@ -1,0 +1,83 @@
+"""What a figure was measured on: kept beside every result."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_thor import __version__
+from torch_thor.split.machine import device_name, processor_name
+
+
+def describe() -> dict[str, Any]:
+    """Describe the machine for a comparison that any of its devices may run.
+
+    Returns:
+        Plain values: processor, cores, torch's threads in this process, device, versions and commit.
+    """
+    return {
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **versions(),
+        "commit": commit(),
+    }
+
+
+def describe_device(device: str) -> dict[str, Any]:
+    """Describe what a measurement on one device is made on; equal where a measurement may go on.
+
+    Args:
+        device: The device.
+
+    Returns:
+        Plain values: the device (with the CPU's threads), and the versions.
+    """
+    return {
+        "device": device_name(torch.device(device)),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result depends on.
+
+    Returns:
+        By name.
+    """
+    import torchvision  # only what measures needs it: a second to import
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "torch_thor": __version__,
+    }
+
+
+def commit(file: Path = Path(__file__)) -> str:
+    """The commit of the checkout that a file belongs to.
+
+    Args:
+        file: The file; an installed copy may lie in a folder of some other repository, which does not track it.
+
+    Returns:
+        The short hash; `unknown` where no repository tracks the file.
+    """
+    try:
+        if _git(file.parent, "ls-files", "--error-unmatch", file.name):
+            return _git(file.parent, "rev-parse", "--short", "HEAD") or "unknown"
+    except OSError:  # no git
+        pass
+    return "unknown"
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

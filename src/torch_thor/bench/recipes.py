@@ -1,0 +1,44 @@
+"""A recipe trained for a comparison: in this process, without checkpoints or progress; its record as plain values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch_thor.bench.machine import describe
+from torch_thor.training.errors import DivergedError
+from torch_thor.training.experiment import new_run
+from torch_thor.training.loop import Run, train
+from torch_thor.training.opening import open_data
+from torch_thor.training.parallel import resolve_device
+from torch_thor.training.recipe import load_recipe, recipe_yaml
+
+
+def train_recipe(name: str, optimizer: str, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:
+    """Train once.
+
+    Args:
+        name: Of the recipe.
+        optimizer: Which of its optimizers.
+        overrides: `key=value` words, as `torch-thor train` takes them.
+
+    Returns:
+        The run, and what is kept of it: `failure` says where the loss was no longer finite (a result, not an error),
+        evaluations are step, accuracy and seconds.
+    """
+    recipe = load_recipe(name, [f"optimizer={optimizer}", *overrides])
+    run = new_run(recipe, optimizer, open_data(recipe.data, resolve_device(recipe.device), print))
+    failure = None
+    try:
+        train(run)
+    except DivergedError as error:
+        failure = str(error)
+    record = run.record
+    return run, {
+        "steps": run.total_steps,
+        "failure": failure,
+        "evaluations": [[point.step, point.top1, round(point.seconds, 2)] for point in record.evaluations],
+        "loss": [round(point.loss, 5) for point in record.steps],
+        "seconds_ordinary_step": record.median_duration(refresh=False),
+        "seconds_refresh_step": record.median_duration(refresh=True),
+        "machine": describe(),
+        "recipe": recipe_yaml(recipe),
+    }

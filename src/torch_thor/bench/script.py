@@ -1,0 +1,69 @@
+"""The command line of a comparison: run what is missing, then tables and pictures; `--table` makes these alone."""
+
+import os
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+
+from torch_thor.bench.runner import Job, complete
+from torch_thor.bench.stores import Store
+from torch_thor.training.errors import INTERRUPTED, UserError
+
+
+def parser(about: str | None, *, workers: int | None = None) -> ArgumentParser:
+    """Make the parser, to which a script adds what it alone has.
+
+    Args:
+        about: The script's docstring.
+        workers: Processes at a time unless the user says otherwise; `None` takes one for each core.
+
+    Returns:
+        A parser of `--table` and `--workers`.
+    """
+    made = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
+    made.add_argument("--table", action="store_true", help="tables and pictures alone, from the raw data")
+    made.add_argument(
+        "--workers",
+        type=_at_least_one,
+        default=workers or os.cpu_count() or 1,
+        help="processes at a time, one thread each (default: %(default)s)",
+    )
+    return made
+
+
+def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers: int, *, anew: bool = False) -> None:
+    """Run what is missing, stage by stage.
+
+    Args:
+        store: Where results are kept.
+        stages: Give the jobs of each stage, which may depend on the results of those before it.
+        workers: Processes at a time.
+        anew: Whether to run what is there as well.
+
+    Raises:
+        SystemExit: After a stage in which jobs failed, naming them; after Ctrl-C; and where a result cannot be written.
+            What is done is kept.
+    """
+    for stage in stages:
+        try:
+            failures = complete(stage(), store, workers=workers, anew=anew, say=_say)
+        except KeyboardInterrupt:
+            _say("stopped by Ctrl-C: what is done is kept, and the same command goes on with the rest")
+            raise SystemExit(INTERRUPTED) from None
+        except UserError as error:  # a result that cannot be written
+            raise SystemExit(str(error)) from error
+        if failures:
+            names = ", ".join(failure.key for failure in failures)
+            raise SystemExit(
+                f"{len(failures)} job{'s' if len(failures) > 1 else ''} failed ({names}): tracebacks are in "
+                f"{store.folder}/*.failed; the same command runs what is missing"
+            )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise ArgumentTypeError(f"{text}: give a whole number of 1 or more")
+    return int(text)

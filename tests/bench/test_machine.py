@@ -1,0 +1,56 @@
+"""What stands beside every result: the machine, the versions, and the commit where there is one."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+import torch_thor
+from torch_thor.bench.machine import commit, describe, describe_device
+
+
+def test_the_keys_that_raw_data_have():
+    found = describe()
+    assert list(found) == [
+        "processor", "cores", "threads", "device", "python", "torch", "torchvision", "torch_thor", "commit",
+    ]  # fmt: skip
+    assert (found["torch"], found["torch_thor"]) == (torch.__version__, torch_thor.__version__)
+    assert found["threads"] == torch.get_num_threads()
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_measurement_goes_on_where_these_are_equal():
+    assert list(describe_device("cpu")) == [
+        "device",
+        "cores",
+        "threads",
+        "python",
+        "torch",
+        "torchvision",
+        "torch_thor",
+    ]
+    assert describe_device("cpu")["device"].endswith("1 thread")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit_is_that_of_a_repository_which_tracks_the_file(tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        done = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    file = tmp_path / "mine.py"
+    file.write_text("")
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "a repository that happens to lie around the file")
+    assert commit(file) == "unknown"
+    git("add", "mine.py")
+    git("commit", "-q", "-m", "the file")
+    assert commit(file) == git("rev-parse", "--short", "HEAD")
+
+
+def test_without_git_the_commit_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert commit() == "unknown"
