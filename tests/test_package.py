@@ -77,7 +77,7 @@ def test_modules_are_known_to_kinds_alone():
         imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         if any(node.module == "torch" and "nn" in [alias.name for alias in node.names] for node in imported):
             found.add(path.stem)
-    assert found <= {"layer", "matrices"}
+    assert found <= {"layer", "matrices", "parameter_view"}
 
 
 @pytest.mark.slow
