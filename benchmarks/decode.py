@@ -26,12 +26,12 @@ import torch
 from PIL import Image
 
 from machine import describe
-from torch_thor.training.data_spec import IMAGENET, Workers
-from torch_thor.training.images.decoding import decode_rgb
-from torch_thor.training.images.folder import FolderSource, list_images
-from torch_thor.training.images.reading import raw_loader
-from torch_thor.training.images.transforms import EvaluationTransform, TrainingTransform
-from torch_thor.training.shards import TrainingOrder
+from torch_thor.training.config.data_spec import IMAGENET, Workers
+from torch_thor.training.data.decoding import decode_rgb
+from torch_thor.training.data.folder import FolderSource, list_images
+from torch_thor.training.data.reading import raw_loader
+from torch_thor.training.data.shards import TrainingOrder
+from torch_thor.training.data.transforms import EvaluationTransform, TrainingTransform
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, HEIGHT, QUALITY = 500, 375, 97  # ImageNet's most frequent size, and near its mean of 110 kB a file

@@ -64,11 +64,11 @@ def train_one(optimizer: str, lr: float, seed: int) -> None:
     import torch
 
     from machine import describe
-    from torch_thor.training.data import load_data
+    from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+    from torch_thor.training.data.in_memory import load_data
+    from torch_thor.training.engine.loop import train
     from torch_thor.training.errors import UserError
     from torch_thor.training.experiment import new_run
-    from torch_thor.training.loop import train
-    from torch_thor.training.recipe import load_recipe, recipe_yaml
 
     torch.set_num_threads(1)
     interval = 10**6 if seed == TUNING_SEED else EVAL_INTERVAL

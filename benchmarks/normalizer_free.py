@@ -137,8 +137,8 @@ def train_one(run: Run) -> None:
 
     from machine import describe
     from torch_thor import AGCSGD
-    from torch_thor.training.data import DataSpec, load_data
-    from torch_thor.training.shards import epoch_order
+    from torch_thor.training.data.in_memory import DataSpec, load_data
+    from torch_thor.training.data.shards import epoch_order
 
     if run.device == "cpu":
         torch.set_num_threads(1)

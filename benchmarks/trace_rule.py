@@ -52,10 +52,10 @@ def train_one(setting: str, seed: int) -> None:
     import torch
 
     from machine import describe
-    from torch_thor.training.data import load_data
+    from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+    from torch_thor.training.data.in_memory import load_data
+    from torch_thor.training.engine.loop import train
     from torch_thor.training.experiment import new_run
-    from torch_thor.training.loop import train
-    from torch_thor.training.recipe import load_recipe, recipe_yaml
 
     torch.set_num_threads(1)
     overrides = ["optimizer=thor", f"trace_thresholds={setting}", f"seed={seed}", "eval_interval=156", "device=cpu"]
@@ -181,8 +181,9 @@ def draw(setting: str, seed: int, path: Path) -> None:
         seed: seed.
         path: a PNG file.
     """
-    from torch_thor.training.record import Record, RefreshPoint, StepPoint
-    from torch_thor.training.refresh_plot import draw_refreshes
+    from torch_thor.training.engine.history import History as Record
+    from torch_thor.training.engine.history import RefreshPoint, StepPoint
+    from torch_thor.training.reports.refresh_plot import draw_refreshes
 
     run = json.loads(run_file(setting, seed).read_text())
     layers = run["layers"]

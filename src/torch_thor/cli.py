@@ -119,10 +119,10 @@ def train(
         UserError: If more than one recipe is named.
         StoppedError: If a signal stopped the training.
     """
+    from torch_thor.training.checkpoints.run_folder import RunFolder
+    from torch_thor.training.config.keys import key_tables
+    from torch_thor.training.config.recipe import DEFAULT_RECIPE, load_recipe, override, recipe_list
     from torch_thor.training.experiment import run_recipe
-    from torch_thor.training.keys import key_tables
-    from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, override, recipe_list
-    from torch_thor.training.runfolder import RunFolder
 
     if list_recipes:
         table = Table("recipe", "about", "should reach", show_lines=True)
@@ -244,7 +244,7 @@ def split_dim(
         out: Where results go.
         overwrite: Replace results that are there.
     """
-    from torch_thor.training.split_report import report_split_dim
+    from torch_thor.training.reports.split_report import report_split_dim
 
     folder = out or Path("runs") / f"split-dim-{Path(model).name.replace(':', '-')}"
     report_split_dim(

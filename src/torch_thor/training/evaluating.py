@@ -6,16 +6,17 @@ from pathlib import Path
 
 import torch
 
-from torch_thor.training import checkpoint, parallel
-from torch_thor.training.data_spec import IN_MEMORY
+from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.checkpoints.run_folder import RunFolder
+from torch_thor.training.config.data_spec import IN_MEMORY
+from torch_thor.training.config.recipe import Recipe, override
+from torch_thor.training.config.stored_recipe import read_stored
+from torch_thor.training.data.named import open_evaluation
+from torch_thor.training.engine import parallel
+from torch_thor.training.engine.evaluation import Score, evaluate
+from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.evaluation import Score, evaluate
-from torch_thor.training.models import build_model, check_fits, check_head
-from torch_thor.training.opening import open_evaluation
-from torch_thor.training.parallel import resolve_device
-from torch_thor.training.recipe import Recipe, override
-from torch_thor.training.runfolder import RunFolder
-from torch_thor.training.stored_recipe import read_stored
+from torch_thor.training.models.classifiers import build_model, check_fits, check_head
 
 KEYS = ("data", "device", "batch_size", "threads")  # what may be said anew: all else made the weights what they are
 BATCH = 256  # most images at a time where nothing else is said: those of a step may be of many devices
@@ -53,7 +54,7 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
     Returns:
         A score for each optimizer, and one for its averaged weights where there are any.
     """
-    found = _find(path, parallel.voice(say))
+    found = _find(path, parallel.rank_zero_print(say))
     recipes = [_recipe(saved, words) for saved in found]
     device = resolve_device(recipes[0].device)
     with parallel.processes(device), parallel.threads(recipes[0].threads):
@@ -116,7 +117,7 @@ def _evaluate(
         outputs = recipe.classes or data.classes
         check_head(outputs, data.classes)
         if "data" in said and outputs > data.classes + 1:  # one more, which is never a label, is the reference's own
-            parallel.voice(say)(
+            parallel.rank_zero_print(say)(
                 f"the data has {data.classes} classes, the network {outputs} outputs: classes are numbered in their "
                 f"sorted order, so these must be the first {data.classes} of those that it was trained on"
             )

@@ -8,22 +8,29 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from torch_thor.training import checkpoint, parallel
-from torch_thor.training.averaging import averaged
+from torch_thor.training.callbacks.metrics_file import MetricsFile
+from torch_thor.training.callbacks.profiling import Profiler
+from torch_thor.training.callbacks.progress import Bar, Display, Lines
+from torch_thor.training.callbacks.tensorboard import TensorBoard
+from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.checkpoints.run_folder import CURVES_FILE, SUMMARY_FILE, RunFolder
+from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
+from torch_thor.training.checkpoints.weights import load_weights, with_checksum
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.config.stored_recipe import stored_text
+from torch_thor.training.data.named import open_data
+from torch_thor.training.data.stream import DataSet
+from torch_thor.training.engine import parallel
+from torch_thor.training.engine.averaging import averaged
+from torch_thor.training.engine.loop import Callback, Run, train
+from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import require, writing
 from torch_thor.training.files import write_whole
-from torch_thor.training.loop import Callback, Run, train
-from torch_thor.training.metrics import MetricsFile
-from torch_thor.training.models import build_model, check_fits, check_head
-from torch_thor.training.opening import open_data
-from torch_thor.training.optimizers import build_optimizer
-from torch_thor.training.parallel import resolve_device
+from torch_thor.training.models.classifiers import build_model, check_fits, check_head
+from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.printing import printer
-from torch_thor.training.profiling import Profiler
-from torch_thor.training.progress import Bar, Display, Lines
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.refresh_plot import draw_refreshes
-from torch_thor.training.report import (
+from torch_thor.training.reports.refresh_plot import draw_refreshes
+from torch_thor.training.reports.summary import (
     Summary,
     as_json,
     draw_curves,
@@ -31,12 +38,6 @@ from torch_thor.training.report import (
     refreshed_layers,
     summary_table,
 )
-from torch_thor.training.runfolder import CURVES_FILE, SUMMARY_FILE, RunFolder
-from torch_thor.training.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.stored_recipe import stored_text
-from torch_thor.training.stream import DataSet
-from torch_thor.training.tensorboard import TensorBoard
-from torch_thor.training.weights import load_weights, with_checksum
 
 
 def run_recipe(
@@ -64,7 +65,7 @@ def run_recipe(
     device = resolve_device(recipe.device)
     folder = RunFolder(out)
     with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
-        say = parallel.voice(printer(console))
+        say = parallel.rank_zero_print(printer(console))
         with parallel.agreed():
             recipe = with_checksum(recipe)
             if parallel.is_first() and folder.is_run():
@@ -90,7 +91,7 @@ def run_recipe(
                     folder,
                     Lines(display, name, recipe.log_interval) if hidden else Bar(display, task),
                     stop,
-                    parallel.voice(printer(display.console)),
+                    parallel.rank_zero_print(printer(display.console)),
                     Profiler(folder.profile(name), display.console) if profile else None,
                 )
                 for name, task in tasks.items()

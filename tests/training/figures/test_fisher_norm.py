@@ -9,7 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import THOR, intervals
-from torch_thor.training.data import DataBundle, DataSpec, load_data
+from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
+from torch_thor.training.engine.history import RefreshPoint
+from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
 from torch_thor.training.experiment import new_run
 from torch_thor.training.figures.fisher_norm import (
@@ -20,9 +23,6 @@ from torch_thor.training.figures.fisher_norm import (
     norm_changes,
     relative_distance,
 )
-from torch_thor.training.loop import train
-from torch_thor.training.recipe import load_recipe
-from torch_thor.training.record import RefreshPoint
 
 GROUPS = 2
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import is_torchelastic_launched
 
-from torch_thor.training import parallel
+from torch_thor.training.engine import parallel
 from torch_thor.training.errors import UserError, require, writing
 from torch_thor.training.figures.batch_sizes import BATCH_SIZES
 from torch_thor.training.figures.curves import CURVES
@@ -19,8 +19,8 @@ from torch_thor.training.figures.measuring import describe
 from torch_thor.training.figures.raw import RawData, differences, plain, read
 from torch_thor.training.figures.split_dim import SPLIT_DIM
 from torch_thor.training.files import check_place, write_whole
-from torch_thor.training.library_models import nearest
 from torch_thor.training.lock import LOCK_FILE, Lock
+from torch_thor.training.models.library import nearest
 from torch_thor.training.printing import printer
 
 FIGURES: dict[str, Figure] = {

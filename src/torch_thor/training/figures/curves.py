@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from torch_thor.training.engine.history import History as Record
 from torch_thor.training.figures import paper
 from torch_thor.training.figures.drawing import COLOURS, STYLES, draw_band, note, running_mean, save
 from torch_thor.training.figures.figure import Figure, Options, reached, recipe_of, summary
@@ -19,7 +20,6 @@ from torch_thor.training.figures.measuring import (
     train_run,
 )
 from torch_thor.training.figures.raw import RawData
-from torch_thor.training.record import Record
 
 BASELINE = "momentum"
 SETTINGS = {BASELINE: "sgd", "thor": "thor", "thor_stop": "thor", "thor_nt": "thor"}  # the optimizer of each

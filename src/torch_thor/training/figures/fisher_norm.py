@@ -18,15 +18,15 @@ from torch import Tensor
 
 from torch_thor import THOR, intervals
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.training.engine.history import RefreshPoint
+from torch_thor.training.engine.loop import Callback, Run
+from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.figures import paper
 from torch_thor.training.figures.drawing import draw_band, note, save
 from torch_thor.training.figures.figure import Figure, Options, recipe_of
 from torch_thor.training.figures.measuring import recipe_settings, train_run
 from torch_thor.training.figures.raw import RawData
-from torch_thor.training.loop import Callback, Run
-from torch_thor.training.record import RefreshPoint
-from torch_thor.training.refreshes import curvature_of
 
 SEEDS = (0,)
 INTERVAL = {"first": 2, "factor": 1.1}  # of intervals.Geometric, which ends at one refresh an epoch

@@ -15,15 +15,16 @@ from rich.console import Console
 
 from torch_thor import __version__
 from torch_thor.split.machine import device_name
+from torch_thor.training.callbacks.progress import Bar, Display, Lines
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, covers, parse_recipe, recipe_yaml
+from torch_thor.training.data.named import open_data
+from torch_thor.training.engine.history import KINDS, StepPoint
+from torch_thor.training.engine.history import History as Record
+from torch_thor.training.engine.loop import Callback, Run, train
+from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import DivergedError
 from torch_thor.training.experiment import new_run
-from torch_thor.training.loop import Callback, Run, train
-from torch_thor.training.opening import open_data
-from torch_thor.training.parallel import resolve_device
 from torch_thor.training.printing import printer
-from torch_thor.training.progress import Bar, Display, Lines
-from torch_thor.training.recipe import FREE_ON_RESUME, Recipe, covers, parse_recipe, recipe_yaml
-from torch_thor.training.record import KINDS, Record, StepPoint
 
 UNUSED = (  # keys of a recipe that each run sets, or that change no number
     "name",
