@@ -68,7 +68,7 @@ def train_one(optimizer: str, lr: float, seed: int) -> None:
     from torch_thor.training.data.in_memory import load_data
     from torch_thor.training.engine.loop import train
     from torch_thor.training.errors import UserError
-    from torch_thor.training.experiment import new_run
+    from torch_thor.training.experiment import image_run as new_run
 
     torch.set_num_threads(1)
     interval = 10**6 if seed == TUNING_SEED else EVAL_INTERVAL

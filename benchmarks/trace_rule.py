@@ -55,7 +55,7 @@ def train_one(setting: str, seed: int) -> None:
     from torch_thor.training.config.recipe import load_recipe, recipe_yaml
     from torch_thor.training.data.in_memory import load_data
     from torch_thor.training.engine.loop import train
-    from torch_thor.training.experiment import new_run
+    from torch_thor.training.experiment import image_run as new_run
 
     torch.set_num_threads(1)
     overrides = ["optimizer=thor", f"trace_thresholds={setting}", f"seed={seed}", "eval_interval=156", "device=cpu"]

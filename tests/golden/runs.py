@@ -25,7 +25,7 @@ from torch_thor.training.engine.history import History, StepPoint
 from torch_thor.training.engine.loop import train
 from torch_thor.training.engine.refreshes import refresh_points
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import image_run as new_run
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # whose processes these are
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from replaying import replay, small_run
+from replaying import accuracy_point, replay, small_run
 from torch_thor.training.callbacks import metrics_file as module
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal
 from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.history import EvalPoint, History, StepPoint
+from torch_thor.training.engine.history import History, StepPoint
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
 
@@ -23,18 +23,19 @@ FULL = Path("/dev/full")
 
 def test_a_line_holds_all_that_was_measured(tmp_path):
     step = StepPoint(1, 2.5, 0.1, 0.5, 0.5, True, 4, 0.125, 0.03, skipped=False)
-    evaluation = EvalPoint(1, 0.5, 1.0, 0.25, 0.5, 0.75, 0.5, 1.0)
+    evaluation = accuracy_point(1, 0.5, 1.0, 0.25, 0.5, 0.75, 0.5, 1.0)
     file = MetricsFile(tmp_path / "m.jsonl")
     replay(file, small_run(PLAN), History([step], [evaluation]))
     file.close()
     assert [json.loads(line) for line in file.path.read_text().splitlines()] == [
         {
             "kind": "step", "step": 1, "loss": 2.5, "lr": 0.1, "seconds": 0.5, "duration": 0.5, "refresh": True,
-            "images": 4, "waited": 0.125, "damping": 0.03, "skipped": False,
+            "terms": 4, "waited": 0.125, "damping": 0.03, "skipped": False,
         },
         {
             "kind": "eval", "step": 1, "seconds": 0.5, "loss": 1.0, "top1": 0.25, "top5": 0.5,
             "averaged_loss": 0.75, "averaged_top1": 0.5, "averaged_top5": 1.0,
+            "primary": "top1", "higher_is_better": True,
         },
     ]  # fmt: skip
     assert read_metrics(file.path) == History([step], [evaluation])
@@ -47,8 +48,8 @@ def test_lines_of_an_older_version(tmp_path):
     )
     (tmp_path / "m.jsonl").write_text(old)
     record = read_metrics(tmp_path / "m.jsonl")
-    assert record == History([StepPoint(1, 2.0, 0.1, 0.5, 0.5, False)], [EvalPoint(1, 0.5, 1.0, 0.25, 0.5)])
-    assert (record.steps[0].images, record.steps[0].skipped, record.best.accuracy) == (0, False, 0.25)
+    assert record == History([StepPoint(1, 2.0, 0.1, 0.5, 0.5, False)], [accuracy_point(1, 0.5, 1.0, 0.25, 0.5)])
+    assert (record.steps[0].terms, record.steps[0].skipped, record.best.value) == (0, False, 0.25)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -6,11 +6,11 @@ import math
 import pytest
 from rich.console import Console
 
-from replaying import replay, small_run
+from replaying import accuracy_point, replay, small_run
 from torch_thor import THOR
 from torch_thor.training.callbacks.progress import Bar, Display, Lines
 from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.history import EvalPoint, History, RefreshPoint, StepPoint
+from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 
 PLAN = RunConfig(epochs=3, batch_size=4)  # three steps an epoch, nine in all
 
@@ -35,7 +35,7 @@ def record(*, damping=None, refreshes=(), averaged=None):
                 step == 2,
             )
         )
-    evaluations = [EvalPoint(6, 0.8, 1.25, 0.5, 0.75, *((1.0, averaged, 0.9) if averaged else ()))]
+    evaluations = [accuracy_point(6, 0.8, 1.25, 0.5, 0.75, *((1.0, averaged, 0.9) if averaged else ()))]
     return History(steps, evaluations, list(refreshes))
 
 
@@ -94,7 +94,7 @@ def test_bar():
         # the run has ended here, before its last step: accurate enough
         assert (display.tasks[first].completed, display.tasks[first].total) == (7, 7)
         assert display.tasks[second].total is None
-        assert display.tasks[first].fields["accuracy"] == "accuracy 62.50%"
+        assert display.tasks[first].fields["metric"] == "accuracy 62.50%"
         said = "loss 4.333, lr 0.01429, damping 0.03, 22.95 images/s, step 40.0 ms, refresh step 500 ms"
         assert display.tasks[first].fields["figures"].startswith(said)
         assert len(list(display.get_renderables())) == 1  # nobody is at work: no figures

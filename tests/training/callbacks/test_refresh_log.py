@@ -11,12 +11,14 @@ from rich.console import Console
 
 from torch_thor import THOR, intervals
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
+from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.config.recipe import load_recipe, override, parse_recipe, recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run, run_recipe
+from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training.experiment import run_recipe
 from torch_thor.training.reports.refresh_plot import COLOURS, draw_refreshes
 from torch_thor.training.reports.summary import Summary, as_json, refresh_table, refreshed_layers, summary_table
 
@@ -96,18 +98,20 @@ def test_numbers_that_json_lacks_are_null(data):
 def test_the_command_draws_a_picture_and_draws_it_again(tmp_path):
     """A run that is resumed knows all its refreshes, also those of the process before."""
     recipe = load_recipe("digits", [*WORDS, "epochs=1"])
-    [first] = run_recipe(recipe, tmp_path, Console(file=io.StringIO()))
+    [first] = run_recipe(recipe, RunFolder(tmp_path), Console(file=io.StringIO()))
     picture = tmp_path / "thor" / "refreshes.png"
     drawn = picture.read_bytes()
     assert drawn[:4] == b"\x89PNG"
     picture.unlink()
-    [again] = run_recipe(recipe, tmp_path, Console(file=io.StringIO()), resume=True)
+    [again] = run_recipe(recipe, RunFolder(tmp_path), Console(file=io.StringIO()), resume=True)
     assert picture.read_bytes() == drawn
     assert again == first
 
 
 def test_first_order_runs_have_no_picture(tmp_path):
-    run_recipe(load_recipe("digits", ["optimizer=sgd", "epochs=1"]), tmp_path / "run", Console(file=io.StringIO()))
+    run_recipe(
+        load_recipe("digits", ["optimizer=sgd", "epochs=1"]), RunFolder(tmp_path / "run"), Console(file=io.StringIO())
+    )
     assert not list(tmp_path.rglob("refreshes.png"))
     assert (tmp_path / "run" / "curves.png").exists()
 
@@ -122,7 +126,7 @@ def test_table_counts_what_happened(trained):
     assert sum(layer.refreshes for layer in refreshed) == decisions.count("update")
     assert sum(layer.kept for layer in refreshed) == decisions.count("keep")
     assert sum(layer.stopped for layer in refreshed) == decisions.count("stop")
-    summary = Summary("thor", run.record, refreshed)
+    summary = Summary("thor", run.record, refreshed, run.task.metrics(), run.task.unit)
     text = io.StringIO()
     console = Console(file=text, width=100)
     console.print(refresh_table(summary))

@@ -3,11 +3,11 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from replaying import replay, small_run
+from replaying import accuracy_point, replay, small_run
 from torch_thor import THOR
 from torch_thor.training.callbacks import tensorboard
 from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.history import EvalPoint, History, RefreshPoint, StepPoint
+from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
 
@@ -52,7 +52,7 @@ def test_every_step_of_a_short_run(tmp_path, record):
         "train/loss": [p.loss for p in record.steps],
         "train/lr": [p.lr for p in record.steps],
         "train/damping": [p.damping for p in record.steps],
-        "train/images_per_second": [p.images / p.duration for p in record.steps],
+        "train/images_per_second": [p.terms / p.duration for p in record.steps],
         "train/data_wait_seconds": [p.waited for p in record.steps],
         "test/top1": [p.top1 for p in record.evaluations],
     }.items():
@@ -78,7 +78,7 @@ def test_a_stretch_of_steps_is_one_point(tmp_path, record, stretches):
         steps = [p for p in record.steps if after < p.step <= to]
         assert read["train/loss"][end] == pytest.approx(sum(p.loss for p in steps) / len(steps))
         assert read["train/images_per_second"][end] == pytest.approx(
-            sum(p.images for p in steps) / sum(p.duration for p in steps)
+            sum(p.terms for p in steps) / sum(p.duration for p in steps)
         )
     assert read["thor/refreshed"] == {5: 2, 10: 1, 12: 0}
     assert read["thor/kept"] == {5: 1, 10: 0, 12: 0}
@@ -104,7 +104,7 @@ def test_averaged_weights_and_skipped_steps(tmp_path):
     object.__setattr__(run.config, "precision", "fp16")
     told = History(
         [StepPoint(step, 1.0, 0.1, 1.0, 1.0, False, 4, skipped=step == 2) for step in (1, 2, 3)],
-        [EvalPoint(3, 3.0, 1.0, 0.5, 0.75, 0.5, 0.625, 0.875)],
+        [accuracy_point(3, 3.0, 1.0, 0.5, 0.75, 0.5, 0.625, 0.875)],
     )
     write(tmp_path, run, told, None)
     read = scalars(tmp_path)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replaying import small_run
+from replaying import accuracy_point, small_run
 from torch_thor.training.callbacks.metrics_file import MetricsFile
 from torch_thor.training.checkpoints import best, checkpoint
 from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.engine.evaluation import Score
-from torch_thor.training.engine.history import EvalPoint, History
+from torch_thor.training.engine.history import History
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import StoppedError, UserError
 
@@ -43,8 +43,8 @@ class Keep(Callback):
 
 @pytest.fixture(autouse=True)
 def accuracies(monkeypatch):
-    def score(model, *rest):
-        return Score(1.0, ACCURACIES[score.run.step // 2 - 1], 1.0, 100)
+    def score(task, model, batches):
+        return Score({"loss": 1.0, "top1": ACCURACIES[score.run.step // 2 - 1], "top5": 1.0}, 100)
 
     monkeypatch.setattr("torch_thor.training.engine.loop.evaluate", score)
     return score
@@ -244,7 +244,10 @@ def test_an_accuracy_that_is_never_reached(go):
 
 
 def test_the_averaged_weights_decide_where_there_are_any():
-    assert History([], [EvalPoint(2, 0, 1, 0.9, 1, 1, 0.5, 1), EvalPoint(4, 0, 1, 0.4, 1, 1, 0.6, 1)]).best.step == 4
+    assert (
+        History([], [accuracy_point(2, 0, 1, 0.9, 1, 1, 0.5, 1), accuracy_point(4, 0, 1, 0.4, 1, 1, 0.6, 1)]).best.step
+        == 4
+    )
 
 
 @pytest.mark.parametrize(("epochs", "every", "steps"), [(4, 1, [3, 6, 9, 12]), (4, 2, [6, 12]), (4, 3, [9, 12])])

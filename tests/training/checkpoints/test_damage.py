@@ -52,7 +52,7 @@ DAMAGE = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_recipe(load_recipe("digits", WORDS), folder, Console(file=io.StringIO()))
+    run_recipe(load_recipe("digits", WORDS), RunFolder(folder), Console(file=io.StringIO()))
     return folder
 
 
@@ -61,7 +61,7 @@ def resume(folder):
     said = Console(file=io.StringIO(), width=500)
     try:
         stored = RunFolder(folder).stored_recipe()
-        run_recipe(override(stored, []), folder, said, resume=True)
+        run_recipe(override(stored, []), RunFolder(folder), said, resume=True)
     except UserError as error:
         return said.file.getvalue(), str(error)
     return said.file.getvalue(), None

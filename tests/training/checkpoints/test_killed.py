@@ -98,7 +98,7 @@ def test_killed_at_ten_random_moments_equals_never_stopped(tmp_path):
     for name in OPTIMIZERS:
         assert checkpoints(run, name) == [57, 60]
         assert [line["step"] for line in lines(run, name, "step")] == list(range(1, 61))
-        assert [line["images"] for line in lines(run, name, "step")].count(4) < 60  # some hold a broken image
+        assert [line["terms"] for line in lines(run, name, "step")].count(4) < 60  # some hold a broken image
     deadline = time.monotonic() + PATIENCE
     while left := [pid for pid in workers if alive(pid)]:
         assert time.monotonic() < deadline, f"workers {left} outlived their training process"

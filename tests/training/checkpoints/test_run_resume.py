@@ -17,7 +17,8 @@ from torch_thor.training.config.recipe import load_recipe, recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import StoppedError, UserError
-from torch_thor.training.experiment import new_run, run_recipe
+from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training.experiment import run_recipe
 from torch_thor.training.models import classifiers as models
 from torch_thor.training.optimizers.registry import OPTIMIZERS
 
@@ -160,12 +161,12 @@ def test_killed_without_warning_goes_on_from_the_checkpoint_before(tmp_path, rec
 def test_what_changes_no_step_may_change_on_resume(tmp_path):
     words = ["optimizer=thor", "epochs=2", "batch_size=128"]
     silent = Console(file=io.StringIO())
-    run_recipe(load_recipe("digits", words), tmp_path / "whole", silent)
-    run_recipe(load_recipe("digits", [*words, "stop_at=0.05"]), tmp_path / "cut", silent)
+    run_recipe(load_recipe("digits", words), RunFolder(tmp_path / "whole"), silent)
+    run_recipe(load_recipe("digits", [*words, "stop_at=0.05"]), RunFolder(tmp_path / "cut"), silent)
     cut = RunFolder(tmp_path / "cut")
     assert newest_whole(cut.checkpoints("thor"), pytest.fail).step == 11
     changed = [*words, "stop_at=null", "targets=[0.5]", "keep_checkpoints=5", "data.workers.count=7"]
-    run_recipe(load_recipe("digits", changed), cut.path, silent, resume=True)
+    run_recipe(load_recipe("digits", changed), cut, silent, resume=True)
     assert cut.stored_recipe() == load_recipe("digits", changed)
     both = [newest_whole(RunFolder(path).checkpoints("thor"), pytest.fail) for path in (tmp_path / "whole", cut.path)]
     assert [saved.step for saved in both] == [22, 22]
@@ -174,7 +175,7 @@ def test_what_changes_no_step_may_change_on_resume(tmp_path):
         == both[1].path.joinpath("model.safetensors").read_bytes()
     )
     with pytest.raises(UserError, match=r"other settings \(label_smoothing: 0.0 -> 0.1\)"):
-        run_recipe(load_recipe("digits", [*changed, "label_smoothing=0.1"]), cut.path, silent, resume=True)
+        run_recipe(load_recipe("digits", [*changed, "label_smoothing=0.1"]), cut, silent, resume=True)
 
 
 def test_metrics_that_lost_steps_come_back_from_the_checkpoint(tmp_path, recipe, data):

@@ -14,7 +14,8 @@ from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.config.recipe import load_recipe, override
 from torch_thor.training.data.in_memory import DataSpec, load_data
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run, run_recipe
+from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training.experiment import run_recipe
 from torch_thor.training.models import classifiers as models
 from torch_thor.training.models.classifiers import build_model
 
@@ -121,7 +122,7 @@ def test_shared_weights_stand_in_a_file_once(file, data, monkeypatch):
 def test_what_does_not_fit_is_one_line_and_no_run_is_begun(file, change, words, said):
     save_file(change(load_file(file)), file)
     with pytest.raises(UserError, match=said) as caught:
-        run_recipe(load_recipe("digits", [*WORDS, f"weights={file}", *words]), Path("run"), SILENT)
+        run_recipe(load_recipe("digits", [*WORDS, f"weights={file}", *words]), RunFolder(Path("run")), SILENT)
     assert "\n" not in str(caught.value)
     assert not Path("run").exists()
 
@@ -134,23 +135,23 @@ def test_a_file_that_holds_code_is_not_read(file, data):
 
 def test_a_run_knows_its_weights_and_resumes_without_them(file):
     recipe = load_recipe("digits", [*WORDS, f"weights={file}", "weights_except=[head]"])
-    run_recipe(override(recipe, ["epochs=2"]), Path("whole"), SILENT)
-    run_recipe(recipe, Path("cut"), SILENT)
+    run_recipe(override(recipe, ["epochs=2"]), RunFolder(Path("whole")), SILENT)
+    run_recipe(recipe, RunFolder(Path("cut")), SILENT)
     stored = RunFolder(Path("cut")).stored_recipe()
     assert len(stored.weights_sha256) == 64
     assert stored.weights_sha256 in (newest(Path("cut"), "sgd") / "recipe.yaml").read_text()
     file.rename("elsewhere.safetensors")
-    run_recipe(override(stored, ["epochs=2"]), Path("cut"), SILENT, resume=True)
+    run_recipe(override(stored, ["epochs=2"]), RunFolder(Path("cut")), SILENT, resume=True)
     both = [newest(Path(run), "sgd") for run in ("whole", "cut")]
     assert (both[0] / "model.safetensors").read_bytes() == (both[1] / "model.safetensors").read_bytes()
     assert_same(*(state(path) for path in both))
     # other weights are another run
     with pytest.raises(UserError, match=r"other settings \(weights_except"):
-        run_recipe(override(stored, ["epochs=2", "weights_except=[]"]), Path("cut"), SILENT, resume=True)
+        run_recipe(override(stored, ["epochs=2", "weights_except=[]"]), RunFolder(Path("cut")), SILENT, resume=True)
 
 
 def test_from_a_checkpoint_of_a_run(file, data):
-    run_recipe(load_recipe("digits", [*WORDS, "seed=3"]), Path("before"), SILENT)
+    run_recipe(load_recipe("digits", [*WORDS, "seed=3"]), RunFolder(Path("before")), SILENT)
     saved = newest(Path("before"), "sgd")
     found = started([f"weights={saved}"], data)
     assert all(torch.equal(found[name], tensor) for name, tensor in load_file(saved / "model.safetensors").items())
@@ -161,7 +162,7 @@ def test_from_a_checkpoint_of_a_run(file, data):
 
 def test_weights_that_changed_before_an_optimizer_started_are_noticed(file):
     recipe = load_recipe("digits", [*WORDS, f"weights={file}"])
-    run_recipe(recipe, Path("run"), SILENT)
+    run_recipe(recipe, RunFolder(Path("run")), SILENT)
     stored = RunFolder(Path("run")).stored_recipe()
     for saved in (newest(Path("run"), "sgd"), *Path("run/sgd/checkpoints/best").iterdir()):
         for path in saved.iterdir():
@@ -169,4 +170,4 @@ def test_weights_that_changed_before_an_optimizer_started_are_noticed(file):
         saved.rmdir()
     save_file({**load_file(file), "more": torch.zeros(1)}, file)
     with pytest.raises(UserError, match="is not the file that the recipe names"):
-        run_recipe(stored, Path("run"), SILENT, resume=True)
+        run_recipe(stored, RunFolder(Path("run")), SILENT, resume=True)

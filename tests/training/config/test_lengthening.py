@@ -51,9 +51,9 @@ ALLOWED = {
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_longer_run_is_the_one_that_was_longer_from_the_start(tmp_path, name):
     recipe = load_recipe("digits", ["optimizer=thor", "lr=0.01", "ema_decay=0.5", *WORDS, *ALLOWED[name]])
-    run_recipe(override(recipe, ["epochs=3"]), tmp_path / "whole", SILENT)
-    run_recipe(override(recipe, ["epochs=2"]), tmp_path / "longer", SILENT)
-    run_recipe(override(recipe, ["epochs=3"]), tmp_path / "longer", SILENT, resume=True)
+    run_recipe(override(recipe, ["epochs=3"]), RunFolder(tmp_path / "whole"), SILENT)
+    run_recipe(override(recipe, ["epochs=2"]), RunFolder(tmp_path / "longer"), SILENT)
+    run_recipe(override(recipe, ["epochs=3"]), RunFolder(tmp_path / "longer"), SILENT, resume=True)
     assert RunFolder(tmp_path / "longer").stored_recipe() == override(recipe, ["epochs=3"])
     for optimizer in recipe.optimizer:
         both = [newest(tmp_path / run, optimizer) for run in ("whole", "longer")]
@@ -70,10 +70,10 @@ def test_a_longer_run_is_the_one_that_was_longer_from_the_start(tmp_path, name):
 
 def test_a_run_that_was_stopped_on_its_way_may_be_lengthened(tmp_path):
     recipe = load_recipe("digits", ["optimizer=sgd", "schedule.kind=constant", *WORDS])
-    run_recipe(override(recipe, ["epochs=3"]), tmp_path / "whole", SILENT)
-    run_recipe(override(recipe, ["epochs=2", "stop_at=0.0001"]), tmp_path / "cut", SILENT)
+    run_recipe(override(recipe, ["epochs=3"]), RunFolder(tmp_path / "whole"), SILENT)
+    run_recipe(override(recipe, ["epochs=2", "stop_at=0.0001"]), RunFolder(tmp_path / "cut"), SILENT)
     assert checkpoints(tmp_path / "cut", "sgd")[-1] == 7
-    run_recipe(override(recipe, ["epochs=3"]), tmp_path / "cut", SILENT, resume=True)
+    run_recipe(override(recipe, ["epochs=3"]), RunFolder(tmp_path / "cut"), SILENT, resume=True)
     both = [newest(tmp_path / run, "sgd") for run in ("whole", "cut")]
     assert both[0].name == both[1].name
     assert (both[0] / "model.safetensors").read_bytes() == (both[1] / "model.safetensors").read_bytes()
@@ -97,9 +97,9 @@ def test_a_run_that_was_stopped_on_its_way_may_be_lengthened(tmp_path):
 def test_what_would_have_been_another_run_is_refused_and_nothing_is_touched(tmp_path, schedules, epochs, said):
     short = ["eval_interval=1", "stop_at=0.0001"]  # one step will do
     recipe = load_recipe("digits", ["optimizer=thor", "lr=0.01", "epochs=2", *WORDS, *schedules, *short])
-    run_recipe(recipe, tmp_path / "run", SILENT)
+    run_recipe(recipe, RunFolder(tmp_path / "run"), SILENT)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=said) as caught:
-        run_recipe(override(recipe, [f"epochs={epochs}"]), tmp_path / "run", SILENT, resume=True)
+        run_recipe(override(recipe, [f"epochs={epochs}"]), RunFolder(tmp_path / "run"), SILENT, resume=True)
     assert "\n" not in str(caught.value)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

@@ -88,7 +88,6 @@ def test_one_optimizer_by_name():
         ("eval_epochs=0", "eval_epochs=0"),
         ("threads=0", "threads=0"),
         ("targets=[95]", r"targets=\[95\.0\] must lie in"),
-        ("model=resnet51", "model=resnet51 is no network"),
         ("data.name=mnist", r"data\.name=mnist is no data set"),
         ("schedule.kind=stpe", "kind=stpe is no schedule"),
         ("schedule.kind=step", "kind=step needs milestones"),

@@ -12,7 +12,7 @@ from torch_thor.training.config.schedules.curves import factor
 from torch_thor.training.data.named import open_data
 from torch_thor.training.data.shards import TrainingOrder
 from torch_thor.training.engine.loop import train
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import image_run as new_run
 from torch_thor.training.optimizers.thor import interval_of, thresholds_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
@@ -117,8 +117,8 @@ def photographs(tmp_path_factory):
     return write_tree(tmp_path_factory.mktemp("recipes"))
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_every_recipe_trains(name, photographs):
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in ("autoencoder", "char-lm")])
+def test_every_recipe_of_images_trains(name, photographs):
     """On a few photographs of 32 pixels, with a small network in the place of ResNet-50: data, precision, schedules."""
     small = {"resnet50": "small-resnet", "nf_resnet50": "timm:test_nfnet"}
     model = load_recipe(name).model

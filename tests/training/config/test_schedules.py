@@ -10,6 +10,7 @@ from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.engine.loop import Run
 from torch_thor.training.engine.schedule_step import apply, check
 from torch_thor.training.errors import UserError
+from torch_thor.training.tasks.image_classification import ImageClassification
 
 
 @pytest.mark.parametrize(
@@ -212,4 +213,4 @@ def test_a_run_refuses_a_short_schedule_before_its_first_step(key, kind):
     model = torch.nn.Linear(4, 3)
     config = RunConfig(epochs=3, batch_size=5, **{key: ScheduleSpec(kind, horizon_epochs=2)})
     with pytest.raises(UserError, match=rf"^{key}\.horizon_epochs=2 is shorter than the training \(3 epochs\)"):
-        Run(model, torch.optim.SGD(model.parameters()), data, config)
+        Run(model, torch.optim.SGD(model.parameters()), ImageClassification(data, config), config)

@@ -57,7 +57,7 @@ def test_each_is_named_once_and_left_out_whatever_reads_it(tmp_path):
     # 31 training images, 15 of them broken, 24 asked for in an epoch: the batches hold what is sound
     steps = lines(tmp_path / "workers-2", "thor", "step")
     assert len(steps) == 12
-    assert 4 * 9 <= sum(line["images"] for line in steps) <= 4 * 16
+    assert 4 * 9 <= sum(line["terms"] for line in steps) <= 4 * 16
 
     # from a checkpoint inside the first epoch: the same to the last bit, and no image is named again
     resumed = tmp_path / "resumed"

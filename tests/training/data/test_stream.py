@@ -121,8 +121,8 @@ def test_a_state_of_other_data_is_refused(imagenet):
     ]:
         with pytest.raises(UserError, match=f"the checkpoint's data has {key}="):
             other.train.load_state_dict(state)
-    with pytest.raises(UserError, match="images=17, this run images=18"):
-        opened(imagenet).train.load_state_dict(state | {"images": 17})
+    with pytest.raises(UserError, match="samples=17, this run samples=18"):
+        opened(imagenet).train.load_state_dict(state | {"samples": 17})
 
 
 def test_other_ranks_go_on_with_the_same_batches(imagenet):

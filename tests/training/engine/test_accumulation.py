@@ -8,6 +8,7 @@ from torch_thor import THOR
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.engine.loop import Run, train
+from torch_thor.training.tasks.image_classification import ImageClassification
 
 
 def data(images, dtype=torch.float64):
@@ -38,7 +39,7 @@ def trained(maker, dtype=torch.float64, *, images=30, batch_size=10, **options):
     model = network(dtype)
     optimizer = MAKERS[maker](model)
     config = RunConfig(epochs=2, batch_size=batch_size, device="cpu", label_smoothing=0.1, **options)
-    run = Run(model, optimizer, data(images, dtype), config)
+    run = Run(model, optimizer, ImageClassification(data(images, dtype), config), config)
     return run, train(run)
 
 
@@ -46,7 +47,7 @@ def assert_same_training(run, record, whole, whole_record, rtol, atol):
     assert len(record.steps) == len(whole_record.steps)
     for own, wanted in zip(record.steps, whole_record.steps, strict=True):
         assert own.loss == pytest.approx(wanted.loss, rel=1e-5)
-        assert own.images == wanted.images
+        assert own.terms == wanted.terms
     for own, wanted in zip(run.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(own, wanted, rtol=rtol, atol=atol)
 
@@ -87,7 +88,7 @@ def test_the_loss_weighs_parts_by_their_images():
     batch = data(5)
     first = nn.functional.cross_entropy(model(batch.train_images), batch.train_labels, label_smoothing=0.1)
     assert record.steps[0].loss == pytest.approx(first.item(), rel=1e-6)
-    assert [point.images for point in record.steps] == [5, 5]
+    assert [point.terms for point in record.steps] == [5, 5]
 
 
 @pytest.mark.slow

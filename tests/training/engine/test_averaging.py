@@ -16,7 +16,7 @@ from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.evaluation import evaluate
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import StoppedError
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import image_run as new_run
 from torch_thor.training.models import classifiers as models
 
 
@@ -95,11 +95,11 @@ def test_the_average_is_evaluated_beside_the_weights(recipe, data):
         (run.average.module.state_dict(), point.averaged_loss, point.averaged_top1, point.averaged_top5),
     ):
         model.load_state_dict(weights)
-        score = evaluate(model, run.streams.evaluation, 10, data.device)
-        assert (score.top1, score.top5) == (top1, top5)
-        assert score.loss == pytest.approx(loss, rel=1e-6)
+        score = evaluate(run.task, model, run.streams.evaluation).metrics
+        assert (score["top1"], score["top5"]) == (top1, top5)
+        assert score["loss"] == pytest.approx(loss, rel=1e-6)
     assert point.averaged_loss != point.loss
-    assert point.accuracy == point.averaged_top1
+    assert point.value == point.averaged_top1
 
 
 class StopAt(Callback):

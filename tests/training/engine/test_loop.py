@@ -5,14 +5,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from replaying import accuracy_point
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.data.shards import epoch_order
-from torch_thor.training.engine.history import EvalPoint, History, StepPoint
+from torch_thor.training.engine.history import History, StepPoint
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError
+from torch_thor.training.tasks.image_classification import ImageClassification
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def data():
 def new(data, config, lr=0.1):
     torch.manual_seed(config.seed)
     model = nn.Linear(4, 3)
-    return Run(model, torch.optim.SGD(model.parameters(), lr=lr), data, config)
+    return Run(model, torch.optim.SGD(model.parameters(), lr=lr), ImageClassification(data, config), config)
 
 
 def test_equals_a_loop_written_out(data):
@@ -105,9 +107,9 @@ def test_record_finds_targets_and_medians():
     durations = [(5.0, True), (1.0, False), (3.0, False), (2.0, False), (9.0, True)]
     steps = [StepPoint(i + 1, 1.0, 0.1, 0.0, seconds, refresh) for i, (seconds, refresh) in enumerate(durations)]
     evaluations = [
-        EvalPoint(2, 6.0, 1.0, 0.5, 0.9),
-        EvalPoint(4, 11.0, 1.0, 0.8, 0.9),
-        EvalPoint(5, 20.0, 1.0, 0.7, 1.0),
+        accuracy_point(2, 6.0, 1.0, 0.5, 0.9),
+        accuracy_point(4, 11.0, 1.0, 0.8, 0.9),
+        accuracy_point(5, 20.0, 1.0, 0.7, 1.0),
     ]
     record = History(steps, evaluations)
     assert record.first_reaching(0.5).step == 2

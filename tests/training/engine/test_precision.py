@@ -16,6 +16,7 @@ from torch_thor.training.engine import precision
 from torch_thor.training.engine.history import from_lines, to_line
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.errors import UserError
+from torch_thor.training.tasks.image_classification import ImageClassification
 
 LR, BATCH = 0.1, 5
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,7 +44,8 @@ def thor(model):
 
 def new(data, make=sgd, **options):
     model = network()
-    return Run(model, make(model), data, RunConfig(epochs=2, batch_size=BATCH, device="cpu", **options))
+    config = RunConfig(epochs=2, batch_size=BATCH, device="cpu", **options)
+    return Run(model, make(model), ImageClassification(data, config), config)
 
 
 def by_hand(data, dtype, scale):
@@ -112,10 +114,10 @@ class Spoil(Callback):
 
     def _prepare(self, run):
         if not hasattr(self, "clean"):
-            self.clean = run.data.train_images.clone()
-        run.data.train_images.copy_(self.clean)
+            self.clean = run.task.data.train_images.clone()
+        run.task.data.train_images.copy_(self.clean)
         if run.step + 1 in self.steps:
-            run.data.train_images.fill_(1e5)  # beyond float16
+            run.task.data.train_images.fill_(1e5)  # beyond float16
 
 
 @pytest.mark.parametrize("make", [sgd, thor])

@@ -64,7 +64,7 @@ def assert_same_training(one, other, optimizer):
             np.testing.assert_allclose(
                 [line[key] for line in left], [line[key] for line in right], **ROUNDING, err_msg=f"{kind} {key}"
             )
-    steps = [[line["images"] for line in lines(run, optimizer, "step")] for run in (one, other)]
+    steps = [[line["terms"] for line in lines(run, optimizer, "step")] for run in (one, other)]
     assert steps[0] == steps[1]
     accuracies = [[line["top1"] for line in lines(run, optimizer, "eval")] for run in (one, other)]
     np.testing.assert_allclose(*accuracies, atol=0.02)  # an image or two between two classes

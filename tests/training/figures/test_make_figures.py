@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from torch_thor.training.engine.history import EvalPoint, History, RefreshPoint, StepPoint
+from replaying import accuracy_point
+from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.errors import UserError
 from torch_thor.training.figures import catalogue, measuring, paper
 from torch_thor.training.figures.batch_sizes import scaled
@@ -261,7 +262,7 @@ def test_a_growing_interval_cannot_be_scaled(tmp_path):
 def test_records_come_back_from_their_columns():
     record = History(
         [StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True), StepPoint(2, 2.25, 0.1, 0.75, 0.25, refresh=False)],
-        [EvalPoint(2, 0.75, 2.0, 0.5, 0.875)],
+        [accuracy_point(2, 0.75, 2.0, 0.5, 0.875)],
         [RefreshPoint(1, "head", "update", None, 3.5), RefreshPoint(1, "conv", "keep", 0.125, None)],
     )
     columns = plain(to_columns(record))

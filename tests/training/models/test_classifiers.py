@@ -8,8 +8,9 @@ from torch_thor.training.config.recipe import load_recipe
 from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import image_run as new_run
 from torch_thor.training.models.classifiers import build_model, check_fits, check_head, check_name
+from torch_thor.training.tasks.registry import TASKS
 
 
 def data(channels, pixels, classes):
@@ -80,8 +81,9 @@ def test_images_that_a_network_cannot_take_are_one_line(name, bundle, said):
 def test_names_that_are_refused(name, said):
     with pytest.raises(UserError, match=said):
         check_name(name)
+    recipe = load_recipe("digits", [f"model={name}"])  # libraries are not asked before one is to be trained
     with pytest.raises(UserError, match=said):
-        load_recipe("digits", [f"model={name}"])
+        TASKS[recipe.task].open(recipe, torch.device("cpu"), pytest.fail, pytest.fail)
 
 
 def test_checking_leaves_the_network_as_it_was():

@@ -14,7 +14,7 @@ from torch_thor.training.config.recipe import load_recipe
 from torch_thor.training.data.in_memory import DataSpec, load_data
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import image_run as new_run
 from torch_thor.training.models.classifiers import build_model
 from torch_thor.training.optimizers.registry import OPTIMIZERS, build_optimizer, default_settings
 

@@ -11,7 +11,8 @@ from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.loop import Run, train
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training.tasks.image_classification import ImageClassification
 
 
 def network():
@@ -28,12 +29,9 @@ def test_the_loop_of_the_documentation(parts):
     options = {"lr": 0.05, "damping": 0.1, "update_interval": 1, "trace_thresholds": (0.0, 0.0), "fisher": "sampled"}
     model = network()
     optimizer = THOR(model, **options)
-    run = Run(
-        model,
-        optimizer,
-        DataBundle(images, labels, images[:4], labels[:4], 3),
-        RunConfig(epochs=3, batch_size=8, seed=5, device="cpu", accumulation=parts),
-    )
+    config = RunConfig(epochs=3, batch_size=8, seed=5, device="cpu", accumulation=parts)
+    data = DataBundle(images, labels, images[:4], labels[:4], 3)
+    run = Run(model, optimizer, ImageClassification(data, config), config)
     seen = []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()) if torch.is_grad_enabled() else None)
     train(run)

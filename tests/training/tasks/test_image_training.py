@@ -49,7 +49,7 @@ def test_trains_and_counts_what_it_read(run, tmp_path):
     assert out.count("flower_2.JPEG cannot be read") == 1
     steps = lines(tmp_path / "run", "sgd", "step")
     assert len(steps) == 16
-    broken = sum(4 - line["images"] for line in steps)
+    broken = sum(4 - line["terms"] for line in steps)
     assert 4 <= broken <= 8  # two an epoch, unless they are among the two images that each epoch leaves out
     assert all(line["loss"] > 0 for line in steps)
 

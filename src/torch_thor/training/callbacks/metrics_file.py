@@ -142,3 +142,16 @@ def parse_metrics(content: bytes, path: Path) -> History:
         return from_lines([json.loads(line) for line in lines])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): start again with --overwrite or --out") from error
+
+
+def as_written_now(content: bytes, path: Path) -> bytes:
+    """What this version writes for the lines of an older one.
+
+    Args:
+        content: The bytes of a `metrics.jsonl`.
+        path: Where they are from.
+
+    Returns:
+        The bytes of the same points.
+    """
+    return "".join(_line(point) for point in parse_metrics(content, path).points()).encode("utf-8")

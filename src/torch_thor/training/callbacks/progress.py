@@ -22,14 +22,14 @@ from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.engine.throughput import throughput
 from torch_thor.training.printing import printer
 
-WINDOW = 100  # steps that the bar's loss, images a second and time of ordinary steps are taken over
+WINDOW = 100  # steps that the bar's loss, throughput and time of ordinary steps are taken over
 REFRESHES = 20  # refresh steps that their time is taken over: they may be far apart
 
 
 class Display(Progress):
     """A bar for each optimizer, and below the one at work what it is doing; of any width.
 
-    A task has the fields `accuracy`, beside its bar, and `figures`, below it.
+    A run has the fields `metric`, beside its bar, and `figures`, below it.
     """
 
     def __init__(self, **options: object) -> None:
@@ -39,7 +39,7 @@ class Display(Progress):
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[metric]}"),
         )
         super().__init__(*columns, **options)  # type: ignore[arg-type]
 
@@ -52,7 +52,7 @@ class Display(Progress):
         Returns:
             Its task.
         """
-        return self.add_task(name, start=False, total=None, accuracy="", figures="")
+        return self.add_task(name, start=False, total=None, metric="", figures="")
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """What is drawn.
@@ -111,7 +111,7 @@ class _Watch(Callback):
             f"loss {'not finite' if speed.loss is None else format(speed.loss, '.4g')}",
             f"lr {latest.lr:.4g}",
             latest.damping is not None and f"damping {latest.damping:.4g}",
-            speed.images_per_second is not None and f"{speed.images_per_second:.4g} images/s",
+            speed.terms_per_second is not None and f"{speed.terms_per_second:.4g} {run.task.unit}/s",
             speed.ordinary_seconds is not None and f"step {milliseconds(speed.ordinary_seconds)}",
             refresh is not None and f"refresh step {milliseconds(refresh)}",
             f"{speed.waiting:.0%} waiting for data",
@@ -156,16 +156,16 @@ class Bar(_Watch):
         self.display.update(self.task, completed=point.step, figures=self._figures(run, WINDOW))
 
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
-        """Show the accuracy.
+        """Show the primary metric.
 
         Args:
             run: The training.
             point: What the evaluation measured.
         """
-        self.display.update(self.task, accuracy=f"accuracy {point.accuracy:.2%}")
+        self.display.update(self.task, metric=f"{run.primary.word} {run.primary.text(point.value)}")
 
     def after_training(self, run: Run) -> None:
-        """A run that was accurate enough before its last step is at its end too.
+        """A run that was good enough before its last step is at its end too.
 
         Args:
             run: The training.
@@ -196,14 +196,19 @@ class Lines(_Watch):
         self._count(point)
 
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
-        """Print the accuracy.
+        """Print the primary metric, and the loss.
 
         Args:
             run: The training.
             point: What the evaluation measured.
         """
-        averaged = "" if point.averaged_top1 is None else f", of the averaged weights {point.averaged_top1:.2%}"
-        self._say(run, f"{point.seconds:.1f} s, accuracy {point.top1:.2%}{averaged}, test loss {point.loss:.4g}")
+        metric = run.primary
+        said = [f"{point.seconds:.1f} s", f"{metric.word} {metric.text(point.metrics[metric.name])}"]
+        if point.averaged is not None:
+            said.append(f"of the averaged weights {metric.text(point.averaged[metric.name])}")
+        if metric.name != "loss":
+            said.append(f"test loss {point.metrics['loss']:.4g}")
+        self._say(run, ", ".join(said))
 
     def at_boundary(self, run: Run) -> None:
         """Print how it goes, if it is time: here, because the step's refreshes are counted by now.

@@ -51,9 +51,10 @@ class TensorBoard(Callback):
             run: The training.
             point: What the evaluation measured.
         """
-        for name in ("loss", "top1", "top5"):
-            self._add(f"test/{name}", getattr(point, name), point.step)
-            self._add(f"averaged/{name}", getattr(point, f"averaged_{name}"), point.step)
+        for name, value in point.metrics.items():
+            self._add(f"test/{name}", value, point.step)
+            if point.averaged is not None:
+                self._add(f"averaged/{name}", point.averaged[name], point.step)
 
     def at_boundary(self, run: Run) -> None:
         """Write the steps since the point before, if it is time.
@@ -79,7 +80,7 @@ class TensorBoard(Callback):
             "loss": speed.loss,
             "lr": latest.lr,
             "damping": latest.damping,
-            "images_per_second": speed.images_per_second,
+            f"{run.task.unit}_per_second": speed.terms_per_second,
             "ordinary_step_seconds": speed.ordinary_seconds,
             "refresh_step_seconds": speed.refresh_seconds,
             "data_wait_seconds": speed.waited_seconds,

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: the one after the evaluation of the highest accuracy, the first of equals.
+"""The best checkpoint of a run: the one after the best evaluation, the first of equals.
 
 It stands beside the newest ones as `best/step-00000123`. What was best before goes when it is whole.
 """
@@ -22,7 +22,7 @@ def is_best(record: History, step: int) -> bool:
         step: Optimizer steps done.
 
     Returns:
-        True if they were evaluated, with a higher accuracy than all before.
+        True if they were evaluated, with a better primary metric than all before.
     """
     return record.best is not None and record.best.step == step
 

@@ -8,7 +8,7 @@ recipe.yaml  curves.png  summary.json  .lock
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch_thor.training.checkpoints import checkpoint
@@ -32,9 +32,12 @@ class RunFolder:
 
     Args:
         path: The run's folder.
+        parsed: No argument: what its recipe file holds, by its text, so that it is parsed once however often it is
+            looked at.
     """
 
     path: Path
+    parsed: dict[str, StoredRecipe] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def metrics(self, optimizer: str) -> Path:
         """One optimizer's metrics file.
@@ -120,7 +123,8 @@ class RunFolder:
             return None
         try:
             require(file.is_file(), f"{file} is missing")
-            stored = read_stored(read_text(file))
+            text = read_text(file)
+            stored = self.parsed[text] = self.parsed.get(text) or read_stored(text)
             copy = None if stored.sealed else self._copy()
             if copy is not None:
                 changed = differences(copy[1].recipe, stored.recipe, but=FREE_ON_RESUME)

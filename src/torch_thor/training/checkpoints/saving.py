@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_thor.training.callbacks.metrics_file import MetricsFile, parse_metrics, read_metrics
+from torch_thor.training.callbacks.metrics_file import MetricsFile, as_written_now, parse_metrics, read_metrics
 from torch_thor.training.checkpoints import best, checkpoint
 from torch_thor.training.engine import parallel
 from torch_thor.training.engine.history import History
@@ -56,7 +56,7 @@ class Checkpoints(Callback):
         keep: Newest checkpoints to keep.
         optimizer: The optimizer's name in the recipe.
         recipe: The recipe as run, in YAML.
-        keep_best: Whether to keep that of the highest accuracy too.
+        keep_best: Whether to keep that of the best evaluation too.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Checkpoints(Callback):
             StoppedError: If a signal came; the checkpoint is written by then.
         """
         due = run.step % (self.interval or run.steps_per_epoch) == 0 or run.done
-        received = parallel.total([float(self.stop.received)], run.data.device)[0] > 0  # by whichever process
+        received = parallel.total([float(self.stop.received)], run.task.device)[0] > 0  # by whichever process
         stopping = received and not run.done
         is_best = self.keep_best and best.is_best(run.record, run.step)
         if due or stopping or is_best:
@@ -135,7 +135,7 @@ def capture_state(run: Run) -> dict[str, object]:
     Returns:
         Tensors and plain values.
     """
-    device = run.data.device
+    device = run.task.device
     own = {
         "data": run.streams.train.state_dict(),
         "rng": torch.get_rng_state(),
@@ -184,8 +184,8 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
         )
         return
     torch.set_rng_state(own["rng"])
-    if own["device_rng"] is not None and run.data.device.type == "cuda":
-        torch.cuda.set_rng_state(own["device_rng"], run.data.device)
+    if own["device_rng"] is not None and run.task.device.type == "cuda":
+        torch.cuda.set_rng_state(own["device_rng"], run.task.device)
 
 
 def known_record(saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> History:
@@ -221,7 +221,7 @@ def _damage(metrics: Path, own: bytes) -> str | None:
         found = metrics.read_bytes()
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if found.startswith(own):
+    if found.startswith(own) or found.startswith(as_written_now(own, metrics)):  # a resumed run writes old lines anew
         return None
     lines = zip(found.splitlines(keepends=True), own.splitlines(keepends=True), strict=False)
     same = next((number for number, (left, right) in enumerate(lines) if left != right), None)

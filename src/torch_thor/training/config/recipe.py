@@ -1,6 +1,6 @@
 """Recipes: a YAML file with typed keys, any of which `key=value` overrides.
 
-A recipe is a `RunConfig` with names: which data, which network, which optimizers, and tuned settings for each.
+A recipe is a `RunConfig` with names: which task, data, network and optimizers, and tuned settings for each.
 """
 
 import copy
@@ -20,10 +20,11 @@ from torch_thor.training.config.data_spec import DataSpec
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.config.yaml_text import check_yaml, load_yaml, read_text
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.models.classifiers import check_name
 from torch_thor.training.models.library import nearest
 from torch_thor.training.optimizers.registry import OPTIMIZERS, default_settings
 from torch_thor.training.optimizers.settings import OptimizerSettings
+from torch_thor.training.tasks.registry import TASKS
+from torch_thor.training.tasks.task import primary
 
 DEFAULT_RECIPE = "digits"
 MOST_THREADS, MOST_CLASSES = 4096, 10_000_000
@@ -46,9 +47,11 @@ class Recipe(RunConfig):
         name: The recipe's name: its file's, without `.yaml`.
         about: One line for `torch-thor train --list`.
         reaches: What it should reach, and from where that is known; printed beside it.
+        task: What is trained: image-classification, autoencoder or char-lm.
         data: The data set.
-        model: The network: small-cnn, small-resnet, cifar-resnet18, or an image classifier of torchvision's or timm's
-            (`torchvision:NAME`, `timm:NAME`, or bare), with random weights.
+        model: The network: of image-classification small-cnn, small-resnet, cifar-resnet18, or an image classifier of
+            torchvision's or timm's (`torchvision:NAME`, `timm:NAME`, or bare); of autoencoder deep-autoencoder; of
+            char-lm char-transformer. Its weights are random.
         weights: What the network starts from in the place of random weights: a safetensors file, or a checkpoint of a
             run; `None` is random weights.
         weights_except: Weights that start at random all the same, by name or pattern: `[head]`.
@@ -57,10 +60,11 @@ class Recipe(RunConfig):
             ResNet-50 has 1001 for ImageNet's 1000.)
         optimizer: The optimizers to train with, one after the other.
         optimizers: Settings of every optimizer, whether it is trained with or not.
-        targets: Top-1 accuracies (in (0, 1]) that the final table counts steps and seconds to.
+        targets: Values of the task's primary metric (top-1 accuracies, in (0, 1], of a classifier) that the final table
+            counts steps and seconds to.
         checkpoint_interval: Steps between checkpoints; `None` is one epoch. The last step is always saved.
         keep_checkpoints: Newest checkpoints to keep.
-        keep_best: Whether to keep the checkpoint of the highest test accuracy too, in `best/`.
+        keep_best: Whether to keep the checkpoint of the best evaluation too, in `best/`.
         log_interval: Steps between the lines that are printed where there is no terminal, and at most between points in
             TensorBoard; `None` prints a line for each evaluation only.
         threads: CPU threads; `None` leaves torch's choice. A tiny network is fastest with one, above all where other
@@ -72,6 +76,7 @@ class Recipe(RunConfig):
     name: str = "unnamed"
     about: str = ""
     reaches: str = ""
+    task: str = "image-classification"
     data: DataSpec = field(default_factory=DataSpec)
     model: str = "small-cnn"
     weights: str | None = None
@@ -92,6 +97,10 @@ class Recipe(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self.task in TASKS, f"task={self.task} is no task: use one of {', '.join(TASKS)}")
+        metric = primary(TASKS[self.task].METRICS)
+        if self.stop_at is not None:
+            metric.check_target("stop_at", self.stop_at)
         require(
             self.threads is None or 1 <= self.threads <= MOST_THREADS,
             f"threads={self.threads} must lie in [1, {MOST_THREADS}]; null leaves torch's choice",
@@ -100,7 +109,7 @@ class Recipe(RunConfig):
             self.classes is None or 1 <= self.classes <= MOST_CLASSES,
             f"classes={self.classes} must lie in [1, {MOST_CLASSES}]; null is the number of the data's",
         )
-        check_name(self.model)
+        TASKS[self.task].check(self)
         require(
             self.weights is not None or (self.weights_sha256 is None and not self.weights_except),
             f"weights is not set, and weights_except={list(self.weights_except)} or "
@@ -114,10 +123,7 @@ class Recipe(RunConfig):
             f"optimizer={','.join(self.optimizer)} names one twice: name each once",
         )
         for target in self.targets:
-            require(
-                0 < target <= 1,
-                f"targets={list(self.targets)} must lie in (0, 1]: they are shares, not per cent",
-            )
+            metric.check_target("targets", target, list(self.targets))
         require(
             self.checkpoint_interval is None or self.checkpoint_interval >= 1,
             f"checkpoint_interval={self.checkpoint_interval} must be 1 or more steps; null is one epoch",
@@ -183,17 +189,36 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     Returns:
         The checked recipe.
     """
+    text, own = _text_of(name)
+    return parse_recipe(text, own, overrides or [])
+
+
+def name_of(name: str) -> str:
+    """The name that a recipe would have, which `name:` in its file may set; nothing else in it is looked at.
+
+    Args:
+        name: As for `load_recipe`.
+
+    Returns:
+        The name.
+    """
+    text, own = _text_of(name)
+    content = load_yaml(text, f"recipe {own}")
+    return str(content.get("name", own)) if isinstance(content, dict) else own
+
+
+def _text_of(name: str) -> tuple[str, str]:
+    # of a recipe, with the name that it has where the text has none
     path = Path(name)
     if path.suffix in {".yaml", ".yml"}:
         require(
             path.is_file(),
             f"{path} is not a file: name a recipe ({', '.join(recipe_names())}) or a YAML file",
         )
-        return parse_recipe(read_text(path), path.stem, overrides or [])
+        return read_text(path), path.stem
     names = recipe_names()
     require(name in names, f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}")
-    text = (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-    return parse_recipe(text, name, overrides or [])
+    return (recipe_folder() / f"{name}.yaml").read_text(encoding="utf-8"), name
 
 
 def parse_recipe(text: str, name: str, overrides: list[str]) -> Recipe:

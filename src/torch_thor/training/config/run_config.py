@@ -1,12 +1,14 @@
-"""What the loop needs to know: a benchmark script builds a `RunConfig` by hand, a recipe is one with more keys."""
+"""What the loop needs to know: a script builds a `RunConfig` by hand, a recipe is one with more keys."""
 
 from dataclasses import dataclass, field
 
+import torch
+
 from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.engine.precision import PRECISIONS
 from torch_thor.training.errors import require
 from torch_thor.training.tasks.smoothing import FORMS
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MOST_SEED = 2**63 - 1  # torch's generators take 64 bits, and each process adds its rank
 
 
@@ -26,7 +28,8 @@ class RunConfig:
 
     Args:
         epochs: Passes over the training set.
-        batch_size: Images a step, on all processes together; the last incomplete batch of an epoch is left out.
+        batch_size: Samples a step, on all processes together: images, or windows of a text. What is left over at the
+            end of an epoch is left out.
         seed: Decides the initial weights, and with the epoch's number the order of the data.
         label_smoothing: Share of the target that labels give away, in the training loss only.
         smoothing_form: torch spreads it over all outputs; reference, as THOR's reference trainings, over all but the
@@ -42,8 +45,8 @@ class RunConfig:
         compile: Whether `torch.compile` compiles the network.
         ema_decay: Share of the old average that an exponential moving average of the weights keeps a step (0.9999 is
             usual); it is evaluated beside the weights. `None` keeps no average.
-        stop_at: Top-1 accuracy (in (0, 1]) at which training ends, of the averaged weights where there are any; `None`
-            trains to the end.
+        stop_at: Value of the task's primary metric (top-1 accuracy, in (0, 1], of a classifier) at which training ends,
+            of the averaged weights where there are any; `None` trains to the end.
     """
 
     epochs: int = 1
@@ -92,8 +95,4 @@ class RunConfig:
         require(
             self.ema_decay is None or 0 <= self.ema_decay < 1,
             f"ema_decay={self.ema_decay} must lie in [0, 1), 0.9999 is usual; null averages nothing",
-        )
-        require(
-            self.stop_at is None or 0 < self.stop_at <= 1,
-            f"stop_at={self.stop_at} must lie in (0, 1]: it is a share, not per cent; null trains to the end",
         )

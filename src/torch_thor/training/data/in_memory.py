@@ -80,8 +80,8 @@ class DataBundle:
         order = TrainingOrder(len(self.train_labels), batch_size, seed, shard)
         evaluation = EvaluationOrder(len(self.test_labels), EVALUATION_BATCH, shard)
         return Streams(
-            TrainingStream(MemoryLoader(self.train_images, self.train_labels, order), order),
-            MemoryLoader(self.test_images, self.test_labels, evaluation),
+            TrainingStream(MemoryLoader((self.train_images, self.train_labels), order), order),
+            MemoryLoader((self.test_images, self.test_labels), evaluation),
         )
 
     def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:
@@ -95,7 +95,7 @@ class DataBundle:
             The rank's batches.
         """
         order = WholeBatches(len(self.test_labels), EVALUATION_BATCH, shard)
-        return MemoryLoader(self.test_images, self.test_labels, order)
+        return MemoryLoader((self.test_images, self.test_labels), order)
 
 
 def load_data(spec: DataSpec) -> DataBundle:

@@ -1,6 +1,6 @@
 """Training batches without end, with a position that a checkpoint can hold; and what a training reads.
 
-The loop knows no more of data than what stands here: batches of (images, labels) on the device.
+The loop knows no more of data than what stands here: trees of tensors, on the device.
 """
 
 from collections.abc import Iterator
@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_thor.training.data.shards import BatchOrder, Shard, TrainingOrder
 from torch_thor.training.errors import UserError
 
-Batch = tuple[Tensor, Tensor]  # images (n, C, H, W), float32; labels (n,), int64
+Batch = Any  # a tree of tensors with the samples in their first dimension: (images, labels), say
 
 
 class BatchLoader(Protocol):
@@ -33,12 +34,12 @@ class BatchLoader(Protocol):
             start: Batches to pass over.
 
         Returns:
-            Images and labels, on the device.
+            Trees of tensors, on the device.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has found out about its images.
+        """What it has found out about its samples.
 
         Returns:
             Plain values.
@@ -55,16 +56,16 @@ class BatchLoader(Protocol):
 
 
 class MemoryLoader:
-    """Batches of images that are in memory.
+    """Batches of what is in memory.
 
     Args:
-        images: (N, C, H, W), float32, on the device to train on.
-        labels: (N,), int64, there too.
-        order: Which images, and when.
+        tensors: A tree of tensors, each (N, ...), on the device to train on.
+        order: Which samples, and when.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, order: BatchOrder) -> None:
-        self.images, self.labels, self.order = images, labels, order
+    def __init__(self, tensors: Any, order: BatchOrder) -> None:
+        self.tensors, self.order = tensors, order
+        self._device = tree_leaves(tensors)[0].device
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -81,11 +82,21 @@ class MemoryLoader:
             start: Batches to pass over.
 
         Yields:
-            Images and labels, where `images` and `labels` are.
+            Trees like that of the tensors, on their device.
         """
         for numbers in self.order.epoch(epoch, start):
-            chosen = torch.tensor(numbers, dtype=torch.int64, device=self.images.device)
-            yield self.images[chosen], self.labels[chosen]
+            yield self.take(torch.tensor(numbers, dtype=torch.int64, device=self._device))
+
+    def take(self, numbers: Tensor) -> Batch:
+        """The samples of a batch.
+
+        Args:
+            numbers: Which, (n,), int64.
+
+        Returns:
+            A tree like that of the tensors.
+        """
+        return tree_map(lambda tensor: tensor[numbers], self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: what is in memory is whole.
@@ -133,7 +144,7 @@ class TrainingStream:
         """All batches from here on, epoch after epoch.
 
         Yields:
-            Images and labels.
+            Trees of tensors.
         """
         while True:
             yield from self
@@ -147,7 +158,7 @@ class TrainingStream:
         return {"epoch": self.epoch, "batch": self.batch, "loader": self.loader.state_dict(), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stream was: the same images in the same batches with the same crops.
+        """Go on where another stream was: the same samples in the same batches with the same crops.
 
         Args:
             state: From `state_dict`, of this rank or another, of as many ranks or not: what a batch holds does not
@@ -156,6 +167,7 @@ class TrainingStream:
         Raises:
             UserError: If the other stream had other data, another seed or another batch size.
         """
+        state = {"samples": state.get("images"), **state}  # as older versions called them
         for key, own in self._identity().items():
             if state[key] != own:
                 raise UserError(
@@ -165,7 +177,7 @@ class TrainingStream:
         self.loader.load_state_dict(state["loader"])
 
     def _identity(self) -> dict[str, int]:
-        return {"images": self.order.count, "batch_size": self.order.batch_size, "seed": self.order.seed}
+        return {"samples": self.order.count, "batch_size": self.order.batch_size, "seed": self.order.seed}
 
 
 @dataclass(frozen=True)
@@ -174,7 +186,7 @@ class Streams:
 
     Args:
         train: Training batches.
-        evaluation: Evaluation batches, each image once over all ranks; a batch may be empty.
+        evaluation: Evaluation batches, each sample once over all ranks; a batch may be empty.
     """
 
     train: TrainingStream
@@ -212,23 +224,8 @@ class EvaluationSet(Protocol):
         ...
 
 
-class DataSet(Protocol):
+class DataSet(EvaluationSet, Protocol):
     """A data set that streams can be opened on, again for each training."""
-
-    @property
-    def classes(self) -> int:
-        """Number of classes."""
-        ...
-
-    @property
-    def image_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of an image as the network sees it."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches stand."""
-        ...
 
     def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
         """Open it from the beginning.

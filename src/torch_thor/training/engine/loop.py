@@ -1,21 +1,19 @@
 """The training loop. Everything that is not arithmetic (files, bars, signals) is a `Callback`."""
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.data.stream import Batch, DataSet
 from torch_thor.training.engine import parallel, schedule_step
-from torch_thor.training.engine.evaluation import Score, evaluate
+from torch_thor.training.engine.evaluation import evaluate
 from torch_thor.training.engine.history import EvalPoint, History, RefreshPoint, StepPoint
 from torch_thor.training.engine.refreshes import refresh_due, refresh_points
 from torch_thor.training.engine.step import Stepper
-from torch_thor.training.tasks.smoothing import check_smoothing
+from torch_thor.training.tasks.task import Batch, Task, primary
 
 
 class Run:
@@ -24,26 +22,25 @@ class Run:
     Args:
         model: The network, on its device.
         optimizer: Its optimizer.
-        data: The data, for the same device.
-        config: What to do.
+        task: What it trains, on the same device.
+        config: How long, how large, how often.
         average: Of the weights, made before the optimizer (see `averaging.averaged`); `None` keeps no average.
-        outputs: Outputs of the network, where they are not the classes of the data.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        data: DataSet,
+        task: Task,
         config: RunConfig,
         average: AveragedModel | None = None,
-        outputs: int | None = None,
     ) -> None:
-        self.model, self.optimizer, self.data, self.config, self.average = model, optimizer, data, config, average
-        self.outputs = outputs or data.classes
-        check_smoothing(config.label_smoothing, config.smoothing_form, self.outputs)
-        self.streams = data.open(batch_size=config.batch_size, seed=config.seed, shard=parallel.shard())
-        self.stepper = Stepper(model, optimizer, config, data.device)
+        self.model, self.optimizer, self.task, self.config, self.average = model, optimizer, task, config, average
+        self.primary = primary(task.metrics())
+        if config.stop_at is not None:
+            self.primary.check_target("stop_at", config.stop_at)
+        self.streams = task.open_data(parallel.shard())
+        self.stepper = Stepper(model, optimizer, task, config)
         self.steps_per_epoch = len(self.streams.train)
         self.total_steps = self.steps_per_epoch * config.epochs
         self.schedules = {"lr": config.schedule, "damping": config.damping_schedule}
@@ -56,9 +53,9 @@ class Run:
 
     @property
     def reached(self) -> bool:
-        """Whether the latest evaluation has reached the accuracy at which training ends."""
+        """Whether the latest evaluation has reached the target at which training ends."""
         evaluations, goal = self.record.evaluations, self.config.stop_at
-        return goal is not None and bool(evaluations) and evaluations[-1].accuracy >= goal
+        return goal is not None and bool(evaluations) and evaluations[-1].reaches(goal)
 
     @property
     def done(self) -> bool:
@@ -116,14 +113,14 @@ class Callback:
 
 
 def train(run: Run, callbacks: Sequence[Callback] = ()) -> History:
-    """Train from `run.step` to the end of the last epoch, or to the accuracy that ends it.
+    """Train from `run.step` to the end of the last epoch, or to the target that ends it.
 
     Args:
         run: A new training, or one that a checkpoint was loaded into.
         callbacks: Told what happens, in this order.
 
     Returns:
-        The loss at every step, what every refresh decided, and the accuracy at every evaluation.
+        The loss at every step, what every refresh decided, and the metrics of every evaluation.
     """
     for callback in callbacks:
         callback.before_training(run)
@@ -157,9 +154,9 @@ def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
         schedule_step.apply(optimizer, key, schedule, run.step, run.steps_per_epoch, run.total_steps)
     refresh = refresh_due(optimizer)
     started = time.perf_counter()
-    images, labels = next(batches)
+    batch = next(batches)
     waited = time.perf_counter() - started
-    result = run.stepper.take(images, labels, run.step + 1)
+    result = run.stepper.take(batch, run.step + 1)
     if run.average is not None:
         run.average.update_parameters(run.model)
     duration = time.perf_counter() - started
@@ -173,7 +170,7 @@ def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
         seconds=run.seconds,
         duration=duration,
         refresh=refresh,
-        images=result.images,
+        terms=result.terms,
         waited=waited,
         damping=float(group["damping"]) if "damping" in group else None,
         skipped=result.skipped,
@@ -181,13 +178,15 @@ def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
 
 
 def _evaluation(run: Run) -> EvalPoint:
-    def score(model: nn.Module) -> Score:
+    def score(model: nn.Module) -> Mapping[str, float]:
         parallel.share_buffers(model)
-        return evaluate(model, run.streams.evaluation, run.outputs, run.data.device)
+        return evaluate(run.task, model, run.streams.evaluation).metrics
 
-    own = score(run.model)
-    point = EvalPoint(run.step, run.seconds, own.loss, own.top1, own.top5)
-    if run.average is None:
-        return point
-    average = score(run.average.module)
-    return replace(point, averaged_loss=average.loss, averaged_top1=average.top1, averaged_top5=average.top5)
+    return EvalPoint(
+        run.step,
+        run.seconds,
+        score(run.model),
+        None if run.average is None else score(run.average.module),
+        run.primary.name,
+        run.primary.higher_is_better,
+    )

@@ -207,7 +207,7 @@ def wrap(model: nn.Module, device: torch.device) -> nn.Module:
 def share_buffers(model: nn.Module) -> None:
     """Give every process the first one's buffers; every one must call it.
 
-    Each process has running averages (BatchNorm's) of the images that it saw last. A checkpoint holds the first one's,
+    Each process has running averages (BatchNorm's) of the batches that it saw last. A checkpoint holds the first one's,
     so an evaluation must use those too.
 
     Args:

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from torch_thor.training.config.run_config import PRECISIONS
 from torch_thor.training.errors import UserError
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NEVER = 2**31 - 1  # steps: a fixed scale does not grow
 MOST_SKIPPED = 50  # steps in a row
 

@@ -1,14 +1,25 @@
-"""The settings of the first-order optimizers in a recipe.
+"""The settings of an optimizer in a recipe, read off the optimizer: names and defaults from its signature, meanings
+from its documentation.
 
-Where torch has the optimizer, names and defaults are torch's, but for `betas`, which are two keys here, and for the
-learning rate and momentum of the SGD family, where torch's 0.001 without momentum is what nobody trains an image
-classifier with.
-"""
+What a recipe has otherwise is said where the optimizer is registered: `betas` are two keys, and what no training needs
+(`foreach`, `capturable`, ...) is none.
+"""  # noqa: D205
 
+import inspect
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any
 
 from torch_thor.training.errors import require
+
+# How an optimizer computes, and what a recipe says elsewhere
+NO_SETTINGS = {
+    "params", "model", "exclude", "foreach", "maximize", "capturable", "differentiable", "fused",
+    "decoupled_weight_decay",
+}  # fmt: skip
+BETAS = ("beta1", "beta2")
 
 
 @dataclass(frozen=True)
@@ -31,221 +42,146 @@ class OptimizerSettings:
         )
 
 
-def _decays(settings: OptimizerSettings, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        require(0 <= value < 1, f"{name}={value} must lie in [0, 1): it is what one step keeps of those before")
+def _is_a_decay(name: str, value: float) -> None:
+    require(0 <= value < 1, f"{name}={value} must lie in [0, 1): it is what one step keeps of those before")
 
 
-def _not_negative(settings: OptimizerSettings, *names: str) -> None:
-    for name in names:
-        value = getattr(settings, name)
-        require(0 <= value < math.inf, f"{name}={value} must be 0 or more")
+def _is_not_negative(name: str, value: float) -> None:
+    require(0 <= value < math.inf, f"{name}={value} must be 0 or more")
 
 
-@dataclass(frozen=True)
-class SGDSettings(OptimizerSettings):
-    """`torch.optim.SGD`.
-
-    Args:
-        momentum: Momentum.
-        nesterov: Whether it is Nesterov's.
-    """
-
-    momentum: float = 0.9
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _decays(self, "momentum")
-        require(
-            self.momentum > 0 or not self.nesterov,
-            f"momentum={self.momentum} must be above 0 for Nesterov's; nesterov=false is plain SGD",
-        )
+RULES: dict[str, Callable[[str, float], None]] = {
+    **dict.fromkeys(("momentum", "alpha", "rho", *BETAS), _is_a_decay),
+    **dict.fromkeys(("lr_decay", "initial_accumulator_value", "eps"), _is_not_negative),
+}
 
 
-@dataclass(frozen=True)
-class MomentumSettings(OptimizerSettings):
-    """`torch.optim.SGD` with heavy-ball momentum: the baseline that THOR's authors call Momentum.
+def settings_of(
+    name: str,
+    optimizer: Callable[..., Any],
+    *,
+    module: str,
+    without: Sequence[str] = (),
+    rules: Sequence[str] = tuple(RULES),
+    check: Callable[[Any], None] | None = None,
+    types: Mapping[str, Any] | None = None,
+    meanings: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> type[OptimizerSettings]:
+    """Make the class of an optimizer's settings.
 
     Args:
-        momentum: Momentum.
+        name: The class's.
+        optimizer: Its signature and its documentation are read.
+        module: Where the class stands under this name.
+        without: Arguments that are no keys, beside those of `NO_SETTINGS`.
+        rules: Keys whose values `RULES` checks; the optimizer checks the others when it is made.
+        check: What else is checked.
+        types: Types of keys that their defaults do not tell.
+        meanings: Of keys that are not in the recipe what they are in the signature.
+        defaults: Defaults that are not the optimizer's own.
+
+    Returns:
+        A frozen dataclass with `lr` and `weight_decay` first, then the others in the optimizer's order.
     """
+    given = _arguments(optimizer, {*NO_SETTINGS, *without}) | dict(defaults or {})
+    checked = [key for key in given if key in rules and key in RULES]
 
-    momentum: float = 0.9
+    def check_all(self: OptimizerSettings) -> None:
+        OptimizerSettings.__post_init__(self)
+        for key in checked:
+            RULES[key](key, getattr(self, key))
+        if check is not None:
+            check(self)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _decays(self, "momentum")
+    ordered = ["lr", "weight_decay", *(key for key in given if key not in ("lr", "weight_decay"))]
+    kinds = {key: (types or {}).get(key) or _type(given[key]) for key in ordered}
+    items = [(key, kinds[key], _default(given[key], kinds[key])) for key in ordered]
+    documented = documented_arguments(optimizer) | dict(meanings or {})
+    lines = [f"    {key}: {documented[key]}" for key in ordered[2:]]
+    namespace = {
+        "__post_init__": check_all,
+        "__doc__": "\n".join([f"Settings of `{_name(optimizer)}`.\n", "Args:", *lines]),
+    }
+    made = make_dataclass(name, items, bases=(OptimizerSettings,), frozen=True, namespace=namespace)
+    made.__module__ = module
+    return made
 
 
-@dataclass(frozen=True)
-class NesterovSettings(MomentumSettings):
-    """`torch.optim.SGD` with Nesterov's momentum.
+def _name(optimizer: Callable[..., Any]) -> str:
+    return str(getattr(optimizer, "__name__", optimizer))
+
+
+def _arguments(optimizer: Callable[..., Any], left_out: set[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, argument in inspect.signature(optimizer).parameters.items():
+        if name == "betas":
+            found.update(zip(BETAS, argument.default, strict=True))
+        elif name not in left_out:
+            found[name] = argument.default
+    return found
+
+
+def _type(default: Any) -> Any:
+    if isinstance(default, bool | str):
+        return type(default)
+    return float | None if default is None else float
+
+
+def _default(value: Any, kind: Any) -> Any:
+    if isinstance(value, dict):
+        return field(default_factory=lambda: dict(value))
+    return float(value) if kind is float else value
+
+
+def documented_arguments(documented: Any) -> dict[str, str]:
+    """What a class says of its arguments, in torch's form or in Google's.
 
     Args:
-        momentum: Momentum, above 0.
+        documented: The class.
+
+    Returns:
+        Argument -> a sentence, without markup and without the default; `betas` is said of both.
     """
+    lines = inspect.cleandoc(documented.__doc__ or "").splitlines()
+    begin = next(place for place, line in enumerate(lines) if line.strip() == "Args:")
+    indent = len(lines[begin]) - len(lines[begin].lstrip()) + 4
+    found: dict[str, str] = {}
+    latest = ""
+    for line in lines[begin + 1 :]:
+        here = len(line) - len(line.lstrip())
+        if line.strip() and here < indent:
+            break
+        entry = re.match(r"\s*(\w+)(?: \([^)]*\))? ?: ?(.*)", line) if here == indent else None
+        if entry is not None:
+            latest, rest = entry[1], entry[2]
+            found[latest] = rest
+        elif line.strip():
+            found[latest] += f" {line.strip()}"
+    sentences = {name: _sentence(text) for name, text in found.items()}
+    if "betas" in sentences:
+        sentences |= dict.fromkeys(BETAS, sentences["betas"])
+    return sentences
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.momentum > 0, f"momentum={self.momentum} must be above 0: without it, use optimizer=sgd")
+
+def _sentence(text: str) -> str:
+    plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("`", "")
+    for default in (r"\s*\(default: [^)]*\)?\)", r"[;.] None: \S+ \(spectral: [^)]*\)"):
+        plain = re.sub(default, "", plain)
+    plain = re.sub(r"\bNone\b", "`None`", plain).strip().rstrip(".")
+    return f"{plain[0].upper() if plain[0].isascii() else plain[0]}{plain[1:]}."
 
 
-@dataclass(frozen=True)
-class AGCSGDSettings(SGDSettings):
-    """`AGCSGD`: SGD on adaptively clipped gradients.
+def settings_dict(settings: OptimizerSettings) -> dict[str, Any]:
+    """Settings as the arguments of their optimizer.
 
     Args:
-        dampening: Share of the gradient that does not enter the momentum.
-        dampen_first: Whether the first step is dampened too, as in the code of AGC's authors; torch's SGD does not.
-        clip_factor: The largest ratio of a unit's gradient norm to its weight norm.
-        eps: The weight norm that a unit has at least.
+        settings: Of any optimizer.
+
+    Returns:
+        Keyword arguments, `betas` joined again.
     """
-
-    dampening: float = 0.0
-    dampen_first: bool = False
-    clip_factor: float = 0.01
-    eps: float = 1e-3
-
-
-@dataclass(frozen=True)
-class AdagradSettings(OptimizerSettings):
-    """`torch.optim.Adagrad`.
-
-    Args:
-        lr_decay: The learning rate of step t is lr / (1 + (t - 1) lr_decay), beside any schedule.
-        initial_accumulator_value: What the sum of squared gradients starts from.
-        eps: Added to the root of that sum.
-    """
-
-    lr: float = 0.01
-    lr_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _not_negative(self, "lr_decay", "initial_accumulator_value", "eps")
-
-
-@dataclass(frozen=True)
-class RMSpropSettings(OptimizerSettings):
-    """`torch.optim.RMSprop`.
-
-    Args:
-        alpha: Decay of the running mean of the squared gradient.
-        eps: Added to the root of that mean.
-        momentum: Momentum on the scaled gradient.
-        centered: Whether the gradient's running mean is taken off, so that the variance scales it.
-    """
-
-    lr: float = 0.01
-    alpha: float = 0.99
-    eps: float = 1e-8
-    momentum: float = 0.0
-    centered: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _decays(self, "alpha", "momentum")
-        _not_negative(self, "eps")
-
-
-@dataclass(frozen=True)
-class AdadeltaSettings(OptimizerSettings):
-    """`torch.optim.Adadelta`.
-
-    Args:
-        rho: Decay of the running means of squared gradients and squared steps.
-        eps: Added to both.
-    """
-
-    lr: float = 1.0
-    rho: float = 0.9
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _decays(self, "rho")
-        _not_negative(self, "eps")
-
-
-@dataclass(frozen=True)
-class AdamSettings(OptimizerSettings):
-    """`torch.optim.Adam`; its weight decay is a part of the gradient.
-
-    Args:
-        beta1: Decay of the running mean of the gradient.
-        beta2: Decay of the running mean of its square.
-        eps: Added to the root of that square.
-        amsgrad: Whether the largest mean square so far is used.
-    """
-
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    amsgrad: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _decays(self, "beta1", "beta2")
-        _not_negative(self, "eps")
-
-
-@dataclass(frozen=True)
-class AdamWSettings(AdamSettings):
-    """`torch.optim.AdamW`; its weight decay stands apart from the gradient.
-
-    Args:
-        beta1: Decay of the running mean of the gradient.
-        beta2: Decay of the running mean of its square.
-        eps: Added to the root of that square.
-        amsgrad: Whether the largest mean square so far is used.
-    """
-
-    weight_decay: float = 0.01
-
-
-@dataclass(frozen=True)
-class LAMBSettings(OptimizerSettings):
-    """`LAMB`, without decay and trust ratio for biases and gains.
-
-    Args:
-        beta1: Decay of the running mean of the gradient.
-        beta2: Decay of the running mean of its square.
-        eps: Added to the root of the second moment.
-    """
-
-    lr: float = 0.01
-    weight_decay: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _decays(self, "beta1", "beta2")
-        _not_negative(self, "eps")
-
-
-@dataclass(frozen=True)
-class MuonSettings(OptimizerSettings):
-    """`MuonAdamW`: torch's Muon for matrices, AdamW for the rest.
-
-    Args:
-        momentum: Muon's momentum.
-        adjust_lr_fn: Muon's rule for a matrix's step length.
-        adamw_lr: AdamW's learning rate; `None` takes `lr`.
-    """
-
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    momentum: float = 0.95
-    adjust_lr_fn: str = "match_rms_adamw"
-    adamw_lr: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _decays(self, "momentum")
+    options = {item.name: getattr(settings, item.name) for item in fields(settings)}
+    if set(BETAS) <= options.keys():
+        options["betas"] = tuple(options.pop(name) for name in BETAS)
+    return options

@@ -1,76 +1,60 @@
 """The settings of THOR in a recipe, and what is built from those that may be of more than one type."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from typing import Any
 
-from torch_thor.optim import intervals
+from torch_thor.optim import THOR, intervals
 from torch_thor.optim.checks import check_interval
-from torch_thor.optim.options import AUTO, FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
+from torch_thor.optim.options import FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.optimizers.settings import OptimizerSettings
+from torch_thor.training.optimizers.settings import OptimizerSettings, settings_of
 
-_SPECTRAL = SCALED_DEFAULTS["spectral"]
-
-
-@dataclass(frozen=True)
-class THORSettings(OptimizerSettings):
-    """`THOR`; the names are its own.
-
-    Args:
-        damping: Added to the Fisher matrix.
-        momentum: Momentum.
-        nesterov: Whether it is Nesterov's.
-        update_interval: Steps between refreshes of the curvature: a number, or a mapping with `kind` (`constant`,
-            `piecewise`, `geometric`) and the arguments of that class of `torch_thor.intervals`.
-        trace_thresholds: (ω1, ω2) of the trace rule, or the name of one of `THOR.preset`'s settings.
-        split_dim: Size of the blocks that factors are split into; `None` leaves them whole, `auto` measures.
-        factor_decay: Decay of the running average of the factors.
-        kl_clip: Limit on the step's length in the Fisher norm. `auto` leaves the bound to `max_update_ratio`, `None` is
-            the paper's unbounded step.
-        max_update_ratio: Longest step of a parameter, before momentum, as a share of the parameter's norm; `auto` is
-            0.01 where `kl_clip` is `auto`, else none. `None` is no limit.
-        fisher: Whose labels the curvature comes from: `empirical` is those of the training loss, `sampled` those drawn
-            from the network's own predictions.
-        skip: Layers to leave to SGD with momentum, by name or pattern: `[head, "*norm*"]`.
-        decay_filter: Parameters that decay, a pattern or a list of them; a minus in front leaves out: `-*norm*`,
-            `["*.weight", -head]`. `None` is all.
-    """
-
-    lr: float = 0.05
-    damping: float = 0.03
-    momentum: float = 0.9
-    nesterov: bool = False
-    update_interval: Any = 100
-    trace_thresholds: Any = (0.01, 0.0)
-    split_dim: int | str | None = 128
-    factor_decay: float = 0.0
-    kl_clip: float | str | None = AUTO
-    max_update_ratio: float | str | None = AUTO
-    fisher: str = "empirical"
-    skip: tuple[str, ...] = ()
-    decay_filter: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.trace_thresholds, list):  # as YAML has it
-            object.__setattr__(self, "trace_thresholds", tuple(self.trace_thresholds))
-        if isinstance(self.decay_filter, list):
-            object.__setattr__(self, "decay_filter", tuple(self.decay_filter))
-        interval_of(self.update_interval)
-        thresholds_of(self.trace_thresholds)
-        require(self.fisher in FISHERS, f"fisher={self.fisher} must be one of {', '.join(FISHERS)}")
+MEANINGS = {
+    "update_interval": "Steps between refreshes of the curvature: a number, or a mapping with `kind` (`constant`, "
+    "`piecewise`, `geometric`) and the arguments of that class of `torch_thor.intervals`.",
+    "trace_thresholds": "(ω1, ω2) of the trace rule, or the name of one of `THOR.preset`'s settings.",
+    "kl_clip": "Limit on the step's length in the Fisher norm. `auto` leaves the bound to `max_update_ratio`, `None` "
+    "is the paper's unbounded step.",
+    "max_update_ratio": "Longest step of a parameter, before momentum, as a share of the parameter's norm; `auto` is "
+    "0.01 where `kl_clip` is `auto`, else none. `None` is no limit.",
+    "skip": 'Layers to leave to SGD with momentum, by name or pattern: `[head, "*norm*"]`.',
+    "decay_filter": "Parameters that decay, a pattern or a list of them; a minus in front leaves out: `-*norm*`, "
+    '`["*.weight", -head]`. `None` is all.',
+}
+TYPES = {
+    "update_interval": Any, "trace_thresholds": Any, "decay_filter": Any, "split_dim": int | str | None,
+    "kl_clip": float | str | None, "max_update_ratio": float | str | None, "skip": tuple[str, ...],
+}  # fmt: skip
+# What a recipe has no word for: the application knows it, or it is no matter of settings
+NO_KEYS = ("loss_reduction", "scaling", "loss_terms", "only", "nonfinite", "grad_scaler", "process_group")
 
 
-@dataclass(frozen=True)
-class SpectralSettings(THORSettings):
-    """`THOR` with `scaling="spectral"`: `damping` is relative to A; `split_dim` also cuts what is orthogonalised."""
+def _check(settings: Any) -> None:
+    for name in ("trace_thresholds", "decay_filter"):  # lists, as YAML has them
+        if isinstance(getattr(settings, name), list):
+            object.__setattr__(settings, name, tuple(getattr(settings, name)))
+    interval_of(settings.update_interval)
+    thresholds_of(settings.trace_thresholds)
+    require(settings.fisher in FISHERS, f"fisher={settings.fisher} must be one of {', '.join(FISHERS)}")
 
-    lr: float = _SPECTRAL["lr"]
-    damping: float = _SPECTRAL["damping"]
-    momentum: float = _SPECTRAL["momentum"]
-    nesterov: bool = _SPECTRAL["nesterov"]
-    update_interval: Any = field(default_factory=lambda: {"kind": "geometric", **asdict(_SPECTRAL["update_interval"])})
-    factor_decay: float = _SPECTRAL["factor_decay"]
+
+def _settings(name: str, scaling: str | None) -> type[OptimizerSettings]:
+    usual = {
+        key: value for key, value in SCALED_DEFAULTS[scaling].items() if key not in ("kl_clip", "max_update_ratio")
+    }
+    if isinstance(usual["update_interval"], intervals.Geometric):
+        usual["update_interval"] = {"kind": "geometric", **asdict(usual["update_interval"])}
+    return settings_of(
+        name,
+        THOR,
+        module=__name__,
+        without=NO_KEYS,
+        rules=(),
+        check=_check,
+        types=TYPES,
+        meanings=MEANINGS,
+        defaults={**usual, "skip": ()},
+    )
 
 
 INTERVALS: dict[str, type[intervals.Constant | intervals.Piecewise | intervals.Geometric]] = {
@@ -142,3 +126,7 @@ def _named_thresholds(name: str) -> Any:
         what = "sets other options too (write kl_clip=null)" if name in PRESETS else "is not known"
         raise UserError(f"trace_thresholds: preset {name!r} {what}; use one of {', '.join(map(repr, of_the_rule))}")
     return of_the_rule[name]["trace_thresholds"]
+
+
+THORSettings = _settings("THORSettings", None)
+SpectralSettings = _settings("SpectralSettings", "spectral")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from torch_thor.training.engine.history import History
+from torch_thor.training.engine.history import AVERAGED, EvalPoint, History
 from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.printing import cell
+from torch_thor.training.tasks.task import Metric, primary
 
 SMOOTHING = 0.9  # the training loss is drawn as a running average with this decay
 
@@ -30,17 +31,28 @@ class Refreshed:
 
 @dataclass(frozen=True)
 class Summary:
-    """One optimizer's run: its record, which curvature was refreshed, and the accuracy at which it was to end."""
+    """One optimizer's run.
+
+    Args:
+        name: The optimizer's.
+        record: What was measured.
+        refreshed: Which curvature was refreshed.
+        metrics: What its evaluations give.
+        unit: What a loss term is, in the plural.
+        stop_at: Value of the primary metric at which it was to end.
+    """
 
     name: str
     record: History
     refreshed: tuple[Refreshed, ...]
+    metrics: Sequence[Metric]
+    unit: str
     stop_at: float | None = None
 
     @property
     def ended_at_target(self) -> bool:
-        """Whether it was as accurate as it was to become."""
-        return self.stop_at is not None and self.record.evaluations[-1].accuracy >= self.stop_at
+        """Whether it became as good as it was to become."""
+        return self.stop_at is not None and self.record.evaluations[-1].reaches(self.stop_at)
 
 
 def refreshed_layers(optimizer: torch.optim.Optimizer, record: History) -> tuple[Refreshed, ...]:
@@ -64,8 +76,8 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
     """The final table: one column for each optimizer.
 
     Args:
-        summaries: The runs.
-        targets: Accuracies to count steps and seconds to.
+        summaries: The runs, of one task.
+        targets: Values of its primary metric to count steps and seconds to.
 
     Returns:
         A table for a Rich console.
@@ -74,20 +86,25 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
     table.add_column("")
     for summary in summaries:
         table.add_column(summary.name, justify="right")
+    decides = primary(summaries[0].metrics)
     for target in targets:
-        table.add_row(f"steps (seconds) to {_percent(target)}", *(_reached(s.record, target) for s in summaries))
+        reached = (_reached(s.record, target) for s in summaries)
+        table.add_row(f"steps (seconds) to {_target(decides, target)}", *reached)
     finals = [summary.record.evaluations[-1] for summary in summaries]
-    table.add_row("final accuracy, top-1", *(f"{final.top1:.2%}" for final in finals))
-    table.add_row("final accuracy, top-5", *(f"{final.top5:.2%}" for final in finals))
-    if any(final.averaged_top1 is not None for final in finals):
-        table.add_row("averaged weights, top-1", *(_share(final.averaged_top1) for final in finals))
-        table.add_row("averaged weights, top-5", *(_share(final.averaged_top5) for final in finals))
+    shown = [metric for metric in summaries[0].metrics if metric.primary or metric.name != "loss"]
+    for metric in shown:
+        table.add_row(f"final {metric.title}", *(metric.text(final.metrics[metric.name]) for final in finals))
+    if any(final.averaged is not None for final in finals):
+        for metric in shown:
+            table.add_row(f"averaged weights, {metric.title}", *(_averaged(metric, final) for final in finals))
     bests = [best for summary in summaries if (best := summary.record.best) is not None]
-    table.add_row("best accuracy (its step)", *(f"{best.accuracy:.2%} ({best.step})" for best in bests))
+    table.add_row(f"best {decides.word} (its step)", *(f"{decides.text(best.value)} ({best.step})" for best in bests))
     table.add_row("steps (seconds) in all", *(f"{final.step} ({final.seconds:.1f} s)" for final in finals))
     for stop_at in sorted({s.stop_at for s in summaries if s.stop_at is not None}):
-        table.add_row(f"ended at {_percent(stop_at)}", *("yes" if s.ended_at_target else "no" for s in summaries))
-    table.add_row("images a second, ordinary steps", *(_throughput(s.record) for s in summaries))
+        table.add_row(
+            f"ended at {_target(decides, stop_at)}", *("yes" if s.ended_at_target else "no" for s in summaries)
+        )
+    table.add_row(f"{summaries[0].unit} a second, ordinary steps", *(_throughput(s.record) for s in summaries))
     table.add_row("waiting for data", *(f"{s.record.waiting_share():.1%} of the time" for s in summaries))
     table.add_row("an ordinary step, median", *(_milliseconds(s.record, refresh=False) for s in summaries))
     table.add_row("a refresh step, median", *(_milliseconds(s.record, refresh=True) for s in summaries))
@@ -120,32 +137,33 @@ def refresh_table(summary: Summary) -> Table:
 
 
 def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
-    """Draw loss and accuracy against steps and against seconds.
+    """Draw the loss and the primary metric against steps and against seconds.
 
     Args:
-        summaries: The runs.
+        summaries: The runs, of one task.
         path: The PNG to write.
     """
     from matplotlib.figure import Figure  # slow to import, and no window is wanted
 
+    decides = primary(summaries[0].metrics)
     figure = Figure(figsize=(11, 7), layout="constrained")
     axes = figure.subplots(2, 2, sharey="row")
     for summary in summaries:
         steps, evaluations = summary.record.steps, summary.record.evaluations
         losses = _smooth([point.loss for point in steps])
-        accuracies = [point.top1 for point in evaluations]
+        values = [point.metrics[decides.name] for point in evaluations]
         axes[0][0].plot([point.step for point in steps], losses, label=summary.name)
         axes[0][1].plot([point.seconds for point in steps], losses, label=summary.name)
-        axes[1][0].plot([point.step for point in evaluations], accuracies, marker=".", label=summary.name)
-        axes[1][1].plot([point.seconds for point in evaluations], accuracies, marker=".", label=summary.name)
-        if any(point.averaged_top1 is not None for point in evaluations):
-            averages = [math.nan if p.averaged_top1 is None else p.averaged_top1 for p in evaluations]
+        axes[1][0].plot([point.step for point in evaluations], values, marker=".", label=summary.name)
+        axes[1][1].plot([point.seconds for point in evaluations], values, marker=".", label=summary.name)
+        if any(point.averaged is not None for point in evaluations):
+            averages = [math.nan if p.averaged is None else p.averaged[decides.name] for p in evaluations]
             style: dict[str, Any] = {"ls": "--", "marker": ".", "label": f"{summary.name}, averaged weights"}
             axes[1][0].plot([point.step for point in evaluations], averages, **style)
             axes[1][1].plot([point.seconds for point in evaluations], averages, **style)
     for column, unit in enumerate(("steps", "seconds of training")):
         axes[0][column].set(yscale="log", ylabel="training loss, smoothed")
-        axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
+        axes[1][column].set(xlabel=unit, ylabel=f"test {decides.title}")
         for row in (0, 1):
             axes[row][column].grid(alpha=0.3)
             axes[row][column].legend()
@@ -159,7 +177,7 @@ def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
 
     Args:
         summary: The run.
-        targets: Accuracies to count steps and seconds to.
+        targets: Values of the primary metric to count steps and seconds to.
 
     Returns:
         Plain values.
@@ -170,15 +188,13 @@ def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
         "optimizer": summary.name,
         "steps": final.step,
         "seconds": final.seconds,
-        "top1": final.top1,
-        "top5": final.top5,
-        "averaged_top1": final.averaged_top1,
-        "averaged_top5": final.averaged_top5,
-        "best": best and {"step": best.step, "accuracy": best.accuracy},
+        **final.metrics,
+        **{f"{AVERAGED}{name}": value for name, value in (final.averaged or dict.fromkeys(final.metrics)).items()},
+        "best": best and {"step": best.step, primary(summary.metrics).word: best.value},
         "stop_at": summary.stop_at,
         "ended_at_target": summary.ended_at_target,
         "targets": {key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()},
-        "images_per_second": record.median_images_per_second(),
+        f"{summary.unit}_per_second": record.median_terms_per_second(),
         "waiting_for_data": record.waiting_share(),
         "skipped_steps": _skipped(record),
         "ordinary_step_seconds": record.median_duration(refresh=False),
@@ -201,17 +217,19 @@ def _milliseconds(record: History, *, refresh: bool) -> str:
     return "none" if seconds is None else f"{1000 * seconds:.1f} ms"
 
 
-def _percent(share: float) -> str:
-    text = f"{100 * share:.4g}"  # a target such as 75.97% is not rounded
+def _target(metric: Metric, value: float) -> str:
+    if not metric.share:
+        return f"{metric.word} {value:.6g}"
+    text = f"{100 * value:.4g}"  # a target such as 75.97% is not rounded
     return f"{text}%" if "." in text else f"{text}.0%"
 
 
-def _share(value: float | None) -> str:
-    return "none" if value is None else f"{value:.2%}"
+def _averaged(metric: Metric, final: EvalPoint) -> str:
+    return "none" if final.averaged is None else metric.text(final.averaged[metric.name])
 
 
 def _throughput(record: History) -> str:
-    rate = record.median_images_per_second()
+    rate = record.median_terms_per_second()
     return "not known" if rate is None else f"{rate:.4g}"
 
 
