@@ -53,11 +53,12 @@ class EvalPoint:
 
     def __getattr__(self, name: str) -> Any:
         """A metric by its name; of averaged weights that there are none of, `None`."""
-        if not name.startswith("_") and name not in self.__dataclass_fields__:  # else what copies and pickles ask for
-            own = name.removeprefix(AVERAGED)
-            if own in self.metrics:
-                found = self.metrics if own == name else self.averaged
-                return None if found is None else found[own]
+        if name.startswith("_") or name in self.__dataclass_fields__:  # what copies ask for before there are any
+            raise AttributeError(name)
+        own = name.removeprefix(AVERAGED)
+        if own in self.metrics:
+            found = self.metrics if own == name else self.averaged
+            return None if found is None else found[own]
         raise AttributeError(f"this evaluation has no {name}: its metrics are {', '.join(self.metrics)}")
 
     @property
