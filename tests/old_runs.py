@@ -35,6 +35,10 @@ def write_as_older_version(run, optimizer):
     metrics.write_text(_lines(metrics.read_text()))
     assert not re.search("terms|primary", metrics.read_text())
     for path in (run / optimizer / "checkpoints").rglob("step-*"):
+        for file in list(path.iterdir()):  # the best checkpoint's files are links to those of another
+            content = file.read_bytes()
+            file.unlink()
+            file.write_bytes(content)
         own = path / "metrics.jsonl.gz"
         own.write_bytes(gzip.compress(_lines(gzip.decompress(own.read_bytes()).decode()).encode(), mtime=0))
         state = torch.load(path / "state.pt", weights_only=True)
