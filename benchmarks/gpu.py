@@ -18,8 +18,8 @@ from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.bench.machine import describe
 from torch_thor.curvature import polar
 from torch_thor.curvature.polar import orthogonalise
-from torch_thor.training.muon import MuonAdamW
-from torch_thor.training.split_subject import sample_images
+from torch_thor.training.optimizers.muon import MuonAdamW
+from torch_thor.training.reports.split_subject import sample_images
 
 BUDGET = 540.0  # seconds, of which compiling may take most
 NEVER = 10**9

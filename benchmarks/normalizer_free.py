@@ -98,8 +98,8 @@ class Run:
 
         from torch_thor import AGCSGD
         from torch_thor.bench.machine import describe
-        from torch_thor.training.data import DataSpec, load_data
-        from torch_thor.training.shards import epoch_order
+        from torch_thor.training.data.in_memory import DataSpec, load_data
+        from torch_thor.training.data.shards import epoch_order
 
         data = load_data(DataSpec("fashion-mnist"))
         torch.manual_seed(self.seed)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor.training.data import DataBundle, DataSpec, load_data
-from torch_thor.training.models import SmallResNet
+from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
+from torch_thor.training.models.classifiers import SmallResNet
 
 Batch = tuple[Tensor, Tensor]
 

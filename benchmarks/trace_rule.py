@@ -170,8 +170,9 @@ def draw(training: Training, path: Path) -> None:
         training: the run.
         path: a PNG file.
     """
-    from torch_thor.training.record import Record, RefreshPoint, StepPoint
-    from torch_thor.training.refresh_plot import draw_refreshes
+    from torch_thor.training.engine.history import History as Record
+    from torch_thor.training.engine.history import RefreshPoint, StepPoint
+    from torch_thor.training.reports.refresh_plot import draw_refreshes
 
     run = STORE.read(training.key)
     layers = run["layers"]

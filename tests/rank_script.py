@@ -8,14 +8,15 @@ import torch
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.training import parallel
-from torch_thor.training.data import DataBundle
+from torch_thor.training.config.run_config import RunConfig
+from torch_thor.training.data.in_memory import DataBundle
+from torch_thor.training.data.shards import EvaluationOrder
+from torch_thor.training.data.stream import MemoryLoader
+from torch_thor.training.engine import parallel
+from torch_thor.training.engine.evaluation import evaluate
+from torch_thor.training.engine.loop import Run, train
 from torch_thor.training.errors import ElsewhereError, UserError
-from torch_thor.training.evaluation import evaluate
-from torch_thor.training.loop import Run, train
-from torch_thor.training.plan import Plan
-from torch_thor.training.shards import EvaluationOrder
-from torch_thor.training.stream import MemoryLoader
+from torch_thor.training.tasks.image_classification import ImageClassification
 
 CPU = torch.device("cpu")
 EVALUATIONS = ((10, 1), (3, 1), (50, 4), (1, 8))  # images, batch of a process
@@ -26,10 +27,10 @@ def evaluated(images, batch_size):
     generator = torch.Generator().manual_seed(5)
     scores = torch.randn(images, 7, generator=generator)
     labels = torch.randint(7, (images,), generator=generator)
-    loader = MemoryLoader(scores, labels, EvaluationOrder(images, batch_size, parallel.shard()))
+    loader = MemoryLoader((scores, labels), EvaluationOrder(images, batch_size, parallel.shard()))
     sizes = [len(labels) for _, labels in loader]
-    score = evaluate(nn.Identity(), loader, 7, CPU)
-    return {"loss": score.loss, "top1": score.top1, "top5": score.top5, "sizes": sizes}
+    task = ImageClassification(DataBundle(scores, labels, scores, labels, 7), RunConfig())
+    return {**evaluate(task, nn.Identity(), loader).metrics, "sizes": sizes}
 
 
 def trained(*, norm=False, thor=False, accumulation=1):
@@ -45,13 +46,14 @@ def trained(*, norm=False, thor=False, accumulation=1):
         optimizer = THOR(model, lr=0.01, damping=0.1, update_interval=3, factor_decay=0.5, split_dim=4)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    run = Run(model, optimizer, data, Plan(epochs=3, batch_size=8, eval_interval=5, accumulation=accumulation))
+    config = RunConfig(epochs=3, batch_size=8, eval_interval=5, accumulation=accumulation)
+    run = Run(model, optimizer, ImageClassification(data, config), config)
     record = train(run)
     with torch.no_grad():
         own = nn.functional.cross_entropy(model.eval()(images[32:]), labels[32:]).item()
     return {
         "losses": [point.loss for point in record.steps],
-        "images": [point.images for point in record.steps],
+        "images": [point.terms for point in record.steps],
         "evaluations": [point.loss for point in record.evaluations],
         "own": own,
         "weights": [parameter.tolist() for parameter in model.parameters()],

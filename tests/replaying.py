@@ -3,18 +3,27 @@
 import torch
 from torch import nn
 
-from torch_thor.training.data import DataBundle
-from torch_thor.training.loop import Run
+from torch_thor.training.data.in_memory import DataBundle
+from torch_thor.training.engine.history import EvalPoint
+from torch_thor.training.engine.loop import Run
+from torch_thor.training.tasks.image_classification import ImageClassification
 
 
-def small_run(plan, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), examples=12):
+def small_run(config, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), examples=12):
     """A run of one linear layer, always the same."""
-    torch.manual_seed(plan.seed)
+    torch.manual_seed(config.seed)
     data = DataBundle(
         torch.randn(examples, 4), torch.randint(3, (examples,)), torch.randn(6, 4), torch.arange(6) % 3, 3
     )
     model = nn.Linear(4, 3)
-    return Run(model, make(model), data, plan)
+    return Run(model, make(model), ImageClassification(data, config), config)
+
+
+def accuracy_point(step, seconds, loss, top1, top5, *averaged):
+    """An evaluation of a classifier, perhaps of averaged weights too: loss, top-1, top-5."""
+    names = ("loss", "top1", "top5")
+    average = dict(zip(names, averaged, strict=True)) if averaged and averaged[1] is not None else None
+    return EvalPoint(step, seconds, {"loss": loss, "top1": top1, "top5": top5}, average)
 
 
 def replay(callback, run, record, start=0):

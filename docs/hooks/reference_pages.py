@@ -26,8 +26,8 @@ def program() -> SimpleNamespace:
     from typer.main import get_command
 
     from torch_thor.cli import app
-    from torch_thor.training.keys import keys_of
-    from torch_thor.training.recipe import FREE_ON_RESUME, OPTIMIZERS, Recipe, covers, recipe_list
+    from torch_thor.training.config.keys import keys_of
+    from torch_thor.training.config.recipe import FREE_ON_RESUME, OPTIMIZERS, Recipe, covers, recipe_list
 
     return SimpleNamespace(
         command=get_command(app),

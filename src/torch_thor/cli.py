@@ -119,10 +119,10 @@ def train(
         UserError: If more than one recipe is named.
         StoppedError: If a signal stopped the training.
     """
+    from torch_thor.training.checkpoints.run_folder import RunFolder
+    from torch_thor.training.config.keys import key_tables
+    from torch_thor.training.config.recipe import DEFAULT_RECIPE, load_recipe, name_of, override, recipe_list
     from torch_thor.training.experiment import run_recipe
-    from torch_thor.training.keys import key_tables
-    from torch_thor.training.recipe import DEFAULT_RECIPE, load_recipe, override, recipe_list
-    from torch_thor.training.runfolder import RunFolder
 
     if list_recipes:
         table = Table("recipe", "about", "should reach", show_lines=True)
@@ -136,10 +136,10 @@ def train(
     if len(names) > 1:
         raise UserError(f"'{' '.join(names)}' names more than one recipe: give one, then key=value words")
     name = names[0] if names else DEFAULT_RECIPE
-    folder = out or Path("runs") / Path(name).stem
+    folder = RunFolder(out or Path("runs") / Path(name).stem)
     overrides = [word for word in words or [] if "=" in word]
-    stored = RunFolder(folder).stored_recipe() if resume else None
-    if stored is not None and (not names or load_recipe(name).name == stored.name):
+    stored = folder.stored_recipe() if resume else None
+    if stored is not None and (not names or name_of(name) == stored.name):
         recipe = override(stored, overrides)  # what is not said again stays as it was
     else:
         recipe = load_recipe(name, overrides)
@@ -152,11 +152,11 @@ def train(
 
 @app.command(
     "eval",
-    help="""Print top-1 and top-5 accuracy on the test set.
+    help="""Print what a trained network reaches on the test set: top-1 and top-5 accuracy, of a classifier.
 
 A run folder is evaluated at the newest whole checkpoint of each of its optimizers, `RUN/OPTIMIZER/checkpoints/best`
 at the best one. Of an image folder only the evaluation images must be there. Under `torchrun` the processes share the
-images.
+data.
 
 Examples:
 
@@ -177,7 +177,7 @@ def evaluate(
         bool, typer.Option("--json", help="Print a JSON list, with the loss and all digits, and nothing else.")
     ] = False,
 ) -> None:
-    """Print top-1 and top-5 accuracy on the test set.
+    """Print what a trained network reaches on the test set.
 
     Args:
         path: A run folder or a checkpoint.
@@ -190,13 +190,24 @@ def evaluate(
     if not _is_first():
         return
     if as_json:
-        rows = [{**vars(one), "path": str(one.path), **vars(one.score)} for one in scores]
-        typer.echo(json.dumps([{key: row[key] for key in row if key != "score"} for row in rows], indent=2))
+        rows = [
+            {
+                "optimizer": one.optimizer,
+                "averaged": one.averaged,
+                "step": one.step,
+                "path": str(one.path),
+                **one.score.metrics,
+                one.unit: one.score.terms,
+            }
+            for one in scores
+        ]
+        typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("optimizer", "step", "top-1", "top-5")
+    shown = [metric for metric in scores[0].metrics if metric.primary or metric.name != "loss"]
+    table = Table("optimizer", "step", *(metric.title for metric in shown))
     for one in scores:
         name = f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer
-        table.add_row(cell(name), str(one.step), f"{one.score.top1:.2%}", f"{one.score.top5:.2%}")
+        table.add_row(cell(name), str(one.step), *(metric.text(one.score.metrics[metric.name]) for metric in shown))
     Console().print(table)
 
 
@@ -244,7 +255,7 @@ def split_dim(
         out: Where results go.
         overwrite: Replace results that are there.
     """
-    from torch_thor.training.split_report import report_split_dim
+    from torch_thor.training.reports.split_report import report_split_dim
 
     folder = out or Path("runs") / f"split-dim-{Path(model).name.replace(':', '-')}"
     report_split_dim(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.training.record import Record
+from torch_thor.training.engine.history import History
 
 DIGITS_OF_CHECKSUM = 16  # of 64: plenty to tell a change, and the files stay small
 
@@ -34,7 +34,7 @@ class Outcome:
     model: dict[str, Any]
 
 
-def outcome(settings: list[str], record: Record, optimizer: torch.optim.Optimizer, model: nn.Module) -> Outcome:
+def outcome(settings: list[str], record: History, optimizer: torch.optim.Optimizer, model: nn.Module) -> Outcome:
     """Write down a training.
 
     Args:

@@ -18,14 +18,14 @@ from torch import distributed as dist
 
 from golden.outcome import Outcome, outcome
 from torch_thor import THOR
-from torch_thor.training.data import DataBundle
+from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.data.in_memory import DataBundle
+from torch_thor.training.data.named import open_data
+from torch_thor.training.engine.history import History, StepPoint
+from torch_thor.training.engine.loop import train
+from torch_thor.training.engine.refreshes import refresh_points
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
-from torch_thor.training.loop import train
-from torch_thor.training.opening import open_data
-from torch_thor.training.recipe import load_recipe
-from torch_thor.training.record import Record, StepPoint
-from torch_thor.training.refreshes import refresh_points
+from torch_thor.training.experiment import image_run as new_run
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # whose processes these are
 
@@ -151,7 +151,7 @@ def every_layer(steps: int, **options: Any) -> Outcome:
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
     optimizer = THOR([{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options)
-    record = Record()
+    record = History()
     for step, (images, tokens) in enumerate(batches(steps), 1):
         optimizer.row_mask = tokens[:, :LENGTH] != PADDING
         optimizer.loss_terms = int((tokens[:, 1:] != PADDING).sum())

@@ -11,11 +11,11 @@ import torch
 from command_line import IMAGES, command, lines
 from image_tree import write_tree
 from torch_thor.cli import main
-from torch_thor.training.data_spec import CIFAR, ImageTransform
+from torch_thor.training.config.data_spec import CIFAR, ImageTransform
+from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
 from torch_thor.training.errors import UserError
 from torch_thor.training.evaluating import _recipe
-from torch_thor.training.recipe import load_recipe, recipe_yaml
-from torch_thor.training.shards import EvaluationOrder, Shard, WholeBatches
 
 WORDS = ("train", "digits", *IMAGES, "data.workers.count=0", "data.root=data", "model=small-resnet", "optimizer=sgd")
 WORDS += ("batch_size=4", "epochs=1", "lr=0.05", "ema_decay=0.5", "--out", "run")

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_thor.bench.machine import describe
+from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.data.named import open_data
+from torch_thor.training.engine.loop import Run, train
+from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import DivergedError
-from torch_thor.training.experiment import new_run
-from torch_thor.training.loop import Run, train
-from torch_thor.training.opening import open_data
-from torch_thor.training.parallel import resolve_device
-from torch_thor.training.recipe import load_recipe, recipe_yaml
+from torch_thor.training.experiment import image_run as new_run
 
 
 def train_recipe(name: str, optimizer: str, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:

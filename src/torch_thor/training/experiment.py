@@ -3,27 +3,32 @@
 import json
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 
-from torch_thor.training import checkpoint, parallel
-from torch_thor.training.averaging import averaged
+from torch_thor.training.callbacks.metrics_file import MetricsFile
+from torch_thor.training.callbacks.profiling import Profiler
+from torch_thor.training.callbacks.progress import Bar, Display, Lines
+from torch_thor.training.callbacks.tensorboard import TensorBoard
+from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.checkpoints.run_folder import CURVES_FILE, SUMMARY_FILE, RunFolder
+from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
+from torch_thor.training.checkpoints.weights import load_weights, with_checksum
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.config.stored_recipe import stored_text
+from torch_thor.training.data.stream import DataSet
+from torch_thor.training.engine import parallel
+from torch_thor.training.engine.averaging import averaged
+from torch_thor.training.engine.loop import Callback, Run, train
+from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import require, writing
 from torch_thor.training.files import write_whole
-from torch_thor.training.loop import Callback, Run, train
-from torch_thor.training.metrics import MetricsFile
-from torch_thor.training.models import build_model, check_fits, check_head
-from torch_thor.training.opening import open_data
-from torch_thor.training.optimizers import build_optimizer
-from torch_thor.training.parallel import resolve_device
+from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.printing import printer
-from torch_thor.training.profiling import Profiler
-from torch_thor.training.progress import Bar, Display, Lines
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.refresh_plot import draw_refreshes
-from torch_thor.training.report import (
+from torch_thor.training.reports.refresh_plot import draw_refreshes
+from torch_thor.training.reports.summary import (
     Summary,
     as_json,
     draw_curves,
@@ -31,17 +36,14 @@ from torch_thor.training.report import (
     refreshed_layers,
     summary_table,
 )
-from torch_thor.training.runfolder import CURVES_FILE, SUMMARY_FILE, RunFolder
-from torch_thor.training.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.stored_recipe import stored_text
-from torch_thor.training.stream import DataSet
-from torch_thor.training.tensorboard import TensorBoard
-from torch_thor.training.weights import load_weights, with_checksum
+from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training.tasks.registry import TASKS
+from torch_thor.training.tasks.task import Task
 
 
 def run_recipe(
     recipe: Recipe,
-    out: Path,
+    folder: RunFolder,
     console: Console,
     *,
     resume: bool = False,
@@ -52,101 +54,124 @@ def run_recipe(
 
     Args:
         recipe: The recipe.
-        out: The run folder.
+        folder: The run folder.
         console: Where the bar and the table go.
-        resume: Go on with the run in `out`.
-        overwrite: Throw away the run in `out`.
+        resume: Go on with the run in the folder.
+        overwrite: Throw away the run in the folder.
         profile: Profile a few steps of each optimizer.
 
     Returns:
         One summary for each optimizer.
     """
     device = resolve_device(recipe.device)
-    folder = RunFolder(out)
     with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
-        say = parallel.voice(printer(console))
+        say = parallel.rank_zero_print(printer(console))
         with parallel.agreed():
             recipe = with_checksum(recipe)
             if parallel.is_first() and folder.is_run():
                 lock.take()
             folder.check(recipe, resume=resume, overwrite=overwrite, say=say)
-            data = open_data(recipe.data, device, say, printer(console))
-        with parallel.agreed():  # not with the above: to make a run is to communicate
-            new_run(
-                recipe, recipe.optimizer[0], data, resumed=resume
-            )  # a recipe that cannot start must not touch the folder
+            task = TASKS[recipe.task].open(recipe, device, say, printer(console))
+        # the first run is made before the folder is touched: a recipe that cannot start must leave it as it is
+        pending = {recipe.optimizer[0]: _begin(recipe, recipe.optimizer[0], task, folder, say, resume=resume)}
         with parallel.agreed():
             if parallel.is_first():
                 folder.claim(recipe, lock, resume=resume, overwrite=overwrite)
         # the bars are drawn over and over: into a file they would be no use
         hidden = not (parallel.is_first() and console.is_interactive)
         with StopSignal().listening() as stop, Display(console=console, disable=hidden) as display:
-            tasks = {name: display.add_run(name) for name in recipe.optimizer}
-            summaries = [
-                _train_one(
-                    recipe,
-                    name,
-                    data,
-                    folder,
-                    Lines(display, name, recipe.log_interval) if hidden else Bar(display, task),
-                    stop,
-                    parallel.voice(printer(display.console)),
-                    Profiler(folder.profile(name), display.console) if profile else None,
-                )
-                for name, task in tasks.items()
-            ]
+            bars = {name: display.add_run(name) for name in recipe.optimizer}
+            say = parallel.rank_zero_print(printer(display.console))
+            summaries = []
+            for name, bar in bars.items():
+                # nothing else holds it: a run that is over goes before the next one is made
+                begun = pending.pop(name, None) or _begin(recipe, name, task, folder, say, resume=resume)
+                progress = Lines(display, name, recipe.log_interval) if hidden else Bar(display, bar)
+                profiler = Profiler(folder.profile(name), display.console) if profile else None
+                summaries.append(_train_one(begun, recipe, name, folder, progress, stop, say, profiler))
+                del begun
         if parallel.is_first():
             _report(recipe, folder, summaries, console)
     return summaries
 
 
-def new_run(recipe: Recipe, optimizer: str, data: DataSet, *, resumed: bool = False) -> Run:
+def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False) -> Run:
     """A run of one optimizer, before its first step.
 
     Args:
         recipe: The recipe.
         optimizer: Which of its optimizers.
-        data: The data, for the device to train on.
+        task: The recipe's task, with its data.
         resumed: Whether its weights come from a checkpoint later, so that those it started from need not be there.
 
     Returns:
         The run; its weights are a function of the recipe's seed, or those that the recipe names.
     """
-    outputs = recipe.classes or data.classes
-    check_head(outputs, data.classes)
     torch.manual_seed(recipe.seed)
-    model = build_model(recipe.model, data.image_shape[0], outputs)
+    model = task.build_model()
     if recipe.weights is not None and not resumed:
         load_weights(model, recipe)
-    # convolutions are faster in channels_last, on a CPU too, and for every optimizer alike
-    model = model.to(data.device).to(memory_format=torch.channels_last)
-    check_fits(recipe.model, model, data.image_shape, outputs)
+    model = model.to(task.device)
     average = averaged(model, recipe.ema_decay)
     built = build_optimizer(optimizer, model, recipe.optimizers[optimizer])
     if rank := parallel.shard().rank:
         torch.manual_seed(recipe.seed + rank)  # the same weights, but not the same dropout
-    return Run(model, built, data, recipe, average, outputs)
+    return Run(model, built, task, recipe, average)
+
+
+def image_run(recipe: Recipe, optimizer: str, data: DataSet) -> Run:
+    """A run of one optimizer on images that are open already, before its first step.
+
+    Args:
+        recipe: A recipe of image classification.
+        optimizer: Which of its optimizers.
+        data: The images.
+
+    Returns:
+        The run.
+    """
+    require(
+        recipe.task == "image-classification",
+        f"task={recipe.task} is not trained on labelled images: use a recipe of task=image-classification",
+    )
+    return new_run(recipe, optimizer, ImageClassification(data, recipe, model=recipe.model, outputs=recipe.classes))
+
+
+@dataclass
+class _Begun:
+    """A run that is ready to go on, and the checkpoint that it goes on from."""
+
+    run: Run
+    saved: checkpoint.Checkpoint | None
+
+
+def _begin(
+    recipe: Recipe, name: str, task: Task, folder: RunFolder, say: Callable[[str], None], *, resume: bool
+) -> _Begun:
+    with parallel.agreed():
+        saved = checkpoint.newest_whole(folder.checkpoints(name), say) if resume else None
+        if saved is not None:
+            require(
+                saved.optimizer == name,
+                f"checkpoint {saved.path} is of optimizer {saved.optimizer}, not {name}: put it back where it belongs",
+            )
+        return _Begun(new_run(recipe, name, task, resumed=saved is not None), saved)
 
 
 def _train_one(
+    begun: _Begun,
     recipe: Recipe,
     name: str,
-    data: DataSet,
     folder: RunFolder,
     progress: Callback,
     stop: StopSignal,
     say: Callable[[str], None],
     profiler: Profiler | None,
 ) -> Summary:
-    with parallel.agreed():
-        saved = checkpoint.newest_whole(folder.checkpoints(name), say)
-        run = new_run(recipe, name, data, resumed=saved is not None)
-        if saved is not None:
-            require(
-                saved.optimizer == name,
-                f"checkpoint {saved.path} is of optimizer {saved.optimizer}, not {name}: put it back where it belongs",
-            )
-            restore(run, saved, folder.metrics(name), say)
+    run, task = begun.run, begun.run.task
+    if begun.saved is not None:
+        with parallel.agreed():
+            restore(run, begun.saved, folder.metrics(name), say)
             say(f"{name}: goes on from step {run.step} of {run.total_steps}")
     with writing(folder.metrics(name)):
         folder.metrics(name).parent.mkdir(exist_ok=True)
@@ -172,7 +197,8 @@ def _train_one(
                 closed.enter_context(closing(profiler))
                 callbacks.append(profiler)
         record = train(run, callbacks)
-    return Summary(name, record, refreshed_layers(run.optimizer, record), recipe.stop_at)
+    refreshed = refreshed_layers(run.optimizer, record)
+    return Summary(name, record, refreshed, task.metrics(), task.unit, recipe.stop_at)
 
 
 def _report(recipe: Recipe, folder: RunFolder, summaries: list[Summary], console: Console) -> None:

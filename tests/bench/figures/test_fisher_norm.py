@@ -17,12 +17,12 @@ from torch_thor.bench.figures.fisher_norm import (
     norm_changes,
     relative_distance,
 )
-from torch_thor.training.data import DataBundle, DataSpec, load_data
+from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
+from torch_thor.training.engine.history import RefreshPoint
+from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
 from torch_thor.training.experiment import new_run
-from torch_thor.training.loop import train
-from torch_thor.training.recipe import load_recipe
-from torch_thor.training.record import RefreshPoint
 
 GROUPS = 2
 

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from replaying import accuracy_point
 from torch_thor.bench.figures import catalogue, measuring, paper
 from torch_thor.bench.figures.batch_sizes import scaled
 from torch_thor.bench.figures.catalogue import FIGURES, make_figures
@@ -21,8 +22,8 @@ from torch_thor.bench.figures.measuring import (
 )
 from torch_thor.bench.figures.raw import plain, read
 from torch_thor.bench.machine import describe_device
+from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.errors import UserError
-from torch_thor.training.record import EvalPoint, Record, RefreshPoint, StepPoint
 
 QUICK = Options(data="digits", epochs=1, seeds=(0,))
 NETWORK = """
@@ -140,7 +141,7 @@ def test_runs_of_more_seeds_are_added_to_those_that_are_there(tmp_path, monkeypa
     trained = []
 
     def train(run, callbacks):
-        trained.append(run.plan.seed)
+        trained.append(run.config.seed)
         return train_whole(run, callbacks)
 
     train_whole = measuring.train
@@ -259,15 +260,15 @@ def test_a_growing_interval_cannot_be_scaled(tmp_path):
 
 
 def test_records_come_back_from_their_columns():
-    record = Record(
+    record = History(
         [StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True), StepPoint(2, 2.25, 0.1, 0.75, 0.25, refresh=False)],
-        [EvalPoint(2, 0.75, 2.0, 0.5, 0.875)],
+        [accuracy_point(2, 0.75, 2.0, 0.5, 0.875)],
         [RefreshPoint(1, "head", "update", None, 3.5), RefreshPoint(1, "conv", "keep", 0.125, None)],
     )
     columns = plain(to_columns(record))
     assert columns["refreshes"]["layer"] == ["head", "conv"]
     assert [asdict(point) for point in from_columns(columns).points()] == [asdict(point) for point in record.points()]
-    assert from_columns(plain(to_columns(Record()))) == Record()
+    assert from_columns(plain(to_columns(History()))) == History()
 
 
 def test_time_is_the_processors_or_the_walls():

@@ -22,8 +22,8 @@ from torch_thor.bench.stores import key_of
 from torch_thor.training import parallel
 from torch_thor.training.errors import UserError, require, writing
 from torch_thor.training.files import check_place, write_whole
-from torch_thor.training.library_models import nearest
 from torch_thor.training.lock import LOCK_FILE, Lock
+from torch_thor.training.models.library import nearest
 from torch_thor.training.printing import printer
 
 FIGURES: dict[str, Figure] = {

@@ -22,7 +22,7 @@ from torch_thor.bench.figures.measuring import (
 from torch_thor.bench.figures.raw import RawData
 from torch_thor.bench.markdown import reached, summary
 from torch_thor.bench.numbers import running_mean
-from torch_thor.training.record import Record
+from torch_thor.training.engine.history import History as Record
 
 BASELINE = "momentum"
 SETTINGS = {BASELINE: "sgd", "thor": "thor", "thor_stop": "thor", "thor_nt": "thor"}  # the optimizer of each

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from torch_thor.bench.figures.raw import RawData
+from torch_thor.training.config.recipe import Recipe, load_recipe
+from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.parallel import resolve_device
-from torch_thor.training.recipe import Recipe, load_recipe
 
 DEFAULT_DATA = "fashion-mnist"
 WHICH_RUNS = ("seeds", "batch_sizes")  # settings that say which runs there are, and not how one is measured

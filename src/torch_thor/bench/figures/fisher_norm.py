@@ -24,10 +24,10 @@ from torch_thor.bench.figures.figure import Figure, Options, recipe_of
 from torch_thor.bench.figures.measuring import recipe_settings, train_run
 from torch_thor.bench.figures.raw import RawData
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.training.engine.history import RefreshPoint
+from torch_thor.training.engine.loop import Callback, Run
+from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.loop import Callback, Run
-from torch_thor.training.record import RefreshPoint
-from torch_thor.training.refreshes import curvature_of
 
 SEEDS = (0,)
 INTERVAL = {"first": 2, "factor": 1.1}  # of intervals.Geometric, which ends at one refresh an epoch

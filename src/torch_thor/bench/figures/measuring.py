@@ -4,21 +4,23 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
 from rich.console import Console
 
+from torch_thor.training.callbacks.progress import Bar, Display, Lines
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, covers, parse_recipe, recipe_yaml
+from torch_thor.training.data.named import open_data
+from torch_thor.training.engine import history
+from torch_thor.training.engine.history import History as Record
+from torch_thor.training.engine.history import StepPoint
+from torch_thor.training.engine.loop import Callback, Run, train
+from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import DivergedError
-from torch_thor.training.experiment import new_run
-from torch_thor.training.loop import Callback, Run, train
-from torch_thor.training.opening import open_data
-from torch_thor.training.parallel import resolve_device
+from torch_thor.training.experiment import image_run as new_run
 from torch_thor.training.printing import printer
-from torch_thor.training.progress import Bar, Display, Lines
-from torch_thor.training.recipe import FREE_ON_RESUME, Recipe, covers, parse_recipe, recipe_yaml
-from torch_thor.training.record import KINDS, Record, StepPoint
 
 UNUSED = (  # keys of a recipe that each run sets, or that change no number
     "name",
@@ -32,6 +34,7 @@ UNUSED = (  # keys of a recipe that each run sets, or that change no number
     "keep_best",
     "log_interval",
 )
+METRICS = ("loss", "top1", "top5")  # of the classifiers that figures are about
 COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # lists of a record -> kinds of point
 
 
@@ -212,12 +215,7 @@ def to_columns(record: Record) -> dict[str, dict[str, list[Any]]]:
     Returns:
         `steps`, `evaluations` and `refreshes`, each field name -> values in order.
     """
-    return {
-        name: {
-            item.name: [getattr(point, item.name) for point in getattr(record, name)] for item in fields(KINDS[kind])
-        }
-        for name, kind in COLUMNS.items()
-    }
+    return {name: history.to_columns(kind, getattr(record, name), METRICS) for name, kind in COLUMNS.items()}
 
 
 def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
@@ -229,12 +227,4 @@ def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
     Returns:
         The record.
     """
-    return Record(
-        **{
-            name: [
-                KINDS[kind](**dict(zip(columns[name], values, strict=True)))
-                for values in zip(*columns[name].values(), strict=True)
-            ]
-            for name, kind in COLUMNS.items()
-        }  # type: ignore[arg-type]
-    )
+    return Record(**{name: history.from_columns(kind, columns[name]) for name, kind in COLUMNS.items()})

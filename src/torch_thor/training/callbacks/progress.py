@@ -1,0 +1,236 @@
+"""Progress as a person sees it: a live bar in a terminal, printed lines elsewhere."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from torch_thor.training.engine.history import EvalPoint, RefreshPoint, StepPoint
+from torch_thor.training.engine.loop import Callback, Run
+from torch_thor.training.engine.refreshes import curvature_of
+from torch_thor.training.engine.throughput import throughput
+from torch_thor.training.printing import printer
+
+WINDOW = 100  # steps that the bar's loss, throughput and time of ordinary steps are taken over
+REFRESHES = 20  # refresh steps that their time is taken over: they may be far apart
+
+
+class Display(Progress):
+    """A bar for each optimizer, and below the one at work what it is doing; of any width.
+
+    A run has the fields `metric`, beside its bar, and `figures`, below it.
+    """
+
+    def __init__(self, **options: object) -> None:
+        columns = (
+            TextColumn("{task.description:>8}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metric]}"),
+        )
+        super().__init__(*columns, **options)  # type: ignore[arg-type]
+
+    def add_run(self, name: str) -> TaskID:
+        """Add a run that has not begun.
+
+        Args:
+            name: The optimizer's.
+
+        Returns:
+            Its task.
+        """
+        return self.add_task(name, start=False, total=None, metric="", figures="")
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """What is drawn.
+
+        Yields:
+            The bars, then the figures of the runs at work.
+        """
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            if task.fields["figures"] and not task.finished:
+                yield Padding(task.fields["figures"], (0, 0, 0, 9))
+
+
+class _Watch(Callback):
+    """Counts what the steps of the whole run did, and puts a stretch of them into words."""
+
+    def __init__(self) -> None:
+        self.refresh_steps = 0
+        self.skipped = 0
+        self.decisions: Counter[str] = Counter()
+        self.layers = 0
+        self.refresh_durations: deque[float] = deque(maxlen=REFRESHES)
+
+    def before_training(self, run: Run) -> None:
+        """Take up what a resumed run has done.
+
+        Args:
+            run: The training.
+        """
+        self.layers = len(curvature_of(run.optimizer))
+        self.after_refresh(run, run.record.refreshes)
+        for point in run.record.steps:
+            self._count(point)
+
+    def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
+        """Count what was decided.
+
+        Args:
+            run: The training.
+            points: What was decided.
+        """
+        self.decisions.update(point.decision for point in points)
+
+    def _count(self, point: StepPoint) -> None:
+        self.skipped += point.skipped
+        if point.refresh:
+            self.refresh_steps += 1
+            self.refresh_durations.append(point.duration)
+
+    def _figures(self, run: Run, steps: int) -> str:
+        """The latest steps in words, and what the run has refreshed so far."""
+        points = run.record.since(run.step - steps).steps
+        latest, speed = points[-1], throughput(points)
+        refresh = median(self.refresh_durations) if self.refresh_durations else None
+        said = [
+            f"loss {'not finite' if speed.loss is None else format(speed.loss, '.4g')}",
+            f"lr {latest.lr:.4g}",
+            latest.damping is not None and f"damping {latest.damping:.4g}",
+            speed.terms_per_second is not None and f"{speed.terms_per_second:.4g} {run.task.unit}/s",
+            speed.ordinary_seconds is not None and f"step {milliseconds(speed.ordinary_seconds)}",
+            refresh is not None and f"refresh step {milliseconds(refresh)}",
+            f"{speed.waiting:.0%} waiting for data",
+            self.layers > 0 and f"refreshes {self.refresh_steps}",
+            self.layers > 0 and f"stopped layers {self.decisions['stop']} of {self.layers}",
+            self.skipped > 0 and f"skipped steps {self.skipped}",
+        ]
+        return ", ".join(word for word in said if word)
+
+
+class Bar(_Watch):
+    """One run in a live display.
+
+    Args:
+        display: The display.
+        task: This run's, from `Display.add_run`.
+    """
+
+    def __init__(self, display: Display, task: TaskID) -> None:
+        super().__init__()
+        self.display, self.task = display, task
+
+    def before_training(self, run: Run) -> None:
+        """Show where the run starts.
+
+        Args:
+            run: The training.
+        """
+        super().before_training(run)
+        self.display.reset(self.task, total=run.total_steps, completed=run.step)
+        if run.record.evaluations:
+            self.after_evaluation(run, run.record.evaluations[-1])
+
+    def after_step(self, run: Run, point: StepPoint) -> None:
+        """Move on by one step.
+
+        Args:
+            run: The training.
+            point: What the step measured.
+        """
+        self._count(point)
+        self.display.update(self.task, completed=point.step, figures=self._figures(run, WINDOW))
+
+    def after_evaluation(self, run: Run, point: EvalPoint) -> None:
+        """Show the primary metric.
+
+        Args:
+            run: The training.
+            point: What the evaluation measured.
+        """
+        self.display.update(self.task, metric=f"{run.primary.word} {run.primary.text(point.value)}")
+
+    def after_training(self, run: Run) -> None:
+        """A run that was good enough before its last step is at its end too.
+
+        Args:
+            run: The training.
+        """
+        self.display.update(self.task, total=run.step)
+
+
+class Lines(_Watch):
+    """A printed line every so many steps and for each evaluation, where there is no terminal: for log files.
+
+    Args:
+        display: Prints them.
+        name: The optimizer's.
+        interval: Steps between lines, which a line sums up; `None` prints evaluations alone.
+    """
+
+    def __init__(self, display: Display, name: str, interval: int | None) -> None:
+        super().__init__()
+        self.display, self.name, self.interval = display, name, interval
+
+    def after_step(self, run: Run, point: StepPoint) -> None:
+        """Count the step.
+
+        Args:
+            run: The training.
+            point: What the step measured.
+        """
+        self._count(point)
+
+    def after_evaluation(self, run: Run, point: EvalPoint) -> None:
+        """Print the primary metric, and the loss.
+
+        Args:
+            run: The training.
+            point: What the evaluation measured.
+        """
+        metric = run.primary
+        said = [f"{point.seconds:.1f} s", f"{metric.word} {metric.text(point.metrics[metric.name])}"]
+        if point.averaged is not None:
+            said.append(f"of the averaged weights {metric.text(point.averaged[metric.name])}")
+        if metric.name != "loss":
+            said.append(f"test loss {point.metrics['loss']:.4g}")
+        self._say(run, ", ".join(said))
+
+    def at_boundary(self, run: Run) -> None:
+        """Print how it goes, if it is time: here, because the step's refreshes are counted by now.
+
+        Args:
+            run: The training.
+        """
+        if self.interval is not None and run.step % self.interval == 0:
+            self._say(run, self._figures(run, self.interval))
+
+    def _say(self, run: Run, what: str) -> None:
+        where = f"step {run.step} of {run.total_steps}, epoch {run.step / run.steps_per_epoch:.4g}"
+        printer(self.display.console)(f"{self.name}: {where}, {what}")
+
+
+def milliseconds(seconds: float) -> str:
+    """A step's time in words.
+
+    Args:
+        seconds: The time.
+
+    Returns:
+        Milliseconds, with one digit after the point below 100.
+    """
+    return f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"

@@ -1,0 +1,228 @@
+"""A run's folder: whose it is, what stands in it, and when it may be written to.
+
+recipe.yaml  curves.png  summary.json  .lock
+<optimizer>/metrics.jsonl  <optimizer>/checkpoints/  <optimizer>/tensorboard/  <optimizer>/refreshes.png
+<optimizer>/profile/
+"""
+
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.config.lengthening import check_epochs
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, differences
+from torch_thor.training.config.stored_recipe import DamagedRecipeError, StoredRecipe, read_stored, stored_text
+from torch_thor.training.config.yaml_text import read_text
+from torch_thor.training.errors import DamagedCheckpointError, UserError, require, writing
+from torch_thor.training.files import check_place, write_whole
+from torch_thor.training.lock import LOCK_FILE, Lock
+from torch_thor.training.optimizers.registry import OPTIMIZERS
+
+RECIPE_FILE = "recipe.yaml"
+CURVES_FILE = "curves.png"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run's files are.
+
+    Args:
+        path: The run's folder.
+        parsed: No argument: what its recipe file holds, by its text, so that it is parsed once however often it is
+            looked at.
+    """
+
+    path: Path
+    parsed: dict[str, StoredRecipe] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def metrics(self, optimizer: str) -> Path:
+        """One optimizer's metrics file.
+
+        Args:
+            optimizer: Its name.
+
+        Returns:
+            The path.
+        """
+        return self.path / optimizer / "metrics.jsonl"
+
+    def checkpoints(self, optimizer: str) -> Path:
+        """One optimizer's checkpoints.
+
+        Args:
+            optimizer: Its name.
+
+        Returns:
+            The path of their folder.
+        """
+        return self.path / optimizer / "checkpoints"
+
+    def tensorboard(self, optimizer: str) -> Path:
+        """One optimizer's event files.
+
+        Args:
+            optimizer: Its name.
+
+        Returns:
+            The path of their folder.
+        """
+        return self.path / optimizer / "tensorboard"
+
+    def profile(self, optimizer: str) -> Path:
+        """One optimizer's traces of a few steps, for `--profile`.
+
+        Args:
+            optimizer: Its name.
+
+        Returns:
+            The path of their folder.
+        """
+        return self.path / optimizer / "profile"
+
+    def refreshes(self, optimizer: str) -> Path:
+        """The picture of what one optimizer refreshed.
+
+        Args:
+            optimizer: Its name.
+
+        Returns:
+            The path.
+        """
+        return self.path / optimizer / "refreshes.png"
+
+    def lock(self) -> Lock:
+        """The lock of whoever writes to the folder.
+
+        Returns:
+            The lock, not taken yet.
+        """
+        what = f"the run in {self.path}"
+        return Lock(self.path / LOCK_FILE, what, "wait for it, end it, or choose another folder with --out")
+
+    def stored_recipe(self, say: Callable[[str], None] = lambda _: None) -> Recipe | None:
+        """The recipe that this folder was made with.
+
+        Args:
+            say: Told, in one line, if the file is damaged and a checkpoint's copy takes its place.
+
+        Returns:
+            The recipe, or `None` if there is nothing here yet.
+        """
+        stored = self._stored(say)
+        return None if stored is None else stored.recipe
+
+    def _stored(self, say: Callable[[str], None]) -> StoredRecipe | None:
+        file = self.path / RECIPE_FILE
+        if not self.is_run():
+            if self.path.exists() and (not self.path.is_dir() or any(p.name != LOCK_FILE for p in self.path.iterdir())):
+                raise UserError(f"{self.path} is not a run folder and not empty: choose another with --out")
+            return None
+        try:
+            require(file.is_file(), f"{file} is missing")
+            text = read_text(file)
+            stored = self.parsed[text] = self.parsed.get(text) or read_stored(text)
+            copy = None if stored.sealed else self._copy()
+            if copy is not None:
+                changed = differences(copy[1].recipe, stored.recipe, but=FREE_ON_RESUME)
+                require(not changed, f"it is not that of {copy[0].path}: {'; '.join(changed)}")
+                check_epochs(copy[1].recipe, stored.recipe)
+        except UserError as error:
+            copy = self._copy()
+            if copy is None:
+                what = "damaged" if isinstance(error, DamagedRecipeError) else "not a recipe of this version"
+                raise UserError(f"{file} is {what} ({error}): choose another folder with --out") from error
+            say(f"{file} cannot be used ({error}): the copy in {copy[0].path} takes its place")
+            return copy[1]
+        return stored
+
+    def is_run(self) -> bool:
+        """Whether the folder holds a run, whole or not.
+
+        Returns:
+            True if there is a recipe or a checkpoint.
+        """
+        if (self.path / RECIPE_FILE).is_file():
+            return True
+        return any(checkpoint.holds_checkpoints(self.checkpoints(name)) for name in OPTIMIZERS)
+
+    def _copy(self) -> tuple[checkpoint.Checkpoint, StoredRecipe] | None:
+        # the recipe in the latest of the whole checkpoints
+        found = []
+        for name in OPTIMIZERS:
+            with suppress(DamagedCheckpointError):
+                saved = checkpoint.newest_whole(self.checkpoints(name), lambda _: None)
+                found += [] if saved is None else [saved]
+        for saved in sorted(found, key=lambda saved: saved.path.stat().st_mtime, reverse=True):
+            with suppress(UserError):
+                return saved, read_stored(saved.recipe_text)
+        return None
+
+    def claim(self, recipe: Recipe, lock: Lock, *, resume: bool, overwrite: bool) -> None:
+        """Make the folder this recipe's, or refuse before anything is touched.
+
+        Args:
+            recipe: The recipe to run.
+            lock: From `lock`; it is taken here, if it is not yet.
+            resume: Go on with the run that is here.
+            overwrite: Throw away the run that is here.
+        """
+        with writing(self.path, "choose another folder with --out"):
+            self.path.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        self.check(recipe, resume=resume, overwrite=overwrite)  # another process may have been faster
+        if overwrite and not resume:
+            self._clear()
+        file, text = self.path / RECIPE_FILE, stored_text(recipe)
+        if not file.is_file() or file.read_bytes() != text.encode("utf-8"):
+            write_whole(file, text)  # there is none, it was damaged, or a resumed run has changed what it may
+
+    def check(
+        self, recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Refuse a folder that this run may not write to; nothing is touched.
+
+        Args:
+            recipe: The recipe to run.
+            resume: Go on with the run that is here.
+            overwrite: Throw away the run that is here.
+            say: As for `stored_recipe`.
+        """
+        stored = self._stored(say)
+        check_place(self.path)
+        require(not (resume and overwrite), "--resume and --overwrite exclude each other: choose one")
+        if stored is None:
+            require(not resume, f"there is no run in {self.path} to resume: leave --resume out to start one")
+            return
+        require(
+            stored.recipe.name == recipe.name,
+            f"{self.path} belongs to recipe {stored.recipe.name}, not {recipe.name}: choose another with --out",
+        )
+        require(
+            resume or overwrite,
+            f"{self.path} holds a run already: go on with --resume, choose another folder with --out, "
+            "or throw it away with --overwrite",
+        )
+        if overwrite:
+            return
+        check_epochs(stored.recipe, recipe)
+        changed = differences(stored.recipe, recipe, but=(*FREE_ON_RESUME, *stored.unchanged(recipe)))
+        require(
+            not changed,
+            f"the run in {self.path} has other settings ({'; '.join(changed)}): "
+            "resume without changing them, or choose another folder with --out",
+        )
+        stored.check_values(replace(recipe, epochs=stored.recipe.epochs), f"the run in {self.path}")
+
+    def _clear(self) -> None:
+        for name in OPTIMIZERS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in (
+            CURVES_FILE,
+            SUMMARY_FILE,
+            RECIPE_FILE,
+        ):  # the recipe last: until then the folder is known as ours
+            (self.path / name).unlink(missing_ok=True)

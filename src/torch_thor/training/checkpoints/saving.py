@@ -1,0 +1,228 @@
+"""When to save, what a checkpoint of a run holds, and how a run goes on from it."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from torch_thor.training.callbacks.metrics_file import MetricsFile, as_written_now, parse_metrics, read_metrics
+from torch_thor.training.checkpoints import best, checkpoint
+from torch_thor.training.engine import parallel
+from torch_thor.training.engine.history import History
+from torch_thor.training.engine.loop import Callback, Run
+from torch_thor.training.errors import StoppedError, UserError
+
+
+class StopSignal:
+    """Remembers that SIGINT or SIGTERM came; a second one acts at once, as if this were not here."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    @contextmanager
+    def listening(self) -> Iterator["StopSignal"]:
+        """Listen while the block runs.
+
+        Yields:
+            This object.
+        """
+        before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.received = True
+            signal.signal(number, before[number])
+
+        for number in before:
+            signal.signal(number, handle)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Checkpoints(Callback):
+    """Saves every so many steps, at the end, when a signal asks to stop, and what is best so far.
+
+    Args:
+        folder: Where checkpoints stand.
+        metrics: The metrics file, flushed before each checkpoint.
+        stop: The signal.
+        interval: Steps between checkpoints; `None` saves after each epoch.
+        keep: Newest checkpoints to keep.
+        optimizer: The optimizer's name in the recipe.
+        recipe: The recipe as run, in YAML.
+        keep_best: Whether to keep that of the best evaluation too.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        metrics: MetricsFile,
+        stop: StopSignal,
+        *,
+        interval: int | None,
+        keep: int,
+        optimizer: str,
+        recipe: str,
+        keep_best: bool = False,
+    ) -> None:
+        self.folder, self.metrics, self.stop, self.keep_best = folder, metrics, stop, keep_best
+        self.interval, self.keep, self.optimizer, self.recipe = interval, keep, optimizer, recipe
+
+    def before_training(self, run: Run) -> None:
+        """Make up for a run that was killed between a checkpoint and naming it the best.
+
+        Args:
+            run: The training.
+        """
+        if self.keep_best:
+            with parallel.agreed():
+                if parallel.is_first():
+                    best.catch_up(self.folder, run.record)
+
+    def at_boundary(self, run: Run) -> None:
+        """Save if it is time, stop if asked; on all processes, of which the first one writes.
+
+        Args:
+            run: The training.
+
+        Raises:
+            StoppedError: If a signal came; the checkpoint is written by then.
+        """
+        due = run.step % (self.interval or run.steps_per_epoch) == 0 or run.done
+        received = parallel.total([float(self.stop.received)], run.task.device)[0] > 0  # by whichever process
+        stopping = received and not run.done
+        is_best = self.keep_best and best.is_best(run.record, run.step)
+        if due or stopping or is_best:
+            state = capture_state(run)
+            with parallel.agreed():
+                if parallel.is_first():
+                    self.metrics.sync()
+                    if due or stopping:
+                        path = self._save(run, state, self.folder, self.keep)
+                        if is_best:
+                            best.keep(path)
+                    else:  # none of the newest: a run of many evaluations would have no others
+                        best.remove_others(self._save(run, state, self.folder / checkpoint.BEST, 1))
+        if stopping:
+            raise StoppedError(run.step)
+
+    def _save(self, run: Run, state: dict[str, object], folder: Path, keep: int) -> Path:
+        return checkpoint.save(
+            folder,
+            run.model,
+            state,
+            step=run.step,
+            optimizer=self.optimizer,
+            recipe=self.recipe,
+            keep=keep,
+            metrics=self.metrics.content(),
+            average=None if run.average is None else run.average.module,
+        )
+
+
+def capture_state(run: Run) -> dict[str, object]:
+    """Everything but the weights that decides how a run goes on; every process must call it.
+
+    Args:
+        run: The training.
+
+    Returns:
+        Tensors and plain values.
+    """
+    device = run.task.device
+    own = {
+        "data": run.streams.train.state_dict(),
+        "rng": torch.get_rng_state(),
+        "device_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+    return {
+        "optimizer": run.optimizer.state_dict(),
+        "precision": run.stepper.precision.state_dict(),
+        "averaged_steps": 0 if run.average is None else int(run.average.n_averaged),
+        "step": run.step,
+        "seconds": run.seconds,
+        "ranks": parallel.gathered(own),
+    }
+
+
+def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> None:
+    """Put a run where a checkpoint left it.
+
+    It then goes on bit for bit, as long as the machine, the number of processes and `torch.get_num_threads()` are the
+    same: sums in floating point depend on how they are divided. On another number of processes it sees the same
+    batches.
+
+    Args:
+        run: A new training, of the same recipe.
+        saved: The checkpoint.
+        metrics: The run's `metrics.jsonl`.
+        say: Told, in one line each, if the metrics file is damaged, and if the number of processes has changed.
+    """
+    record = known_record(saved, metrics, say)
+    saved.load_weights(run.model)
+    state = saved.load_state()
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.stepper.precision.load_state_dict(state["precision"])
+    if run.average is not None:
+        saved.load_weights(run.average.module, averaged=True)
+        run.average.n_averaged.fill_(state["averaged_steps"])
+    run.step, run.seconds, run.record = state["step"], state["seconds"], record
+    shard, ranks = parallel.shard(), state["ranks"]
+    same = len(ranks) == shard.world_size
+    own = ranks[shard.rank if same else 0]
+    run.streams.train.load_state_dict(own["data"])
+    if not same:
+        say(
+            f"the checkpoint is of {len(ranks)} processes, this run of {shard.world_size}: it goes on with the same "
+            "batches, and with other random numbers where the network draws any"
+        )
+        return
+    torch.set_rng_state(own["rng"])
+    if own["device_rng"] is not None and run.task.device.type == "cuda":
+        torch.cuda.set_rng_state(own["device_rng"], run.task.device)
+
+
+def known_record(saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> History:
+    """What a run had measured when a checkpoint was written.
+
+    The checkpoint's own copy decides: the file beside it, which a resumed run goes on to write anew, has no checksum.
+
+    Args:
+        saved: The checkpoint.
+        metrics: The run's `metrics.jsonl`.
+        say: Told, in one line, if the file is damaged.
+
+    Returns:
+        The record up to the checkpoint's step.
+
+    Raises:
+        UserError: If a checkpoint of format 2, which has no copy, knows more steps than the file.
+    """
+    own = saved.metrics
+    if own is None:  # of format 2
+        record = read_metrics(metrics).up_to(saved.step)
+    else:
+        record = parse_metrics(own, saved.path / checkpoint.METRICS)
+        if damage := _damage(metrics, own):
+            say(f"{metrics} {damage}: written anew from the copy in {saved.path}")
+    if [point.step for point in record.steps] != list(range(1, saved.step + 1)):
+        raise UserError(f"{metrics} holds {len(record.steps)} of {saved.step} steps: use --overwrite or another --out")
+    return record
+
+
+def _damage(metrics: Path, own: bytes) -> str | None:
+    try:
+        found = metrics.read_bytes()
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if found.startswith(own) or found.startswith(as_written_now(own, metrics)):  # a resumed run writes old lines anew
+        return None
+    lines = zip(found.splitlines(keepends=True), own.splitlines(keepends=True), strict=False)
+    same = next((number for number, (left, right) in enumerate(lines) if left != right), None)
+    return "is cut short" if same is None else f"is damaged in line {same + 1}"

@@ -1,0 +1,125 @@
+"""Weights to start a training from: a safetensors file, or a checkpoint of a run."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from torch_thor.capture.selection import self_and_parents
+from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.errors import UserError, require
+
+SHOWN = 3  # names in a message
+COUNTERS = "num_batches_tracked"  # BatchNorm's, which its running averages do without, and many files too
+
+
+def with_checksum(recipe: Recipe) -> Recipe:
+    """Write down which weights a recipe starts from.
+
+    Args:
+        recipe: A recipe.
+
+    Returns:
+        The recipe with the SHA-256 of its weights; as it is where it has one already, or starts from none.
+    """
+    if recipe.weights is None or recipe.weights_sha256 is not None:
+        return recipe
+    path = _file(recipe.weights)
+    return replace(recipe, weights_sha256=_checksum(path))
+
+
+def load_weights(model: nn.Module, recipe: Recipe) -> None:
+    """Load what a recipe starts from into its network.
+
+    Args:
+        model: The network, as its seed made it.
+        recipe: With `weights`, and `weights_except` for what stays as the seed made it.
+
+    Raises:
+        UserError: If the weights are not there, not those that the run started from, or of another network.
+    """
+    assert recipe.weights is not None
+    path = _file(recipe.weights)
+    found = _checksum(path)
+    require(
+        found == (recipe.weights_sha256 or found),
+        f"weights={recipe.weights} is not the file that the recipe names: its SHA-256 is {found}, not "
+        f"weights_sha256={recipe.weights_sha256}; give the file that it was, or start another run with --out",
+    )
+    try:
+        given = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"weights={recipe.weights} is no safetensors file ({error}): write one with safetensors.torch.save_file"
+        ) from error
+    own = model.state_dict()
+    left_out = _left_out([*own, *given], recipe.weights_except)
+    given = {name: tensor for name, tensor in given.items() if name not in left_out}
+    _check_fit(own, given, left_out, recipe)
+    model.load_state_dict(given, strict=False)  # what it would be strict about has been looked at
+
+
+def _file(word: str) -> Path:
+    path = Path(word).expanduser()
+    if checkpoint.is_checkpoint(path):
+        return checkpoint.open_checkpoint(path).path / checkpoint.WEIGHTS
+    require(
+        path.is_file(),
+        f"weights={word} is neither a safetensors file nor a checkpoint of a run (RUN/OPTIMIZER/checkpoints/step-...): "
+        f"give one of them",
+    )
+    return path
+
+
+def _checksum(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"weights={path} cannot be read ({error.strerror}): choose another file") from error
+
+
+def _left_out(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if any(fnmatchcase(part, pattern) for part in self_and_parents(name))}
+        require(
+            bool(matched),
+            f"weights_except={pattern} matches no weight, neither of the file nor of the network: {_some(names)}",
+        )
+        found |= matched
+    return found
+
+
+def _check_fit(own: dict[str, Tensor], given: dict[str, Tensor], left_out: set[str], recipe: Recipe) -> None:
+    # a weight of several names stands in a file of ours under one of them
+    known = {own[name].data_ptr() for name in given if name in own and own[name].numel()}
+    missing = [
+        name
+        for name, tensor in own.items()
+        if not (name in given or name in left_out or name.endswith(COUNTERS) or tensor.data_ptr() in known)
+    ]
+    unexpected = sorted(name for name in given if name not in own)
+    other = [
+        f"{name} {tuple(tensor.shape)} for {tuple(own[name].shape)}"
+        for name, tensor in given.items()
+        if name in own and tensor.shape != own[name].shape
+    ]
+    parts = {"missing": missing, "unexpected": unexpected, "of another shape": other}
+    faults = [f"{what}: {_some(names)}" for what, names in parts.items() if names]
+    require(
+        not faults,
+        f"weights={recipe.weights} are not those of model={recipe.model} ({'; '.join(faults)}): choose the network "
+        f"that they are of, or leave names out, such as the head's, with weights_except=[NAME]",
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

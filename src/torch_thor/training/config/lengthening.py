@@ -1,0 +1,33 @@
+"""When a resumed run may be given more epochs than it was started with.
+
+A schedule that ends with the training has been another one from the first step on in a longer training. A schedule that
+does not know the training's length, or has a horizon of its own, is the same, and so is every step that was taken.
+"""
+
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.errors import require
+
+
+def check_epochs(stored: Recipe, recipe: Recipe) -> None:
+    """Refuse a number of epochs with which the run would not be what it is.
+
+    Args:
+        stored: The recipe of the run so far.
+        recipe: The recipe to go on with.
+    """
+    if recipe.epochs == stored.epochs:
+        return
+    require(
+        recipe.epochs > stored.epochs,
+        f"epochs={recipe.epochs} is less than the run's {stored.epochs}: --resume can lengthen a run, not shorten it; "
+        f"leave epochs out, or start another run with --out",
+    )
+    damped = any(hasattr(recipe.optimizers[name], "damping") for name in recipe.optimizer)
+    schedules = {"schedule": stored.schedule, **({"damping_schedule": stored.damping_schedule} if damped else {})}
+    for key, schedule in schedules.items():
+        require(
+            not schedule.ends_with_training,
+            f"epochs={recipe.epochs}: {key}.kind={schedule.kind} ends with the training, so the run's steps so far "
+            f"are those of {stored.epochs} epochs; start another run with --out, with {key}.horizon_epochs set if it "
+            f"may be lengthened later, or from this one's weights with weights=CHECKPOINT",
+        )

@@ -1,0 +1,98 @@
+"""What the loop needs to know: a script builds a `RunConfig` by hand, a recipe is one with more keys."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_thor.training.config.schedules.spec import ScheduleSpec
+from torch_thor.training.errors import require
+from torch_thor.training.tasks.smoothing import FORMS
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MOST_SEED = 2**63 - 1  # torch's generators take 64 bits, and each process adds its rank
+
+
+def check_seed(said: str, seed: int) -> None:
+    """Refuse a seed that torch has no room for.
+
+    Args:
+        said: What the user wrote before it.
+        seed: The seed.
+    """
+    require(0 <= seed <= MOST_SEED, f"{said}{seed} must lie in [0, {MOST_SEED}]")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long, how large, how often.
+
+    Args:
+        epochs: Passes over the training set.
+        batch_size: Samples a step, on all processes together: images, or windows of a text. What is left over at the
+            end of an epoch is left out.
+        seed: Decides the initial weights, and with the epoch's number the order of the data.
+        label_smoothing: Share of the target that labels give away, in the training loss only.
+        smoothing_form: torch spreads it over all outputs; reference, as THOR's reference trainings, over all but the
+            label's.
+        eval_interval: Steps between evaluations; `None` is `eval_epochs`. The last step is always evaluated.
+        eval_epochs: Epochs between evaluations, where `eval_interval` is `None`.
+        schedule: Of the learning rate.
+        damping_schedule: Of the damping, for optimizers that have one.
+        device: `auto` (CUDA if there is one, else the CPU) or any device name that torch knows.
+        precision: fp32; or bf16 or fp16, in which the network computes while weights and optimizer stay float32.
+        loss_scale: With fp16: what the loss is multiplied by before backward; `None` finds it as training goes on.
+        accumulation: Parts that the batch of a step is computed in, one after the other, to save memory.
+        compile: Whether `torch.compile` compiles the network.
+        ema_decay: Share of the old average that an exponential moving average of the weights keeps a step (0.9999 is
+            usual); it is evaluated beside the weights. `None` keeps no average.
+        stop_at: Value of the task's primary metric (top-1 accuracy, in (0, 1], of a classifier) at which training ends,
+            of the averaged weights where there are any; `None` trains to the end.
+    """
+
+    epochs: int = 1
+    batch_size: int = 128
+    seed: int = 0
+    label_smoothing: float = 0.0
+    smoothing_form: str = "torch"
+    eval_interval: int | None = None
+    eval_epochs: int = 1
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    damping_schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    device: str = "auto"
+    precision: str = "fp32"
+    loss_scale: float | None = None
+    accumulation: int = 1
+    compile: bool = False
+    ema_decay: float | None = None
+    stop_at: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 1, f"epochs={self.epochs} must be 1 or more")
+        require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
+        check_seed("seed=", self.seed)
+        require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")
+        require(
+            self.smoothing_form in FORMS,
+            f"smoothing_form={self.smoothing_form} is none of {', '.join(FORMS)}",
+        )
+        require(
+            self.eval_interval is None or self.eval_interval >= 1,
+            f"eval_interval={self.eval_interval} must be 1 or more steps; null evaluates every eval_epochs",
+        )
+        require(self.eval_epochs >= 1, f"eval_epochs={self.eval_epochs} must be 1 or more")
+        require(
+            self.precision in PRECISIONS,
+            f"precision={self.precision} is none of {', '.join(PRECISIONS)}",
+        )
+        require(
+            self.loss_scale is None or (self.precision == "fp16" and 0 < self.loss_scale < float("inf")),
+            f"loss_scale={self.loss_scale} must be a number above 0, with precision=fp16; null elsewhere",
+        )
+        require(
+            1 <= self.accumulation <= self.batch_size,
+            f"accumulation={self.accumulation} must lie in [1, batch_size={self.batch_size}]: it is parts of a batch",
+        )
+        require(
+            self.ema_decay is None or 0 <= self.ema_decay < 1,
+            f"ema_decay={self.ema_decay} must lie in [0, 1), 0.9999 is usual; null averages nothing",
+        )

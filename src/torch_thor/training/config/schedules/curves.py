@@ -1,0 +1,108 @@
+"""The formulas: a factor on the learning rate, or on the damping, as a pure function of the step.
+
+Nothing is stored, so a resumed run has the schedule that it would have had. `step` is the number of steps
+already taken, 0 for the first one; its factor is set before it is taken.
+
+n is the number of steps in an epoch, w the warm-up and H the horizon, both in steps; without a horizon H is the
+length of the run. The kinds of common use count from 0. With t = `step`, p = max(0, t - w) / (H - w), and f the
+factor at the end:
+
+    constant     1
+    linear       1 - p (1 - f)
+    cosine       f + (1 - f) (1 + cos πp) / 2
+    polynomial   f + (1 - f) (1 - p)^power        BERT's lr and damping with THOR: `end`, `horizon_steps`
+    exponential  rate^(max(0, t - w) / n)         the rate is a factor for each epoch
+    step         gamma^(milestones m ≤ t / n)     epochs of the training: the first step after m whole epochs
+
+The two schedules of ResNet-50 with THOR count from 1, as their reference does: the first step already has e = 1 / n.
+With t = `step` + 1, e = t / n and E = H / n, both from the beginning of the training:
+
+    thor-lr      (1 - e / E)^decay, · 1/2 where e ≥ decay_epochs, · 1/2 again where e ≥ decay_epochs + 1
+    thor-damping rate^(e / 10)                    the rate is a factor for ten epochs
+
+So the last step of epoch number `decay_epochs` is the first one that is halved.
+
+Warm-up multiplies any of them by (`step` + 1) / w in the first w steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a spec asks here which kinds there are
+    from torch_thor.training.config.schedules.spec import ScheduleSpec
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step on the clocks that schedules go by.
+
+    Args:
+        progress: p, from 0 after the warm-up to 1 at the horizon.
+        warmed_epochs: Epochs since the warm-up, counted from 0.
+        epochs: Epochs since the beginning, counted from 0.
+        reference_epochs: e, epochs since the beginning, counted from 1 / n.
+        horizon_epochs: E.
+    """
+
+    progress: float
+    warmed_epochs: float
+    epochs: float
+    reference_epochs: float
+    horizon_epochs: float
+
+
+def _thor_lr(spec: ScheduleSpec, at: Moment) -> float:
+    e, begin = at.reference_epochs, math.inf if spec.decay_epochs is None else spec.decay_epochs
+    halvings = (e >= begin) + (e >= begin + 1)
+    whole = math.pow(max(0.0, 1.0 - e / at.horizon_epochs), spec.decay)  # rounding must not make it negative at E
+    return math.ldexp(whole, -halvings)
+
+
+FALLS: dict[str, Callable[[ScheduleSpec, Moment], float]] = {  # from 1 to 0, put between 1 and `final` by `factor`
+    "linear": lambda spec, at: 1.0 - at.progress,
+    "cosine": lambda spec, at: (1.0 + math.cos(math.pi * at.progress)) / 2.0,
+    "polynomial": lambda spec, at: (1.0 - at.progress) ** spec.power,
+}
+BOUNDED = (*FALLS, "thor-lr")  # those that have a horizon
+SHAPES: dict[str, Callable[[ScheduleSpec, Moment], float]] = {
+    "constant": lambda spec, at: 1.0,
+    **FALLS,
+    "exponential": lambda spec, at: spec.rate**at.warmed_epochs,
+    "step": lambda spec, at: spec.gamma ** sum(milestone <= at.epochs for milestone in spec.milestones),
+    "thor-lr": _thor_lr,
+    "thor-damping": lambda spec, at: spec.rate ** (at.reference_epochs / 10.0),
+}
+
+
+def factor(spec: ScheduleSpec, step: int, steps_per_epoch: int, total_steps: int, final: float | None = None) -> float:
+    """The factor for one step.
+
+    Args:
+        spec: The schedule; one that `check` let through.
+        step: Steps already taken (0 for the first).
+        steps_per_epoch: Optimizer steps in one epoch.
+        total_steps: Optimizer steps in the whole run.
+        final: Factor reached at the horizon; `None` is the schedule's own.
+
+    Returns:
+        The factor on the starting value.
+    """
+    warmup = round(spec.warmup_epochs * steps_per_epoch)
+    horizon = spec.horizon(steps_per_epoch, total_steps)
+    past = max(0, step - warmup)
+    moment = Moment(
+        progress=past / max(1, horizon - warmup),
+        warmed_epochs=past / steps_per_epoch,
+        epochs=step / steps_per_epoch,
+        reference_epochs=(step + 1) / steps_per_epoch,
+        horizon_epochs=horizon / steps_per_epoch,
+    )
+    value = SHAPES[spec.kind](spec, moment)
+    if spec.kind in FALLS:
+        low = spec.final if final is None else final
+        value = low + (1.0 - low) * value
+    return value * (step + 1) / warmup if step < warmup else value

@@ -1,0 +1,101 @@
+"""The settings of a schedule, as a recipe states them."""
+
+import math
+from dataclasses import dataclass
+
+from torch_thor.training.config.schedules.curves import BOUNDED, SHAPES
+from torch_thor.training.errors import require
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """One schedule. A kind reads its own settings and leaves the others alone.
+
+    Args:
+        kind: constant, linear, cosine, polynomial, exponential, step, thor-lr or thor-damping.
+        warmup_epochs: Epochs (fractions are fine) of linear growth from nothing to the full value.
+        final: Factor reached at the horizon (linear, cosine and polynomial).
+        rate: Factor for each epoch (exponential), or for ten epochs (thor-damping).
+        end: Value reached at the horizon, in the place of `final`; `None` is the starting value times `final`.
+        power: Exponent of polynomial.
+        milestones: Epochs after which step multiplies by `gamma`.
+        gamma: Factor at each milestone (step).
+        decay: Exponent of thor-lr.
+        decay_epochs: Epoch from which thor-lr is halved, and again from the next; `None` is never.
+        horizon_epochs: Where linear, cosine, polynomial and thor-lr end, in epochs from the beginning of the training.
+            It may lie beyond the last epoch, not before it; `None` is the length of the training.
+        horizon_steps: The same in steps; give one of the two.
+    """
+
+    kind: str = "constant"
+    warmup_epochs: float = 0.0
+    final: float = 0.0
+    rate: float = 1.0
+    end: float | None = None
+    power: float = 1.0
+    milestones: tuple[float, ...] = ()
+    gamma: float = 0.1
+    decay: float = 1.0
+    decay_epochs: float | None = None
+    horizon_epochs: float | None = None
+    horizon_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.kind in SHAPES, f"kind={self.kind} is no schedule: use one of {', '.join(SHAPES)}")
+        require(0 <= self.warmup_epochs < math.inf, f"warmup_epochs={self.warmup_epochs} must be 0 or more")
+        require(
+            0 <= self.final <= 1,
+            f"final={self.final} must lie in [0, 1]: it is a factor on the starting value",
+        )
+        require(0 < self.rate <= 1, f"rate={self.rate} must lie in (0, 1]: it is the factor for each epoch")
+        require(self.end is None or 0 <= self.end < math.inf, f"end={self.end} must be 0 or more; null takes final")
+        require(
+            self.end is None or self.final == 0,
+            f"end={self.end} and final={self.final} both say where the schedule ends: give one",
+        )
+        for name in ("power", "decay"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"{name}={value} must be above 0: it is an exponent, and 1 is linear")
+        require(0 < self.gamma <= 1, f"gamma={self.gamma} must lie in (0, 1]: it is the factor at each milestone")
+        require(
+            all(0 < milestone < math.inf for milestone in self.milestones)
+            and all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False)),
+            f"milestones={list(self.milestones)} must rise from above 0: they are epochs, such as [30, 60, 80]",
+        )
+        require(
+            self.kind != "step" or bool(self.milestones),
+            "kind=step needs milestones: give the epochs after which to multiply by gamma, such as [30, 60, 80]",
+        )
+        require(
+            self.decay_epochs is None or 0 <= self.decay_epochs < math.inf,
+            f"decay_epochs={self.decay_epochs} must be 0 or more; null never halves",
+        )
+        require(
+            self.horizon_epochs is None or self.horizon_steps is None,
+            f"horizon_epochs={self.horizon_epochs} and horizon_steps={self.horizon_steps} say the same: give one",
+        )
+        for name in ("horizon_epochs", "horizon_steps"):
+            value = getattr(self, name)
+            require(
+                value is None or 0 < value < math.inf,
+                f"{name}={value} must be above 0; null is the length of the training",
+            )
+
+    @property
+    def ends_with_training(self) -> bool:
+        """Whether the length of the training is part of the formula."""
+        return self.kind in BOUNDED and self.horizon_epochs is None and self.horizon_steps is None
+
+    def horizon(self, steps_per_epoch: int, total_steps: int) -> float:
+        """Where the schedule ends.
+
+        Args:
+            steps_per_epoch: Optimizer steps in one epoch.
+            total_steps: Optimizer steps in the whole run.
+
+        Returns:
+            H, in steps.
+        """
+        if self.horizon_steps is not None:
+            return self.horizon_steps
+        return total_steps if self.horizon_epochs is None else self.horizon_epochs * steps_per_epoch

@@ -1,0 +1,1 @@
+"""Batches: which samples each process gets, and the readers of images and text behind them."""

@@ -1,0 +1,230 @@
+"""A cache of decoded evaluation images: cropped, uint8, one memory-mapped file.
+
+Evaluation crops never change, so decoding them at each evaluation is the same work again. The cache is a folder
+
+    <what>-<key>/images.u8    (N, size, size, 3), uint8
+    <what>-<key>/index.json   what it was made from, the images that could not be read, and a checksum of each file
+
+whose key is a digest over the crop and over path, size and modification time of every file. It is written under another
+name, flushed, and renamed. When a file changes the key does, and the stale folder is removed. Each opening reads all of
+it once, to compare the checksums: some seconds for the 7.5 GB of ImageNet, which evaluation is about to read anyway.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from torch_thor.training.config.data_spec import Workers
+from torch_thor.training.data.decoding import BrokenImageError
+from torch_thor.training.data.folder import FolderSource
+from torch_thor.training.data.reading import raw_loader
+from torch_thor.training.data.transforms import EvaluationTransform
+from torch_thor.training.errors import UserError, writing
+from torch_thor.training.files import flush, intact, sealed, sha256
+
+FORMAT = 2  # in the key: a cache of format 1, without checksums, is stale
+IMAGES, INDEX = "images.u8", "index.json"
+BATCH = 64
+ANOTHER = "choose another data.cache, or null for none"
+
+
+class CachedSource:
+    """Evaluation images, already cropped.
+
+    Args:
+        source: Where they came from.
+        folder: The cache's folder.
+        size: Side of an image, in pixels.
+        broken: Reason for each image that could not be read.
+    """
+
+    def __init__(self, source: FolderSource, folder: Path, size: int, broken: dict[int, str]) -> None:
+        self.source, self.folder, self.size, self.broken = source, folder, size, broken
+        self.labels, self.classes = source.labels, source.classes
+        count = len(source.labels)
+        path = str(folder / IMAGES)
+        flat = torch.from_file(path, shared=False, size=count * size * size * 3, dtype=torch.uint8)
+        self.images = flat.view(count, size, size, 3).permute(0, 3, 1, 2)
+
+    def load(self, index: int) -> Tensor:
+        """Read one image.
+
+        Args:
+            index: In [0, N).
+
+        Returns:
+            (3, size, size), uint8.
+
+        Raises:
+            BrokenImageError: If the image could not be read when the cache was made.
+        """
+        if index in self.broken:
+            raise BrokenImageError(self.broken[index])
+        return self.images[index]
+
+    def where(self, index: int) -> str:
+        """Path of the file that an image was made from.
+
+        Args:
+            index: In [0, N).
+
+        Returns:
+            The full path.
+        """
+        return self.source.where(index)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"source": self.source, "folder": self.folder, "size": self.size, "broken": self.broken}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # a started worker maps the file itself; gigabytes do not travel
+
+
+@dataclass
+class Uncropped:
+    """What is left to do to a cached image: nothing.
+
+    Args:
+        size: Side of an image, in pixels.
+    """
+
+    size: int
+
+    def __call__(self, image: Tensor, epoch: int, index: int) -> Tensor:
+        """Give the image back.
+
+        Args:
+            image: (3, size, size), uint8.
+            epoch: Makes no difference.
+            index: Makes no difference.
+
+        Returns:
+            The image.
+        """
+        return image
+
+
+def open_cache(
+    folder: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers, say: Callable[[str], None]
+) -> CachedSource:
+    """Open the cache of an evaluation set; make it first where it is missing or stale.
+
+    Of several processes on a machine one makes it while the others wait.
+
+    Args:
+        folder: Where caches lie; made if it is missing.
+        source: The evaluation images.
+        crop: What is done to each.
+        workers: The processes that decode.
+        say: Told, in one line each, when a cache is made, and what is wrong with one that is there.
+
+    Returns:
+        The same images, cropped.
+    """
+    what = _digest(str(source.root.resolve()), str(crop.size), str(crop.resize))
+    final = folder / f"{what}-{_key(source, crop)}"
+    size = len(source.labels) * crop.size * crop.size * 3
+    with suppress(_UnusableError):  # all processes of a machine at once: it takes seconds
+        return CachedSource(source, final, crop.size, _read(final, size))
+    with writing(folder, ANOTHER):
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{what}.lock"):  # let go by a process that dies, too
+            try:
+                broken = _read(final, size)
+            except _UnusableError as error:
+                if error.said:
+                    say(f"the cache {final} is damaged ({error.said}): it is made anew")
+                for stale in folder.glob(f"{what}-*"):  # also what a killed process left behind
+                    shutil.rmtree(stale)
+                broken = _make(final, source, crop, workers, say)
+    return CachedSource(source, final, crop.size, broken)
+
+
+class _UnusableError(Exception):
+    """No whole cache; with what is wrong with it, or nothing where there is none."""
+
+    def __init__(self, said: str = "") -> None:
+        self.said = said
+
+
+def _read(final: Path, size: int) -> dict[int, str]:
+    # the broken images of a whole cache
+    if not final.exists():
+        raise _UnusableError
+    try:
+        index = json.loads((final / INDEX).read_text(encoding="utf-8"))
+        if not (isinstance(index, dict) and intact(index)):
+            raise _UnusableError(f"{INDEX} does not match its checksum")
+        if (final / IMAGES).stat().st_size != size or sha256(final / IMAGES) != index["sha256"]:
+            raise _UnusableError(f"{IMAGES} does not match its checksum")
+    except OSError as error:
+        raise _UnusableError(f"{error.strerror}: {error.filename}") from error
+    except (ValueError, RecursionError) as error:
+        raise _UnusableError(f"{INDEX} is no JSON") from error
+    return {int(number): str(reason) for number, reason in index["broken"].items()}
+
+
+def _make(
+    final: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers, say: Callable[[str], None]
+) -> dict[int, str]:
+    count, pixels = len(source.labels), crop.size * crop.size * 3
+    free = shutil.disk_usage(final.parent).free
+    if free < count * pixels:
+        raise UserError(
+            f"the cache of {count} decoded images needs {count * pixels / 1e9:.1f} GB, {final.parent} has "
+            f"{free / 1e9:.1f} GB free: {ANOTHER}"
+        )
+    say(f"{source.root}: decoding {count} images into {final} ({count * pixels / 1e9:.1f} GB), once")
+    temporary = final.with_name(f"{final.name}.writing")
+    temporary.mkdir()
+    with (temporary / IMAGES).open("wb") as file:  # torch would let nobody but its owner read it
+        file.truncate(count * pixels)
+        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would kill a process that writes to its memory
+            os.posix_fallocate(file.fileno(), 0, count * pixels)
+    images = torch.from_file(str(temporary / IMAGES), shared=True, size=count * pixels, dtype=torch.uint8)
+    rows = images.view(count, crop.size, crop.size, 3)
+    broken: dict[int, str] = {}
+    parts = [range(first, min(first + BATCH, count)) for first in range(0, count, BATCH)]
+    keys = [[(0, index) for index in part] for part in parts]
+    for part, batch in zip(parts, raw_loader(source, crop, keys, workers), strict=True):
+        broken.update(batch.broken)
+        kept = [index for index in part if index not in broken]
+        rows[kept] = batch.images.permute(0, 2, 3, 1)
+    with (temporary / IMAGES).open("rb+") as file:
+        os.fsync(file.fileno())
+    index = {
+        "format": FORMAT,
+        "root": str(source.root),
+        "size": crop.size,
+        "resize": crop.resize,
+        "broken": {str(number): reason for number, reason in broken.items()},
+        "sha256": sha256(temporary / IMAGES),
+    }
+    (temporary / INDEX).write_text(json.dumps(sealed(index), indent=1) + "\n", encoding="utf-8")
+    flush(temporary / INDEX)
+    temporary.rename(final)
+    return broken
+
+
+def _key(source: FolderSource, crop: EvaluationTransform) -> str:
+    parts = [str(FORMAT), str(crop.size), str(crop.resize)]
+    for index in range(len(source.labels)):
+        try:
+            state = Path(source.where(index)).stat()
+            parts.append(f"{source.name(index)}\0{state.st_size}\0{state.st_mtime_ns}")
+        except OSError:  # it will be a broken image
+            parts.append(source.name(index))
+    return _digest(*parts)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]

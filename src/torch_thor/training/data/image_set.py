@@ -1,0 +1,146 @@
+"""From what a recipe says of its images to the streams that a training needs."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from torch_thor.training.config.data_spec import FOLDER, DataSpec
+from torch_thor.training.data.broken import BrokenImages
+from torch_thor.training.data.cache import Uncropped, open_cache
+from torch_thor.training.data.cifar import open_cifar
+from torch_thor.training.data.folder import FolderSource, open_evaluation_folder, open_folders
+from torch_thor.training.data.loader import ImageLoader
+from torch_thor.training.data.reading import Crop
+from torch_thor.training.data.shards import BatchOrder, EvaluationOrder, Shard, TrainingOrder, WholeBatches
+from torch_thor.training.data.source import ImageSource
+from torch_thor.training.data.stream import Streams, TrainingStream
+from torch_thor.training.data.transforms import EvaluationTransform, Normalize, TrainingTransform
+from torch_thor.training.data.workers import check_workers
+from torch_thor.training.errors import require
+
+
+class EvaluationImages:
+    """Images that are read while a network is evaluated on them.
+
+    Args:
+        spec: Which images, and how they are read.
+        device: Where batches go.
+        say: Told, in one line each, of what every process finds alike.
+        report: Told, in one line each, of broken images, which this process alone has met; `None` is `say`.
+        processes: Training processes on this machine, to count the workers of all.
+
+    Raises:
+        UserError: If images cannot be found.
+    """
+
+    evaluation: ImageSource
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        device: torch.device,
+        say: Callable[[str], None],
+        report: Callable[[str], None] | None = None,
+        *,
+        processes: int = 1,
+    ) -> None:
+        check_workers(spec.workers, processes, say)
+        self.spec, self.device, self.report = spec, device, report or say
+        self.transform = spec.crops
+        self._find(say)
+        self._evaluation_crop: Crop = EvaluationTransform(self.transform)
+        if spec.cache is not None and isinstance(self.evaluation, FolderSource):
+            crop = EvaluationTransform(self.transform)
+            self.evaluation = open_cache(Path(spec.cache), self.evaluation, crop, spec.workers, say)
+            self._evaluation_crop = Uncropped(self.transform.size)
+
+    def _find(self, say: Callable[[str], None]) -> None:
+        root = _root(self.spec, "val/")
+        if self.spec.name == FOLDER:
+            self.evaluation = open_evaluation_folder(root, say)
+        else:
+            _, self.evaluation = open_cifar(self.spec.name, root, download=self.spec.download)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.evaluation.classes)
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of an image as the network sees it."""
+        return 3, self.transform.size, self.transform.size
+
+    def open_evaluation(self, *, batch_size: int, shard: Shard) -> ImageLoader:
+        """Open it, each image once over all ranks, in the batches that one process would have.
+
+        Args:
+            batch_size: Images of a batch.
+            shard: Which rank of how many.
+
+        Returns:
+            The rank's batches.
+        """
+        order = WholeBatches(len(self.evaluation.labels), batch_size, shard)
+        return self._loader(self.evaluation, self._evaluation_crop, order)
+
+    def _loader(self, source: ImageSource, crop: Crop, order: BatchOrder) -> ImageLoader:
+        return ImageLoader(
+            source,
+            crop,
+            order,
+            normalize=Normalize(self.transform.mean, self.transform.std),
+            workers=self.spec.workers,
+            broken=BrokenImages(self.spec.max_broken, self.report),
+            device=self.device,
+        )
+
+
+class ImageSet(EvaluationImages):
+    """Images that are read while training goes on: found and checked here, opened as streams for each training.
+
+    Args:
+        spec: Which images, and how they are read.
+        device: Where batches go.
+        say: Told, in one line each, of what every process finds alike.
+        report: Told, in one line each, of broken images, which this process alone has met; `None` is `say`.
+        processes: Training processes on this machine, to count the workers of all.
+
+    Raises:
+        UserError: If images cannot be found or are not what can be trained on.
+    """
+
+    train: ImageSource
+
+    def _find(self, say: Callable[[str], None]) -> None:
+        root = _root(self.spec, "train/ and val/")
+        if self.spec.name == FOLDER:
+            self.train, self.evaluation = open_folders(root, say)
+        else:
+            self.train, self.evaluation = open_cifar(self.spec.name, root, download=self.spec.download)
+
+    def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
+        """Open it from the beginning.
+
+        Args:
+            batch_size: Images of a step, on all ranks together; a rank evaluates as many at a time as it trains on.
+            seed: Decides the order and the crops, with the epoch's number.
+            shard: Which rank of how many.
+
+        Returns:
+            Both streams.
+        """
+        order = TrainingOrder(len(self.train.labels), batch_size, seed, shard)
+        evaluation = EvaluationOrder(len(self.evaluation.labels), batch_size // shard.world_size, shard)
+        loader = self._loader(self.train, TrainingTransform(self.transform, seed), order)
+        return Streams(TrainingStream(loader, order), self._loader(self.evaluation, self._evaluation_crop, evaluation))
+
+
+def _root(spec: DataSpec, holds: str) -> Path:
+    require(
+        spec.root is not None or spec.name != FOLDER,
+        f"data.root is not set: {FOLDER} needs the folder that holds {holds}; give it as data.root=FOLDER",
+    )
+    root = Path(spec.root) if spec.root is not None else Path.home() / ".cache" / "torch-thor"
+    return root.expanduser()

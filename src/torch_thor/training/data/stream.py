@@ -1,0 +1,241 @@
+"""Training batches without end, with a position that a checkpoint can hold; and what a training reads.
+
+The loop knows no more of data than what stands here: trees of tensors, on the device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torch_thor.training.data.shards import BatchOrder, Shard, TrainingOrder
+from torch_thor.training.errors import UserError
+
+Batch = Any  # a tree of tensors with the samples in their first dimension: (images, labels), say
+
+
+class BatchLoader(Protocol):
+    """The batches of one rank."""
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            start: Batches to pass over.
+
+        Returns:
+            Trees of tensors, on the device.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has found out about its samples.
+
+        Returns:
+            Plain values.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what another loader knew.
+
+        Args:
+            state: From `state_dict`.
+        """
+        ...
+
+
+class MemoryLoader:
+    """Batches of what is in memory.
+
+    Args:
+        tensors: A tree of tensors, each (N, ...), on the device to train on.
+        order: Which samples, and when.
+    """
+
+    def __init__(self, tensors: Any, order: BatchOrder) -> None:
+        self.tensors, self.order = tensors, order
+        self._device = tree_leaves(tensors)[0].device
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self.order.batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            start: Batches to pass over.
+
+        Yields:
+            Trees like that of the tensors, on their device.
+        """
+        for numbers in self.order.epoch(epoch, start):
+            yield self.take(torch.tensor(numbers, dtype=torch.int64, device=self._device))
+
+    def take(self, numbers: Tensor) -> Batch:
+        """The samples of a batch.
+
+        Args:
+            numbers: Which, (n,), int64.
+
+        Returns:
+            A tree like that of the tensors.
+        """
+        return tree_map(lambda tensor: tensor[numbers], self.tensors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what is in memory is whole.
+
+        Returns:
+            An empty mapping.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take up.
+
+        Args:
+            state: From `state_dict`.
+        """
+
+
+class TrainingStream:
+    """Training batches without end, with a position that a checkpoint can hold.
+
+    One iteration gives what is left of the current epoch. A batch counts as consumed when it is handed out, however
+    many the loader has read ahead.
+
+    Args:
+        loader: Of training batches.
+        order: The loader's.
+    """
+
+    def __init__(self, loader: BatchLoader, order: TrainingOrder) -> None:
+        self.loader, self.order = loader, order
+        self.epoch = 0
+        self.batch = 0
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader.batches(self.epoch, self.batch):
+            done = self.epoch * len(self) + self.batch + 1
+            self.epoch, self.batch = divmod(done, len(self))
+            yield batch
+
+    def endless(self) -> Iterator[Batch]:
+        """All batches from here on, epoch after epoch.
+
+        Yields:
+            Trees of tensors.
+        """
+        while True:
+            yield from self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in.
+
+        Returns:
+            Plain values.
+        """
+        return {"epoch": self.epoch, "batch": self.batch, "loader": self.loader.state_dict(), **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another stream was: the same samples in the same batches with the same crops.
+
+        Args:
+            state: From `state_dict`, of this rank or another, of as many ranks or not: what a batch holds does not
+                depend on how it is shared out.
+
+        Raises:
+            UserError: If the other stream had other data, another seed or another batch size.
+        """
+        state = {"samples": state.get("images"), **state}  # as older versions called them
+        for key, own in self._identity().items():
+            if state[key] != own:
+                raise UserError(
+                    f"the checkpoint's data has {key}={state[key]}, this run {key}={own}: resume with the same"
+                )
+        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
+        self.loader.load_state_dict(state["loader"])
+
+    def _identity(self) -> dict[str, int]:
+        return {"samples": self.order.count, "batch_size": self.order.batch_size, "seed": self.order.seed}
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What a training reads, of one rank.
+
+    Args:
+        train: Training batches.
+        evaluation: Evaluation batches, each sample once over all ranks; a batch may be empty.
+    """
+
+    train: TrainingStream
+    evaluation: BatchLoader
+
+
+class EvaluationSet(Protocol):
+    """What a network is evaluated on, whether there is anything to train it on or not."""
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        ...
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(C, H, W) of an image as the network sees it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches stand."""
+        ...
+
+    def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:
+        """Open it, each image once over all ranks, in the batches that one process would have.
+
+        Args:
+            batch_size: Images of a batch.
+            shard: Which rank of how many.
+
+        Returns:
+            The rank's batches; one rank may have a batch more than another.
+        """
+        ...
+
+
+class DataSet(EvaluationSet, Protocol):
+    """A data set that streams can be opened on, again for each training."""
+
+    def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
+        """Open it from the beginning.
+
+        Args:
+            batch_size: Images of a step, on all ranks together.
+            seed: Decides the order and the crops, with the epoch's number.
+            shard: Which rank of how many.
+
+        Returns:
+            Both streams.
+        """
+        ...

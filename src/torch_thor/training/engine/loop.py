@@ -1,0 +1,192 @@
+"""The training loop. Everything that is not arithmetic (files, bars, signals) is a `Callback`."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from torch_thor.training.config.run_config import RunConfig
+from torch_thor.training.engine import parallel, schedule_step
+from torch_thor.training.engine.evaluation import evaluate
+from torch_thor.training.engine.history import EvalPoint, History, RefreshPoint, StepPoint
+from torch_thor.training.engine.refreshes import refresh_due, refresh_points
+from torch_thor.training.engine.step import Stepper
+from torch_thor.training.tasks.task import Batch, Task, primary
+
+
+class Run:
+    """A training in progress: what callbacks see.
+
+    Args:
+        model: The network, on its device.
+        optimizer: Its optimizer.
+        task: What it trains, on the same device.
+        config: How long, how large, how often.
+        average: Of the weights, made before the optimizer (see `averaging.averaged`); `None` keeps no average.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        config: RunConfig,
+        average: AveragedModel | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.task, self.config, self.average = model, optimizer, task, config, average
+        self.primary = primary(task.metrics())
+        if config.stop_at is not None:
+            self.primary.check_target("stop_at", config.stop_at)
+        self.streams = task.open_data(parallel.shard())
+        self.stepper = Stepper(model, optimizer, task, config)
+        self.steps_per_epoch = len(self.streams.train)
+        self.total_steps = self.steps_per_epoch * config.epochs
+        self.schedules = {"lr": config.schedule, "damping": config.damping_schedule}
+        for key, schedule in self.schedules.items():
+            schedule_step.check(optimizer, key, schedule, self.steps_per_epoch, self.total_steps)
+        self.eval_interval = config.eval_interval or self.steps_per_epoch * config.eval_epochs
+        self.step = 0
+        self.seconds = 0.0
+        self.record = History()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the latest evaluation has reached the target at which training ends."""
+        evaluations, goal = self.record.evaluations, self.config.stop_at
+        return goal is not None and bool(evaluations) and evaluations[-1].reaches(goal)
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.step >= self.total_steps or self.reached
+
+
+class Callback:
+    """Something that watches a run. Every method may be left as it is."""
+
+    def before_training(self, run: Run) -> None:
+        """Called once; `run.step` is above 0 when a run is resumed.
+
+        Args:
+            run: The training.
+        """
+
+    def after_step(self, run: Run, point: StepPoint) -> None:
+        """Called after each optimizer step.
+
+        Args:
+            run: The training.
+            point: What the step measured.
+        """
+
+    def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
+        """Called after each step that decided about the curvature of one layer or more, after `after_step`.
+
+        Args:
+            run: The training.
+            points: What it decided, layer by layer.
+        """
+
+    def after_evaluation(self, run: Run, point: EvalPoint) -> None:
+        """Called after each evaluation.
+
+        Args:
+            run: The training.
+            point: What the evaluation measured.
+        """
+
+    def at_boundary(self, run: Run) -> None:
+        """Called after each step and the evaluation that belongs to it: the place to save or to stop.
+
+        Args:
+            run: The training.
+        """
+
+    def after_training(self, run: Run) -> None:
+        """Called once, when the last step is done.
+
+        Args:
+            run: The training.
+        """
+
+
+def train(run: Run, callbacks: Sequence[Callback] = ()) -> History:
+    """Train from `run.step` to the end of the last epoch, or to the target that ends it.
+
+    Args:
+        run: A new training, or one that a checkpoint was loaded into.
+        callbacks: Told what happens, in this order.
+
+    Returns:
+        The loss at every step, what every refresh decided, and the metrics of every evaluation.
+    """
+    for callback in callbacks:
+        callback.before_training(run)
+    run.model.train()
+    batches = run.streams.train.endless()
+    while not run.done:
+        point = _step(run, batches)
+        run.record.steps.append(point)
+        for callback in callbacks:
+            callback.after_step(run, point)
+        refreshes = refresh_points(run.optimizer, run.step)
+        run.record.refreshes.extend(refreshes)
+        if refreshes:
+            for callback in callbacks:
+                callback.after_refresh(run, refreshes)
+        if run.step % run.eval_interval == 0 or run.step == run.total_steps:
+            score = _evaluation(run)
+            run.record.evaluations.append(score)
+            for callback in callbacks:
+                callback.after_evaluation(run, score)
+        for callback in callbacks:
+            callback.at_boundary(run)
+    for callback in callbacks:
+        callback.after_training(run)
+    return run.record
+
+
+def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
+    optimizer = run.optimizer
+    for key, schedule in run.schedules.items():
+        schedule_step.apply(optimizer, key, schedule, run.step, run.steps_per_epoch, run.total_steps)
+    refresh = refresh_due(optimizer)
+    started = time.perf_counter()
+    batch = next(batches)
+    waited = time.perf_counter() - started
+    result = run.stepper.take(batch, run.step + 1)
+    if run.average is not None:
+        run.average.update_parameters(run.model)
+    duration = time.perf_counter() - started
+    run.step += 1
+    run.seconds += duration
+    group = optimizer.param_groups[0]
+    return StepPoint(
+        step=run.step,
+        loss=result.loss,
+        lr=float(group["lr"]),
+        seconds=run.seconds,
+        duration=duration,
+        refresh=refresh,
+        terms=result.terms,
+        waited=waited,
+        damping=float(group["damping"]) if "damping" in group else None,
+        skipped=result.skipped,
+    )
+
+
+def _evaluation(run: Run) -> EvalPoint:
+    def score(model: nn.Module) -> Mapping[str, float]:
+        parallel.share_buffers(model)
+        return evaluate(run.task, model, run.streams.evaluation).metrics
+
+    return EvalPoint(
+        run.step,
+        run.seconds,
+        score(run.model),
+        None if run.average is None else score(run.average.module),
+        run.primary.name,
+        run.primary.higher_is_better,
+    )

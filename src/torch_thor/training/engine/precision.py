@@ -1,0 +1,99 @@
+"""Mixed precision: autocast, and for float16 a loss scale that keeps small gradients from vanishing.
+
+Weights, optimizer state and curvature stay float32 (Micikevicius et al. 2018).
+"""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from torch_thor.training.config.run_config import PRECISIONS
+from torch_thor.training.errors import UserError
+
+NEVER = 2**31 - 1  # steps: a fixed scale does not grow
+MOST_SKIPPED = 50  # steps in a row
+
+
+class Precision:
+    """How a step computes.
+
+    Args:
+        name: A key of `PRECISIONS`.
+        loss_scale: With fp16, a fixed scale, or `None` for one that halves at each overflow and doubles after 2,000
+            steps without (torch's defaults).
+        device: Where the network is.
+    """
+
+    def __init__(self, name: str, loss_scale: float | None, device: torch.device) -> None:
+        self.dtype, self.device = PRECISIONS[name], device
+        self.fixed = None if loss_scale is None else float(loss_scale)  # torch takes no int
+        scaling = self.dtype == torch.float16
+        options = {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scaling, **options)  # type: ignore[arg-type]
+        self._skipped_in_a_row = 0
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context of a forward pass.
+
+        Returns:
+            Autocast to the chosen precision; nothing for fp32.
+        """
+        context: AbstractContextManager[None] = torch.autocast(
+            self.device.type, self.dtype, enabled=self.dtype != torch.float32
+        )
+        return context
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients, scaled if there is a scale.
+
+        Args:
+            loss: A number.
+        """
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take the optimizer's step, unless a gradient overflowed.
+
+        Args:
+            optimizer: The optimizer.
+
+        Returns:
+            Whether the step was taken.
+
+        Raises:
+            UserError: If far too many steps in a row overflow.
+        """
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        taken = self.scaler.get_scale() >= before  # it is lowered where a gradient overflowed, and only there
+        self._skipped_in_a_row = 0 if taken else self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            raise UserError(
+                f"{MOST_SKIPPED} steps in a row overflowed float16, the loss scale is {self.scaler.get_scale():g}: "
+                "lower lr, or use precision=bf16"
+            )
+        if self.fixed is not None and not taken:
+            self.scaler.update(new_scale=self.fixed)
+        return taken
+
+    def state_dict(self) -> dict[str, object]:
+        """The scale.
+
+        Returns:
+            Plain values; empty without a scale.
+        """
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on with a scale.
+
+        Args:
+            state: From `state_dict`.
+        """
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state)

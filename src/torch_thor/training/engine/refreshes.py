@@ -1,0 +1,77 @@
+"""What THOR has refreshed, as the application records it; first-order optimizers have nothing to say here."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim import THOR
+from torch_thor.training.engine.history import RefreshPoint
+
+
+def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, LayerCurvature]:
+    """The layers whose curvature an optimizer keeps.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        Module name to layer curvature; empty for first-order optimizers.
+    """
+    return optimizer.curvature if isinstance(optimizer, THOR) else {}
+
+
+def refresh_points(optimizer: torch.optim.Optimizer, step: int) -> list[RefreshPoint]:
+    """What the step just done decided about the curvature.
+
+    Args:
+        optimizer: Any optimizer.
+        step: The step's number, from 1.
+
+    Returns:
+        One point for each layer that was due; empty for first-order optimizers.
+    """
+    events = optimizer.last_refresh if isinstance(optimizer, THOR) else ()
+    return [
+        RefreshPoint(
+            step=step,
+            layer=event.layer,
+            decision=event.decision.value,
+            trace_change=_finite(event.trace_change),
+            trace=_finite(event.trace),
+        )
+        for event in events
+    ]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None  # JSON has no word for the others
+
+
+def refresh_due(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the coming step gathers statistics, whatever the trace rule then does with them.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        True if a layer is due; False for first-order optimizers.
+    """
+    return any(layer.due for layer in curvature_of(optimizer).values())
+
+
+def steps_to_refresh(optimizer: torch.optim.Optimizer) -> int | None:
+    """How many steps come before the next one that gathers statistics.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        0 if it is the coming one; `None` if none will come, because there are no layers or all have stopped.
+    """
+    if refresh_due(optimizer):
+        return 0
+    if all(layer.stopped for layer in curvature_of(optimizer).values()):
+        return None
+    return min(int(group["next_refresh"] - group["step"]) for group in optimizer.param_groups)

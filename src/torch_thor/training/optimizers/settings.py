@@ -1,0 +1,187 @@
+"""The settings of an optimizer in a recipe, read off the optimizer: names and defaults from its signature, meanings
+from its documentation.
+
+What a recipe has otherwise is said where the optimizer is registered: `betas` are two keys, and what no training needs
+(`foreach`, `capturable`, ...) is none.
+"""  # noqa: D205
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any
+
+from torch_thor.training.errors import require
+
+# How an optimizer computes, and what a recipe says elsewhere
+NO_SETTINGS = {
+    "params", "model", "exclude", "foreach", "maximize", "capturable", "differentiable", "fused",
+    "decoupled_weight_decay",
+}  # fmt: skip
+BETAS = ("beta1", "beta2")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """What every optimizer has.
+
+    Args:
+        lr: Learning rate.
+        weight_decay: Weight decay, each optimizer's own kind.
+    """
+
+    lr: float = 0.1
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.lr < math.inf, f"lr={self.lr} must be above 0")
+        require(
+            0 <= self.weight_decay < math.inf,
+            f"weight_decay={self.weight_decay} must be 0 or more; 0 switches it off",
+        )
+
+
+def _is_a_decay(name: str, value: float) -> None:
+    require(0 <= value < 1, f"{name}={value} must lie in [0, 1): it is what one step keeps of those before")
+
+
+def _is_not_negative(name: str, value: float) -> None:
+    require(0 <= value < math.inf, f"{name}={value} must be 0 or more")
+
+
+RULES: dict[str, Callable[[str, float], None]] = {
+    **dict.fromkeys(("momentum", "alpha", "rho", *BETAS), _is_a_decay),
+    **dict.fromkeys(("lr_decay", "initial_accumulator_value", "eps"), _is_not_negative),
+}
+
+
+def settings_of(
+    name: str,
+    optimizer: Callable[..., Any],
+    *,
+    module: str,
+    without: Sequence[str] = (),
+    rules: Sequence[str] = tuple(RULES),
+    check: Callable[[Any], None] | None = None,
+    types: Mapping[str, Any] | None = None,
+    meanings: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> type[OptimizerSettings]:
+    """Make the class of an optimizer's settings.
+
+    Args:
+        name: The class's.
+        optimizer: Its signature and its documentation are read.
+        module: Where the class stands under this name.
+        without: Arguments that are no keys, beside those of `NO_SETTINGS`.
+        rules: Keys whose values `RULES` checks; the optimizer checks the others when it is made.
+        check: What else is checked.
+        types: Types of keys that their defaults do not tell.
+        meanings: Of keys that are not in the recipe what they are in the signature.
+        defaults: Defaults that are not the optimizer's own.
+
+    Returns:
+        A frozen dataclass with `lr` and `weight_decay` first, then the others in the optimizer's order.
+    """
+    given = _arguments(optimizer, {*NO_SETTINGS, *without}) | dict(defaults or {})
+    checked = [key for key in given if key in rules and key in RULES]
+
+    def check_all(self: OptimizerSettings) -> None:
+        OptimizerSettings.__post_init__(self)
+        for key in checked:
+            RULES[key](key, getattr(self, key))
+        if check is not None:
+            check(self)
+
+    ordered = ["lr", "weight_decay", *(key for key in given if key not in ("lr", "weight_decay"))]
+    kinds = {key: (types or {}).get(key) or _type(given[key]) for key in ordered}
+    items = [(key, kinds[key], _default(given[key], kinds[key])) for key in ordered]
+    documented = documented_arguments(optimizer) | dict(meanings or {})
+    lines = [f"    {key}: {documented[key]}" for key in ordered[2:]]
+    namespace = {
+        "__post_init__": check_all,
+        "__doc__": "\n".join([f"Settings of `{_name(optimizer)}`.\n", "Args:", *lines]),
+    }
+    made = make_dataclass(name, items, bases=(OptimizerSettings,), frozen=True, namespace=namespace)
+    made.__module__ = module
+    return made
+
+
+def _name(optimizer: Callable[..., Any]) -> str:
+    return str(getattr(optimizer, "__name__", optimizer))
+
+
+def _arguments(optimizer: Callable[..., Any], left_out: set[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, argument in inspect.signature(optimizer).parameters.items():
+        if name == "betas":
+            found.update(zip(BETAS, argument.default, strict=True))
+        elif name not in left_out:
+            found[name] = argument.default
+    return found
+
+
+def _type(default: Any) -> Any:
+    if isinstance(default, bool | str):
+        return type(default)
+    return float | None if default is None else float
+
+
+def _default(value: Any, kind: Any) -> Any:
+    if isinstance(value, dict):
+        return field(default_factory=lambda: dict(value))
+    return float(value) if kind is float else value
+
+
+def documented_arguments(documented: Any) -> dict[str, str]:
+    """What a class says of its arguments, in torch's form or in Google's.
+
+    Args:
+        documented: The class.
+
+    Returns:
+        Argument -> a sentence, without markup and without the default; `betas` is said of both.
+    """
+    lines = inspect.cleandoc(documented.__doc__ or "").splitlines()
+    begin = next(place for place, line in enumerate(lines) if line.strip() == "Args:")
+    indent = len(lines[begin]) - len(lines[begin].lstrip()) + 4
+    found: dict[str, str] = {}
+    latest = ""
+    for line in lines[begin + 1 :]:
+        here = len(line) - len(line.lstrip())
+        if line.strip() and here < indent:
+            break
+        entry = re.match(r"\s*(\w+)(?: \([^)]*\))? ?: ?(.*)", line) if here == indent else None
+        if entry is not None:
+            latest, rest = entry[1], entry[2]
+            found[latest] = rest
+        elif line.strip():
+            found[latest] += f" {line.strip()}"
+    sentences = {name: _sentence(text) for name, text in found.items()}
+    if "betas" in sentences:
+        sentences |= dict.fromkeys(BETAS, sentences["betas"])
+    return sentences
+
+
+def _sentence(text: str) -> str:
+    plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("`", "")
+    for default in (r"\s*\(default: [^)]*\)?\)", r"[;.] None: \S+ \(spectral: [^)]*\)"):
+        plain = re.sub(default, "", plain)
+    plain = re.sub(r"\bNone\b", "`None`", plain).strip().rstrip(".")
+    return f"{plain[0].upper() if plain[0].isascii() else plain[0]}{plain[1:]}."
+
+
+def settings_dict(settings: OptimizerSettings) -> dict[str, Any]:
+    """Settings as the arguments of their optimizer.
+
+    Args:
+        settings: Of any optimizer.
+
+    Returns:
+        Keyword arguments, `betas` joined again.
+    """
+    options = {item.name: getattr(settings, item.name) for item in fields(settings)}
+    if set(BETAS) <= options.keys():
+        options["betas"] = tuple(options.pop(name) for name in BETAS)
+    return options

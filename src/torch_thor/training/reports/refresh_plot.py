@@ -1,0 +1,62 @@
+"""What the trace rule did, as a picture: which layer took, kept or stopped when, and the traces that it looked at."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch_thor.training.engine.history import History, RefreshPoint
+
+COLOURS = {"update": "#0072b2", "keep": "#d3e4f2", "stop": "#bbbbbb", "failed": "#d55e00"}  # told apart by all eyes
+MEANING = {
+    "update": "new factors taken",
+    "keep": "old factors kept",
+    "stop": "stopped for good",
+    "failed": "not invertible",
+}
+MOST_NAMED = 60  # layers whose names can be read beside their rows
+MOST_IN_LEGEND = 16
+
+
+def draw_refreshes(record: History, layers: Sequence[str], path: Path) -> None:
+    """Draw a row of decisions for each layer, and below it the trace of each layer over time.
+
+    Args:
+        record: The run.
+        layers: Names of the layers with curvature, in the model's order.
+        path: The PNG to write.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure  # slow to import, and no window is wanted
+    from matplotlib.patches import Patch
+
+    rows_height = min(12.0, 0.8 + 0.25 * len(layers))
+    figure = Figure(figsize=(10, rows_height + 3.6), layout="constrained")
+    rows, traces = figure.subplots(2, 1, sharex=True, height_ratios=[rows_height, 3.4])
+    seen = {point.decision for point in record.refreshes}
+    for place, layer in enumerate(layers):
+        points = [point for point in record.refreshes if point.layer == layer]
+        spans = list(_spans(points, len(record.steps) + 1))
+        rows.broken_barh(spans, (place - 0.4, 0.8), facecolors=[COLOURS[p.decision] for p in points], linewidth=0)
+        colour = colormaps["viridis"](place / max(1, len(layers) - 1))
+        known = [point for point in points if point.trace]
+        traces.plot(
+            [p.step for p in known], [p.trace for p in known], color=colour, marker=".", ms=3, lw=1, label=layer
+        )
+    named = range(len(layers)) if len(layers) <= MOST_NAMED else ()
+    rows.set_yticks(list(named), [layers[i] for i in named], fontsize=8)
+    rows.set(ylim=(len(layers) - 0.5, -0.5), title="What each refresh did, until the next one", ylabel="layer")
+    handles = [Patch(color=COLOURS[decision], label=text) for decision, text in MEANING.items() if decision in seen]
+    rows.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, fontsize=8, frameon=False)
+    traces.set(yscale="log", xlabel="step", ylabel="tr(F + λI), new statistics")
+    traces.grid(alpha=0.3)
+    if len(layers) <= MOST_IN_LEGEND:
+        traces.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
+    temporary = path.with_suffix(".writing.png")
+    figure.savefig(temporary, dpi=100)
+    temporary.rename(path)
+
+
+def _spans(points: Sequence[RefreshPoint], end: int) -> Iterator[tuple[int, int]]:
+    """Where each decision holds: start and length in steps, up to the layer's next one."""
+    for start, following in itertools.pairwise([*(point.step for point in points), end]):
+        yield start, following - start

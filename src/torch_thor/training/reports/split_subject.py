@@ -1,0 +1,128 @@
+"""What `torch-thor split-dim` looks at: a model by name or from a file, and a sample batch of real images."""
+
+import importlib.util
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_thor.training.errors import UserError, require
+from torch_thor.training.models.library import find_model
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as reference trainings normalise
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what comes with it.
+
+    Args:
+        name: What the user called it.
+        model: The model, in the mode that its maker left it in.
+        sample_batch: What a user's function returned beside it; None: images are wanted.
+        loss_fn: The same, as `torch_thor.choose_split_dim` takes it.
+    """
+
+    name: str
+    model: nn.Module
+    sample_batch: Any = None
+    loss_fn: Callable[..., Tensor] | None = None
+
+
+def load_subject(word: str, seed: int) -> Subject:
+    """Build the model that a user names.
+
+    Args:
+        word: A torchvision or timm name (`torchvision:NAME`, `timm:NAME`, or bare), or `FILE.py:FUNCTION`.
+        seed: Of the random initialisation.
+
+    Returns:
+        The subject.
+    """
+    torch.manual_seed(seed)
+    path, colon, function = word.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_file(word, Path(path), function)
+    return Subject(word, find_model(word, [], "for one of your own give FILE.py:FUNCTION").build())
+
+
+def _from_file(word: str, path: Path, function: str) -> Subject:
+    require(path.is_file(), f"{path} does not exist: give FILE.py:FUNCTION, a function that returns a model")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        returned = getattr(module, function)()
+    except Exception as error:
+        raise UserError(f"{word} failed: {type(error).__name__}: {_first_line(error)}") from error
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    require(
+        1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module),
+        f"{word} returned {type(returned).__name__}: return a model, (model, sample_batch) or (model, sample_batch, "
+        f"loss_fn)",
+    )
+    return Subject(word, *parts)
+
+
+def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tuple[Tensor, str]:
+    """Cut random crops from photographs, flipped and normalised as trainings on ImageNet do it.
+
+    Args:
+        count: How many.
+        pixels: Height and width.
+        folder: Where the images are, in any depth; None: the two photographs inside scikit-learn.
+        seed: Of choice and crops.
+
+    Returns:
+        Images (count, 3, pixels, pixels), and a sentence on where they are from.
+    """
+    from torchvision.transforms import v2
+
+    photographs, source = _photographs(count, folder, seed)
+    crop = v2.Compose(
+        [
+            v2.ToImage(),
+            v2.RandomResizedCrop(pixels, scale=(0.08, 1.0), antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(_MEAN, _STD),
+        ]
+    )
+    torch.manual_seed(seed)
+    images = torch.stack([crop(photographs[index % len(photographs)]) for index in range(count)])
+    return images.as_subclass(Tensor), source
+
+
+def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Any], str]:
+    from PIL import Image
+    from torchvision.transforms.v2.functional import to_pil_image
+
+    from torch_thor.training.data.decoding import BrokenImageError, decode_rgb
+    from torch_thor.training.data.image_files import read_image
+
+    if folder is None:
+        from sklearn.datasets import load_sample_images
+
+        found = [Image.fromarray(image) for image in load_sample_images().images]
+        return found, "crops of the two photographs in scikit-learn (--data takes yours)"
+    require(folder.is_dir(), f"--data {folder} is no folder: give one with images in it")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    require(len(paths) >= count, f"--data {folder} holds {len(paths)} images: give --batch {len(paths) or 1} or less")
+    images = []
+    for path in random.Random(seed).sample(paths, count):
+        try:
+            images.append(to_pil_image(decode_rgb(read_image(path))))
+        except BrokenImageError as error:
+            raise UserError(f"{path} cannot be read as an image: {_first_line(error)}") from error
+    return images, f"crops of {count} images of {folder}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or ["no message"])[0]

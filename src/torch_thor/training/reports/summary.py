@@ -1,0 +1,256 @@
+"""What a person looks at when training is over: a table and the curves."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from torch_thor.training.engine.history import AVERAGED, EvalPoint, History
+from torch_thor.training.engine.refreshes import curvature_of
+from torch_thor.training.printing import cell
+from torch_thor.training.tasks.task import Metric, primary
+
+SMOOTHING = 0.9  # the training loss is drawn as a running average with this decay
+
+
+@dataclass(frozen=True)
+class Refreshed:
+    """What the trace rule did to one layer: how often it took new factors, kept its own, or failed to invert."""
+
+    layer: str
+    refreshes: int
+    kept: int
+    failed: int
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One optimizer's run.
+
+    Args:
+        name: The optimizer's.
+        record: What was measured.
+        refreshed: Which curvature was refreshed.
+        metrics: What its evaluations give.
+        unit: What a loss term is, in the plural.
+        stop_at: Value of the primary metric at which it was to end.
+    """
+
+    name: str
+    record: History
+    refreshed: tuple[Refreshed, ...]
+    metrics: Sequence[Metric]
+    unit: str
+    stop_at: float | None = None
+
+    @property
+    def ended_at_target(self) -> bool:
+        """Whether it became as good as it was to become."""
+        return self.stop_at is not None and self.record.evaluations[-1].reaches(self.stop_at)
+
+
+def refreshed_layers(optimizer: torch.optim.Optimizer, record: History) -> tuple[Refreshed, ...]:
+    """What was refreshed, layer by layer.
+
+    Args:
+        optimizer: Any optimizer.
+        record: Its run.
+
+    Returns:
+        One entry for each layer with curvature; empty for first-order optimizers.
+    """
+    counts = Counter((point.layer, point.decision) for point in record.refreshes)
+    return tuple(
+        Refreshed(name, layer.refreshes, counts[name, "keep"], counts[name, "failed"], layer.stopped)
+        for name, layer in curvature_of(optimizer).items()
+    )
+
+
+def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Table:
+    """The final table: one column for each optimizer.
+
+    Args:
+        summaries: The runs, of one task.
+        targets: Values of its primary metric to count steps and seconds to.
+
+    Returns:
+        A table for a Rich console.
+    """
+    table = Table(title="Result", title_justify="left")
+    table.add_column("")
+    for summary in summaries:
+        table.add_column(summary.name, justify="right")
+    decides = primary(summaries[0].metrics)
+    for target in targets:
+        reached = (_reached(s.record, target) for s in summaries)
+        table.add_row(f"steps (seconds) to {_target(decides, target)}", *reached)
+    finals = [summary.record.evaluations[-1] for summary in summaries]
+    shown = [metric for metric in summaries[0].metrics if metric.primary or metric.name != "loss"]
+    for metric in shown:
+        table.add_row(f"final {metric.title}", *(metric.text(final.metrics[metric.name]) for final in finals))
+    if any(final.averaged is not None for final in finals):
+        for metric in shown:
+            table.add_row(f"averaged weights, {metric.title}", *(_averaged(metric, final) for final in finals))
+    bests = [best for summary in summaries if (best := summary.record.best) is not None]
+    table.add_row(f"best {decides.word} (its step)", *(f"{decides.text(best.value)} ({best.step})" for best in bests))
+    table.add_row("steps (seconds) in all", *(f"{final.step} ({final.seconds:.1f} s)" for final in finals))
+    for stop_at in sorted({s.stop_at for s in summaries if s.stop_at is not None}):
+        table.add_row(
+            f"ended at {_target(decides, stop_at)}", *("yes" if s.ended_at_target else "no" for s in summaries)
+        )
+    table.add_row(f"{summaries[0].unit} a second, ordinary steps", *(_throughput(s.record) for s in summaries))
+    table.add_row("waiting for data", *(f"{s.record.waiting_share():.1%} of the time" for s in summaries))
+    table.add_row("an ordinary step, median", *(_milliseconds(s.record, refresh=False) for s in summaries))
+    table.add_row("a refresh step, median", *(_milliseconds(s.record, refresh=True) for s in summaries))
+    table.add_row("refresh steps", *(str(sum(p.refresh for p in s.record.steps)) for s in summaries))
+    skipped = [_skipped(summary.record) for summary in summaries]
+    if any(skipped):
+        table.add_row("steps skipped (float16 overflow)", *map(str, skipped))
+    table.add_row("layers refreshed, of those due", *(_refreshes(s) for s in summaries))
+    table.add_row("layers stopped", *(_stopped(s.refreshed) for s in summaries))
+    return table
+
+
+def refresh_table(summary: Summary) -> Table:
+    """What the trace rule did, layer by layer.
+
+    Args:
+        summary: A run with curvature.
+
+    Returns:
+        A table for a Rich console.
+    """
+    table = Table("layer", title=f"What {summary.name} refreshed", title_justify="left")
+    for column in ("refreshes", "kept", "failed"):
+        table.add_column(column, justify="right")
+    table.add_column("stopped")
+    for layer in summary.refreshed:
+        counts = (str(layer.refreshes), str(layer.kept), str(layer.failed))
+        table.add_row(cell(layer.layer), *counts, "yes" if layer.stopped else "no")
+    return table
+
+
+def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
+    """Draw the loss and the primary metric against steps and against seconds.
+
+    Args:
+        summaries: The runs, of one task.
+        path: The PNG to write.
+    """
+    from matplotlib.figure import Figure  # slow to import, and no window is wanted
+
+    decides = primary(summaries[0].metrics)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes = figure.subplots(2, 2, sharey="row")
+    for summary in summaries:
+        steps, evaluations = summary.record.steps, summary.record.evaluations
+        losses = _smooth([point.loss for point in steps])
+        values = [point.metrics[decides.name] for point in evaluations]
+        axes[0][0].plot([point.step for point in steps], losses, label=summary.name)
+        axes[0][1].plot([point.seconds for point in steps], losses, label=summary.name)
+        axes[1][0].plot([point.step for point in evaluations], values, marker=".", label=summary.name)
+        axes[1][1].plot([point.seconds for point in evaluations], values, marker=".", label=summary.name)
+        if any(point.averaged is not None for point in evaluations):
+            averages = [math.nan if p.averaged is None else p.averaged[decides.name] for p in evaluations]
+            style: dict[str, Any] = {"ls": "--", "marker": ".", "label": f"{summary.name}, averaged weights"}
+            axes[1][0].plot([point.step for point in evaluations], averages, **style)
+            axes[1][1].plot([point.seconds for point in evaluations], averages, **style)
+    for column, unit in enumerate(("steps", "seconds of training")):
+        axes[0][column].set(yscale="log", ylabel="training loss, smoothed")
+        axes[1][column].set(xlabel=unit, ylabel=f"test {decides.title}")
+        for row in (0, 1):
+            axes[row][column].grid(alpha=0.3)
+            axes[row][column].legend()
+    temporary = path.with_suffix(".writing.png")
+    figure.savefig(temporary, dpi=120)
+    temporary.rename(path)
+
+
+def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
+    """One run's results, for programs.
+
+    Args:
+        summary: The run.
+        targets: Values of the primary metric to count steps and seconds to.
+
+    Returns:
+        Plain values.
+    """
+    record, final, best = summary.record, summary.record.evaluations[-1], summary.record.best
+    reached = {str(target): record.first_reaching(target) for target in targets}
+    return {
+        "optimizer": summary.name,
+        "steps": final.step,
+        "seconds": final.seconds,
+        **final.metrics,
+        **{f"{AVERAGED}{name}": value for name, value in (final.averaged or dict.fromkeys(final.metrics)).items()},
+        "best": best and {"step": best.step, primary(summary.metrics).word: best.value},
+        "stop_at": summary.stop_at,
+        "ended_at_target": summary.ended_at_target,
+        "targets": {key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()},
+        f"{summary.unit}_per_second": record.median_terms_per_second(),
+        "waiting_for_data": record.waiting_share(),
+        "skipped_steps": _skipped(record),
+        "ordinary_step_seconds": record.median_duration(refresh=False),
+        "refresh_step_seconds": record.median_duration(refresh=True),
+        "refreshed": {item.layer: _counts(item) for item in summary.refreshed},
+    }
+
+
+def _counts(item: Refreshed) -> dict[str, int | bool]:
+    return {"refreshes": item.refreshes, "kept": item.kept, "failed": item.failed, "stopped": item.stopped}
+
+
+def _reached(record: History, target: float) -> str:
+    point = record.first_reaching(target)
+    return f"{point.step} ({point.seconds:.1f} s)" if point else "not reached"
+
+
+def _milliseconds(record: History, *, refresh: bool) -> str:
+    seconds = record.median_duration(refresh=refresh)
+    return "none" if seconds is None else f"{1000 * seconds:.1f} ms"
+
+
+def _target(metric: Metric, value: float) -> str:
+    if not metric.share:
+        return f"{metric.word} {value:.6g}"
+    text = f"{100 * value:.4g}"  # a target such as 75.97% is not rounded
+    return f"{text}%" if "." in text else f"{text}.0%"
+
+
+def _averaged(metric: Metric, final: EvalPoint) -> str:
+    return "none" if final.averaged is None else metric.text(final.averaged[metric.name])
+
+
+def _throughput(record: History) -> str:
+    rate = record.median_terms_per_second()
+    return "not known" if rate is None else f"{rate:.4g}"
+
+
+def _skipped(record: History) -> int:
+    return sum(point.skipped for point in record.steps)
+
+
+def _refreshes(summary: Summary) -> str:
+    due = len(summary.record.refreshes)
+    return f"{sum(layer.refreshes for layer in summary.refreshed)} of {due}" if due else "none"
+
+
+def _stopped(refreshed: Sequence[Refreshed]) -> str:
+    return f"{sum(layer.stopped for layer in refreshed)} of {len(refreshed)}" if refreshed else "none"
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    smooth: list[float] = []
+    latest = math.nan
+    for value in values:
+        if math.isfinite(value):  # a step that was skipped may not be
+            latest = value if math.isnan(latest) else SMOOTHING * latest + (1 - SMOOTHING) * value
+        smooth.append(latest)
+    return smooth

@@ -1,0 +1,209 @@
+"""The classic problem of the K-FAC literature: a deep autoencoder of small images.
+
+It is trained on the cross-entropy of the pixels, summed over those of an image (Martens and Grosse 2015, section 13),
+and judged by the squared error of its reconstructions. A loss term is an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torch_thor.training.config.data_spec import IN_MEMORY
+from torch_thor.training.data.in_memory import EVALUATION_BATCH, load_data
+from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches
+from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, TrainingStream
+from torch_thor.training.errors import require
+from torch_thor.training.models.autoencoder import deep_autoencoder
+from torch_thor.training.tasks.checks import check_not_images
+from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+
+if TYPE_CHECKING:  # a recipe asks its task what it may say
+    from torch_thor.training.config.recipe import Recipe
+    from torch_thor.training.config.run_config import RunConfig
+
+MODELS = ("deep-autoencoder",)
+MOST_HELD_OUT = 2000  # images of the test set that are evaluated on
+
+
+class Autoencoder:
+    """A network that reconstructs images; a batch is their pixels, (n, pixels), in [0, 1].
+
+    Args:
+        train: Images to train on, (N, pixels), on the device to train on.
+        held_out: Images to evaluate on, (M, pixels).
+        config: Batch size and seed.
+    """
+
+    unit: ClassVar[str] = "images"
+    METRICS: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss", "cross-entropy", "test loss", higher_is_better=False),
+        Metric("squared_error", "squared error", "squared error", higher_is_better=False, primary=True),
+    )
+
+    def __init__(self, train: Tensor, held_out: Tensor, config: RunConfig) -> None:
+        self.train, self.held_out, self.config = train, held_out, config
+
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        """Refuse what this task has no use for.
+
+        Args:
+            recipe: The recipe.
+        """
+        check_not_images(recipe, MODELS)
+        require(
+            recipe.data.name in IN_MEMORY,
+            f"data.name={recipe.data.name}: task={recipe.task} takes one of {', '.join(IN_MEMORY)}",
+        )
+
+    @classmethod
+    def open(
+        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
+    ) -> Autoencoder:
+        """Load the images.
+
+        Args:
+            recipe: The recipe.
+            device: Where batches go.
+            say: Not needed: the images are whole or an error.
+            report: Nor this.
+
+        Returns:
+            The task.
+        """
+        data = load_data(recipe.data)
+        low, high = data.train_images.min(), data.train_images.max()
+        images = (data.train_images, data.test_images[:MOST_HELD_OUT])
+        train, held_out = (((x.flatten(1) - low) / (high - low)).to(device) for x in images)
+        return cls(train, held_out, recipe)
+
+    @classmethod
+    def open_saved(
+        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]
+    ) -> Autoencoder:
+        """Load the images: pixels are scaled by the training images, so those are needed too.
+
+        Args:
+            recipe: The recipe.
+            device: Where batches go.
+            say: Not needed.
+            changed: Makes no difference.
+
+        Returns:
+            The task.
+        """
+        return cls.open(recipe, device, say, say)
+
+    @classmethod
+    def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
+        """Refuse images of another size than those of the training.
+
+        Args:
+            trained: The recipe of the training.
+            recipe: The same with the keys that were changed.
+            changed: Those keys.
+
+        Returns:
+            The recipe to evaluate with.
+        """
+        sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
+        require(
+            sizes[0] == sizes[1],
+            f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: evaluate "
+            f"it on data like those",
+        )
+        return recipe
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches stand."""
+        return self.train.device
+
+    def build_model(self) -> nn.Module:
+        """Build the network with torch's global random numbers (seed them first).
+
+        Returns:
+            The network, on the CPU.
+        """
+        return deep_autoencoder(self.train.shape[1])
+
+    def open_data(self, shard: Shard) -> Streams:
+        """Open the images from the beginning.
+
+        Args:
+            shard: Which rank of how many.
+
+        Returns:
+            Training batches and evaluation batches.
+        """
+        order = TrainingOrder(len(self.train), self.config.batch_size, self.config.seed, shard)
+        evaluation = EvaluationOrder(len(self.held_out), EVALUATION_BATCH, shard)
+        return Streams(TrainingStream(MemoryLoader(self.train, order), order), MemoryLoader(self.held_out, evaluation))
+
+    def open_evaluation(self, shard: Shard) -> BatchLoader:
+        """Open the held-out images alone.
+
+        Args:
+            shard: Which rank of how many.
+
+        Returns:
+            The rank's batches.
+        """
+        return MemoryLoader(self.held_out, WholeBatches(len(self.held_out), EVALUATION_BATCH, shard))
+
+    def terms(self, batch: Batch) -> Terms:
+        """Count images.
+
+        Args:
+            batch: Pixels, (n, pixels).
+
+        Returns:
+            Their number.
+        """
+        return Terms(len(batch))
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The cross-entropy of pixels, summed over an image, as a mean over images.
+
+        Args:
+            model: The network.
+            batch: Pixels, (n, pixels).
+
+        Returns:
+            The loss, and the logits.
+        """
+        logits = model(batch)
+        return Loss(_cross_entropy(logits, batch) / len(batch), logits, "bernoulli")
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sum up the cross-entropy and the squared error.
+
+        Args:
+            model: The network.
+            batch: Pixels, (n, pixels).
+
+        Returns:
+            `loss` and `squared_error`, both summed over pixels too.
+        """
+        logits = model(batch)
+        return {
+            "loss": _cross_entropy(logits, batch),
+            "squared_error": (torch.sigmoid(logits) - batch).square().sum(1).sum(),
+        }
+
+    def metrics(self) -> Sequence[Metric]:
+        """Name what an evaluation gives.
+
+        Returns:
+            Loss and squared error, which decides.
+        """
+        return self.METRICS
+
+
+def _cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:
+    return functional.binary_cross_entropy_with_logits(logits, pixels, reduction="sum")

@@ -1,0 +1,205 @@
+"""A language model of characters, on a text that every Python carries. A loss term is a predicted character."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torch_thor.training.config.data_spec import DataSpec
+from torch_thor.training.data.python_text import SYMBOLS, WindowLoader, WindowOrder, characters, windows
+from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
+from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, TrainingStream
+from torch_thor.training.errors import require
+from torch_thor.training.models.char_transformer import CharTransformer
+from torch_thor.training.tasks.checks import check_not_images
+from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+
+if TYPE_CHECKING:  # a recipe asks its task what it may say
+    from torch_thor.training.config.recipe import Recipe
+    from torch_thor.training.config.run_config import RunConfig
+
+MODELS = ("char-transformer",)
+CONTEXT = 64  # characters of a window
+EVALUATION_BATCH = 64  # windows
+
+
+class CharLM:
+    """A network that predicts characters; a batch is (characters, next characters), (n, CONTEXT) each, int64.
+
+    Args:
+        train: The text to train on, (length,), on the device to train on.
+        held_out: The text to evaluate on.
+        config: Batch size, in windows, and seed.
+    """
+
+    unit: ClassVar[str] = "characters"
+    METRICS: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss", "loss", "held-out loss", higher_is_better=False, primary=True),
+        Metric(
+            "perplexity",
+            "perplexity",
+            "perplexity",
+            higher_is_better=False,
+            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # what a float holds
+        ),
+    )
+
+    def __init__(self, train: Tensor, held_out: Tensor, config: RunConfig) -> None:
+        self.train, self.config = train, config
+        starts = torch.arange(0, len(held_out) - CONTEXT - 1, CONTEXT, device=held_out.device)
+        self.held_out = windows(held_out, starts, CONTEXT)
+
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        """Refuse what this task has no use for.
+
+        Args:
+            recipe: The recipe.
+        """
+        check_not_images(recipe, MODELS)
+        require(
+            recipe.data == DataSpec(),
+            f"data is set: task={recipe.task} is trained on the text of this Python's own help; leave data out",
+        )
+
+    @classmethod
+    def open(
+        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
+    ) -> CharLM:
+        """Read the text.
+
+        Args:
+            recipe: The recipe.
+            device: Where batches go.
+            say: Not needed: every Python has the text.
+            report: Nor this.
+
+        Returns:
+            The task.
+        """
+        train, held_out = (codes.to(device) for codes in characters())
+        return cls(train, held_out, recipe)
+
+    @classmethod
+    def open_saved(cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]) -> CharLM:
+        """Read the text.
+
+        Args:
+            recipe: The recipe.
+            device: Where batches go.
+            say: Not needed.
+            changed: Makes no difference.
+
+        Returns:
+            The task.
+        """
+        return cls.open(recipe, device, say, say)
+
+    @classmethod
+    def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
+        """There is one text only.
+
+        Args:
+            trained: The recipe of the training.
+            recipe: The same with the keys that were changed.
+            changed: Those keys.
+
+        Returns:
+            The recipe to evaluate with.
+        """
+        return recipe
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches stand."""
+        return self.train.device
+
+    def build_model(self) -> nn.Module:
+        """Build the network with torch's global random numbers (seed them first).
+
+        Returns:
+            The network, on the CPU.
+        """
+        return CharTransformer(SYMBOLS, CONTEXT)
+
+    def open_data(self, shard: Shard) -> Streams:
+        """Open the text from the beginning.
+
+        Args:
+            shard: Which rank of how many.
+
+        Returns:
+            Training batches and evaluation batches.
+        """
+        order = WindowOrder(
+            len(self.train) // CONTEXT,
+            self.config.batch_size,
+            self.config.seed,
+            shard,
+            positions=len(self.train) - CONTEXT,
+        )
+        evaluation = EvaluationOrder(len(self.held_out[0]), EVALUATION_BATCH, shard)
+        return Streams(
+            TrainingStream(WindowLoader(self.train, CONTEXT, order), order), MemoryLoader(self.held_out, evaluation)
+        )
+
+    def open_evaluation(self, shard: Shard) -> BatchLoader:
+        """Open the held-out text alone.
+
+        Args:
+            shard: Which rank of how many.
+
+        Returns:
+            The rank's batches.
+        """
+        return MemoryLoader(self.held_out, WholeBatches(len(self.held_out[0]), EVALUATION_BATCH, shard))
+
+    def terms(self, batch: Batch) -> Terms:
+        """Count predicted characters.
+
+        Args:
+            batch: Characters and next characters.
+
+        Returns:
+            Their number.
+        """
+        return Terms(batch[1].numel())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The mean cross-entropy of the next characters.
+
+        Args:
+            model: The network.
+            batch: Characters and next characters.
+
+        Returns:
+            The loss, and the scores (n · CONTEXT, SYMBOLS).
+        """
+        scores = model(batch[0]).flatten(0, 1)
+        return Loss(functional.cross_entropy(scores, batch[1].flatten()), scores)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sum up the cross-entropy of the next characters.
+
+        Args:
+            model: The network.
+            batch: Characters and next characters.
+
+        Returns:
+            `loss`.
+        """
+        scores = model(batch[0]).flatten(0, 1)
+        return {"loss": functional.cross_entropy(scores, batch[1].flatten(), reduction="sum")}
+
+    def metrics(self) -> Sequence[Metric]:
+        """Name what an evaluation gives.
+
+        Returns:
+            Loss, which decides, and perplexity.
+        """
+        return self.METRICS

@@ -1,0 +1,30 @@
+"""What the tasks beside image classification refuse in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch_thor.training.errors import require
+
+if TYPE_CHECKING:  # a recipe asks its task what it may say
+    from torch_thor.training.config.recipe import Recipe
+
+
+def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
+    """Refuse another task's network, and what only a classifier of images has a use for.
+
+    Args:
+        recipe: The recipe.
+        models: The networks of its task.
+    """
+    task = recipe.task
+    require(
+        recipe.model in models,
+        f"model={recipe.model} is no network of task={task}: use {', '.join(models)}",
+    )
+    require(recipe.classes is None, f"classes={recipe.classes}: task={task} has no classes; leave classes=null")
+    require(
+        recipe.label_smoothing == 0,
+        f"label_smoothing={recipe.label_smoothing}: task={task} has no smoothed labels; leave label_smoothing=0",
+    )

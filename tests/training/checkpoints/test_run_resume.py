@@ -1,0 +1,221 @@
+"""A resumed run equals one that never stopped, bit for bit, wherever it stopped."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
+from torch_thor.training.checkpoints.checkpoint import newest_whole
+from torch_thor.training.checkpoints.run_folder import RunFolder
+from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
+from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
+from torch_thor.training.engine.loop import Callback, train
+from torch_thor.training.errors import StoppedError, UserError
+from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training.experiment import run_recipe
+from torch_thor.training.models import classifiers as models
+from torch_thor.training.optimizers.registry import OPTIMIZERS
+
+STEPS_PER_EPOCH = 6
+
+
+class Noisy(nn.Module):
+    """Batch statistics and dropout: running averages and random numbers matter."""
+
+    def __init__(self, in_channels, classes):
+        super().__init__()
+        self.body = models.BasicBlock(in_channels, 4, stride=2)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, images):
+        return self.head(self.drop(self.body(images).flatten(1)))
+
+
+class StopAt(Callback):
+    def __init__(self, step, stop):
+        self.step, self.stop = step, stop
+
+    def after_step(self, run, point):
+        self.stop.received = point.step == self.step
+
+
+@pytest.fixture(scope="module")
+def data():
+    full = load_data(DataSpec("digits"))
+    return DataBundle(full.train_images[:200], full.train_labels[:200], full.test_images, full.test_labels, 10)
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    monkeypatch.setitem(models.MODELS, "noisy", Noisy)
+    words = ["model=noisy", "epochs=3", "batch_size=32", "eval_interval=4", "schedule.warmup_epochs=0.5"]
+    words += ["damping_schedule.kind=exponential", "damping_schedule.rate=0.5", "optimizers.thor.update_interval=4"]
+    words += [
+        "optimizers.thor.trace_thresholds=[0.05,0.001]",
+        "optimizers.thor.factor_decay=0.5",
+        "optimizers.thor.lr=0.005",
+    ]
+    return load_recipe("digits", words)
+
+
+def go(folder, recipe, name, data, *, resume=False, stop_at=None):
+    run = new_run(recipe, name, data)
+    stop = StopSignal()
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    if resume:
+        torch.manual_seed(999)  # another process: nothing of the first one's random numbers is left
+        restore(run, newest_whole(folder / "checkpoints", pytest.fail), metrics.path, pytest.fail)
+    checkpoints = Checkpoints(
+        folder / "checkpoints", metrics, stop, interval=5, keep=2, optimizer=name, recipe=recipe_yaml(recipe)
+    )
+    try:
+        train(run, [StopAt(stop_at, stop), metrics, checkpoints])
+    finally:
+        metrics.close()
+    return run
+
+
+def assert_same(a, b, where=""):
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{index}]")
+    else:
+        assert a == b, where
+
+
+def untimed(record):
+    steps = [replace(point, seconds=0, duration=0, waited=0) for point in record.steps]
+    return steps, record.refreshes, [replace(point, seconds=0) for point in record.evaluations]
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("stop_at", [1, 4, 6, 9, 17])  # first step, evaluation and refresh, end of epoch, mid-epoch
+def test_resumed_equals_never_stopped(tmp_path, recipe, data, name, stop_at):
+    assert_resumes(tmp_path, recipe, data, name, stop_at)
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 6])
+def test_a_resumed_run_draws_the_labels_of_the_one_that_never_stopped(tmp_path, recipe, data, stop_at):
+    settings = replace(recipe.optimizers["thor"], fisher="sampled")
+    sampled = replace(recipe, optimizers={**recipe.optimizers, "thor": settings}, accumulation=2)
+    assert_resumes(tmp_path, sampled, data, "thor", stop_at)
+
+
+def assert_resumes(tmp_path, recipe, data, name, stop_at):
+    whole = go(tmp_path / "whole", recipe, name, data) if (tmp_path / "whole").mkdir() is None else None
+    random = torch.get_rng_state()
+    (tmp_path / "cut").mkdir()
+    with pytest.raises(StoppedError, match=f"step {stop_at}"):
+        go(tmp_path / "cut", recipe, name, data, stop_at=stop_at)
+    resumed = go(tmp_path / "cut", recipe, name, data, resume=True)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+    assert_same(whole.optimizer.state_dict(), resumed.optimizer.state_dict())
+    assert untimed(whole.record) == untimed(resumed.record)
+    assert untimed(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == untimed(whole.record)
+    assert resumed.step == 3 * STEPS_PER_EPOCH
+    assert resumed.seconds >= resumed.record.steps[-1].duration
+
+
+class Killed(Callback):
+    def after_step(self, run, point):
+        if point.step == 13:
+            raise SystemExit
+
+
+def test_killed_without_warning_goes_on_from_the_checkpoint_before(tmp_path, recipe, data):
+    (tmp_path / "whole").mkdir()
+    whole = go(tmp_path / "whole", recipe, "sgd", data)
+    run = new_run(recipe, "sgd", data)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    keep = Checkpoints(
+        tmp_path / "checkpoints", metrics, StopSignal(), interval=5, keep=2, optimizer="sgd", recipe=recipe_yaml(recipe)
+    )
+    with pytest.raises(SystemExit):
+        train(run, [metrics, keep, Killed()])
+    metrics.close()
+    with metrics.path.open("a") as file:
+        file.write('{"kind": "step", "st')  # the kill came in the middle of a line
+    assert newest_whole(tmp_path / "checkpoints", pytest.fail).step == 10
+    resumed = go(tmp_path, recipe, "sgd", data, resume=True)
+    assert_same(whole.model.state_dict(), resumed.model.state_dict())
+    assert untimed(read_metrics(metrics.path)) == untimed(whole.record)
+
+
+def test_what_changes_no_step_may_change_on_resume(tmp_path):
+    words = ["optimizer=thor", "epochs=2", "batch_size=128"]
+    silent = Console(file=io.StringIO())
+    run_recipe(load_recipe("digits", words), RunFolder(tmp_path / "whole"), silent)
+    run_recipe(load_recipe("digits", [*words, "stop_at=0.05"]), RunFolder(tmp_path / "cut"), silent)
+    cut = RunFolder(tmp_path / "cut")
+    assert newest_whole(cut.checkpoints("thor"), pytest.fail).step == 11
+    changed = [*words, "stop_at=null", "targets=[0.5]", "keep_checkpoints=5", "data.workers.count=7"]
+    run_recipe(load_recipe("digits", changed), cut, silent, resume=True)
+    assert cut.stored_recipe() == load_recipe("digits", changed)
+    both = [newest_whole(RunFolder(path).checkpoints("thor"), pytest.fail) for path in (tmp_path / "whole", cut.path)]
+    assert [saved.step for saved in both] == [22, 22]
+    assert (
+        both[0].path.joinpath("model.safetensors").read_bytes()
+        == both[1].path.joinpath("model.safetensors").read_bytes()
+    )
+    with pytest.raises(UserError, match=r"other settings \(label_smoothing: 0.0 -> 0.1\)"):
+        run_recipe(load_recipe("digits", [*changed, "label_smoothing=0.1"]), cut, silent, resume=True)
+
+
+def test_metrics_that_lost_steps_come_back_from_the_checkpoint(tmp_path, recipe, data):
+    with pytest.raises(StoppedError):
+        go(tmp_path, recipe, "sgd", data, stop_at=7)
+    metrics = tmp_path / "metrics.jsonl"
+    whole = metrics.read_bytes()
+    for damage, said in (
+        (b"".join(whole.splitlines(keepends=True)[:3]), "is cut short"),
+        (whole.replace(b'"step": 5', b'"step": 6', 1), "is damaged in line 6"),  # after the evaluation of step 4
+        (None, "cannot be read (No such file or directory)"),
+    ):
+        metrics.unlink() if damage is None else metrics.write_bytes(damage)
+        run, heard = new_run(recipe, "sgd", data), []
+        restore(run, newest_whole(tmp_path / "checkpoints", pytest.fail), metrics, heard.append)
+        assert heard == [f"{metrics} {said}: written anew from the copy in {tmp_path / 'checkpoints/step-00000007'}"]
+        file = MetricsFile(metrics)
+        file.before_training(run)
+        file.close()
+        assert metrics.read_bytes() == whole
+
+
+def test_a_checkpoint_of_format_2_needs_every_step_in_the_metrics_file(tmp_path, recipe, data):
+    with pytest.raises(StoppedError):
+        go(tmp_path, recipe, "sgd", data, stop_at=7)
+    for path in (tmp_path / "checkpoints").iterdir():
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["checksum"], manifest["sha256"]["metrics.jsonl.gz"]
+        (path / "metrics.jsonl.gz").unlink()
+        (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text("".join(text.splitlines(keepends=True)[:3]))
+    with pytest.raises(UserError, match="3 of 7 steps"):
+        go(tmp_path, recipe, "sgd", data, resume=True)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert go(tmp_path, recipe, "sgd", data, resume=True).step == 3 * STEPS_PER_EPOCH
+
+
+def test_initial_weights_are_a_function_of_the_seed(recipe, data):
+    first, again = (new_run(recipe, "sgd", data).model.state_dict() for _ in range(2))
+    assert_same(first, again)
+    other = new_run(replace(recipe, seed=1), "sgd", data).model.state_dict()
+    assert not torch.equal(first["head.weight"], other["head.weight"])

@@ -1,0 +1,158 @@
+"""Recipes: typed, overridable, and mistakes are named with what was probably meant."""
+
+import dataclasses
+
+import pytest
+
+from torch_thor.training.config.recipe import (
+    differences,
+    load_recipe,
+    override,
+    parse_recipe,
+    recipe_list,
+    recipe_names,
+    recipe_yaml,
+)
+from torch_thor.training.config.schedules.spec import ScheduleSpec
+from torch_thor.training.errors import UserError
+from torch_thor.training.models.classifiers import build_model
+from torch_thor.training.optimizers.registry import OPTIMIZERS
+from torch_thor.training.optimizers.thor import THORSettings
+
+MINIMAL = "data: {name: digits}\nepochs: 3\n"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipes_are_valid_and_say_what_they_are(name):
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    assert set(recipe.optimizers) == set(OPTIMIZERS)
+    assert (name, recipe.about, recipe.reaches) in recipe_list()
+    assert len(recipe.about) > 20
+    assert len(recipe.reaches) > 20
+
+
+def test_text_round_trip_is_exact():
+    recipe = load_recipe(
+        "digits",
+        ["lr=0.123", "targets=[0.5,0.75]", "optimizers.thor.split_dim=null", "decay_filter=['*.weight', -head]"],
+    )
+    assert parse_recipe(recipe_yaml(recipe), "other name", []) == recipe
+
+
+def test_overrides_reach_their_keys():
+    recipe = load_recipe("digits", ["epochs=7", "schedule.kind=linear", "data.root=/x", "optimizers.adamw.lr=1e-4"])
+    assert (recipe.epochs, recipe.schedule.kind, recipe.data.root, recipe.optimizers["adamw"].lr) == (
+        7, "linear", "/x", 1e-4,
+    )  # fmt: skip
+
+
+def test_bare_setting_goes_to_the_chosen_optimizers_that_have_it():
+    plain = load_recipe("digits")
+    recipe = load_recipe("digits", ["lr=0.7", "optimizer=thor,adamw", "damping=2"])  # the order does not matter
+    assert recipe.optimizer == ("thor", "adamw")
+    assert (recipe.optimizers["thor"].lr, recipe.optimizers["adamw"].lr) == (0.7, 0.7)
+    assert recipe.optimizers["sgd"] == plain.optimizers["sgd"]
+    assert isinstance(recipe.optimizers["thor"], THORSettings)
+    assert recipe.optimizers["thor"].damping == 2
+
+
+def test_one_optimizer_by_name():
+    assert load_recipe("digits", ["optimizer=muon"]).optimizer == ("muon",)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("epoch=3", r"no key epoch .*did you mean epochs\?"),
+        ("schedule.knd=linear", r"schedule\.knd .*did you mean schedule\.kind\?"),
+        ("dampin=1", r"dampin .*did you mean damping\?"),
+        ("optimizers.thor.dampin=1", r"optimizers\.thor\.dampin .*optimizers\.thor\.damping"),
+        ("optimizers.tohr.lr=1", "tohr: no such optimizer"),
+        ("optimizer=tohr", "optimizer=tohr is no optimizer"),
+        ("optimizer=sgd,sgd", "names one twice"),
+        ("optimizer=[]", "optimizer is empty"),
+        ("epochs=many", "epochs: .*'many'"),
+        ("epochs=null", "epochs: "),
+        ("epochs=0", "epochs=0 must be 1 or more"),
+        ("batch_size=-3", "batch_size=-3"),
+        ("seed=-1", "seed=-1"),
+        ("lr=-1", "lr=-1.0 must be above 0"),
+        ("label_smoothing=1", "label_smoothing=1"),
+        ("eval_interval=0", "eval_interval=0"),
+        ("checkpoint_interval=0", "checkpoint_interval=0"),
+        ("keep_checkpoints=0", "keep_checkpoints=0"),
+        ("keep_best=maybe", "keep_best: "),
+        ("log_interval=0", "log_interval=0 must be 1 or more steps; null"),
+        ("stop_at=76", r"stop_at=76.0 must lie in \(0, 1\]"),
+        ("eval_epochs=0", "eval_epochs=0"),
+        ("threads=0", "threads=0"),
+        ("targets=[95]", r"targets=\[95\.0\] must lie in"),
+        ("data.name=mnist", r"data\.name=mnist is no data set"),
+        ("schedule.kind=stpe", "kind=stpe is no schedule"),
+        ("schedule.kind=step", "kind=step needs milestones"),
+        ("schedule.horizon_epochs=-1", "horizon_epochs=-1"),
+        ("schedule=3", "schedule: "),
+        ("epochs=[1", "epochs=.1"),
+        ("=3", "is no override"),
+    ],
+)
+def test_wrong_overrides_name_key_and_remedy_in_one_line(word, said):
+    with pytest.raises(UserError, match=said) as caught:
+        load_recipe("digits", [word])
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError, match=r"no recipe digit \(did you mean digits\?\).*fashion-mnist"):
+        load_recipe("digit")
+
+
+def test_a_users_own_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINIMAL)
+    recipe = load_recipe(str(file), ["seed=4"])
+    assert (recipe.name, recipe.epochs, recipe.seed) == ("mine", 3, 4)
+    with pytest.raises(UserError, match="is not a file"):
+        load_recipe(str(tmp_path / "other.yaml"))
+
+
+@pytest.mark.parametrize("text", ["epochs: [", "just words", ""])
+def test_files_that_are_no_recipe(text):
+    with pytest.raises(UserError, match="recipe x"):
+        parse_recipe(text, "x", [])
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_recipe("digits").epochs = 3
+
+
+def test_differences_are_listed_by_key():
+    recipe = load_recipe("digits")
+    assert differences(recipe, recipe) == []
+    changed = override(recipe, ["seed=9", "optimizers.sgd.momentum=0.5"])
+    assert differences(recipe, changed) == ["seed: 0 -> 9", "optimizers.sgd.momentum: 0.9 -> 0.5"]
+
+
+def test_layers_to_leave_out_reach_the_optimizer():
+    def optimizer(patterns):
+        recipe = load_recipe("fashion-mnist", ["optimizer=thor", f"skip={patterns}"])
+        return OPTIMIZERS["thor"].build(build_model(recipe.model, 1, 10), recipe.optimizers["thor"])
+
+    reasons = {entry.name: entry.reason for entry in optimizer("['*norm*', '*.shortcut.1']").coverage()}
+    assert all((reason is not None) == ("norm" in name or "shortcut.1" in name) for name, reason in reasons.items())
+    with pytest.raises(UserError, match="'nrom' matches no layer"):
+        optimizer("[nrom]")
+
+
+def test_the_reference_schedules_of_resnet50_in_a_recipe():
+    text = MINIMAL + (
+        "schedule: {kind: thor-lr, decay: 4.0839, decay_epochs: 39, horizon_epochs: 53}\n"
+        "damping_schedule: {kind: step, milestones: [1, 2], gamma: 0.5}\n"
+    )
+    recipe = parse_recipe(text, "x", ["label_smoothing=0.1", "damping_schedule.milestones=[1,2.5]"])
+    assert recipe.schedule == ScheduleSpec("thor-lr", decay=4.0839, decay_epochs=39, horizon_epochs=53)
+    assert recipe.damping_schedule == ScheduleSpec("step", milestones=(1, 2.5), gamma=0.5)
+    assert recipe.label_smoothing == 0.1
+    assert parse_recipe(recipe_yaml(recipe), "x", []) == recipe

@@ -1,0 +1,245 @@
+"""Under `torchrun` the same command trains data-parallel: what N processes do is what one does."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rank_script
+from command_line import (
+    IMAGES,
+    checkpoints,
+    command,
+    descendants,
+    finish,
+    lines,
+    newest,
+    start,
+    succeed,
+    wait_for,
+)
+from image_tree import write_tree
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo"),
+]
+ROUNDING = {"rtol": 2e-4, "atol": 2e-5}  # float32, after tens of steps
+# small images for a network without BatchNorm, whose averages are a process's own
+PICTURES = (*IMAGES, "data.root=data", "data.transform.size=8", "data.transform.resize=9", "model=small-cnn")
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """The small ImageNet without its broken images: 16 to train on."""
+    write_tree(tmp_path / "data")
+    for name in ("china/china_2", "flower/flower_2"):
+        (tmp_path / f"data/train/{name}.JPEG").unlink()
+    return tmp_path
+
+
+def files(run):
+    """What stands in a run folder; TensorBoard's names hold the time and the process."""
+    return sorted(
+        str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and "tfevents" not in path.name
+    )
+
+
+def events(run, optimizer):
+    return len(list((run / optimizer / "tensorboard").iterdir()))
+
+
+def assert_same_training(one, other, optimizer):
+    """Losses, evaluations and weights of two run folders agree to rounding."""
+    for kind, keys in (("step", ("loss",)), ("eval", ("loss", "averaged_loss"))):
+        left, right = lines(one, optimizer, kind), lines(other, optimizer, kind)
+        assert [line["step"] for line in left] == [line["step"] for line in right]
+        for key in keys:
+            np.testing.assert_allclose(
+                [line[key] for line in left], [line[key] for line in right], **ROUNDING, err_msg=f"{kind} {key}"
+            )
+    steps = [[line["terms"] for line in lines(run, optimizer, "step")] for run in (one, other)]
+    assert steps[0] == steps[1]
+    accuracies = [[line["top1"] for line in lines(run, optimizer, "eval")] for run in (one, other)]
+    np.testing.assert_allclose(*accuracies, atol=0.02)  # an image or two between two classes
+    for name in ("model", "averaged"):
+        left, right = (load_file(newest(run, optimizer) / f"{name}.safetensors") for run in (one, other))
+        assert left.keys() == right.keys()
+        for key in left:
+            torch.testing.assert_close(left[key], right[key], **ROUNDING, msg=lambda text, key=key: f"{key}: {text}")
+
+
+DIGITS = ("train", "digits", "optimizer=sgd,adamw,thor", "epochs=1", "batch_size=64", "ema_decay=0.9", "device=cpu")
+DIGITS += ("accumulation=3", "eval_interval=11", "label_smoothing=0.1", "lr=0.01", "update_interval=6")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """One process on digits."""
+    folder = tmp_path_factory.mktemp("digits")
+    succeed(folder, *DIGITS, "--out", "one")
+    return folder
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_digits_equal_one_process(digits, count):
+    one, many = digits / "one", digits / f"many-{count}"
+    out = succeed(digits, *DIGITS, "--out", many, ranks=count)
+    for optimizer in ("sgd", "adamw", "thor"):
+        assert_same_training(one, many, optimizer)
+        assert events(one, optimizer) == events(many, optimizer) == 1
+        assert out.count(f"{optimizer}: step 11 of 22") == 1  # one process talks
+    assert files(one) == files(many)
+    assert out.count("final accuracy, top-1") == 1
+
+
+def test_images_equal_one_process(pictures):
+    words = ["train", "digits", *PICTURES, "optimizer=momentum", "batch_size=4", "epochs=5", "lr=0.01", "ema_decay=0.9"]
+    succeed(pictures, *words, "--out", "one")
+    succeed(pictures, *words, "--out", "two", ranks=2)
+    assert_same_training(pictures / "one", pictures / "two", "momentum")
+
+
+def ranks_of(launcher):
+    """Process ids of the training processes by their rank."""
+    found = {}
+    for pid in descendants(launcher.pid):
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if int(parent) == launcher.pid:
+            found.update({int(word[5:]): pid for word in variables if word.startswith(b"RANK=")})
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the ranks")
+def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
+    words = ["train", "digits", *PICTURES, "optimizer=momentum", "batch_size=4", "epochs=80", "lr=0.0005"]
+    words += ["ema_decay=0.99", "checkpoint_interval=7", "eval_epochs=40"]
+    run = pictures / "stopped"
+
+    def stopped(count, whom, *more):
+        before = checkpoints(run, "momentum")[-1:] or [0]
+        process = start(pictures, *words, "--out", "stopped", *more, ranks=count)
+        wait_for(process, lambda: checkpoints(run, "momentum")[-1:] > before, "new checkpoint")
+        os.kill(process.pid if whom is None else ranks_of(process)[whom], signal.SIGTERM)
+        code, out, err = finish(process)
+        assert code != 0
+        said = [line for line in err.splitlines() if line.startswith("torch-thor")]
+        assert len(said) == 1, err
+        assert f"stopped at step {checkpoints(run, 'momentum')[-1]}, checkpoint written" in said[0]
+        assert "DataLoader worker" not in err
+        assert not list(run.glob("momentum/checkpoints/.writing-*"))
+        return out
+
+    stopped(2, 1)
+    assert "is of 2 processes, this run of 4" in stopped(4, None, "--resume")
+    assert checkpoints(run, "momentum")[-1] < 320
+    assert "is of 4 processes, this run of 1" in succeed(pictures, *words, "--out", "stopped", "--resume")
+    succeed(pictures, *words, "--out", "whole")
+    assert_same_training(pictures / "whole", run, "momentum")
+
+
+ELSEWHERE = """
+import os, sys
+from torch_thor.cli import main
+if os.environ["RANK"] == "1":
+    sys.argv = [word.replace("data.root=data", "data.root=elsewhere") for word in sys.argv]
+main()
+"""
+
+
+def test_what_one_process_cannot_do_ends_all(pictures):
+    (pictures / "main.py").write_text(ELSEWHERE)
+    words = ["train", "digits", *PICTURES, "optimizer=sgd", "batch_size=4", "epochs=2", "--out", "run"]
+    code, _, err = command(pictures, *words, ranks=2, script=pictures / "main.py")
+    assert code != 0
+    said = [line for line in err.splitlines() if line.startswith("torch-thor")]
+    assert said == [
+        "torch-thor, rank 1: data.root=elsewhere is not a folder: set it to the folder that holds train/ and val/"
+    ]
+    assert not (pictures / "run").exists()
+
+
+def test_an_error_in_the_middle_on_one_process_ends_all(pictures):
+    (pictures / "data/train/digit/digit_3.JPEG").write_bytes(b"broken")
+    words = ["train", "digits", *PICTURES, "data.max_broken=0", "optimizer=sgd", "batch_size=4", "epochs=9"]
+    code, _, err = command(pictures, *words, "checkpoint_interval=1", "--out", "run", ranks=2)
+    assert code != 0
+    assert err.count("max_broken=0 allows") == 1
+    assert "digit_3.JPEG" in err
+    shutil.copy(pictures / "data/train/digit/digit_4.JPEG", pictures / "data/train/digit/digit_3.JPEG")
+    resume = ["--resume"] if checkpoints(pictures / "run", "sgd") else ["--overwrite"]
+    succeed(pictures, *words, "checkpoint_interval=1", "--out", "run", *resume, ranks=2)  # whatever it had is whole
+
+
+def test_a_batch_that_cannot_be_shared(tmp_path):
+    code, _, err = command(tmp_path, "train", "digits", "batch_size=63", "device=cpu", ranks=2)
+    assert code != 0
+    assert [line for line in err.splitlines() if line.startswith("torch-thor")] == [
+        "torch-thor: batch_size=63 cannot be shared evenly by 2 processes: it is the images of a step on all of them "
+        "together; choose a multiple"
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request, tmp_path_factory):
+    """What each process found, in the order of their ranks."""
+    folder = tmp_path_factory.mktemp("found")
+    succeed(folder, folder, ranks=request.param, script=rank_script.__file__)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+
+
+def test_what_processes_tell_each_other(found):
+    count = len(found)
+    assert [one["shard"] for one in found] == [[rank, count, rank == 0, count] for rank in range(count)]
+    for one in found:
+        assert one["total"] == [pytest.approx(0.1 * sum(range(1, count + 1))), 2.0**53 * count]
+        assert one["gathered"] == [{"rank": rank} for rank in range(count)]
+    every = [one["refused"] for one in found]
+    for rank, heard in enumerate(every):
+        assert heard == [
+            None,
+            [rank != 1, "rank 1 cannot"],
+            [rank != 0, "rank 0 cannot"],
+            [rank != count - 1, f"rank {count - 1} cannot"],
+        ]
+
+
+def test_evaluation_equals_one_process(found):
+    for index, (images, batch) in enumerate(rank_script.EVALUATIONS):
+        scores = [one["evaluated"][index] for one in found]
+        sizes = [score["sizes"] for score in scores]
+        assert sum(map(sum, sizes)) == images
+        assert len({len(one) for one in sizes}) == 1
+        wanted = rank_script.evaluated(images, batch)
+        for score in scores:
+            assert (score["top1"], score["top5"]) == (wanted["top1"], wanted["top5"])
+            assert score["loss"] == scores[0]["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+    empty = [0 in score["sizes"] for one in found for score in one["evaluated"]]
+    assert any(empty)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd, parts", "thor", "thor, parts"])
+def test_steps_equal_one_process_in_float64(found, name):
+    wanted = rank_script.trained(thor=name.startswith("thor"))
+    for one in found:
+        assert one[name]["images"] == wanted["images"]
+        np.testing.assert_allclose(one[name]["losses"], wanted["losses"], rtol=1e-6)  # summed up in float32
+        for own, weight in zip(one[name]["weights"], wanted["weights"], strict=True):
+            np.testing.assert_allclose(own, weight, rtol=1e-9, atol=1e-12)
+
+
+def test_running_averages_are_the_saved_ones_when_evaluated(found):
+    for one in found:
+        assert one["norm"]["evaluations"] == found[0]["norm"]["evaluations"]
+        assert one["norm"]["own"] == pytest.approx(found[0]["norm"]["evaluations"][-1], rel=1e-6)

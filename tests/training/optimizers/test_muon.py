@@ -1,0 +1,104 @@
+"""`MuonAdamW` is torch's Muon on matrices and torch's AdamW on the rest, to the bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torch_thor.training.optimizers.muon import MuonAdamW
+
+
+def some_gradients(params, step):
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def test_equals_torchs_muon_on_a_linear_net():
+    net = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+    twin = copy.deepcopy(net)
+    ours = MuonAdamW(net.parameters(), lr=0.02, weight_decay=0.1, adjust_lr_fn="original")
+    theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.1, adjust_lr_fn="original")
+    for step in range(5):
+        some_gradients(net.parameters(), step)
+        some_gradients(twin.parameters(), step)
+        ours.step()
+        theirs.step()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_convolution_is_the_matrix_of_its_flattened_weight_and_its_bias_is_adamws(memory_format):
+    conv = nn.Conv2d(4, 6, 3).to(memory_format=memory_format)
+    matrix = nn.Parameter(conv.weight.detach().flatten(1).clone())
+    bias = nn.Parameter(conv.bias.detach().clone())
+    ours = MuonAdamW(conv.parameters(), lr=0.02, adamw_lr=0.003)
+    muon = torch.optim.Muon([matrix], lr=0.02, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([bias], lr=0.003, weight_decay=0.0)
+    for step in range(5):
+        some_gradients(conv.parameters(), step)
+        matrix.grad, bias.grad = conv.weight.grad.flatten(1).clone(), conv.bias.grad.clone()
+        for optimizer in (ours, muon, adamw):
+            optimizer.step()
+    assert torch.equal(conv.weight.flatten(1), matrix)
+    assert torch.equal(conv.bias, bias)
+
+
+def test_weights_without_a_gradient_stay():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = [p.detach().clone() for p in net[0].parameters()]
+    optimizer = MuonAdamW(net.parameters(), lr=0.1)
+    some_gradients(net[1].parameters(), 0)
+    optimizer.step()
+    for now, then in zip(net[0].parameters(), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_schedulers_reach_both_halves():
+    net = nn.Linear(2, 2)
+    twin = copy.deepcopy(net)
+    halved, half = MuonAdamW(net.parameters(), lr=0.2), MuonAdamW(twin.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(halved, lambda step: 0.5)
+    for model, optimizer in ((net, halved), (twin, half)):
+        some_gradients(model.parameters(), 0)
+        optimizer.step()
+    assert torch.equal(net.weight, twin.weight)
+    assert torch.equal(net.bias, twin.bias)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy"])
+def test_state_goes_along(how):
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 2))
+    optimizer = MuonAdamW(net.parameters(), lr=0.1)
+    for step in range(3):
+        some_gradients(net.parameters(), step)
+        optimizer.step()
+    if how == "deepcopy":
+        twin, other = copy.deepcopy((net, optimizer))
+    else:
+        twin = copy.deepcopy(net)
+        other = MuonAdamW(twin.parameters(), lr=0.9)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's loading shares tensors
+    for step in range(3, 6):
+        for model, each in ((net, optimizer), (twin, other)):
+            some_gradients(model.parameters(), step)
+            each.step()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_closure_is_called_once_with_gradients():
+    net = nn.Linear(2, 1)
+    optimizer = MuonAdamW(net.parameters())
+    calls = []
+
+    def closure():
+        loss = net(torch.ones(1, 2)).sum()
+        loss.backward()
+        calls.append(1)
+        return loss
+
+    assert optimizer.step(closure).requires_grad
+    assert len(calls) == 1

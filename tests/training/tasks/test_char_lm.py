@@ -1,0 +1,119 @@
+"""The character model: its text, its windows and its figures, against loops written out."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.data.python_text import WindowOrder, characters, python_text
+from torch_thor.training.data.shards import Shard
+from torch_thor.training.engine.evaluation import evaluate
+from torch_thor.training.errors import UserError
+from torch_thor.training.models.char_transformer import CharTransformer
+from torch_thor.training.tasks.char_lm import CONTEXT, CharLM
+
+
+@pytest.fixture(scope="module")
+def task():
+    recipe = load_recipe("char-lm", ["batch_size=6"])
+    return CharLM.open(recipe, torch.device("cpu"), pytest.fail, pytest.fail)
+
+
+def test_the_text_is_held_out_at_its_end():
+    train, held_out = characters()
+    text = python_text()
+    assert len(train) == len(text) * 19 // 20
+    assert "".join(map(chr, torch.cat([train, held_out]).tolist())) == text
+    assert len(text) > 300_000
+    assert text.isascii()
+
+
+def test_windows_are_of_the_text(task):
+    text = python_text()
+    x, y = next(iter(task.open_data(Shard()).train))
+    assert x.shape == y.shape == (6, CONTEXT)
+    for row, following in zip(x, y, strict=True):
+        window = "".join(map(chr, [*row.tolist(), int(following[-1])]))
+        assert window in text
+        assert torch.equal(row[1:], following[:-1])
+
+
+def test_windows_start_anywhere_and_are_other_ones_in_each_epoch():
+    order = WindowOrder(40, 8, 3, positions=1000)
+    epochs = [list(order.epoch(epoch)) for epoch in range(40)]
+    assert {len(epoch) for epoch in epochs} == {5}
+    starts = [start for epoch in epochs for batch in epoch for start in batch]
+    assert (min(starts), max(starts)) == (0, 999)
+    assert len(set(starts)) > 600  # of 1600 drawn from 1000
+    assert epochs[0] != epochs[1]
+    assert list(WindowOrder(40, 8, 4, positions=1000).epoch(0)) != epochs[0]
+    assert list(order.epoch(7, start=2)) == epochs[7][2:]
+
+
+def test_ranks_share_the_windows_of_one_process():
+    alone = list(WindowOrder(40, 8, 3, positions=1000).epoch(1))
+    shares = [list(WindowOrder(40, 8, 3, Shard(rank, 4), positions=1000).epoch(1)) for rank in range(4)]
+    assert [[one for share in shares for one in share[batch]] for batch in range(5)] == alone
+
+
+class Bigrams(nn.Module):
+    """Scores of the next character that hang on this one alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(128, 128)
+
+    def forward(self, x):
+        return self.table(x)
+
+
+def test_figures_by_hand(task):
+    torch.manual_seed(0)
+    model = Bigrams()
+    score = evaluate(task, model, task.open_data(Shard()).evaluation)
+    logs = model.table.weight.double().log_softmax(-1)
+    _, held_out = characters()
+    windows = (len(held_out) - CONTEXT - 2) // CONTEXT + 1
+    pairs = [(int(held_out[i]), int(held_out[i + 1])) for i in range(windows * CONTEXT)]
+    loss = -sum(logs[pair].item() for pair in pairs) / len(pairs)
+    assert score.terms == len(pairs)
+    assert score.metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert score.metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_the_loss_is_a_mean_over_characters(task):
+    batch = next(iter(task.open_data(Shard()).train))
+    model = Bigrams()
+    found = task.loss(model, batch)
+    logs = model.table.weight.log_softmax(-1)
+    by_hand = -sum(logs[a, b].item() for a, b in zip(batch[0].flatten(), batch[1].flatten(), strict=True))
+    assert task.terms(batch).number == 6 * CONTEXT
+    assert found.mean.item() == pytest.approx(by_hand / (6 * CONTEXT), rel=1e-5)
+    assert found.output.shape == (6 * CONTEXT, 128)
+
+
+def test_the_network_sees_no_character_to_come():
+    torch.manual_seed(0)
+    model = CharTransformer(128, CONTEXT).eval()
+    x = torch.randint(128, (2, CONTEXT))
+    other = x.clone()
+    other[:, 20:] = (other[:, 20:] + 1) % 128
+    first, second = model(x), model(other)
+    assert torch.allclose(first[:, :20], second[:, :20], atol=1e-6)
+    assert not torch.allclose(first[:, 20:], second[:, 20:], atol=1e-2)
+    assert model(x[:, :10]).shape == (2, 10, 128)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("model=deep-autoencoder", "model=deep-autoencoder is no network of task=char-lm: use char-transformer"),
+        ("data.name=fashion-mnist", "data is set: task=char-lm is trained on the text of this Python's own help"),
+        ("label_smoothing=0.1", "label_smoothing=0.1: task=char-lm has no smoothed labels"),
+    ],
+)
+def test_what_is_refused(word, said):
+    with pytest.raises(UserError, match=said):
+        load_recipe("char-lm", [word])

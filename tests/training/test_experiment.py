@@ -1,0 +1,214 @@
+"""A recipe from the command line to its report: the tasks beside classification, and nothing done twice."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from command_line import assert_same_runs, checkpoints, lines, succeed
+from old_runs import write_as_older_version
+from torch_thor.cli import main
+from torch_thor.training.checkpoints.run_folder import RunFolder
+from torch_thor.training.config import recipe as recipe_module
+from torch_thor.training.config import stored_recipe
+from torch_thor.training.config.recipe import load_recipe, recipe_names
+from torch_thor.training.data.in_memory import DataBundle
+from torch_thor.training.experiment import run_recipe
+from torch_thor.training.tasks.autoencoder import Autoencoder
+from torch_thor.training.tasks.char_lm import CharLM
+
+SILENT = Console(file=io.StringIO())
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Call the command line in an empty folder; gives what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capsys.readouterr()
+        assert not stopped.value.code, err
+        return out
+
+    return call
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """The tasks on a little of their data: twelve steps an epoch of 16 samples."""
+    from torch_thor.training.tasks import autoencoder, char_lm
+
+    load, text = autoencoder.load_data, char_lm.characters
+
+    def some_images(spec):
+        data = load(spec)
+        return DataBundle(
+            data.train_images[:200], data.train_labels[:200], data.test_images[:50], data.test_labels[:50], 10
+        )
+
+    monkeypatch.setattr(autoencoder, "load_data", some_images)
+    monkeypatch.setattr(char_lm, "characters", lambda: (text()[0][:12_800], text()[1][:1500]))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metrics", "unit"),
+    [("autoencoder", ["loss", "squared_error"], "images"), ("char-lm", ["loss", "perplexity"], "characters")],
+)
+def test_tasks_train_resume_and_report(run, little, tmp_path, recipe, metrics, unit):
+    words = ("train", recipe, "batch_size=16", "eval_interval=6", "checkpoint_interval=6", "keep_checkpoints=9")
+    words += ("schedule.kind=constant", "optimizers.thor.update_interval=5", "accumulation=2", "ema_decay=0.5")
+    out = run(*words, "epochs=2", "--out", "whole")
+    primary = load_recipe(recipe).optimizer and (metrics[0] if recipe == "char-lm" else metrics[1])
+    for name in ("thor", "sgd"):
+        assert checkpoints(tmp_path / "whole", name) == [6, 12, 18, 24]
+        evaluations = lines(tmp_path / "whole", name, "eval")
+        assert [one["step"] for one in evaluations] == [6, 12, 18, 24]
+        assert all(one[key] > 0 and one[f"averaged_{key}"] > 0 for one in evaluations for key in metrics)
+        assert {(one["primary"], one["higher_is_better"]) for one in evaluations} == {(primary, False)}
+        assert evaluations[-1][primary] < evaluations[0][primary]
+        best = min(evaluations, key=lambda one: one[f"averaged_{primary}"])
+        assert [p.name for p in (tmp_path / f"whole/{name}/checkpoints/best").iterdir()] == [f"step-{best['step']:08d}"]
+        board = EventAccumulator(str(tmp_path / f"whole/{name}/tensorboard"))
+        board.Reload()
+        tags = set(board.Tags()["scalars"])
+        assert {f"test/{metrics[1]}", f"averaged/{metrics[1]}", "train/loss", f"train/{unit}_per_second"} <= tags
+    assert f"{unit} a second, ordinary steps" in out
+    assert f"{unit}/s" in run("train", recipe, *words[2:], "log_interval=6", "epochs=1", "--out", "half")
+    shutil.rmtree(tmp_path / "half/thor/checkpoints/step-00000012")
+    run("train", recipe, *words[2:], "epochs=2", "--out", "half", "--resume")
+    for name in ("thor", "sgd"):
+        own, whole = (lines(tmp_path / folder, name) for folder in ("half", "whole"))
+        assert own == whole
+    summary = json.loads((tmp_path / "whole/summary.json").read_text())[0]
+    assert summary[primary] == lines(tmp_path / "whole", "thor", "eval")[-1][primary]
+    told = json.loads(run("eval", "whole", "--json"))
+    assert [(one["optimizer"], one["averaged"]) for one in told] == [
+        ("thor", False), ("thor", True), ("sgd", False), ("sgd", True),
+    ]  # fmt: skip
+    assert told[0][primary] == pytest.approx(summary[primary], rel=1e-6)
+    assert told[0][unit] > 0
+
+
+def test_a_target_ends_a_run_that_gets_below_it(run, little, tmp_path):
+    words = ("train", "autoencoder", "optimizer=sgd", "lr=0.001", "batch_size=16", "eval_interval=6", "epochs=3")
+    run(*words, "schedule.kind=constant", "--out", "whole")
+    values = [line["squared_error"] for line in lines(tmp_path / "whole", "sgd", "eval")]
+    assert values == sorted(values, reverse=True)
+    out = run(*words, "schedule.kind=constant", f"stop_at={values[2]}", "targets=[0.001]", "--out", "cut")
+    assert [line["squared_error"] for line in lines(tmp_path / "cut", "sgd", "eval")] == values[:3]
+    assert re.search(r"ended at squared error [\d.]+ +│ +yes", out)
+    assert re.search(r"steps \(seconds\) to squared error 0.001 +│ +not reached", out)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("recipe", ["autoencoder", "char-lm"])
+def test_two_processes_do_what_one_does(tmp_path, recipe):
+    words = ("train", recipe, "eval_interval=3", "checkpoint_interval=100", "batch_size=1024", "device=cpu", "epochs=6")
+    words += ("optimizers.thor.update_interval=2", "optimizers.sgd.lr=0.01")
+    succeed(tmp_path, *words, "--out", "one")
+    succeed(tmp_path, *words, "--out", "two", ranks=2)
+    for name in ("thor", "sgd"):
+        one, two = (lines(tmp_path / folder, name) for folder in ("one", "two"))
+        for kind, keys in (("step", ("loss", "terms")), ("eval", ("loss",))):
+            left, right = ([[p[key] for key in keys] for p in run if p["kind"] == kind] for run in (one, two))
+            assert len(left) == len(right) > 1
+            for a, b in zip(left, right, strict=True):
+                assert a == pytest.approx(b, rel=2e-4)
+        assert [(p["layer"], p["decision"]) for p in one if p["kind"] == "refresh"] == [
+            (p["layer"], p["decision"]) for p in two if p["kind"] == "refresh"
+        ]
+
+
+# ---- nothing is done twice ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [Autoencoder, CharLM])
+def test_a_network_is_built_for_each_optimizer_and_no_other(tmp_path, little, monkeypatch, task):
+    built = []
+    really = task.build_model
+    monkeypatch.setattr(task, "build_model", lambda self: (built.append(1), really(self))[1])
+    name = "char-lm" if task is CharLM else "autoencoder"
+    run_recipe(load_recipe(name, ["epochs=1", "batch_size=16", "device=cpu"]), RunFolder(tmp_path / "run"), SILENT)
+    assert len(built) == 2
+
+
+def test_a_recipe_that_cannot_start_leaves_the_folder_alone(tmp_path):
+    recipe = load_recipe("digits", ["optimizer=thor", "skip=[nothing]", "device=cpu"])
+    with pytest.raises(Exception, match="nothing"):
+        run_recipe(recipe, RunFolder(tmp_path / "run"), SILENT)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_is_parsed_once(run, little, monkeypatch):
+    parsed = []
+    really = recipe_module.parse_recipe
+
+    def counted(text, name, overrides):
+        parsed.append(name)
+        return really(text, name, overrides)
+
+    monkeypatch.setattr(recipe_module, "parse_recipe", counted)
+    monkeypatch.setattr(stored_recipe, "parse_recipe", counted)
+    words = ("train", "autoencoder", "epochs=1", "batch_size=16", "optimizer=sgd", "--out", "run")
+    run(*words)
+    assert parsed == ["autoencoder"]
+    del parsed[:]
+    run(*words, "--resume")
+    assert len(parsed) == 2  # what is stored, and the words on top of it
+
+
+def test_reading_recipes_imports_no_library_of_models_or_images():
+    script = (
+        "import sys\n"
+        "from torch_thor.training.config.recipe import load_recipe, override\n"
+        f"for name in {recipe_names()!r}:\n"
+        "    override(load_recipe(name), ['epochs=3'])\n"
+        "load_recipe('digits', ['model=timm:vit_tiny_patch16_224'])\n"
+        "print([name for name in ('torchvision', 'timm', 'sklearn', 'PIL') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ---- runs of before there were tasks --------------------------------------------------------------------------------
+
+
+def test_a_run_of_an_older_version_goes_on_bit_for_bit(run, tmp_path):
+    words = ("train", "digits", "optimizer=thor", "schedule.kind=constant", "update_interval=5", "ema_decay=0.5")
+    words += ("checkpoint_interval=11", "device=cpu")
+    run(*words, "epochs=2", "--out", "whole")
+    run(*words, "epochs=1", "--out", "old")
+    write_as_older_version(tmp_path / "old", "thor")
+    assert "task" not in (tmp_path / "old/recipe.yaml").read_text()
+    out = run(*words, "epochs=2", "--out", "old", "--resume")
+    assert "thor: goes on from step 22 of 44" in out
+    assert "damaged" not in out
+    shutil.rmtree(tmp_path / "whole/thor/checkpoints/step-00000033")  # the one that only the uninterrupted run keeps
+    shutil.rmtree(tmp_path / "old/thor/checkpoints/step-00000033")
+    assert lines(tmp_path / "old", "thor") == lines(tmp_path / "whole", "thor")
+    assert_same_runs(tmp_path / "old", tmp_path / "whole", "thor")
+
+
+def test_lines_that_were_written_anew_are_no_damage(run, tmp_path):
+    """A resumed run writes the lines of an older one in its own form; the old checkpoint's copy still fits."""
+    words = ("train", "digits", "optimizer=sgd", "schedule.kind=constant", "checkpoint_interval=22", "device=cpu")
+    run(*words, "epochs=1", "--out", "old")
+    write_as_older_version(tmp_path / "old", "sgd")
+    run(*words, "epochs=2", "--out", "old", "--resume")
+    shutil.rmtree(tmp_path / "old/sgd/checkpoints/step-00000044")
+    shutil.rmtree(tmp_path / "old/sgd/checkpoints/best")
+    out = run("train", "digits", "--out", "old", "--resume")
+    assert "goes on from step 22 of 44" in out
+    assert "damaged" not in out
