@@ -157,15 +157,14 @@ def test_every_setting_is_documented(name):
     assert all(f"    {item.name}: " in said for item in fields(standard))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("key", ["lrr", "betas", "nosuch"])
+@pytest.mark.parametrize(("name", "key"), [("sgd", "lrr"), ("adam", "betas"), ("thor", "nosuch"), ("lamb", "exclude")])
 def test_an_unknown_key_is_one_line(name, key):
     with pytest.raises(UserError, match=rf"there is no key .*{key}") as caught:
         load_recipe("digits", [f"optimizers.{name}.{key}=1"])
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["sgd", "thor", "agc-sgd"])  # the rules are those of their common class
 @pytest.mark.parametrize("word", ["lr=0", "lr=nan", "lr=.inf", "weight_decay=-1", "lr=much"])
 def test_values_that_none_can_have(name, word):
     with pytest.raises(UserError, match=word.split("=")[0]) as caught:

@@ -148,7 +148,7 @@ def falling(*losses):
 
 
 def test_lower_is_better():
-    record = History([], falling(3.0, float("nan"), 1.5, 2.0, 1.5))
+    record = History([], falling(float("nan"), 3.0, 1.5, 2.0, 1.5))
     assert record.best.step == 3
     assert record.first_reaching(2.0).step == 3
     assert record.first_reaching(1.0) is None
