@@ -22,7 +22,7 @@ from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.history import RefreshPoint
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
+from torch_thor.training.experiment import image_run as new_run
 
 GROUPS = 2
 

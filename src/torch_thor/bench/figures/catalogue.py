@@ -19,7 +19,7 @@ from torch_thor.bench.figures.split_dim import SPLIT_DIM
 from torch_thor.bench.machine import describe_device
 from torch_thor.bench.runner import complete_here, missing
 from torch_thor.bench.stores import key_of
-from torch_thor.training import parallel
+from torch_thor.training.engine import parallel
 from torch_thor.training.errors import UserError, require, writing
 from torch_thor.training.files import check_place, write_whole
 from torch_thor.training.lock import LOCK_FILE, Lock
