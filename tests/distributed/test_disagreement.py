@@ -71,7 +71,7 @@ def wrong_mask(rank, model, optimizer):
 
 def fewer_layers(rank, model, optimizer):
     if rank == 1:
-        optimizer._capture.release(optimizer.curvature["rows"])
+        optimizer._registry.capture.release(optimizer.curvature["rows"])
 
 
 def nan_gradient(rank, model, optimizer):
@@ -140,7 +140,7 @@ def faulty(rank, world, name):
     optimizer.zero_grad()
     optimizer.row_mask = optimizer.loss_terms = None
     optimizer.param_groups[0].update(update_interval=interval, damping=0.05, lr=0.02)
-    optimizer._capture.want(optimizer.curvature.values())
+    optimizer._registry.capture.want(optimizer.curvature.values())
     decisions = train(model, optimizer, [share(b, rank, world) for b in batches])
     twin, its_optimizer = alone()
     assert_same_training((model, optimizer, decisions), (twin, its_optimizer, train(twin, its_optimizer, batches)))

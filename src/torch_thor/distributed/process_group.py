@@ -10,7 +10,7 @@ from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.distributed.announcement import announce
 from torch_thor.distributed.data_parallel import DataParallel
 
-_LOST = "lost"
+LOST = "lost"  # what stands in the place of a group after pickling
 
 
 class Membership:
@@ -24,7 +24,7 @@ class Membership:
     """
 
     def __init__(self, group: Any = None) -> None:
-        if not (group is None or group is False or group == _LOST or _is_group(group)):
+        if not (group is None or group is False or group == LOST or _is_group(group)):
             raise ValueError(
                 f"process_group={group!r}: must be a torch.distributed.ProcessGroup that this process is in, None for "
                 f"the default group, or False where every process trains a model of its own; of a DeviceMesh give "
@@ -39,7 +39,7 @@ class Membership:
         Args:
             model: the model that is about to take a step.
         """
-        if self._announced or self.group == _LOST or not (dist.is_available() and dist.is_initialized()):
+        if self._announced or self.group == LOST or not (dist.is_available() and dist.is_initialized()):
             return
         if dist.get_world_size() > 1:
             announce(self.group, model)
@@ -57,7 +57,7 @@ class Membership:
         Raises:
             RuntimeError: the optimizer was unpickled, and groups cannot be.
         """
-        if self.group == _LOST:
+        if self.group == LOST:
             raise RuntimeError(
                 "this optimizer had a process group when it was pickled, and groups cannot be; set "
                 "optimizer.process_group to a group, to None for the default group, or to False"
@@ -71,7 +71,7 @@ class Membership:
         return self
 
     def __reduce__(self) -> tuple[type["Membership"], tuple[Any]]:
-        return Membership, (_LOST if _is_group(self.group) else self.group,)
+        return Membership, (LOST if _is_group(self.group) else self.group,)
 
 
 def _is_group(value: Any) -> bool:

@@ -57,7 +57,9 @@ def test_no_gradient_is_waited_for():
     THOR_of_plain, optimizer = THOR(plain), THOR(model, **OPTIONS)
     assert all(y._backward_hooks for y in outputs_of(plain, x))
     assert [y._backward_hooks for y in outputs_of(model, x)] == [None] * 3
-    assert all(one._capture.gathers(layer) for one in (THOR_of_plain, optimizer) for layer in one.curvature.values())
+    assert all(
+        one._registry.capture.gathers(layer) for one in (THOR_of_plain, optimizer) for layer in one.curvature.values()
+    )
 
 
 def test_rows_are_there_before_any_backward_pass():

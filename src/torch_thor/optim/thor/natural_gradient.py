@@ -164,7 +164,7 @@ def _update_one_by_one(natural: _Part) -> None:
             if scale != 1.0:
                 direction.mul_(scale)
             torch.add(direction, buffer, alpha=momentum, out=buffer)  # one pass, where mul_ and add_ are two
-        parameter.add_(buffer, alpha=-lr)
+        torch._foreach_add_([parameter], [buffer], alpha=-lr)
 
 
 def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:

@@ -281,7 +281,6 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self._checked = {}
 
     def _processes(self) -> Processes:
-        self._membership.announce(self.model)
         return self._membership.processes(next(iter(self._registry.layers.values())).weight.device)
 
     def _decays(self, parameter: nn.Parameter) -> bool:

@@ -11,6 +11,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.distributed.consistency import agree, check_same_gradients
+from torch_thor.distributed.process_group import LOST
 from torch_thor.optim.parameters import Group, with_gradient
 from torch_thor.optim.thor.clock import next_refreshes
 from torch_thor.optim.thor.gradient_checks import (
@@ -146,7 +147,8 @@ def collect(thor: "THOR") -> StepInputs:
         due = [layer for layer in registry.layers.values() if capture.gathers(layer) and layer.weight.requires_grad]
     state_only = not states and is_only_asked_for(groups, states, index)
     processes: Processes = ALONE
-    if due and not state_only:
+    if not state_only and (due or thor._membership.group == LOST):
+        thor._membership.announce(thor.model)
         processes = thor._processes()
     inputs = StepInputs(due, processes, fits, state_only, capture.wanting)
     try:
