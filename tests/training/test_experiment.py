@@ -113,10 +113,13 @@ def test_a_target_ends_a_run_that_gets_below_it(run, little, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-@pytest.mark.parametrize(("recipe", "epochs"), [("autoencoder", 6), ("char-lm", 1)])  # 6 and some 8 steps
-def test_two_processes_do_what_one_does(tmp_path, recipe, epochs):
+# 6 and some 8 steps. A position embedding sees each position once per process, whatever the batch, so THOR's statistics
+# of it depend on how a batch is divided, as they do with accumulation.
+@pytest.mark.parametrize(("recipe", "epochs", "skip"), [("autoencoder", 6, "[]"), ("char-lm", 1, "[places]")])
+def test_two_processes_do_what_one_does(tmp_path, recipe, epochs, skip):
     words = ("train", recipe, "eval_interval=3", "checkpoint_interval=100", "batch_size=1024", "device=cpu")
-    words += (f"epochs={epochs}", "optimizers.thor.update_interval=2", "optimizers.sgd.lr=0.01")
+    words += (f"epochs={epochs}", f"optimizers.thor.skip={skip}", "optimizers.thor.update_interval=2")
+    words += ("optimizers.sgd.lr=0.01",)
     succeed(tmp_path, *words, "--out", "one")
     succeed(tmp_path, *words, "--out", "two", ranks=2)
     for name in ("thor", "sgd"):
