@@ -8,7 +8,6 @@ every optimizer. All run a fixed number of steps, and the learning rate falls li
 import hashlib
 import itertools
 import math
-import pydoc_data.topics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
+from torch_thor.training.data.python_text import SYMBOLS, characters, python_text, windows
+from torch_thor.training.models.char_transformer import CharTransformer
 from torch_thor.training.models.classifiers import SmallResNet
 
 Batch = tuple[Tensor, Tensor]
@@ -131,75 +132,22 @@ def _squared_error(model: nn.Module) -> float:
 
 # ---- language model -------------------------------------------------------------------------------------------------
 
-CONTEXT, SYMBOLS, WIDTH, HEADS, DEPTH = 64, 128, 64, 4, 2
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block: causal attention, then a perceptron."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to ``(N, context, width)``."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
-
-
-class LanguageModel(nn.Module):
-    """Next-character scores, ``(N, context)`` to ``(N, context, symbols)``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(SYMBOLS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, SYMBOLS)
-        for table in (self.tokens, self.places):
-            nn.init.normal_(table.weight, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Score the next characters."""
-        scores: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.places(torch.arange(x.shape[1])))))
-        return scores
-
-
-@cache
-def text() -> str:
-    """Return the text: Python's language reference as every installation has it, each paragraph once."""
-    topics = pydoc_data.topics.topics
-    paragraphs = (paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n"))
-    whole = "\n\n".join(dict.fromkeys(paragraphs))
-    return "".join(c for c in whole if ord(c) < SYMBOLS)
+CONTEXT = 64
 
 
 def text_checksum() -> str:
     """Return what tells one Python version's text from another's."""
-    return hashlib.sha256(text().encode()).hexdigest()[:16]
+    return hashlib.sha256(python_text().encode()).hexdigest()[:16]
 
 
-@cache
-def _characters() -> Batch:
-    """Return training and held-out characters; the last twentieth is held out."""
-    codes = torch.tensor(list(text().encode()), dtype=torch.long)
-    cut = len(codes) * 19 // 20
-    return codes[:cut], codes[cut:]
-
-
-def _windows(codes: Tensor, starts: Tensor) -> Batch:
-    rows = codes[starts[:, None] + torch.arange(CONTEXT + 1)]
-    return rows[:, :-1], rows[:, 1:]
+_characters = cache(characters)
 
 
 def _text_batches(seed: int) -> Iterator[Batch]:
     train, _ = _characters()
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield _windows(train, torch.randint(len(train) - CONTEXT, (16,), generator=generator))
+        yield windows(train, torch.randint(len(train) - CONTEXT, (16,), generator=generator), CONTEXT)
 
 
 def _next_character(model: nn.Module, batch: Batch) -> Tensor:
@@ -209,7 +157,7 @@ def _next_character(model: nn.Module, batch: Batch) -> Tensor:
 def _held_out_loss(model: nn.Module) -> float:
     _, held = _characters()
     starts = torch.arange(0, len(held) - CONTEXT - 1, CONTEXT)
-    return float(_next_character(model, _windows(held, starts)))
+    return float(_next_character(model, windows(held, starts, CONTEXT)))
 
 
 def _classifier(size: int, steps: int, eval_interval: int) -> Task:
@@ -248,7 +196,7 @@ TASKS = {
         12,
         False,
         "held-out loss",
-        LanguageModel,
+        lambda: CharTransformer(SYMBOLS, CONTEXT),
         _text_batches,
         _next_character,
         _held_out_loss,
