@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tasks import TASKS, _autoencoder_of, _pixels, _shuffled, train
+from tasks import TASKS, _pixels, _shuffled, train
 from torch_thor.bench import script
 from torch_thor.bench.machine import describe
 from torch_thor.bench.stores import Rows, key_of
+from torch_thor.training.models.autoencoder import deep_autoencoder
 
 OUT = Path(__file__).parent / "results" / "scale_free_trials.json"
 DEEP = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
@@ -32,7 +33,7 @@ ALL = {
         title="autoencoder " + "-".join(map(str, DEEP)) + ", batch 500",
         steps=300,
         eval_interval=50,
-        build=lambda: _autoencoder_of(DEEP),
+        build=lambda: deep_autoencoder(DEEP[0], DEEP[1:-1]),
         batches=lambda seed: _shuffled(_pixels()[0], _pixels()[0], 500, seed),
     ),
 }

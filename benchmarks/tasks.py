@@ -6,9 +6,8 @@ every optimizer. All run a fixed number of steps, and the learning rate falls li
 """
 
 import hashlib
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,6 +17,7 @@ from torch.nn import functional
 
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.data.python_text import SYMBOLS, characters, python_text, windows
+from torch_thor.training.models.autoencoder import HIDDEN, deep_autoencoder
 from torch_thor.training.models.char_transformer import CharTransformer
 from torch_thor.training.models.classifiers import SmallResNet
 
@@ -88,8 +88,6 @@ def _accuracy(model: nn.Module) -> float:
 
 # ---- autoencoder ----------------------------------------------------------------------------------------------------
 
-WIDTHS = (784, 128, 64, 32, 12, 32, 64, 128, 784)
-
 
 @cache
 def _pixels() -> Batch:
@@ -98,19 +96,6 @@ def _pixels() -> Batch:
     low, high = data.train_images.min(), data.train_images.max()
     train, test = ((x.flatten(1) - low) / (high - low) for x in (data.train_images, data.test_images[:2000]))
     return train, test
-
-
-def _autoencoder_of(widths: Sequence[int]) -> nn.Module:
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
-    del layers[-1]  # the last layer gives logits
-    del layers[7]  # the code is linear
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
 
 
 def _pixel_batches(seed: int) -> Iterator[Batch]:
@@ -180,12 +165,12 @@ TASKS = {
     "classifier1024": _classifier(1024, 116, 9),
     "classifier4096": _classifier(4096, 58, 4),
     "autoencoder": Task(
-        f"autoencoder {'-'.join(map(str, WIDTHS))} on Fashion-MNIST, batch 128",
+        f"autoencoder {'-'.join(map(str, (784, *HIDDEN, 784)))} on Fashion-MNIST, batch 128",
         400,
         16,
         False,
         "held-out squared error",
-        lambda: _autoencoder_of(WIDTHS),
+        lambda: deep_autoencoder(784),
         _pixel_batches,
         _reconstruction,
         _squared_error,

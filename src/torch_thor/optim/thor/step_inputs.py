@@ -187,11 +187,11 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
             thor._checked[id(group)] = {name: group[name] for name in _OTHERS}
     if not inputs.fits:
         conform(groups, thor.state, registry.layers.values(), registry.index)
-    inputs = replace(inputs, refreshes=tuple(next_refreshes(groups)))
+    refreshes = tuple(next_refreshes(groups))
     # a GradScaler says by this attribute that it wants to be asked
     scale = None if thor.grad_scaler is None and not hasattr(thor, "found_inf") else LossScale(thor, thor.grad_scaler)
     if scale is not None and scale.found_inf:
-        return replace(inputs, skipped=True)
+        return replace(inputs, refreshes=refreshes, skipped=True)
     terms = _loss_terms(thor) if inputs.due or thor.loss_terms is not None else 0
     sampled = registry.capture.sampler is not None  # gradients of single terms as they are
     captured = 1.0
@@ -206,12 +206,19 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
     largest = largest_gradient(groups, registry.index)
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
-            return replace(inputs, skipped=True, counted=True)
+            return replace(inputs, refreshes=refreshes, skipped=True, counted=True)
         raise FloatingPointError(nonfinite_message(groups[0]["step"], nonfinite_names(groups, registry.index)))
     if inputs.due:
         check_row_mask(registry.layers.values(), registry.capture)
     output_scale = (terms if thor.loss_reduction == "mean" and not sampled else 1) / captured
-    return replace(inputs, terms=terms, output_scale=output_scale, largest=largest, decaying=frozenset(decaying))
+    return replace(
+        inputs,
+        refreshes=refreshes,
+        terms=terms,
+        output_scale=output_scale,
+        largest=largest,
+        decaying=frozenset(decaying),
+    )
 
 
 def _is_usual(thor: "THOR", group: Group) -> bool:
