@@ -1,11 +1,12 @@
 """Parameters as optimizers are given them, and their gradients."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
 
 Group = dict[str, Any]
+States = MutableMapping[Tensor, dict[str, Any]]  # an optimizer's state
 
 
 def parameters_of(

@@ -1,6 +1,6 @@
 """The preconditioned layers of a model: found by inspection, watched by Capture, followed when the model changes."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,8 +15,6 @@ from torch_thor.optim.parameters import Group
 from torch_thor.optim.thor.covered import covered_now, gone_message
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.step_warnings import StepWarnings
-
-States = MutableMapping[Tensor, dict[str, Any]]
 
 
 class LayerRegistry:

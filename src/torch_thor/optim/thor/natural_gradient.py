@@ -3,7 +3,7 @@
 What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded as that rounds it.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import scale_
 from torch_thor.curvature.layer import SIDES
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex, Share
 from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
-
-States = MutableMapping[Tensor, dict[str, Any]]
 
 
 @dataclass

@@ -14,7 +14,6 @@ is no matrix (biases, norms, embeddings) takes a step of :class:`torch.optim.Ada
 
 import math
 from collections import defaultdict
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +26,8 @@ from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex
-
-States = MutableMapping[Tensor, dict[str, Any]]
 
 # AdamW's learning rate is this share of lr, and its betas these.
 ADAMW_SHARE = 0.2

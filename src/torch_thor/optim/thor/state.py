@@ -4,7 +4,7 @@ Between two steps a model may be moved or converted (``model.double()``, ``model
 cannot be followed (another shape, another cut of the factors) is an error while everything is as it was.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +12,11 @@ from torch import Tensor
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.checkpoint import MOMENTS, as_made
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.auto_split import AUTO
 from torch_thor.optim.thor.gradient_checks import largest_gradient
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.update_rule import UpdateRule
-
-States = MutableMapping[Tensor, dict[str, Any]]
 
 _NOTHING: Mapping[str, Any] = {}
 

@@ -1,14 +1,11 @@
 """What an update rule is: how weights move once the curvature stands."""
 
-from collections.abc import MutableMapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from torch_thor.optim.parameters import Group
+from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex
-
-States = MutableMapping[Tensor, dict[str, Any]]
 
 
 class UpdateRule(Protocol):
