@@ -35,8 +35,17 @@ def test_steps_take_turns_after_a_warm_up():
 
     steps = {"sgd": step("sgd", 1.0), "thor": step("thor", 2.0)}
     seconds = take_turns(steps, 3, warm_up=1, prepare=prepare, clock=clock)
-    assert order == ["batch", "sgd", "thor"] * 4
+    rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
+    assert len(rounds) == 4
+    assert all(one[0] == "batch" and {*one[1:]} == {"sgd", "thor"} for one in rounds)
     assert seconds == {"sgd": [1.0] * 3, "thor": [2.0] * 3}
+
+
+def test_no_step_always_follows_the_same_one():
+    order = []
+    take_turns({name: lambda name=name: order.append(name) for name in "abc"}, 20, warm_up=0)
+    pairs = {(x, y) for i in range(0, 60, 3) for x, y in zip(order[i : i + 2], order[i + 1 : i + 3], strict=True)}
+    assert pairs == {(x, y) for x in "abc" for y in "abc" if x != y}
 
 
 def test_a_step_may_count_for_another_name():

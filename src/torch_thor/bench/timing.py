@@ -1,5 +1,6 @@
 """Step times taken side by side: what is compared takes turns, so that a machine whose speed drifts slows all alike."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,9 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Time one step of each, round after round.
 
+    Each round has an order of its own, drawn with a fixed seed: a step finds the caches as the one before it left them,
+    and in a fixed order that would always be the same one.
+
     Args:
         steps: What is timed, by name.
         rounds: How many are counted.
@@ -31,10 +35,13 @@ def take_turns(
         Seconds by name, one a round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    shuffle, order = random.Random(0).shuffle, list(steps)
     for turn in range(warm_up + rounds):
         if prepare is not None:
             prepare()
-        for name, step in steps.items():
+        shuffle(order)
+        for name in order:
+            step = steps[name]
             started = clock()
             step()
             took = clock() - started

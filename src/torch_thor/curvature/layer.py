@@ -467,9 +467,8 @@ class LayerCurvature:
         self.state[self._prefix + "rows_per_term"] = rows_per_term
         self.state[self._prefix + "refreshes"] = self.refreshes + 1
 
-    @torch.no_grad()
     def precondition_inputs(self, gradient: Tensor, into: Tensor) -> None:
-        """``into ← ∇W A_d⁻¹``, for a layer that has A alone; to be called inside ``ieee_float32``.
+        """``into ← ∇W A_d⁻¹``, for a layer that has A alone; to be called inside ``ieee_float32`` and without autograd.
 
         Args:
             gradient: of the shape of the weight (of its rows that are this layer's).

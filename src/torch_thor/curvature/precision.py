@@ -1,8 +1,7 @@
 """The one place where the precision of curvature arithmetic is chosen, and restored afterwards."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,27 +29,32 @@ def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if parameter_dtype == torch.float64 else torch.float32
 
 
-@contextmanager
-def ieee_float32(device_type: str) -> Iterator[None]:
+class ieee_float32:  # noqa: N801  # read as a function: with ieee_float32("cpu"):
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes.
 
     TF32 keeps 10 bits of mantissa, which is enough for a gradient and not for a factor that is about to be inverted.
+    The caller's settings are back when the block is left, also on an exception.
 
     Args:
         device_type: device type of the tensors, for autocast (``"cpu"``, ``"cuda"``).
-
-    Yields:
-        Nothing; the caller's settings are back when the block is left, also on an exception.
     """
-    # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
-    cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = cuda.fp32_precision, mkldnn.fp32_precision
-    cuda.fp32_precision = mkldnn.fp32_precision = "ieee"
-    try:
-        with torch.autocast(device_type, enabled=False):
-            yield
-    finally:
-        cuda.fp32_precision, mkldnn.fp32_precision = before
+
+    # a class, because a generator as context manager takes longer to enter and to leave than a small product
+
+    def __init__(self, device_type: str) -> None:
+        self._autocast = torch.autocast(device_type, enabled=False)
+        # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
+        self._backend: Any = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda
+
+    def __enter__(self) -> None:
+        matmul = self._backend.matmul
+        self._before = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        self._autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._autocast.__exit__(*error)
+        self._backend.matmul.fp32_precision = self._before
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -67,7 +71,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     Returns:
         ``(count, m, n)``.
     """
-    with _library(a, b):
+    if not _is_faster_in_onednn(a, b):
+        return torch.bmm(a, b)
+    with _OneDnn():
         return torch.bmm(a, b)
 
 
@@ -83,25 +89,30 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: 
     """
     if into.stride(-1) != 1 and into.stride(-2) == 1:  # oneDNN is a hundred times slower on a column-major result
         into, a, b = into.mT, b.mT, a.mT
-    with _library(a, b, into):
+    if into.stride(-1) != 1 or not _is_faster_in_onednn(a, b):
+        into.baddbmm_(a, b, beta=decay, alpha=scale)
+        return
+    with _OneDnn():
         into.baddbmm_(a, b, beta=decay, alpha=scale)
 
 
-@contextmanager
-def _library(a: Tensor, b: Tensor, into: Tensor | None = None) -> Iterator[None]:
-    worth = a.dtype == torch.float32 and a.device.type == "cpu" and a.numel() * b.shape[-1] >= _LARGE_PRODUCT
+def _is_faster_in_onednn(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != torch.float32 or a.device.type != "cpu" or a.numel() * b.shape[-1] < _LARGE_PRODUCT:
+        return False
     # one dimension without gaps: what lies otherwise in memory has no fast path
-    dense = worth and 1 in a.stride()[-2:] and 1 in b.stride()[-2:] and (into is None or into.stride(-1) == 1)
-    if not (dense and _onednn_is_exact()):
-        yield
-        return
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as above
-    before = matmul.fp32_precision
-    matmul.fp32_precision = _ONEDNN
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    return 1 in a.stride()[-2:] and 1 in b.stride()[-2:] and _onednn_is_exact()
+
+
+class _OneDnn:
+    """Have torch multiply float32 matrices with oneDNN."""
+
+    def __enter__(self) -> None:
+        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as in ieee_float32
+        self._before = matmul.fp32_precision
+        matmul.fp32_precision = _ONEDNN
+
+    def __exit__(self, *error: object) -> None:
+        torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]  # as in ieee_float32
 
 
 @cache
@@ -109,16 +120,11 @@ def _onednn_is_exact() -> bool:
     """Return whether oneDNN, allowed bfloat16, multiplies in float32 on this machine."""
     if not torch.backends.mkldnn.is_available():
         return False
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as above
-    before = matmul.fp32_precision
     generator = torch.Generator().manual_seed(0)
-    try:
-        matmul.fp32_precision = _ONEDNN
+    with _OneDnn():
         for rows, inner, columns in ((128, 128, 128), (128, 1024, 128), (512, 64, 512)):
             a, b = (torch.rand(2, *shape, generator=generator) for shape in ((rows, inner), (inner, columns)))
             error = torch.bmm(a, b).double() - torch.bmm(a.double(), b.double())
             if float(error.abs().max()) > 1e-6 * inner:  # a bfloat16 of numbers up to 1 is off by up to 0.002
                 return False
-    finally:
-        matmul.fp32_precision = before
     return True
