@@ -212,6 +212,77 @@ def evaluate(
 
 
 @app.command(
+    help="""Prepare text for masked-language-model training.
+
+SOURCE is a Wikipedia dump (`*-pages-articles*.xml.bz2`), a text or HTML file (perhaps .gz, .bz2 or .xz), a folder of
+such files, or `python`: the text that every Python carries. Writes a tokenizer, shards of token ids and a manifest. A
+preparation that was stopped goes on when the same command is given again.
+
+Examples:
+
+- `torch-thor prepare enwiki-latest-pages-articles.xml.bz2 --out corpora/wikipedia --workers 16`
+
+- `torch-thor prepare /usr/share/doc/anarchism/html --out corpora/anarchism --vocab-size 8192 --seq-len 128`
+"""
+)
+def prepare(
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Dumps, files, folders, or python.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder of the corpus.")],
+    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Word pieces to train.")] = 30522,
+    seq_len: Annotated[str, typer.Option("--seq-len", help="Tokens of an example, one length or more.")] = "128,512",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option("--tokenizer", help="A tokenizer.json or vocab.txt (default: train one).", show_default=False),
+    ] = None,
+    cased: Annotated[bool, typer.Option("--cased", help="Keep case and accents.")] = False,
+    held_out: Annotated[float, typer.Option("--held-out", help="Share of the documents to evaluate on.")] = 0.01,
+    seed: Annotated[int, typer.Option("--seed", help="Decides which documents those are.")] = 0,
+    language: Annotated[str, typer.Option("--language", help="For the rules of sentence ends.")] = "en",
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="Processes (default: one per core).", show_default=False)
+    ] = None,
+    max_faults: Annotated[
+        float, typer.Option("--max-faults", help="Share of documents that may be unreadable.")
+    ] = 0.01,
+) -> None:
+    """Prepare text for masked-language-model training.
+
+    Args:
+        sources: Dumps, files, folders, or `python`.
+        out: The folder of the corpus.
+        vocab_size: Word pieces to train.
+        seq_len: Lengths of examples, separated by commas.
+        tokenizer: A tokenizer to use in the place of a new one.
+        cased: Keep case and accents.
+        held_out: Share of the documents to evaluate on.
+        seed: Decides which.
+        language: For the rules of sentence ends.
+        workers: Processes.
+        max_faults: Share of documents that may be unreadable.
+    """
+    from torch_thor.training.text.prepare import Preparation, Settings
+    from torch_thor.training.text.prepare import prepare as prepare_corpus
+
+    settings = Settings(
+        vocab_size=vocab_size,
+        lowercase=not cased,
+        lengths=_lengths(seq_len),
+        held_out=held_out,
+        seed=seed,
+        language=language,
+    )
+    wanted = Preparation(tuple(sources), out, settings, tokenizer, workers or os.cpu_count() or 1, max_faults)
+    prepare_corpus(wanted, Console())
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--seq-len {text} must be whole numbers separated by commas, such as 128,512") from error
+
+
+@app.command(
     "split-dim",
     help="""Choose THOR's split dimension for a model on this device.
 

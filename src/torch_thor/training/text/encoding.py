@@ -1,0 +1,124 @@
+"""The last stage of preparing a corpus: the documents of a unit become a shard of token ids and lists of examples.
+
+A shard `NAME.arrow` holds a document per row: `tokens`, the ids of all its sentences, and `ends`, where each sentence
+ends in them. `NAME.128.arrow` holds an example of length 128 per row: sentences `first` to `last` (exclusive) of
+`document`, as many in a row as fit beside [CLS] and two [SEP]. How an example becomes a pair of sentences, and which of
+its tokens are masked, is decided anew in each epoch (:mod:`torch_thor.training.text.pairs`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_thor.training.files import sha256
+from torch_thor.training.text.arrow_files import read_table, write_table
+from torch_thor.training.text.cleaning import documents_file
+
+TRAIN, HELD_OUT = "train", "held-out"
+SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
+_BATCH = 256  # documents that are encoded at once
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """One shard, as the manifest describes it.
+
+    Args:
+        name: `train-000000` or `held-out-000000`.
+        documents: Its documents.
+        sentences: Their sentences.
+        tokens: Their tokens.
+        examples: Its examples, by length.
+        checksums: SHA-256 of its files, by their names.
+    """
+
+    name: str
+    documents: int
+    sentences: int
+    tokens: int
+    examples: dict[int, int]
+    checksums: dict[str, str]
+
+
+def encode_unit(number: int, clean: Path, out: Path, tokenizer_file: Path, lengths: Sequence[int]) -> list[ShardReport]:
+    """Encode the documents of a unit.
+
+    Args:
+        number: The unit.
+        clean: The folder of the first stage.
+        out: Where shards go.
+        tokenizer_file: A `tokenizer.json`.
+        lengths: Lengths of examples, in tokens.
+
+    Returns:
+        Its shards: of documents to train on and of those held out; none for a side without documents.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    table = read_table(documents_file(clean, number))
+    held_out = table["held_out"].to_pylist()
+    reports = []
+    for side, wanted in ((TRAIN, False), (HELD_OUT, True)):
+        rows = [row for row, is_held_out in enumerate(held_out) if is_held_out is wanted]
+        if rows:
+            reports.append(_write_shard(f"{side}-{number:06d}", table, rows, out, tokenizer, lengths))
+    return reports
+
+
+def _write_shard(
+    name: str, table: Any, rows: list[int], out: Path, tokenizer: Any, lengths: Sequence[int]
+) -> ShardReport:
+    import numpy as np
+    import pyarrow as pa
+
+    ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    tokens: list[Any] = []
+    ends: list[Any] = []
+    for first in range(0, len(rows), _BATCH):
+        documents = [table["sentences"][row].as_py() for row in rows[first : first + _BATCH]]
+        flat = [sentence for document in documents for sentence in document]
+        encoded = iter(tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        for document in documents:
+            own = [pieces for _ in document if (pieces := next(encoded).ids)]
+            tokens.append(np.array([piece for pieces in own for piece in pieces], ids))
+            ends.append(np.cumsum([len(pieces) for pieces in own], dtype=np.int32) if own else np.zeros(0, np.int32))
+    types = {"tokens": pa.list_(pa.from_numpy_dtype(ids)), "ends": pa.list_(pa.int32())}
+    write_table(out / f"{name}.arrow", {"tokens": tokens, "ends": ends}, types)
+    names, counts = [f"{name}.arrow"], {}
+    for length in lengths:
+        examples = [(i, first, last) for i, own in enumerate(ends) for first, last in spans(own, length)]
+        columns = {key: [one[i] for one in examples] for i, key in enumerate(("document", "first", "last"))}
+        names.append(f"{name}.{length}.arrow")
+        write_table(out / names[-1], columns, dict.fromkeys(columns, pa.int32()))
+        counts[length] = len(examples)
+    return ShardReport(
+        name,
+        len(rows),
+        sum(map(len, ends)),
+        sum(map(len, tokens)),
+        counts,
+        {file: sha256(out / file) for file in names},
+    )
+
+
+def spans(ends: Any, length: int) -> list[tuple[int, int]]:
+    """Pack the sentences of a document into examples, in their order.
+
+    Args:
+        ends: Where each sentence ends, in tokens.
+        length: Tokens of an example, special ones included.
+
+    Returns:
+        Ranges of sentences that fit together; a sentence that is too long alone is an example of its own.
+    """
+    room, found = length - SPECIAL_TOKENS, []
+    first = begin = 0
+    for number, end in enumerate(ends):
+        if end - begin > room and number > first:
+            found.append((first, number))
+            first, begin = number, int(ends[number - 1])
+    if len(ends) > first:
+        found.append((first, len(ends)))
+    return found

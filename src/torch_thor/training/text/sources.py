@@ -1,0 +1,214 @@
+"""Which files a corpus is made of, and the pieces of work that they are cut into.
+
+A work unit is a few megabytes of a source, the same whoever works on it: so the shards are the same for any number of
+processes, and a unit that is finished is never done again.
+"""
+
+import itertools
+import json
+import pydoc_data.topics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch_thor.training.errors import require
+from torch_thor.training.text.compressed import DAMAGED, SUFFIXES, ByteStream, base_suffix
+from torch_thor.training.text.document import Document, Fault
+from torch_thor.training.text.text_files import HTML, TEXT, documents_of, paragraphs_of
+from torch_thor.training.text.wikipedia import PageCutter, RawPage
+
+UNIT = 1 << 22  # bytes of source text in a unit
+PYTHON = "python"  # in the place of a path: the text that every Python carries
+_DUMP = ".xml"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file.
+
+    Args:
+        path: Where it is; `python` for the language reference of the Python that runs.
+        name: What it is called in messages and in the names of documents.
+        size: Its bytes, compressed as it lies.
+        modified: When it was last changed, in nanoseconds.
+    """
+
+    path: str
+    name: str
+    size: int
+    modified: int
+
+    @property
+    def is_dump(self) -> bool:
+        """Whether it is a Wikipedia dump."""
+        return self.path != PYTHON and base_suffix(Path(self.path)) == _DUMP
+
+    def plain(self) -> dict[str, Any]:
+        """What tells it from another file, as JSON values."""
+        return asdict(self)
+
+
+@dataclass
+class Unit:
+    """A piece of work.
+
+    Args:
+        number: Counted from 0 over all sources.
+        source: The dump that its pages are of; empty where it has documents of text files.
+        header: What stands before the first page of the dump.
+        pages: Pages of a dump.
+        documents: Documents of text files.
+        faults: What could not be read up to here, since the unit before.
+        read: Bytes of all sources, as they lie on the disk, that have been read when the unit ends.
+    """
+
+    number: int
+    source: str = ""
+    header: bytes = b""
+    pages: list[RawPage] = field(default_factory=list)
+    documents: list[Document] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    read: int = 0
+
+
+def find_sources(given: Sequence[str]) -> list[Source]:
+    """Find the files of a corpus.
+
+    Args:
+        given: Dumps, text files, HTML files and folders of such; `python` for the text that every Python carries.
+
+    Returns:
+        The files, those of a folder in the order of their names.
+
+    Raises:
+        UserError: If a path does not exist, is of no known kind, or holds no such file; or is given twice.
+    """
+    kinds = (*TEXT, *HTML, _DUMP)
+    found: list[Source] = []
+    for one in given:
+        if one == PYTHON:
+            found.append(Source(PYTHON, PYTHON, 0, 0))
+            continue
+        path = Path(one)
+        require(path.exists(), f"{one} does not exist: name a Wikipedia dump, a text file or a folder of text files")
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file() and base_suffix(file) in kinds)
+            require(
+                bool(files), f"{one} holds no file ending in {', '.join(kinds)} (or these with {', '.join(SUFFIXES)})"
+            )
+            found += [_source(file, str(file.relative_to(path.parent))) for file in files]
+        else:
+            require(
+                base_suffix(path) in kinds,
+                f"{one} is of no known kind: names end in {', '.join(kinds)}, perhaps with {', '.join(SUFFIXES)}",
+            )
+            found.append(_source(path, path.name))
+    names: dict[str, str] = {}
+    for source in found:
+        other = names.setdefault(source.name, source.path)
+        require(other == source.path, f"{source.path} and {other} have the same name: give the folder that holds both")
+    require(len(names) == len(found), "a source is given twice: name each once")
+    return found
+
+
+def _source(path: Path, name: str) -> Source:
+    status = path.stat()
+    return Source(str(path.resolve()), name, status.st_size, status.st_mtime_ns)
+
+
+def units_of(sources: Sequence[Source]) -> Iterator[Unit]:
+    """Cut sources into units, reading them as streams.
+
+    Args:
+        sources: The sources.
+
+    Yields:
+        Units of about `UNIT` bytes. One unit holds pages of one dump, or documents of one or more text files.
+    """
+    before = list(itertools.accumulate((source.size for source in sources), initial=0))
+    numbers = itertools.count()
+    pairs = zip(sources, before, strict=False)  # the last number is the total
+    for is_dump, members in itertools.groupby(pairs, key=lambda pair: pair[0].is_dump):
+        for unit in _of_dumps(members) if is_dump else _of_texts(members):
+            unit.number = next(numbers)
+            yield unit
+
+
+def _of_dumps(dumps: Iterable[tuple[Source, int]]) -> Iterator[Unit]:
+    for source, before in dumps:
+        stream, cutter = ByteStream(Path(source.path)), PageCutter(source.name)
+        pages: list[RawPage] = []
+        size = 0
+        try:
+            for chunk in stream:
+                for page in cutter.feed(chunk):
+                    pages.append(page)
+                    size += len(page.xml)
+                    if size >= UNIT:
+                        yield _dump_unit(cutter, pages, before + stream.read_of_file)
+                        pages, size = [], 0
+        except DAMAGED as error:
+            cutter.faults.append(_damaged(source, stream, error))
+        else:
+            cutter.finish()
+        if cutter.header is None and not cutter.faults:
+            cutter.faults.append(Fault(source.name, 0, "it has no <page>: is it a Wikipedia dump?"))
+        if pages or cutter.faults:
+            yield _dump_unit(cutter, pages, before + source.size)
+
+
+def _dump_unit(cutter: PageCutter, pages: list[RawPage], read: int) -> Unit:
+    faults, cutter.faults = cutter.faults, []
+    return Unit(0, cutter.source, cutter.header or b"", pages, [], faults, read)
+
+
+def _of_texts(files: Iterable[tuple[Source, int]]) -> Iterator[Unit]:
+    unit, size = Unit(0), 0
+    for source, before in files:
+        stream = ByteStream(Path(source.path))
+        try:
+            for document in python_documents() if source.path == PYTHON else documents_of(stream, source.name):
+                unit.documents.append(document)
+                unit.read = before + min(stream.read_of_file, source.size)
+                size += sum(len(paragraph) for paragraph in document.paragraphs)
+                if size >= UNIT:
+                    yield unit
+                    unit, size = Unit(0), 0
+        except UnicodeDecodeError as error:
+            unit.faults.append(Fault(source.name, error.start, "it is not UTF-8: convert it with iconv -t utf-8"))
+        except DAMAGED as error:
+            unit.faults.append(_damaged(source, stream, error))
+        unit.read = before + source.size
+    if unit.documents or unit.faults:
+        yield unit
+
+
+def _damaged(source: Source, stream: ByteStream, error: Exception) -> Fault:
+    return Fault(source.name, stream.read, f"the compressed data end here or are damaged ({error})")
+
+
+def python_documents() -> Iterator[Document]:
+    """Read the language reference that every Python carries for `help()`.
+
+    Yields:
+        A document for each topic; every paragraph once.
+    """
+    seen: set[str] = set()
+    for topic, text in sorted(pydoc_data.topics.topics.items()):
+        found = tuple(paragraph for paragraph in paragraphs_of(text) if paragraph not in seen)
+        seen.update(found)
+        if found:
+            yield Document(f"{PYTHON}:{topic}", found)
+
+
+def fingerprint(sources: Sequence[Source]) -> str:
+    """What tells these sources from others, for resuming.
+
+    Args:
+        sources: The sources.
+
+    Returns:
+        JSON.
+    """
+    return json.dumps([source.plain() for source in sources])

@@ -1,0 +1,113 @@
+"""WordPiece tokenizers as BERT has them: trained on a corpus, or given as `tokenizer.json` or `vocab.txt`.
+
+The training is that of the library `tokenizers`, which merges the most frequent pairs as BPE does (Google never
+published its own).
+"""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch_thor.training.errors import require
+
+PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
+SPECIAL = (PAD, UNKNOWN, CLASS, SEPARATOR, MASK)
+SAMPLE = 10**9  # characters that are enough to train on
+LONGEST_WORD = 100
+
+
+def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> Any:
+    """Make a tokenizer with BERT's normaliser and pre-tokeniser.
+
+    Args:
+        lowercase: Whether case and accents are dropped.
+        vocabulary: Its word pieces; `None`: to be trained.
+
+    Returns:
+        A `tokenizers.Tokenizer`.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=LONGEST_WORD))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def train_tokenizer(sentences: Iterable[str], vocab_size: int, lowercase: bool) -> Any:
+    """Train a tokenizer.
+
+    Args:
+        sentences: A sample of the corpus.
+        vocab_size: Word pieces to have at the end, the five special ones among them; fewer where the text has fewer.
+        lowercase: Whether case and accents are dropped.
+
+    Returns:
+        A `tokenizers.Tokenizer`.
+    """
+    from tokenizers import trainers
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    tokenizer = new_tokenizer(lowercase)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL), limit_alphabet=1000, show_progress=False
+    )
+    tokenizer.train_from_iterator(sentences, trainer)
+    return complete(tokenizer)
+
+
+def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
+    """Load a tokenizer.
+
+    Args:
+        path: A `tokenizer.json` of the library `tokenizers`, or a `vocab.txt` with one word piece per line.
+        lowercase: For a `vocab.txt`: whether case and accents are dropped.
+
+    Returns:
+        A `tokenizers.Tokenizer`.
+
+    Raises:
+        UserError: If the file cannot be read, or lacks a special word piece.
+    """
+    from tokenizers import Tokenizer
+
+    require(path.is_file(), f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt")
+    if path.suffix == ".txt":
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return complete(new_tokenizer(lowercase, {piece: number for number, piece in enumerate(lines)}), path)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        require(
+            False,
+            f"--tokenizer {path} cannot be read ({str(error).splitlines()[0]}): give a tokenizer.json or vocab.txt",
+        )
+        raise
+    return complete(tokenizer, path)
+
+
+def complete(tokenizer: Any, path: Path | None = None) -> Any:
+    """Check the special word pieces, and have pairs of sentences encoded as BERT does.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer`, changed in place.
+        path: Where it was read, for messages.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        UserError: If a special word piece is missing.
+    """
+    from tokenizers import processors
+
+    missing = [piece for piece in SPECIAL if tokenizer.token_to_id(piece) is None]
+    require(not missing, f"--tokenizer {path} has no {', '.join(missing)}: BERT needs {', '.join(SPECIAL)}")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{CLASS} $A {SEPARATOR}",
+        pair=f"{CLASS} $A {SEPARATOR} $B:1 {SEPARATOR}:1",
+        special_tokens=[(piece, tokenizer.token_to_id(piece)) for piece in (CLASS, SEPARATOR)],
+    )
+    return tokenizer
