@@ -260,7 +260,8 @@ def prepare(
         workers: Processes.
         max_faults: Share of documents that may be unreadable.
     """
-    from torch_thor.training.text.prepare import Preparation, Settings
+    from torch_thor.training.text.manifest import Settings
+    from torch_thor.training.text.prepare import Preparation
     from torch_thor.training.text.prepare import prepare as prepare_corpus
 
     settings = Settings(

@@ -1,0 +1,96 @@
+"""Random access to the examples of a prepared corpus, through files that are mapped into memory."""
+
+import bisect
+import itertools
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch_thor.training.errors import require
+from torch_thor.training.text.arrow_files import read_table
+from torch_thor.training.text.manifest import TOKENIZER, Manifest
+from torch_thor.training.text.wordpiece import load_tokenizer
+
+_OPEN_SHARDS = 64  # a mapped file costs address space and a descriptor, hardly any memory
+
+
+class Corpus:
+    """The examples of one side of a corpus, of one length.
+
+    Args:
+        folder: A prepared corpus.
+        side: `train` or `held-out`.
+        length: Tokens of an example, special ones included; one of those that the corpus was prepared for.
+
+    Raises:
+        UserError: If the folder is no whole corpus, or has no examples of that length.
+    """
+
+    def __init__(self, folder: Path, side: str, length: int) -> None:
+        manifest = Manifest.read(folder)
+        lengths = manifest.settings.lengths
+        require(
+            length in lengths,
+            f"{folder} was prepared for examples of {', '.join(map(str, lengths))} tokens, not {length}: choose one of "
+            f"them, or prepare it with --seq-len {length}",
+        )
+        self.folder, self.side, self.length, self.manifest = folder, side, length, manifest
+        self._names = [shard.name for shard in manifest.side(side)]
+        counts = [shard.examples[length] for shard in manifest.side(side)]
+        self._firsts = list(itertools.accumulate(counts, initial=0))
+        self._open = lru_cache(_OPEN_SHARDS)(self._map)
+        require(len(self) > 0, f"{folder} has no {side} examples: prepare a larger corpus")
+
+    def __len__(self) -> int:
+        """Examples."""
+        return self._firsts[-1]
+
+    def tokenizer(self) -> Any:
+        """The corpus's tokenizer.
+
+        Returns:
+            A `tokenizers.Tokenizer`.
+        """
+        return load_tokenizer(self.folder / TOKENIZER)
+
+    def sentences(self, example: int) -> list[Any]:
+        """Read an example.
+
+        Args:
+            example: Its number, from 0.
+
+        Returns:
+            The token ids of each of its sentences, arrays of integers.
+        """
+        shard = bisect.bisect_right(self._firsts, example) - 1
+        tokens, token_starts, ends, end_starts, rows = self._open(self._names[shard])
+        document, first, last = rows[example - self._firsts[shard]]
+        own = tokens[token_starts[document] : token_starts[document + 1]]
+        own_ends = ends[end_starts[document] : end_starts[document + 1]]
+        begins = [own_ends[first - 1] if first else 0, *own_ends[first : last - 1]]
+        return [own[begin:end] for begin, end in zip(begins, own_ends[first:last], strict=True)]
+
+    def document(self, example: int) -> tuple[int, int]:
+        """Say which document an example is of.
+
+        Args:
+            example: Its number, from 0.
+
+        Returns:
+            What tells the document from all others: its shard and its number in it.
+        """
+        shard = bisect.bisect_right(self._firsts, example) - 1
+        rows = self._open(self._names[shard])[-1]
+        return shard, int(rows[example - self._firsts[shard]][0])
+
+    def _map(self, name: str) -> tuple[Any, ...]:
+        import numpy as np
+
+        table = read_table(self.folder / f"{name}.arrow").combine_chunks()
+        found: list[Any] = []
+        for column in ("tokens", "ends"):
+            lists = table[column].chunk(0)
+            found += [lists.values.to_numpy(), lists.offsets.to_numpy()]
+        examples = read_table(self.folder / f"{name}.{self.length}.arrow")
+        rows = np.stack([examples[key].to_numpy() for key in ("document", "first", "last")], axis=1)
+        return (*found, rows)
