@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass, field
 
+from torch_thor.training.config.text_spec import TextSpec
 from torch_thor.training.errors import require
 
 IN_MEMORY = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28)}  # shapes of their images
 FOLDER = "image-folder"
 CIFAR_SETS = ("cifar10", "cifar100")
+PYTHON_TEXT, CORPUS = "python-text", "corpus"
+TEXTS = (PYTHON_TEXT, CORPUS)
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -86,7 +89,8 @@ class DataSpec:
 
     Args:
         name: digits or fashion-mnist (held in memory, as they are); cifar10 or cifar100; or image-folder:
-            ImageNet-2012, or any images in its shape.
+            ImageNet-2012, or any images in its shape. Of masked-lm python-text, the text that every Python carries, or
+            corpus, a folder that `torch-thor prepare` has written.
         root: The folder that holds the files, or for image-folder the splits (it must be given before training). For
             all others `None` is ~/.cache/torch-thor, and for fashion-mnist Debian's package too.
         download: Whether missing files may be downloaded (image-folder never is).
@@ -95,6 +99,7 @@ class DataSpec:
         workers: The processes that read and crop, for training and evaluation each. Not for what is in memory.
         max_broken: Greatest share of an epoch's images that may be broken.
         cache: Folder for decoded evaluation images, of image-folder only; `None` decodes at each evaluation.
+        text: Length and masking of examples, of masked-lm only.
     """
 
     name: str = "digits"
@@ -104,6 +109,7 @@ class DataSpec:
     workers: Workers = field(default_factory=Workers)
     max_broken: float = 0.01
     cache: str | None = None
+    text: TextSpec = field(default_factory=TextSpec)
 
     @property
     def crops(self) -> ImageTransform:
@@ -116,10 +122,10 @@ class DataSpec:
         return IN_MEMORY.get(self.name) or (3, self.crops.size, self.crops.size)
 
     def __post_init__(self) -> None:
-        names = (*IN_MEMORY, *CIFAR_SETS, FOLDER)
+        names = (*IN_MEMORY, *CIFAR_SETS, FOLDER, *TEXTS)
         require(self.name in names, f"data.name={self.name} is no data set: use one of {', '.join(names)}")
         require(
-            self.transform is None or self.name not in IN_MEMORY,
+            self.transform is None or self.name not in (*IN_MEMORY, *TEXTS),
             f"data.transform is set: {self.name} is trained on as it is; leave data.transform=null",
         )
         require(

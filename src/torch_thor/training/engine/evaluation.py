@@ -36,7 +36,8 @@ def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -
     Returns:
         The metrics over all samples of all processes.
     """
-    names = [metric.name for metric in task.metrics() if metric.derived is None]
+    measured_ones = [metric for metric in task.metrics() if metric.derived is None]
+    names = list(dict.fromkeys(name for one in measured_ones for name in (one.name, one.over) if name is not None))
     sums: dict[str, list[Tensor]] = {name: [] for name in names}
     terms = 0
     was_training = model.training
@@ -54,7 +55,8 @@ def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -
     everywhere = parallel.gathered((own, terms))
     total = sum(number for _, number in everywhere)
     # rounded once, so that a sum does not hang on which process had which batch
-    means = {name: math.fsum(value for part, _ in everywhere for value in part[name]) / total for name in names}
+    whole = {name: math.fsum(value for part, _ in everywhere for value in part[name]) for name in names}
+    means = {one.name: whole[one.name] / (total if one.over is None else whole[one.over]) for one in measured_ones}
     values = {
         metric.name: means[metric.name] if metric.derived is None else metric.derived(means)
         for metric in task.metrics()

@@ -23,6 +23,16 @@ def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
         recipe.model in models,
         f"model={recipe.model} is no network of task={task}: use {', '.join(models)}",
     )
+    check_no_classes(recipe)
+
+
+def check_no_classes(recipe: Recipe) -> None:
+    """Refuse what only a classifier has a use for.
+
+    Args:
+        recipe: The recipe.
+    """
+    task = recipe.task
     require(recipe.classes is None, f"classes={recipe.classes}: task={task} has no classes; leave classes=null")
     require(
         recipe.label_smoothing == 0,

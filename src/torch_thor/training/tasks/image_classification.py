@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor.training.config.data_spec import IN_MEMORY
+from torch_thor.training.config.data_spec import IN_MEMORY, TEXTS
 from torch_thor.training.data.named import open_data, open_evaluation
 from torch_thor.training.data.shards import Shard
 from torch_thor.training.data.stream import BatchLoader, DataSet, EvaluationSet, Streams
@@ -67,6 +67,10 @@ class ImageClassification:
         Args:
             recipe: The recipe.
         """
+        require(
+            recipe.data.name not in TEXTS,
+            f"data.name={recipe.data.name} is text: task={recipe.task} takes images; set task=masked-lm, or other data",
+        )
 
     @classmethod
     def open(

@@ -10,6 +10,7 @@ import torch
 from torch_thor.training.tasks.autoencoder import Autoencoder
 from torch_thor.training.tasks.char_lm import CharLM
 from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training.tasks.masked_lm import MaskedLM
 from torch_thor.training.tasks.task import EvaluationTask, Metric, Task
 
 if TYPE_CHECKING:  # a recipe asks its task what it may say
@@ -79,4 +80,5 @@ TASKS: dict[str, TaskKind] = {
     "image-classification": ImageClassification,
     "autoencoder": Autoencoder,
     "char-lm": CharLM,
+    "masked-lm": MaskedLM,
 }

@@ -68,7 +68,8 @@ class Metric:
         higher_is_better: Its direction.
         primary: Whether it decides which checkpoint is best, and when a target is reached; exactly one of a task does.
         share: Whether it is a share in [0, 1], printed in per cent.
-        derived: Computes it from the others' means, by name; `None`: it is a mean over terms itself.
+        derived: Computes it from the others' means, by name; `None`: it is a mean itself.
+        over: What it is a mean over, by the name under which `measure` counts it; `None` is loss terms.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Metric:
     primary: bool = False
     share: bool = False
     derived: Callable[[Mapping[str, float]], float] | None = None
+    over: str | None = None
 
     def text(self, value: float) -> str:
         """A value as a person reads it.
@@ -170,7 +172,8 @@ class EvaluationTask(Protocol):
             batch: From an evaluation stream, with one loss term or more.
 
         Returns:
-            For each metric that is not derived the sum over the batch's terms, without dimensions.
+            For each metric that is not derived the sum over the batch's terms, without dimensions; and for each that is
+            a mean over something else, how many of these the batch has.
         """
         ...
 

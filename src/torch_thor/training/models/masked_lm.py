@@ -1,0 +1,90 @@
+"""Masked language models of transformers, with random weights: BERT in its usual sizes, or any by its config file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torch_thor.training.errors import UserError, require
+
+# layers, width, heads, width of the feed-forward layers (Devlin et al. 2019; Turc et al. 2019 for tiny and mini)
+BERTS = {
+    "bert-tiny": (2, 128, 2, 512),
+    "bert-mini": (4, 256, 4, 1024),
+    "bert-base": (12, 768, 12, 3072),
+    "bert-large": (24, 1024, 16, 4096),
+}
+CONFIG = ".json"
+_POSITIONS = 512  # of the published ones
+
+
+def is_known(name: str) -> bool:
+    """Say whether a recipe's `model` can be a masked language model.
+
+    Args:
+        name: What the recipe says.
+
+    Returns:
+        Whether it is a size of BERT, or the name of a configuration file.
+    """
+    return name in BERTS or name.endswith(CONFIG)
+
+
+def takes_pairs(name: str) -> bool:
+    """Say whether a network is trained on pairs of sentence runs, as BERT is.
+
+    Args:
+        name: What the recipe says.
+
+    Returns:
+        True for the sizes of BERT; a file's network is trained on its masked tokens alone.
+    """
+    return name in BERTS
+
+
+def build(name: str, vocab_size: int, length: int, pad: int) -> nn.Module:
+    """Build a network with torch's global random numbers.
+
+    Args:
+        name: A size of BERT, or the file of a transformers configuration (`config.json`) with `model_type`.
+        vocab_size: Word pieces of the corpus; takes the place of what a file says.
+        length: Tokens of an example.
+        pad: The number of [PAD].
+
+    Returns:
+        `BertForPreTraining`, or what `AutoModelForMaskedLM` makes of the file.
+
+    Raises:
+        UserError: If the file cannot be read or describes no masked language model.
+    """
+    import transformers
+
+    if name in BERTS:
+        layers, width, heads, inner = BERTS[name]
+        config = transformers.BertConfig(
+            vocab_size=vocab_size,
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            intermediate_size=inner,
+            max_position_embeddings=max(_POSITIONS, length),
+            pad_token_id=pad,
+        )
+        return transformers.BertForPreTraining(config)
+    file = Path(name)
+    require(file.is_file(), f"model={name}: there is no such file; give {', '.join(BERTS)} or a config.json")
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        values |= {"vocab_size": vocab_size, "pad_token_id": pad}
+        own = transformers.AutoConfig.for_model(**values)
+        model: nn.Module = transformers.AutoModelForMaskedLM.from_config(own)  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"model={name} describes no masked language model of transformers: {reason}") from error
+    positions = getattr(own, "max_position_embeddings", length)
+    require(
+        positions >= length,
+        f"model={name} has {positions} positions, and examples have {length} tokens: lower data.text.length",
+    )
+    return model

@@ -1,0 +1,266 @@
+"""Masked-language-model pretraining, with next-sentence prediction where the network has a head for it.
+
+The loss is the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction (Devlin et al. 2019,
+section 3.1). A loss term is a masked token; rows of THOR's statistics are the tokens that are no padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torch_thor.training.config.data_spec import PYTHON_TEXT, TEXTS
+from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches
+from torch_thor.training.data.stream import BatchLoader, Streams, TrainingStream
+from torch_thor.training.errors import require
+from torch_thor.training.models import masked_lm as models
+from torch_thor.training.tasks.checks import check_no_classes
+from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+
+if TYPE_CHECKING:  # a recipe asks its task what it may say
+    from torch_thor.training.config.recipe import Recipe
+    from torch_thor.training.text.pairs import PairMaker
+
+EVALUATION_BATCH = 32  # examples
+CACHE = Path("~/.cache/torch-thor")
+_NEXT_SENTENCE = "next_sentence_label"
+
+
+class MaskedLM:
+    """A network that predicts masked tokens; batches are those of :class:`torch_thor.training.text.pairs.PairMaker`.
+
+    Args:
+        train: Makes the examples to train on; `None` where there is only an evaluation.
+        held_out: Makes the examples to evaluate on.
+        recipe: Network, batch size and seed.
+        device: Where batches go.
+    """
+
+    unit: ClassVar[str] = "masked tokens"
+    METRICS: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss", "masked-token loss", "held-out loss", higher_is_better=False),
+        Metric(
+            "mlm_accuracy",
+            "masked-token accuracy",
+            "masked-token accuracy",
+            higher_is_better=True,
+            primary=True,
+            share=True,
+        ),
+        Metric(
+            "perplexity",
+            "perplexity",
+            "perplexity",
+            higher_is_better=False,
+            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # what a float holds
+        ),
+        Metric(
+            "nsp_accuracy",
+            "next-sentence accuracy",
+            "next-sentence accuracy",
+            higher_is_better=True,
+            share=True,
+            over="examples",
+        ),
+    )
+
+    def __init__(self, train: PairMaker | None, held_out: PairMaker, recipe: Recipe, device: torch.device) -> None:
+        self.train, self.held_out, self.recipe, self.device = train, held_out, recipe, device
+
+    @classmethod
+    def check(cls, recipe: Recipe) -> None:
+        """Refuse what this task has no use for.
+
+        Args:
+            recipe: The recipe.
+        """
+        check_no_classes(recipe)
+        require(
+            models.is_known(recipe.model),
+            f"model={recipe.model} is no network of task={recipe.task}: use {', '.join(models.BERTS)}, or the file of "
+            f"a transformers configuration (config.json)",
+        )
+        require(
+            recipe.data.name in TEXTS,
+            f"data.name={recipe.data.name}: task={recipe.task} takes {' or '.join(TEXTS)} (from torch-thor prepare)",
+        )
+        require(
+            recipe.data.name == PYTHON_TEXT or recipe.data.root is not None,
+            "data.root is not set: give the folder that torch-thor prepare has written",
+        )
+
+    @classmethod
+    def open(
+        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
+    ) -> MaskedLM:
+        """Open the corpus.
+
+        Args:
+            recipe: The recipe.
+            device: Where batches go.
+            say: Told when a corpus is prepared first.
+            report: Not needed: a corpus is whole or an error.
+
+        Returns:
+            The task.
+        """
+        return cls(_maker(recipe, "train", say), _maker(recipe, "held-out", say), recipe, device)
+
+    @classmethod
+    def open_saved(
+        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]
+    ) -> MaskedLM:
+        """Open what a trained network is evaluated on.
+
+        Args:
+            recipe: The recipe.
+            device: Where batches go.
+            say: Told when a corpus is prepared first.
+            changed: Makes no difference.
+
+        Returns:
+            The task.
+        """
+        return cls(None, _maker(recipe, "held-out", say), recipe, device)
+
+    @classmethod
+    def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
+        """Evaluate on any corpus; its vocabulary is compared when the weights are loaded.
+
+        Args:
+            trained: The recipe of the training.
+            recipe: The same with the keys that were changed.
+            changed: Those keys.
+
+        Returns:
+            The recipe to evaluate with.
+        """
+        return recipe
+
+    def build_model(self) -> nn.Module:
+        """Build the network with torch's global random numbers (seed them first).
+
+        Returns:
+            The network, on the CPU.
+        """
+        maker = self.held_out
+        return models.build(self.recipe.model, maker.vocab_size, self.recipe.data.text.length, maker.pad)
+
+    def open_data(self, shard: Shard) -> Streams:
+        """Open the corpus from the beginning.
+
+        Args:
+            shard: Which rank of how many.
+
+        Returns:
+            Training batches and evaluation batches.
+        """
+        assert self.train is not None
+        from torch_thor.training.text.loader import PairLoader
+
+        order = TrainingOrder(len(self.train.corpus), self.recipe.batch_size, self.recipe.seed, shard)
+        loader = PairLoader(self.train, order, self.recipe.seed, self.device)
+        evaluation = EvaluationOrder(len(self.held_out.corpus), EVALUATION_BATCH, shard)
+        return Streams(TrainingStream(loader, order), PairLoader(self.held_out, evaluation, 0, self.device, fixed=True))
+
+    def open_evaluation(self, shard: Shard) -> BatchLoader:
+        """Open the held-out part alone.
+
+        Args:
+            shard: Which rank of how many.
+
+        Returns:
+            The rank's batches.
+        """
+        from torch_thor.training.text.loader import PairLoader
+
+        order = WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard)
+        return PairLoader(self.held_out, order, 0, self.device, fixed=True)
+
+    def terms(self, batch: Batch) -> Terms:
+        """Count masked tokens.
+
+        Args:
+            batch: A mapping of tensors.
+
+        Returns:
+            Their number, and which tokens are no padding.
+        """
+        return Terms(int((batch["labels"] >= 0).sum()), batch["attention_mask"].bool())
+
+    def loss(self, model: nn.Module, batch: Batch) -> Loss:
+        """The mean cross-entropy of the masked tokens, plus that of the next-sentence prediction.
+
+        Args:
+            model: The network.
+            batch: A mapping of tensors.
+
+        Returns:
+            The loss, and the scores of the masked tokens, (masked tokens, vocabulary).
+        """
+        scores, labels, following = self._predict(model, batch)
+        mean = functional.cross_entropy(scores, labels)
+        if following is not None:
+            mean = mean + functional.cross_entropy(following, batch[_NEXT_SENTENCE])
+        return Loss(mean, scores)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sum up cross-entropy and right predictions.
+
+        Args:
+            model: The network.
+            batch: A mapping of tensors.
+
+        Returns:
+            `loss` and `mlm_accuracy` over masked tokens; `nsp_accuracy` and `examples`, where the network predicts it.
+        """
+        scores, labels, following = self._predict(model, batch)
+        found = {
+            "loss": functional.cross_entropy(scores, labels, reduction="sum"),
+            "mlm_accuracy": (scores.argmax(-1) == labels).sum(),
+        }
+        if following is not None:
+            found["nsp_accuracy"] = (following.argmax(-1) == batch[_NEXT_SENTENCE]).sum()
+            found["examples"] = torch.tensor(len(following), device=following.device)
+        return found
+
+    def metrics(self) -> Sequence[Metric]:
+        """Name what an evaluation gives.
+
+        Returns:
+            Loss, masked-token accuracy, which decides, perplexity, and next-sentence accuracy where it is predicted.
+        """
+        return self.METRICS if self.held_out.pairs else self.METRICS[:-1]
+
+    def _predict(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the scores and labels of the masked tokens, and the scores of the next-sentence prediction."""
+        inputs: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        if self.held_out.pairs:
+            inputs["token_type_ids"] = batch["token_type_ids"]
+        output = model(**inputs)
+        chosen = batch["labels"] >= 0
+        scores = output.prediction_logits if self.held_out.pairs else output.logits
+        following = output.seq_relationship_logits if self.held_out.pairs else None
+        return scores[chosen], batch["labels"][chosen], following
+
+
+def _maker(recipe: Recipe, side: str, say: Callable[[str], None]) -> PairMaker:
+    """Make the examples of one side of the recipe's corpus."""
+    from torch_thor.training.text.corpus import Corpus
+    from torch_thor.training.text.pairs import Masking, PairMaker
+    from torch_thor.training.text.python_corpus import python_corpus
+
+    text, root = recipe.data.text, recipe.data.root
+    if recipe.data.name == PYTHON_TEXT:
+        cache = CACHE.expanduser() if root is None else Path(root)
+        folder = python_corpus(cache, text.vocab_size, text.length, say)
+    else:
+        folder = Path(str(root))
+    corpus = Corpus(folder, side, text.length)
+    return PairMaker(corpus, Masking(text.masked, text.whole_words), pairs=models.takes_pairs(recipe.model))

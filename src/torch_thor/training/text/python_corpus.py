@@ -1,0 +1,40 @@
+"""The corpus that needs no set-up: the text that every Python carries, prepared when it is first used."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+from filelock import FileLock
+from rich.console import Console
+
+from torch_thor.training.text.manifest import MANIFEST, Settings
+from torch_thor.training.text.prepare import Preparation, prepare
+from torch_thor.training.text.sources import PYTHON
+
+HELD_OUT = 0.05  # of some seventy documents
+
+
+def python_corpus(cache: Path, vocab_size: int, length: int, say: Callable[[str], None]) -> Path:
+    """Find the corpus in a cache, or prepare it there.
+
+    Args:
+        cache: The folder of the cache.
+        vocab_size: Word pieces to train.
+        length: Tokens of an example.
+        say: Told when it is prepared.
+
+    Returns:
+        The folder of the corpus.
+    """
+    settings = Settings(vocab_size=vocab_size, lengths=(length,), held_out=HELD_OUT)
+    facts = json.dumps({**settings.plain(), "python": platform.python_version()}, sort_keys=True)
+    folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # several processes may start at once
+        if not (folder / MANIFEST).exists():
+            say(f"preparing the text that Python carries, in {folder}")
+            prepare(Preparation((PYTHON,), folder, settings), Console(file=StringIO()))
+    return folder
