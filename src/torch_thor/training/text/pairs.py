@@ -11,11 +11,10 @@ from typing import Any
 
 from torch_thor.training.text.corpus import Corpus
 from torch_thor.training.text.encoding import SPECIAL_TOKENS
-from torch_thor.training.text.wordpiece import CLASS, MASK, PAD, SEPARATOR, SPECIAL
+from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL
 
 IGNORED = -100  # the label of tokens that are not predicted, as torch's cross-entropy has it
 _TRIES = 10  # to find an example of another document
-_CONTINUES = "##"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class PairMaker:
         special = {pieces[one] for one in SPECIAL}
         self._ordinary = np.array([n for n in range(self.vocab_size) if n not in special], np.int64)
         self._continues = np.zeros(self.vocab_size, bool)
-        self._continues[[number for piece, number in pieces.items() if piece.startswith(_CONTINUES)]] = True
+        self._continues[[number for piece, number in pieces.items() if piece.startswith(CONTINUES)]] = True
 
     def example(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
         """Make an example.

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from torch_thor.training.text.encoding import HELD_OUT, TRAIN, ShardReport, enco
 from torch_thor.training.text.manifest import MANIFEST, TOKENIZER, Manifest, Settings, totals
 from torch_thor.training.text.sources import Source, find_sources, units_of
 from torch_thor.training.text.wordpiece import SAMPLE, load_tokenizer, train_tokenizer
+
+Pool = ProcessPoolExecutor | None  # None: this process works alone
 
 _BEGUN, _CLEAN, _ENCODED = "begun.json", "clean", "encoded"
 _LIBRARIES = ("pyarrow", "tokenizers", "sentencex", "mwxml", "mwparserfromhell", "beautifulsoup4")
@@ -90,7 +93,7 @@ def prepare(wanted: Preparation, console: Console) -> Manifest:
         _tidy(out)
         say(f"{out} is finished already, and whole; nothing was done")
         return manifest
-    with _pool(wanted.workers) as pool, _progress(console) as progress:
+    with nullcontext() if wanted.workers == 1 else _pool(wanted.workers) as pool, _progress(console) as progress:
         reports = _clean(wanted, settings, sources, pool, progress)
         faults = [str(fault) for report in reports for fault in report.faults]
         for fault in faults[:_SHOWN_FAULTS]:
@@ -190,7 +193,7 @@ def _progress(console: Console) -> Progress:
 
 
 def _clean(
-    wanted: Preparation, settings: Settings, sources: list[Source], pool: ProcessPoolExecutor, progress: Progress
+    wanted: Preparation, settings: Settings, sources: list[Source], pool: Pool, progress: Progress
 ) -> list[CleanReport]:
     """Clean the units that are not finished."""
     folder = wanted.out / _CLEAN
@@ -230,11 +233,11 @@ def _tokenizer(wanted: Preparation, settings: Settings, reports: list[CleanRepor
             tokenizer = load_tokenizer(wanted.tokenizer, settings.lowercase)
         else:
             share = SAMPLE / max(1, sum(report.characters for report in reports))
-            sample = (
-                sentence
-                for number in range(len(reports))
-                for sentence in sentences_of(wanted.out / _CLEAN, number, share, settings.seed)
-            )
+
+            def sample() -> Iterator[str]:
+                for number in range(len(reports)):
+                    yield from sentences_of(wanted.out / _CLEAN, number, share, settings.seed)
+
             tokenizer = train_tokenizer(sample, settings.vocab_size, settings.lowercase)
         write_whole(file, tokenizer.to_str(pretty=True), REMEDY)
         progress.update(bar, total=1)
@@ -246,7 +249,7 @@ def _encode(
     wanted: Preparation,
     settings: Settings,
     reports: list[CleanReport],
-    pool: ProcessPoolExecutor,
+    pool: Pool,
     progress: Progress,
 ) -> list[ShardReport]:
     """Encode the units that are not finished."""
@@ -287,9 +290,13 @@ def _full(progress: Progress, bar: TaskID) -> None:
 
 
 def _results(
-    pool: ProcessPoolExecutor, work: Callable[..., Any], jobs: Iterable[tuple[int, tuple[Any, ...]]], workers: int
+    pool: Pool, work: Callable[..., Any], jobs: Iterable[tuple[int, tuple[Any, ...]]], workers: int
 ) -> Iterator[tuple[int, Any]]:
-    """Run jobs in processes, few at a time, so that memory does not depend on how many there are."""
+    """Run jobs in processes, few at a time, so that memory does not depend on how many there are; or here."""
+    if pool is None:
+        for number, arguments in jobs:
+            yield number, work(*arguments)
+        return
     running: dict[Future[Any], int] = {}
     waiting = iter(jobs)
     try:

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from xml.etree.ElementTree import ParseError
 
 from torch_thor.training.text.document import Document, Fault
 
-_BEGIN, _END, _CLOSE = b"<page>", b"</page>", b"</mediawiki>"
+_BEGIN, _END, _CLOSE, _SITE = b"<page>", b"</page>", b"</mediawiki>", b"</siteinfo>"
+# What stands in the place of a header that is damaged: article is then every page outside of all namespaces.
+_PLAIN_HEADER = b"<mediawiki><siteinfo><namespaces></namespaces></siteinfo>"
 LARGEST_PAGE = 1 << 26  # bytes; the largest pages of Wikipedia have 2 MB
 
 # Tags whose contents are no prose.
@@ -75,15 +76,15 @@ class PageCutter:
         position = 0
         while (end := rest.find(_END, max(position, searched))) >= 0:
             end += len(_END)
+            if self.header is None:
+                site = rest.find(_SITE, position, end)
+                self.header = _PLAIN_HEADER if site < 0 else bytes(rest[position : site + len(_SITE)])
+                position = max(position, site)
             # the last begin before the end: a page that never ended is lost, and the one after it is not
             begin = rest.rfind(_BEGIN, position, end)
             if begin < 0:
                 self._fault(position, "a page ends that has not begun")
             else:
-                if self.header is None:
-                    first = rest.find(_BEGIN, position, end)
-                    self.header = bytes(rest[position:first])
-                    position = first
                 if rest.find(_BEGIN, position, end) != begin:
                     self._fault(position, "a page begins inside another one")
                 yield RawPage(self._offset + begin, bytes(rest[begin:end]))
@@ -121,7 +122,7 @@ def articles(source: str, header: bytes, pages: list[RawPage]) -> Iterator[Docum
     for page in pages:
         try:
             found = _article(header, page)
-        except (ParseError, UnicodeDecodeError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        except Exception as error:  # whatever a parser says of what it does not expect
             yield Fault(source, page.offset, f"a page cannot be parsed ({_one_line(error)})")
         else:
             if found is not None:

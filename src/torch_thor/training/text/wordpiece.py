@@ -4,8 +4,8 @@ The training is that of the library `tokenizers`, which merges the most frequent
 published its own).
 """
 
-import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch_thor.training.errors import require
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, UNKNOWN, CLASS, SEPARATOR, MASK)
+CONTINUES = "##"  # before a piece that does not begin a word
+ALPHABET = 1000  # characters that have a piece of their own; a word with any other is unknown
 SAMPLE = 10**9  # characters that are enough to train on
 LONGEST_WORD = 100
 
@@ -36,11 +38,11 @@ def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> 
     return tokenizer
 
 
-def train_tokenizer(sentences: Iterable[str], vocab_size: int, lowercase: bool) -> Any:
-    """Train a tokenizer.
+def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Any:
+    """Train a tokenizer; the same sentences give the same one.
 
     Args:
-        sentences: A sample of the corpus.
+        sentences: Gives a sample of the corpus, each time it is called.
         vocab_size: Word pieces to have at the end, the five special ones among them; fewer where the text has fewer.
         lowercase: Whether case and accents are dropped.
 
@@ -49,13 +51,20 @@ def train_tokenizer(sentences: Iterable[str], vocab_size: int, lowercase: bool) 
     """
     from tokenizers import trainers
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     tokenizer = new_tokenizer(lowercase)
+    counts: Counter[str] = Counter()
+    for sentence in sentences():
+        counts.update(tokenizer.normalizer.normalize_str(sentence))
+    characters = sorted(counts, key=lambda one: (-counts[one], one))
+    alphabet = sorted(one for one in characters[:ALPHABET] if not one.isspace())
+    # The library numbers pieces of one character in the order of a hash table, which another run has otherwise, and
+    # breaks ties between merges by their numbers. Given as special pieces they have fixed numbers.
+    fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet)]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL), limit_alphabet=1000, show_progress=False
+        vocab_size=vocab_size, special_tokens=fixed, limit_alphabet=len(alphabet), show_progress=False
     )
-    tokenizer.train_from_iterator(sentences, trainer)
-    return complete(tokenizer)
+    tokenizer.train_from_iterator(sentences(), trainer)
+    return complete(new_tokenizer(lowercase, tokenizer.get_vocab()))
 
 
 def load_tokenizer(path: Path, lowercase: bool = True) -> Any:

@@ -1,0 +1,276 @@
+"""Preparing a corpus: the same files whoever works on it and however often it is stopped; faults are counted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from dumps import article, dump, write_dump
+from torch_thor.training.errors import UserError
+from torch_thor.training.files import sha256
+from torch_thor.training.text import prepare as module
+from torch_thor.training.text import sources
+from torch_thor.training.text.arrow_files import read_table
+from torch_thor.training.text.encoding import spans
+from torch_thor.training.text.manifest import Manifest, Settings
+from torch_thor.training.text.prepare import Preparation, prepare
+from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer
+
+SETTINGS = Settings(vocab_size=300, lengths=(32, 64), held_out=0.1)
+
+
+@pytest.fixture
+def wiki(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "UNIT", 20_000)
+    return write_dump(tmp_path / "wiki.xml.bz2", dump(80))
+
+
+def run(out, *given, settings=SETTINGS, **options):
+    said = StringIO()
+    manifest = prepare(Preparation(tuple(map(str, given)), out, settings, **options), Console(file=said, width=400))
+    return manifest, said.getvalue()
+
+
+def checksums(folder):
+    return {file.name: sha256(file) for file in folder.iterdir() if file.name != "begun.json"}
+
+
+def test_a_corpus_holds_every_article_once_and_says_so(wiki, tmp_path):
+    manifest, said = run(tmp_path / "corpus", wiki)
+    train, held_out = (sum(s.documents for s in manifest.side(side)) for side in ("train", "held-out"))
+    assert train + held_out == 80
+    assert 1 <= held_out <= 20
+    assert f"train: {train} documents" in said
+    assert Manifest.read(tmp_path / "corpus") == manifest
+    manifest.check_files(tmp_path / "corpus")
+    assert manifest.faults == []
+    assert sorted(manifest.versions) == sorted(("torch-thor", "python", *module._LIBRARIES))
+    names = {file.name for file in (tmp_path / "corpus").iterdir()}
+    assert names == {
+        "begun.json",
+        "manifest.json",
+        "tokenizer.json",
+        *(n for s in manifest.shards for n in s.checksums),
+    }
+
+
+def test_tokens_are_those_of_the_sentences_in_their_order(wiki, tmp_path):
+    from torch_thor.training.text.wikipedia import clean
+
+    manifest, _ = run(tmp_path / "corpus", wiki)
+    tokenizer = load_tokenizer(tmp_path / "corpus" / "tokenizer.json")
+    found = []
+    for shard in manifest.shards:
+        table = read_table(tmp_path / "corpus" / f"{shard.name}.arrow")
+        assert len(table) == shard.documents
+        found += [tokenizer.decode(tokens.as_py()) for tokens in table["tokens"]]
+    wanted = [" ".join(clean(article(n))) for n in range(80)]
+    again = [tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) for text in wanted]
+    assert sorted(found) == sorted(again)
+    assert all(piece not in text for text in found for piece in SPECIAL)
+
+
+def test_examples_cover_every_sentence_and_fit(wiki, tmp_path):
+    manifest, _ = run(tmp_path / "corpus", wiki)
+    for shard in manifest.shards:
+        ends = read_table(tmp_path / "corpus" / f"{shard.name}.arrow")["ends"].to_pylist()
+        for length in (32, 64):
+            rows = read_table(tmp_path / "corpus" / f"{shard.name}.{length}.arrow").to_pylist()
+            assert len(rows) == shard.examples[length]
+            covered = [(row["document"], n) for row in rows for n in range(row["first"], row["last"])]
+            assert covered == [(d, n) for d, own in enumerate(ends) for n in range(len(own))]
+            for row in rows:
+                own = ends[row["document"]]
+                size = own[row["last"] - 1] - (own[row["first"] - 1] if row["first"] else 0)
+                assert size <= length - 3 or row["last"] == row["first"] + 1
+
+
+def test_packing_is_greedy_and_leaves_long_sentences_alone():
+    assert spans([10, 20, 29], 32) == [(0, 3)]
+    assert spans([10, 20, 30], 32) == [(0, 2), (2, 3)]
+    assert spans([5, 80, 85, 90], 32) == [(0, 1), (1, 2), (2, 4)]
+    assert spans([], 32) == []
+
+
+def test_the_number_of_processes_changes_nothing(wiki, tmp_path):
+    run(tmp_path / "one", wiki)
+    run(tmp_path / "three", wiki, workers=3)
+    assert checksums(tmp_path / "one") == checksums(tmp_path / "three")
+
+
+@pytest.mark.parametrize("stage", ["clean_unit", "train_tokenizer", "encode_unit"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_preparation_that_was_stopped_goes_on(wiki, tmp_path, monkeypatch, stage, after):
+    run(tmp_path / "whole", wiki)
+    calls = []
+    real = {name: getattr(module, name) for name in ("clean_unit", "train_tokenizer", "encode_unit")}
+
+    def counted(name, limit):
+        def work(*arguments):
+            calls.append(name)
+            if limit is not None and calls.count(name) > limit:
+                raise KeyboardInterrupt
+            return real[name](*arguments)
+
+        return work
+
+    for name in real:
+        monkeypatch.setattr(
+            module, name, counted(name, (0 if name == "train_tokenizer" else after) if name == stage else None)
+        )
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", wiki)
+    done = list(calls)
+    calls.clear()
+    for name in real:
+        monkeypatch.setattr(module, name, counted(name, None))
+    run(tmp_path / "stopped", wiki)
+    assert checksums(tmp_path / "stopped") == checksums(tmp_path / "whole")
+    units = done.count("clean_unit") + calls.count("clean_unit") - (stage == "clean_unit")
+    assert units > 4
+    assert calls.count("encode_unit") + done.count("encode_unit") - (stage == "encode_unit") == units  # nothing twice
+
+
+def test_a_process_killed_at_any_moment_leaves_what_goes_on(wiki, tmp_path):
+    """The real command, killed again and again."""
+    big = write_dump(tmp_path / "big.xml", dump(4000))
+    words = [
+        sys.executable,
+        "-m",
+        "torch_thor",
+        "prepare",
+        str(big),
+        "--workers",
+        "2",
+        "--vocab-size",
+        "300",
+        "--seq-len",
+        "32",
+    ]
+    subprocess.run([*words, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    kills = 0
+    for attempt in range(12):
+        process = subprocess.Popen(
+            [*words, "--out", str(tmp_path / "killed")], stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            process.wait(timeout=2.5 + 0.6 * attempt)
+        except subprocess.TimeoutExpired:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0
+    assert kills > 0
+    assert checksums(tmp_path / "killed") == checksums(tmp_path / "whole")
+    deadline = time.monotonic() + 20
+    while str(tmp_path / "killed") in _command_lines() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert str(tmp_path / "killed") not in _command_lines()  # the killed command's processes have ended too
+
+
+def _command_lines():
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, tmp_path):
+    out = tmp_path / "corpus"
+    manifest, _ = run(out, wiki)
+    before = {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    again, said = run(out, wiki)
+    assert again == manifest
+    assert "finished already" in said
+    assert {file: file.stat().st_mtime_ns for file in out.iterdir()} == before
+    shard = out / f"{manifest.shards[0].name}.arrow"
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(UserError, match="was cut short or changed"):
+        run(out, wiki)
+
+
+def test_what_cannot_be_read_is_named_and_counted(wiki, tmp_path):
+    text = tmp_path / "latin.txt"
+    text.write_bytes("caf\u00e9 ".encode("latin-1") * 100)
+    manifest, said = run(tmp_path / "corpus", wiki, text, most_faults=0.05)
+    (fault,) = manifest.faults
+    assert fault.startswith("latin.txt, byte 3 of its uncompressed contents: it is not UTF-8")
+    assert f"left out: {fault}" in said
+    with pytest.raises(UserError, match=r"1 of 81 documents cannot be read, and --max-faults 0\.01 allows 0"):
+        run(tmp_path / "strict", wiki, text)
+    assert list((tmp_path / "strict" / "clean").glob("*.arrow"))  # what was finished stays
+    run(tmp_path / "strict", wiki, text, most_faults=0.05)
+    assert checksums(tmp_path / "strict") == checksums(tmp_path / "corpus")
+
+
+def test_a_tokenizer_may_be_given(wiki, tmp_path):
+    run(tmp_path / "first", wiki)
+    tokenizer = tmp_path / "first" / "tokenizer.json"
+    pieces = load_tokenizer(tokenizer).get_vocab()
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(sorted(pieces, key=pieces.get)))
+    by_json, _ = run(tmp_path / "json", wiki, tokenizer=tokenizer)
+    by_text, _ = run(tmp_path / "text", wiki, tokenizer=vocabulary)
+    assert [s.checksums for s in by_json.shards] == [s.checksums for s in by_text.shards]
+    assert [s.checksums for s in by_json.shards] == [s.checksums for s in Manifest.read(tmp_path / "first").shards]
+    vocabulary.write_text("river\nwater\n")
+    with pytest.raises(UserError, match=r"has no \[PAD\], \[UNK\]"):
+        run(tmp_path / "none", wiki, tokenizer=vocabulary)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 301}, "was begun with vocab_size=300, now it is 301"),
+        ({"seed": 1}, "was begun with seed=0, now it is 1"),
+        ({"lengths": (8,)}, "--seq-len 8 must be 16 or more"),
+        ({"lengths": (32, 32)}, "names a length twice"),
+        ({"vocab_size": 5}, "--vocab-size 5 must be 100 or more"),
+        ({"held_out": 0.0}, "--held-out 0.0 must lie between 0 and 1"),
+    ],
+)
+def test_bad_settings_are_one_line_and_change_nothing(wiki, tmp_path, change, message):
+    out = tmp_path / "corpus"
+    run(out, wiki)
+    before = checksums(out)
+    with pytest.raises(UserError, match=message):
+        run(out, wiki, settings=Settings(**{**vars(SETTINGS), **change}))
+    assert checksums(out) == before
+
+
+def test_changed_sources_and_other_folders_are_refused(wiki, tmp_path):
+    out = tmp_path / "corpus"
+    run(out, wiki)
+    write_dump(wiki, dump(81))
+    with pytest.raises(UserError, match="was begun with other sources"):
+        run(out, wiki)
+    with pytest.raises(UserError, match="is not empty and holds no corpus"):
+        run(tmp_path, wiki)
+
+
+def test_a_corpus_without_prose_or_without_a_held_out_part_is_refused(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.")
+    with pytest.raises(UserError, match="the sources have no prose"):
+        run(tmp_path / "none", short)
+    short.write_text("One paragraph that has more than five words.")
+    with pytest.raises(UserError, match="no document is in the held-out part"):
+        run(tmp_path / "one", short)
+
+
+def test_a_manifest_that_was_changed_is_refused(wiki, tmp_path):
+    run(tmp_path / "corpus", wiki)
+    file = tmp_path / "corpus" / "manifest.json"
+    values = json.loads(file.read_text())
+    values["vocab_size"] += 1
+    file.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="was cut short or changed"):
+        Manifest.read(tmp_path / "corpus")
+    with pytest.raises(UserError, match="is no prepared corpus"):
+        Manifest.read(tmp_path)

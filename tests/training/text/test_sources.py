@@ -1,0 +1,151 @@
+"""Files become documents, and work units that depend on nothing else; what is damaged is named with its offset."""
+
+import bz2
+import gzip
+import lzma
+
+import pytest
+
+from dumps import dump, write_dump
+from torch_thor.training.errors import UserError
+from torch_thor.training.text import sources, text_files
+from torch_thor.training.text.sources import find_sources, python_documents, units_of
+from torch_thor.training.text.text_files import html_paragraphs, paragraphs_of
+
+PROSE = (
+    "The first paragraph has more than five words,\nand a line break.\n\nHeading\n\nThe second one has so many too.\n"
+)
+FOUND = ("The first paragraph has more than five words, and a line break.", "The second one has so many too.")
+
+
+def documents(*given):
+    return [document for unit in units_of(find_sources(list(map(str, given)))) for document in unit.documents]
+
+
+def faults(*given):
+    return [fault for unit in units_of(find_sources(list(map(str, given)))) for fault in unit.faults]
+
+
+def test_paragraphs_of_text_and_html():
+    assert paragraphs_of(PROSE) == FOUND
+    markup = (
+        "<html><nav><p>Go to the next page of this book</p></nav><p>The first <b>paragraph</b> has more\n than five "
+        "words.¶</p><pre>code that has more than five words</pre><ul><li><p>An item of a list with a paragraph.</p>"
+        "</li></ul><table><tr><td><p>A cell of a table with words</p></td></tr></table><p>Too short</p></html>"
+    )
+    assert html_paragraphs(markup) == (
+        "The first paragraph has more than five words.",
+        "An item of a list with a paragraph.",
+    )
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_compressed_files_are_read(tmp_path, suffix, pack):
+    file = tmp_path / f"book.txt{suffix}"
+    file.write_bytes(pack(PROSE.encode()))
+    (document,) = documents(file)
+    assert (document.name, document.paragraphs) == (file.name, FOUND)
+
+
+def test_a_large_file_is_cut_at_blank_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "LARGEST_DOCUMENT", 200)
+    file = tmp_path / "book.txt"
+    paragraphs = [f"Paragraph number {n} of a book has these words." for n in range(40)]
+    file.write_text("\n\n".join(paragraphs))
+    found = documents(file)
+    assert len(found) > 5
+    assert len({one.name for one in found}) == len(found)
+    assert [text for one in found for text in one.paragraphs] == paragraphs
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path):
+    for name in ("b.txt", "a.md", "sub/c.html", "skipped.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"<p>{PROSE}</p>")
+    names = [source.name for source in find_sources([str(tmp_path)])]
+    assert names == [f"{tmp_path.name}/{name}" for name in ("a.md", "b.txt", "sub/c.html")]
+
+
+def test_text_that_is_no_utf8_is_named_with_its_offset(tmp_path):
+    good = PROSE.encode() * 20_000  # more than a chunk
+    (tmp_path / "latin.txt").write_bytes(good + "caf\u00e9".encode("latin-1") + good)
+    (tmp_path / "whole.txt").write_text(PROSE)
+    (fault,) = faults(tmp_path)
+    assert fault.source.endswith("latin.txt")
+    assert fault.offset == len(good) + 3
+    assert "UTF-8" in fault.reason
+    assert documents(tmp_path)[-1].name.endswith("whole.txt")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_text_that_is_cut_short_is_a_fault(tmp_path, pack):
+    suffix = {gzip.compress: ".gz", bz2.compress: ".bz2", lzma.compress: ".xz"}[pack]
+    data = pack(PROSE.encode() * 20_000)
+    (tmp_path / f"book.txt{suffix}").write_bytes(data[: len(data) // 2])
+    (fault,) = faults(tmp_path)
+    assert "end here or are damaged" in fault.reason
+
+
+def test_a_dump_that_is_cut_short_gives_the_pages_before(tmp_path):
+    data = bz2.compress(dump(3000))
+    (tmp_path / "wiki.xml.bz2").write_bytes(data[: len(data) * 3 // 4])
+    units = list(units_of(find_sources([str(tmp_path)])))
+    (fault,) = (fault for unit in units for fault in unit.faults)
+    assert "end here or are damaged" in fault.reason
+    assert fault.offset > 0
+    assert 1000 < sum(len(unit.pages) for unit in units) < 3003
+
+
+def test_units_hold_a_bounded_share_of_a_dump_and_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "UNIT", 10_000)
+    file = write_dump(tmp_path / "wiki.xml.bz2", dump(60))
+    units = list(units_of(find_sources([str(file)])))
+    assert [unit.number for unit in units] == list(range(len(units)))
+    assert len(units) > 5
+    assert all(sum(len(page.xml) for page in unit.pages) < 13_000 for unit in units)
+    assert sum(len(unit.pages) for unit in units) == 63
+    assert units[-1].read == file.stat().st_size
+    assert all(unit.header.startswith(b"<mediawiki") for unit in units)
+
+
+def test_small_files_share_a_unit_and_dumps_do_not(tmp_path):
+    for n in range(5):
+        (tmp_path / f"{n}.txt").write_text(PROSE)
+    write_dump(tmp_path / "wiki.xml", dump(3))
+    units = list(units_of(find_sources([str(tmp_path)])))
+    assert [(len(unit.documents), len(unit.pages)) for unit in units] == [(5, 0), (0, 6)]
+    assert units[-1].read == sum(file.stat().st_size for file in tmp_path.iterdir())
+
+
+def test_python_carries_a_text():
+    found = list(python_documents())
+    assert len(found) > 50
+    assert sum(len(one.paragraphs) for one in found) > 1000
+
+
+def test_an_xml_file_without_pages_is_named(tmp_path):
+    (tmp_path / "feed.xml").write_text("<rss></rss>")
+    (fault,) = faults(tmp_path)
+    assert "is it a Wikipedia dump?" in fault.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["nowhere.txt"], "nowhere.txt does not exist"),
+        (["photo.jpg"], "of no known kind"),
+        (["empty"], "holds no file ending in"),
+        (["book.txt", "book.txt"], "given twice"),
+        (["book.txt", "other/book.txt"], "have the same name"),
+    ],
+)
+def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch, given, message):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "other"):
+        (tmp_path / folder).mkdir()
+    for file in ("photo.jpg", "book.txt", "other/book.txt"):
+        (tmp_path / file).write_text(PROSE)
+    with pytest.raises(UserError, match=message):
+        find_sources(given)

@@ -1,0 +1,125 @@
+"""Wikipedia dumps: the same pages however the bytes arrive, a fault for what is broken, paragraphs and nothing else."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dumps import END, HEADER, article, dump, page
+from torch_thor.training.text import wikipedia
+from torch_thor.training.text.document import Document, Fault
+from torch_thor.training.text.wikipedia import PageCutter, articles, clean
+
+WIKITEXT = """{{Short description|x}}
+'''Anarchism''' is a [[political philosophy]]<ref name=a>Foo, ''Bar''</ref> that is sceptical of all
+justifications for [[authority|authorities]] ( , ) and seeks to abolish institutions &amp; hierarchy.<!-- hidden -->
+
+== History ==
+[[File:foo.jpg|thumb|A caption with [[links]] and five words or more]]
+Some text here that goes on {{cite web|a=b}} , and on<br>for a while at [http://a.b the site] in <math>x</math> peace.
+* one item of a list that has many words
+# another item of a list that has many words
+: an indented line that has many words in it
+{| class="wikitable"
+|-
+| a cell of a table with many words || cell 2 of a table with many words
+|}
+Too few words.
+[[Category:Things that have many words in names]]
+[[fr:Une page avec beaucoup de mots]]
+<gallery>
+File:a.jpg|a picture with a caption of many words
+</gallery>
+"""
+
+
+def cut(data, sizes=(1 << 20,)):
+    cutter, pages, position = PageCutter("dump"), [], 0
+    while position < len(data):
+        size = sizes[len(pages) % len(sizes)]
+        pages += cutter.feed(data[position : position + size])
+        position += size
+    cutter.finish()
+    return cutter, pages
+
+
+def test_paragraphs_are_left_and_nothing_else():
+    assert clean(WIKITEXT) == (
+        "Anarchism is a political philosophy that is sceptical of all",
+        "justifications for authorities and seeks to abolish institutions & hierarchy.",
+        "Some text here that goes on, and on for a while at the site in peace.",
+    )
+
+
+def test_articles_are_found_and_other_pages_left_out():
+    cutter, pages = cut(dump(10))
+    assert not cutter.faults
+    assert len(pages) == 13
+    found = list(articles("dump", cutter.header, pages))
+    assert [document.name for document in found] == [f"Article {n}" for n in range(10)]
+    assert all(document.paragraphs == clean(article(n)) for n, document in enumerate(found))
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=5))
+def test_pages_do_not_depend_on_how_the_bytes_arrive(sizes):
+    data = dump(4)
+    assert cut(data, sizes)[1] == cut(data)[1]
+    assert not cut(data, sizes)[0].faults
+
+
+def test_a_dump_on_one_line_has_the_same_articles():
+    lines, line = dump(6), dump(6, between="")
+    assert b"\n<page>" in lines
+    assert b"\n<page>" not in line
+    found = [list(articles("dump", c.header, p)) for c, p in (cut(lines), cut(line))]
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+
+
+def test_offsets_are_those_of_the_file():
+    data = dump(5)
+    assert [data[one.offset :].startswith(one.xml) for one in cut(data)[1]] == [True] * 8
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "articles_left"),
+    [
+        (lambda d: d[: d.rindex(b"<page>") + 40], "ends inside a page", 5),
+        (lambda d: d[: -len(END)], "without </mediawiki>", 6),
+        (lambda d: d.replace(b"</page>", b"", 2).replace(b"<page>", b"<page>", 1), "begins inside another one", 4),
+        (lambda d: d.replace(b"<page>", b"", 1), "ends that has not begun", 5),
+    ],
+    ids=["inside a page", "at the end", "pages without end", "page without begin"],
+)
+def test_what_is_cut_short_is_a_fault_and_the_rest_is_read(damage, reason, articles_left):
+    data = damage(dump(6))
+    cutter, pages = cut(data)
+    assert any(reason in fault.reason for fault in cutter.faults)
+    assert all(0 <= fault.offset <= len(data) for fault in cutter.faults)
+    found = [one for one in articles("dump", cutter.header or HEADER.encode(), pages) if isinstance(one, Document)]
+    assert len(found) == articles_left
+
+
+def test_a_broken_page_costs_only_itself():
+    broken = page("Broken", "text").replace("</title>", "</titel>")
+    latin = page("Latin", "caf\u00e9 with many words and one letter that is no UTF-8").encode("latin-1")
+    whole = page("Whole", "a sentence that has more than five words").encode()
+    data = HEADER.encode() + broken.encode() + latin + whole + END.encode()
+    cutter, pages = cut(data)
+    first, second, third = articles("dump", cutter.header, pages)
+    assert isinstance(first, Fault)
+    assert "cannot be parsed" in first.reason
+    assert first.offset == data.index(b"<page>")
+    assert isinstance(second, Fault)
+    assert second.offset == data.index(latin)
+    assert third.name == "Whole"
+
+
+def test_memory_is_bounded_where_a_page_has_no_end(monkeypatch):
+    monkeypatch.setattr(wikipedia, "LARGEST_PAGE", 10_000)
+    cutter = PageCutter("dump")
+    for _ in range(100):
+        list(cutter.feed(b"x" * 1000))
+        assert len(cutter._rest) <= 11_000
+    assert "without the end of a page" in cutter.faults[0].reason
+    data = dump(2)
+    assert len(list(cutter.feed(data[data.index(b"<page>") :]))) == 5
