@@ -162,10 +162,10 @@ def test_the_projections_of_an_attention():
     for i, name in enumerate("qkv"):
         layer, rows = found.layers[f"attn.{name}_proj"], slice(4 * i, 4 * i + 4)
         assert pieces(layer) == [("in_proj_weight", rows), ("in_proj_bias", rows)]
-        assert (layer.prefix, layer.attention) == (f"{name}_", (attention, name))
+        assert (layer.prefix, layer.inside.module, layer.inside.name) == (f"{name}_", attention, f"{name}_proj")
         assert not layer.modules
     out = found.layers["attn.out_proj"]
-    assert (out.weight.module, out.prefix, out.attention) == (attention.out_proj, "", (attention, "out"))
+    assert (out.weight.module, out.prefix, out.inside.name) == (attention.out_proj, "", "out_proj")
     assert factors(found)["attn.in_proj_weight"] == ((4, 4), 3)
     assert factors(found)["attn.in_proj_bias"] == ((4,), 3)
 
@@ -223,8 +223,8 @@ def test_experts():
     up = found.layers["experts.up"]
     assert pieces(up) == [("up", None), ("up_bias", None)]
     assert (up.kind.groups, up.kind.inputs, up.kind.outputs, up.kind.routed) == (3, 4, 6, True)
-    assert up.experts == (model["experts"], "up")
-    assert reasons(found) == {"experts.scale": "no curvature for Experts"}
+    assert (up.inside.module, up.inside.name) == (model["experts"], "up")
+    assert reasons(found) == {"experts.scale": "belongs to no layer inside Experts"}
 
 
 @pytest.mark.parametrize(("count", "is_expert"), [(3, True), (4, False)])
@@ -254,7 +254,7 @@ def test_a_recurrent_layer_that_computes_something_else():
 
     found = inspect(nn.Sequential(Other(3, 4), nn.Linear(4, 4)))
     assert set(found.layers) == {"1"}
-    assert set(reasons(found).values()) == {"Other overrides the forward of a recurrent layer"}
+    assert set(reasons(found).values()) == {"Other overrides the forward of GRU"}
 
 
 # ---- what is not there, or is computed -------------------------------------------------------------------------------
