@@ -188,6 +188,21 @@ def test_an_attention_that_computes_something_else():
     assert set(reasons(found).values()) == {"Other overrides the forward of MultiheadAttention"}
 
 
+def test_attentions_that_share_their_weights():
+    """Neither has those of its own; what they do not share is preconditioned."""
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": nn.MultiheadAttention(4, 2)})
+    model["b"].in_proj_weight, model["b"].out_proj.bias = model["a"].in_proj_weight, model["a"].out_proj.bias
+    found = inspect(model)
+    assert set(found.layers) == {"a.out_proj", "b.out_proj"}
+    assert all(not layer.biases for layer in found.layers.values())
+    assert reasons(found) == {
+        "a.in_proj_weight": "shared by 'a.in_proj_weight', 'b.in_proj_weight'",
+        "a.in_proj_bias": "the weight of its layer is not preconditioned",
+        "b.in_proj_bias": "the weight of its layer is not preconditioned",
+        "a.out_proj.bias": "shared by several modules",
+    }
+
+
 def test_one_projection_that_is_left_out_is_noted_of_the_whole():
     found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)}), skip="attn.k_proj")
     assert "attn.k_proj" not in found.layers
@@ -281,6 +296,18 @@ def test_what_weights_are_computed_from():
     why = reasons(found)
     assert why["0.weight_orig"].startswith("'weight' is computed from it (pruned, weight_norm)")
     assert "parametrization" in why["1.parametrizations.weight.original0"]
+
+
+@pytest.mark.parametrize(
+    ("module", "bias"),
+    [(nn.Linear(3, 4), "bias"), (nn.GRU(3, 4), "bias_hh_l0"), (nn.MultiheadAttention(4, 2), "in_proj_bias")],
+)
+def test_a_bias_that_is_computed(module, bias):
+    """Its weight is preconditioned as ever."""
+    model = nn.ModuleDict({"m": prune.identity(module, bias)})
+    found = inspect(model)
+    assert reasons(found).keys() == {f"m.{bias}_orig"}
+    assert bias not in {view.attribute for layer in found.layers.values() for view in layer.biases}
 
 
 def test_what_has_no_shape_yet():

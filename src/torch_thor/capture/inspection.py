@@ -117,7 +117,7 @@ def _called_layers(model: nn.Module, owners: Owners, reasons: dict[int, str]) ->
                 reasons[id(parameter)] = shared_by(sharing)
             continue
         first, kind = group[0]
-        own_biases = [(o, b) for o, _ in group if (b := getattr(o.module, o.bias, None)) is not None]
+        own_biases = [(o, b) for o, _ in group if (b := o.module._parameters.get(o.bias)) is not None]
         if not kind.solves_biases:
             reasons.update({id(b): f"G of {kind.label} is that of its weight alone" for _, b in own_biases})
         biases = [

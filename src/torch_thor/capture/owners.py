@@ -57,7 +57,7 @@ def owners_of(model: nn.Module) -> Owners:
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(parameter)].append(Owner(module_name, attribute, module))
-    return owners
+    return dict(owners)
 
 
 def shared_by(owners: Sequence[Owner]) -> str:
