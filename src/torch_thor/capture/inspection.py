@@ -119,7 +119,7 @@ def _called_layers(model: nn.Module, owners: Owners, reasons: dict[int, str]) ->
         first, kind = group[0]
         own_biases = [(o, b) for o, _ in group if (b := o.module._parameters.get(o.bias)) is not None]
         if not kind.solves_biases:
-            reasons.update({id(b): f"G of {kind.label} is that of its weight alone" for _, b in own_biases})
+            reasons.update({id(b): f"G of {kind.label} does not apply to its bias" for _, b in own_biases})
         biases = [
             ParameterView(o.module, o.bias) for o, b in own_biases if id(b) not in reasons and len(owners[id(b)]) == 1
         ]
