@@ -22,7 +22,7 @@ from torch_thor.capture.module_calls import module_calls
 from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.capture.phases import GatheredInputs, Phase
 from torch_thor.capture.sampling import Sampler
-from torch_thor.curvature.kinds import Kind, ProjectionKind, RecurrentKind
+from torch_thor.curvature.kinds import Kind, ProjectionKind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Decision, RefreshEvent
 
@@ -417,7 +417,7 @@ class Capture:
 def _call(layer: LayerCurvature, kind: Kind, x: Tensor) -> Call:
     dims = tuple(kind.row_shape(x))
     # these modules know their layout, and are seen batch first; rows that are patches are those of a convolution
-    certain = not dims or isinstance(kind, ProjectionKind | RecurrentKind)
+    certain = not dims or isinstance(kind, ProjectionKind)
     return Call(layer, kind.loss_terms(x), dims, certain, kind.diagonal_input)
 
 

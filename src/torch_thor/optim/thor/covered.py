@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered
-from torch_thor.capture.inspection import NOT_TRAINED
+from torch_thor.capture.coverage import NOT_TRAINED, Covered
 from torch_thor.capture.selection import SKIPPED
 from torch_thor.optim.thor.gradient_checks import some
 from torch_thor.optim.thor.parameter_index import ParameterIndex
