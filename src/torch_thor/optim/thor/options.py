@@ -1,14 +1,12 @@
 """What a parameter group of THOR may hold, checked once for every group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_thor.optim.checks import check_interval, in_range, number, require, whole
 from torch_thor.optim.thor.intervals import Geometric
-
-UpdateInterval = int | Callable[[int], int]
 
 FISHERS = ("empirical", "sampled")  # whose labels statistics come from
 AUTO = "auto"  # of kl_clip and max_update_ratio: left out, see with_defaults

@@ -26,4 +26,4 @@ class StepWarnings:
         """Warn of what was noted; to be called by the optimizer's ``step``."""
         untold, self.untold = self.untold, []
         for message in untold:
-            warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of step, beyond torch's wrappers
+            warnings.warn(message, RuntimeWarning, stacklevel=5)  # the caller of step, beyond torch's wrappers
