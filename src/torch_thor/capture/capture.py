@@ -141,7 +141,7 @@ class Capture:
         watching, first = False, self.backward.first
         for layer, phase in self.phases.items():
             if phase in GATHERING:
-                # a layer that no loss has reached, or that is not called, keeps nobody from running compiled
+                # a layer that no loss has reached, or that is not called, does not keep the model from running compiled
                 awaited = layer.weight.requires_grad and not layer.uncalled and not layer.idle
                 self.phases[layer] = Phase.REQUIRED if awaited else Phase.OPTIONAL
                 watching = watching or awaited
@@ -244,7 +244,7 @@ class Capture:
         for layer in refreshing:
             decision, uncalled = decisions.get(layer.name), layer in absence.uncalled
             due = decision is None or (decision is Decision.FAILED and not layer.refreshes)
-            if not due or uncalled:  # nobody waits for a layer that is not called
+            if not due or uncalled:  # statistics of a layer that is not called are not waited for
                 self.phases[layer] = Phase.OFF
             layer.record(due=due and not uncalled, idle=layer in absence.idle, uncalled=uncalled)
         self.discard()

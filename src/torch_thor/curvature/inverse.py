@@ -16,7 +16,7 @@ from torch_thor.curvature.precision import ieee_float32
 
 # A block that is not positive definite gets ten times its damping, and again, before it is given up.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
-# What stands in the place of the index of a raise where none has worked.
+# In the place of the index of a damping raise, where none has worked.
 _NOT_POSITIVE = len(DAMPING_RAISES)
 
 
@@ -55,10 +55,11 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
         result = Inverse(BlockDiagonal(factor.layout, factor.blocks, factor.tail), raised=False, failed=False)
         results.append(result)
         for part in factor.parts():
+            count = part.shape[0]
             if isinstance(damping, Tensor):
-                of_blocks = damping.repeat_interleave(len(part) // factor.layout.groups)
+                of_blocks = damping.repeat_interleave(count // factor.layout.groups)
             else:
-                of_blocks = part.new_full((len(part),), damping)
+                of_blocks = part.new_full((count,), damping)
             batches[part.shape[-1], part.dtype, part.device].append((result, part is factor.blocks, part, of_blocks))
     levels: list[Tensor] = []  # of each batch: which damping raise worked, block by block
     highest: list[Tensor] = []
@@ -72,12 +73,13 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
         for result, is_blocks, part in zip(results_of, are_blocks, parts, strict=True):
             # A slice is a view of the batch; a layer must not keep the whole batch alive, nor save it with its state.
             # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
-            own = inverse[first : first + len(part)].clone(memory_format=torch.contiguous_format)
+            last = first + part.shape[0]
+            own = inverse[first:last].clone(memory_format=torch.contiguous_format)
             if is_blocks:
                 result.matrix.blocks = own
             else:
                 result.matrix.tail = own
-            first += len(part)
+            first = last
     if highest and any(torch.stack(highest).tolist()):  # the only host–device synchronisation for all of them
         for members, level in zip(batches.values(), levels, strict=True):
             _note_raises(members, level)

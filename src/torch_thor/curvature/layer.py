@@ -1,8 +1,8 @@
 """One preconditioned layer: the inverses in use, what they do to a gradient, and the state that they are kept in.
 
 Fresh statistics (:class:`torch_thor.curvature.statistics.Statistics`) die with the step. Factors, inverses and counters
-are entries of the optimizer's state of the weight, as tensors and numbers only, so that whoever saves the state has
-saved the layer; :mod:`torch_thor.curvature.layer_state` makes them and checks that they are complete.
+are entries of the optimizer's state of the weight, as tensors and numbers only, so that to save the state is to
+save the layer; :mod:`torch_thor.curvature.layer_state` makes them and checks that they are complete.
 """
 
 from collections.abc import Sequence
@@ -248,7 +248,7 @@ class LayerCurvature:
             terms: N.
 
         Returns:
-            A and G, or A alone; None where no row came by.
+            A and G, or A alone; None where no row has come.
         """
         if not self.kind.routed:
             return self.statistics.means()

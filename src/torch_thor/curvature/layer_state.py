@@ -76,7 +76,7 @@ def missing_entries(layer: LayerCurvature) -> list[str]:
 
 
 def stored_tensors(layer: LayerCurvature) -> dict[str, tuple[Any, Any]]:
-    """Return the tensors of the factors and inverses as they stand in the state, unchecked.
+    """Return the tensors of the factors and inverses as the state has them, unchecked.
 
     Args:
         layer: the layer.

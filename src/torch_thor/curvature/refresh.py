@@ -2,6 +2,7 @@
 
 import enum
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -155,12 +156,14 @@ def refresh(
     return tuple(events)
 
 
-def trace_of_fisher(layer: LayerCurvature, traces: Sequence[Tensor], rows_per_term: float, damping: float) -> float:
+def trace_of_fisher(
+    layer: LayerCurvature, traces: Sequence[Sequence[float]], rows_per_term: float, damping: float
+) -> float:
     """Return tr(T · A ⊗ G + λI), summed over groups: of the same F that is damped (section 3.2).
 
     Args:
         layer: the layer.
-        traces: of A and of G (or of A alone: G counts as 1), ``(groups,)`` each, on the host.
+        traces: of A and of G (or of A alone: G counts as 1), a number per group each.
         rows_per_term: T of these factors.
         damping: λ.
 
@@ -168,10 +171,8 @@ def trace_of_fisher(layer: LayerCurvature, traces: Sequence[Tensor], rows_per_te
         The trace; NaN or inf if a factor holds one.
     """
     size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
-    product = traces[0].double()
-    for trace in traces[1:]:
-        product = product * trace.double()
-    return rows_per_term * math.fsum(product.tolist()) + damping * size
+    products = map(operator.mul, *traces) if len(traces) > 1 else traces[0]
+    return rows_per_term * math.fsum(products) + damping * size
 
 
 def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[_Verdict]:
@@ -182,21 +183,22 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
             traces.append(factor.group_traces())
         for key in c.layer.sides:
             traces.append(c.layer.matrix(key).group_traces())
-    device, lengths = traces[0].device, []
+    device = traces[0].device
     for i, trace in enumerate(traces):
-        lengths.append(len(trace))
         traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
-    on_host = torch.cat(traces).cpu().split(lengths)
+    on_host: list[float] = torch.cat(traces).tolist()
     own: list[float] = []
     first = 0
     for c in candidates:
-        damping, sides = 0.0 if relative else c.damping, len(c.factors)  # relative damping scales both traces alike
-        now, before = on_host[first : first + sides], on_host[first + sides : first + 2 * sides]
-        own.append(trace_of_fisher(c.layer, now, c.rows_per_term, damping))
-        own.append(trace_of_fisher(c.layer, before, c.layer.rows_per_term, damping))
-        first += 2 * sides
+        damping = 0.0 if relative else c.damping  # relative damping scales both traces alike
+        for rows_per_term in (c.rows_per_term, c.layer.rows_per_term):
+            of_sides = []
+            for _ in c.factors:
+                of_sides.append(on_host[first : first + c.layer.kind.groups])
+                first += c.layer.kind.groups
+            own.append(trace_of_fisher(c.layer, of_sides, rows_per_term, damping))
     # The first process's traces hold for all: on unlike hardware the last bits of a sum differ, and a layer that stops
-    # on one process and not on another would part them for good.
+    # on one process and not on another would make them differ from then on.
     agreed = processes.gather(own)[0] if processes.count > 1 else own
     verdicts = []
     for c, now_, before_ in zip(candidates, agreed[::2], agreed[1::2], strict=True):

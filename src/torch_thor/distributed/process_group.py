@@ -10,7 +10,7 @@ from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.distributed.announcement import announce
 from torch_thor.distributed.data_parallel import DataParallel
 
-_LOST = "lost"  # what stands in the place of a group after pickling
+_LOST = "lost"  # in the place of a group after pickling
 
 
 class ProcessGroupHandle:
@@ -35,7 +35,7 @@ class ProcessGroupHandle:
         self._announced = False
 
     def join(self, model: nn.Module, device: torch.device) -> Processes:
-        """Return the processes that take a step together, once all of them have been found to mean the same ones.
+        """Return the processes that take a step together, once all of them have been found to name the same group.
 
         Args:
             model: the model that is about to take a step.

@@ -1,4 +1,4 @@
-"""``split_dim="auto"``: from the word in a parameter group to a number that stands there for good."""
+"""``split_dim="auto"``: it is chosen in the first step, and the number replaces the word in the parameter group."""
 
 import warnings
 from collections.abc import Mapping

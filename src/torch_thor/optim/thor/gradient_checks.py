@@ -53,7 +53,7 @@ def nonfinite_message(step: int, names: Sequence[str]) -> str:
 
     Args:
         step: its number.
-        names: the parameters at fault, if single ones are.
+        names: the parameters whose gradients are not finite; none where only their norms overflow.
 
     Returns:
         The message.

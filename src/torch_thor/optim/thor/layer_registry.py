@@ -109,7 +109,7 @@ class LayerRegistry:
         return self._now(self._inspect(groups).entries if changed else self._found)
 
     def report(self, layer: LayerCurvature, what: str) -> None:
-        """Have a layer's trouble told after the step, once for each kind of trouble.
+        """Warn of a problem of a layer after the step, once for each kind of problem.
 
         Args:
             layer: the layer.

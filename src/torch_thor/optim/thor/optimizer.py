@@ -58,9 +58,9 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         params: the model; or parameters or parameter groups of it, together with ``model``.
         model: the model, where ``params`` are parameters.
         lr: learning rate, a float or a one-element tensor; None: 0.05 (0.08 with ``scaling="spectral"``). THOR's steps
-            are natural-gradient steps: their length hangs on lr and damping together, and SGD's lr is no guide.
+            are natural-gradient steps: their length depends on lr and damping together, and SGD's lr is no guide.
         damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors; None: 0.03 (spectral: 0.1). Schedule it
-            like lr: it stands in every parameter group. Inverses have the damping of the refresh that made them.
+            like lr: every parameter group holds it. Inverses have the damping of the refresh that made them.
         momentum: μ in [0, 1); None: 0.9 (spectral: 0.8).
         nesterov: step along ``d + μ v`` instead of ``v``; None: False (spectral: True).
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned).
@@ -92,7 +92,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             and task; decoupled weight decay; AdamW for what is not a matrix (:mod:`torch_thor.optim.thor.scale_free`).
             λ is then relative to the mean diagonal of A, and statistics are taken in the forward pass.
         fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
-            drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
+            drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
             callable that returns it, or None for the number of samples (the leading dimension of the inputs) in each
             backward pass, summed over the passes of a step. Give it where that is not what the loss averages over
@@ -186,7 +186,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             "scaling": scaling,
             "step": 0,  # the clock of the group, and the step of its next refresh: in the group, where DCP sees them
             "next_refresh": 0,
-            "last_loss_terms": 0,  # N of the latest refresh, for whoever wants to know it
+            "last_loss_terms": 0,  # N of the latest refresh, for information
             "loss_scale": 1.0,  # what gradients are divided by: N where the loss is a sum that was taken for a mean
         }
         defaults = with_defaults(defaults, scaling)
@@ -227,8 +227,8 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
             if self._count_step(inputs) or inputs.waiting or self._registry.replacement is not None:
                 prepare_next_step(self, inputs)
-            if self._registry.warnings.untold:
-                self._registry.warnings.tell()
+            if self._registry.warnings.pending:
+                self._registry.warnings.issue()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -296,4 +296,5 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         return self._group_handle.processes(self._registry.device)
 
     def _decays(self, parameter: nn.Parameter) -> bool:
-        return self.decay_filter is None or bool(self.decay_filter(self._registry.index.name(parameter), parameter))
+        assert self.decay_filter is not None
+        return bool(self.decay_filter(self._registry.index.name(parameter), parameter))

@@ -101,7 +101,7 @@ def check_scaling(groups: Sequence[Mapping[str, Any]], scaling: str | None) -> N
             group["scaling"],
             group["scaling"] == scaling,
             f"{scaling!r} in every parameter group, as the optimizer was made",
-            "what the factors are kept as hangs on it: make another optimizer",
+            "the stored factors depend on it: make another optimizer",
         )
 
 

@@ -102,7 +102,7 @@ def _may_be_summed(thor: "THOR") -> bool:
 
 
 def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
-    """Make a candidate of every layer that has rows; their statistics are used up."""
+    """Make a candidate of every layer that has rows; its statistics become the candidate's factors."""
     candidates = []
     for layer in layers:
         options, rows = layer.weight_view.options, layer.statistics.rows

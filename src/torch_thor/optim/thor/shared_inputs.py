@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
     from torch_thor.optim.thor.step_inputs import StepInputs
 
-# Options that decide what becomes of weights and factors. An interval may be a function: told is what it leads to.
+# Options that affect weights and factors. An interval may be a function: what it gives is compared in its place.
 _OPTIONS = (
     "lr",
     "damping",

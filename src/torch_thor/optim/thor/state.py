@@ -124,7 +124,7 @@ def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
 def _follow(parameter: Tensor, state: dict[str, Any] | None) -> None:
     dtype = factor_dtype(parameter.dtype)
     for key, value in (state or {}).items():
-        # AdamW's step is a number that stands in a tensor
+        # AdamW's step is a number, stored as a tensor
         if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
             assert state is not None
             state[key] = as_made(value, parameter, dtype)

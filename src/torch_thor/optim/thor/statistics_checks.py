@@ -13,7 +13,7 @@ def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None
 
     Args:
         layers: the preconditioned layers.
-        capture: who gathers their statistics; it forgets them where this raises.
+        capture: gathers their statistics, and forgets them where this raises.
 
     Raises:
         RuntimeError: statistics came, and the mask fits no layer.
@@ -33,7 +33,7 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
 
     Args:
         layers: the preconditioned layers.
-        capture: who gathers their statistics; it forgets them where this raises.
+        capture: gathers their statistics, and forgets them where this raises.
 
     Returns:
         The layers that have a gradient and no statistics while others have theirs, and what to say of each: their

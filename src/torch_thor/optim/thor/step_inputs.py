@@ -180,8 +180,9 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
         captured = scale.of_outputs()
     decaying: set[int] = set()
     for group in groups:
-        if group["weight_decay"]:
-            decaying.update(id(p) for p in group["params"] if p.grad is not None and thor._decays(p))
+        for parameter in group["params"] if group["weight_decay"] else ():
+            if parameter.grad is not None and (thor.decay_filter is None or thor._decays(parameter)):
+                decaying.add(id(parameter))
     if scale is not None:
         scale.unscale_(gradient for _, _, gradient in with_gradient(groups))
     largest = _largest_gradient(groups, registry.index)

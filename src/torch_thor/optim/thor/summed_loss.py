@@ -86,8 +86,8 @@ def rescale_summed_loss(thor: "THOR", inputs: "StepInputs") -> None:
     groups, registry, terms = thor.param_groups, thor._registry, inputs.terms
     first = not any(layer.refreshes for layer in registry.layers.values())
     bounded = any(group["max_update_ratio"] is not None for group in groups)
-    told = thor.loss_reduction == "mean" and thor.fisher == "empirical"  # sampled statistics are not the loss's
-    if first and bounded and told and looks_summed(inputs.due, terms):
+    comparable = thor.loss_reduction == "mean" and thor.fisher == "empirical"  # sampled statistics are not the loss's
+    if first and bounded and comparable and looks_summed(inputs.due, terms):
         registry.warnings.note("summed loss", message(terms))
     elif all(group["loss_scale"] == 1.0 for group in groups):
         return
