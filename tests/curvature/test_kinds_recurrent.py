@@ -247,7 +247,7 @@ def test_without_gradients_the_fused_function_runs():
     optimizer = THOR(model)
     with torch.no_grad():
         assert torch.equal(model(x)[0], wanted)
-    assert not any(layer.rows for layer in optimizer.curvature.values())
+    assert not any(layer.statistics.rows for layer in optimizer.curvature.values())
 
 
 def test_a_frozen_layer_needs_no_gradient():

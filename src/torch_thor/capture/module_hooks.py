@@ -50,7 +50,7 @@ class CalledModuleHook:
             kwargs: the keyword arguments of the module.
             output: the output of the module.
         """
-        x = first_argument(self.module, args, kwargs)
+        x = args[0] if args else first_argument(self.module, args, kwargs)
         if isinstance(x, Tensor):
             subscriber.watch(self.layers[0], self.kind, x, output)
 

@@ -51,7 +51,7 @@ def inverse_seconds(
 def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.dtype, device: torch.device) -> float:
     counts: Counter[int] = Counter()
     for groups, rows in sizes:
-        for shape in BlockLayout.of(groups, rows, split_dim).shapes():
+        for shape in BlockLayout.of(groups, rows, split_dim).shapes:
             if shape is not None:
                 counts[shape[-1]] += shape[0]
     batches = [_positive_definite(count, size, dtype, device) for size, count in counts.items()]

@@ -24,7 +24,7 @@ def covered_now(entries: Iterable[Covered], parameters: Mapping[str, Tensor], in
         index: knows the layers of each.
 
     Returns:
-        One a parameter, in order.
+        One entry per parameter, in the model's order.
     """
     return [_now(entry, parameters[entry.name], index) for entry in entries if entry.name in parameters]
 

@@ -53,7 +53,7 @@ class Reporting(torch.optim.Optimizer):
         """List how each parameter of the model is trained.
 
         Returns:
-            An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
+            One entry per parameter, in the model's order: kind and factor sizes, or the reason why it has none.
         """
         return self._registry.coverage(self.param_groups, self.state)
 
