@@ -33,7 +33,7 @@ from torch_thor.optim.thor.refresh_step import prepare_next_step, refresh_layers
 from torch_thor.optim.thor.reporting import Reporting
 from torch_thor.optim.thor.sampled_fisher import SampledFisher
 from torch_thor.optim.thor.scale_free import ScaleFree
-from torch_thor.optim.thor.step_inputs import StepInputs, collect
+from torch_thor.optim.thor.step_inputs import collect
 from torch_thor.optim.thor.update_rule import UpdateRule
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
@@ -225,7 +225,9 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             refresh_layers(self, inputs)
         if not inputs.state_only:  # from here on nothing raises: a step is taken as a whole or not at all
             self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
-            if self._count_step(inputs) or inputs.waiting or self._registry.replacement is not None:
+            for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
+                group.update(step=group["step"] + 1, next_refresh=next_refresh)
+            if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
                 prepare_next_step(self, inputs)
             if self._registry.warnings.pending:
                 self._registry.warnings.issue()
@@ -283,14 +285,6 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self._last_refresh = ()
         self._fitting = None
         self._checked = {}
-
-    def _count_step(self, inputs: StepInputs) -> bool:
-        """Count the step in every group, and return whether the next one refreshes one of them."""
-        refreshes = False
-        for group, upcoming in zip(self.param_groups, inputs.next_refreshes, strict=True):
-            group["step"], group["next_refresh"] = group["step"] + 1, upcoming
-            refreshes = refreshes or group["step"] >= upcoming
-        return refreshes
 
     def _processes(self) -> Processes:
         return self._group_handle.processes(self._registry.device)

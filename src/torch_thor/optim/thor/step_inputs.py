@@ -24,6 +24,7 @@ from torch_thor.optim.thor.gradient_checks import (
     numbers_of,
 )
 from torch_thor.optim.thor.intervals import steps_until_next
+from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.loss_scale import LossScale
 from torch_thor.optim.thor.options import check_group, check_loss_terms
 from torch_thor.optim.thor.parameter_index import ParameterIndex
@@ -59,7 +60,8 @@ class StepInputs:
         state_only: whether torch.distributed.checkpoint asks for the state, and nothing may move.
         terms: N, of this process; of all of them once they have agreed. 0 where no layer has counted.
         output_scale: what turns this process's output gradients into gradients of one loss term.
-        next_refreshes: the step of each group's next refresh, as it will stand after this step.
+        next_refreshes: the step of each group's next refresh, as it will be after this step.
+        refreshes_next: whether the next step refreshes a group.
         skipped: the step is not taken.
         counted: it is not taken because a gradient is not finite, which ``skipped_steps`` counts.
         largest: the largest norm of a gradient.
@@ -74,6 +76,7 @@ class StepInputs:
     terms: int = 0
     output_scale: float = 1.0
     next_refreshes: tuple[int, ...] = ()
+    refreshes_next: bool = False
     skipped: bool = False
     counted: bool = False
     largest: float = 0.0
@@ -161,20 +164,27 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
             thor._checked[id(group)] = {name: group[name] for name in _OTHERS}
     if not inputs.fits:
         conform(groups, thor.state, registry.layers.values(), registry.index)
-    upcoming = []
+    upcoming, refreshes_next = [], False
     for group in groups:
         step, due_at, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
         if step >= due_at:
             due_at = step + (steps_until_next(interval, step) if callable(interval) else interval)
         upcoming.append(due_at)
-    next_refreshes = tuple(upcoming)
+        refreshes_next = refreshes_next or step + 1 >= due_at
+    inputs = replace(inputs, next_refreshes=tuple(upcoming), refreshes_next=refreshes_next)
     # a GradScaler says by this attribute that it wants to be asked
     scale = None if thor.grad_scaler is None and not hasattr(thor, "found_inf") else LossScale(thor, thor.grad_scaler)
     if scale is not None and scale.found_inf:
-        return replace(inputs, next_refreshes=next_refreshes, skipped=True)
-    sampled, counted = registry.capture.sampler is not None, registry.capture.backward.passes
-    # gradients of sampled labels are those of single terms as they are
-    terms = _loss_terms(thor) if thor.loss_terms is not None or (inputs.due and (sampled or counted)) else 0
+        return replace(inputs, skipped=True)
+    sampled = registry.capture.sampler is not None  # their gradients are those of single terms as they are
+    backward, terms = registry.capture.backward, 0
+    given = thor.loss_terms() if callable(thor.loss_terms) else thor.loss_terms
+    if given is not None:
+        terms = check_loss_terms(given)
+    elif inputs.due and (sampled or backward.passes):
+        if backward.first is None:
+            _note_conflicting_terms(registry)
+        terms = backward.loss_terms
     captured = 1.0
     if scale is not None and not sampled and any(one.statistics.rows and "G" in one.sides for one in inputs.due):
         captured = scale.of_outputs()
@@ -188,14 +198,13 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
     largest = _largest_gradient(groups, registry.index)
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
-            return replace(inputs, next_refreshes=next_refreshes, skipped=True, counted=True)
+            return replace(inputs, skipped=True, counted=True)
         raise FloatingPointError(nonfinite_message(groups[0]["step"], nonfinite_names(groups, registry.index)))
     if inputs.due and registry.capture.row_mask is not None:
         check_row_mask(registry.layers.values(), registry.capture)
     output_scale = (terms if terms and thor.loss_reduction == "mean" and not sampled else 1) / captured
     return replace(
         inputs,
-        next_refreshes=next_refreshes,
         terms=terms,
         output_scale=output_scale,
         largest=largest,
@@ -224,16 +233,11 @@ def _is_usual(thor: "THOR", group: Group) -> bool:
     return in_range and positive and (momentum != 0 or not group["nesterov"])
 
 
-def _loss_terms(thor: "THOR") -> int:
-    given = thor.loss_terms() if callable(thor.loss_terms) else thor.loss_terms
-    if given is not None:
-        return check_loss_terms(given)
-    registry, backward = thor._registry, thor._registry.capture.backward
-    conflict = None if backward.first is not None else backward.conflicting_loss_terms
+def _note_conflicting_terms(registry: LayerRegistry) -> None:
+    conflict = registry.capture.backward.conflicting_loss_terms
     if conflict is not None:
         message = conflicting_terms_message(*conflict)
         registry.warnings.note(message, message)
-    return backward.loss_terms
 
 
 def _largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
