@@ -19,7 +19,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, TypeVar
 
 from torch_thor.bench.stores import REMEDY, Store
-from torch_thor.training.files import write_whole
+from torch_thor.training.errors import first_line
+from torch_thor.training.output_files import write_whole
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -186,8 +187,7 @@ def _work(job: Job, connection: Connection) -> None:
     try:
         connection.send(json.dumps(job.run()))
     except (Exception, SystemExit) as error:
-        said = str(error).partition("\n")[0]
-        connection.send(Failure(job.key, f"{type(error).__name__}: {said}", traceback.format_exc()))
+        connection.send(Failure(job.key, f"{type(error).__name__}: {first_line(error)}", traceback.format_exc()))
 
 
 def _end_with_parent() -> None:

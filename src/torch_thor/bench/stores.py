@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch_thor.training.files import write_whole
+from torch_thor.training.output_files import write_whole
 
 REMEDY = "make room for it; the same command then goes on with what is missing"
 

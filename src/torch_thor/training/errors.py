@@ -4,13 +4,8 @@ A `UserError` is one line that names the value, the rule and the remedy: the com
 with code 2.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 CTRL_C = "stopped by Ctrl-C; a run that has a checkpoint goes on with --resume"
-MAKE_ROOM = "make room for it, then go on with --resume"
 
 
 class UserError(ValueError):
@@ -57,21 +52,14 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-@contextmanager
-def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
-    """Say in one line what could not be written, and why.
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, to quote in a message of one line.
 
     Args:
-        path: What the block writes.
-        remedy: What to do about it.
+        error: The exception.
 
-    Yields:
-        For the block.
-
-    Raises:
-        UserError: In the place of an `OSError`, such as that of a full disk.
+    Returns:
+        Its first line that is not blank, without a colon at its end; the exception's type where there is none.
     """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
+    lines = (line.strip().removesuffix(":") for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

@@ -23,9 +23,9 @@ from torch_thor.training.engine import parallel
 from torch_thor.training.engine.averaging import averaged
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.errors import require, writing
-from torch_thor.training.files import write_whole
+from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
+from torch_thor.training.output_files import write_whole, writing
 from torch_thor.training.printing import printer
 from torch_thor.training.reports.refresh_plot import draw_refreshes
 from torch_thor.training.reports.summary import (

@@ -11,7 +11,8 @@ from types import TracebackType
 
 from filelock import FileLock, Timeout
 
-from torch_thor.training.errors import UserError, writing
+from torch_thor.training.errors import UserError
+from torch_thor.training.output_files import writing
 
 LOCK_FILE = ".lock"
 
@@ -43,6 +44,7 @@ class Lock:
                 self._lock.acquire()
             except Timeout as error:  # an OSError, too
                 raise UserError(f"{self.what} is in use by {self._owner()}: {self.remedy}") from error
+            # in place: the lock is on this very file, and a message cut short does no harm
             self.path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def _owner(self) -> str:

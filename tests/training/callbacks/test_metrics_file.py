@@ -75,7 +75,7 @@ def test_what_a_resumed_run_writes_anew_is_on_the_disk_before_it_takes_the_name(
     file = MetricsFile(tmp_path / "m.jsonl")
     file.before_training(small_run(PLAN))
     file.close()
-    assert synced == [tmp_path / "m.writing", "renamed"]
+    assert synced == [tmp_path / ".writing-m.jsonl", "renamed"]
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")

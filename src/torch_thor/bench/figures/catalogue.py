@@ -20,10 +20,10 @@ from torch_thor.bench.machine import describe_device
 from torch_thor.bench.runner import complete_here, missing
 from torch_thor.bench.stores import key_of
 from torch_thor.training.engine import parallel
-from torch_thor.training.errors import UserError, require, writing
-from torch_thor.training.files import check_place, write_whole
+from torch_thor.training.errors import UserError, require
 from torch_thor.training.lock import LOCK_FILE, Lock
 from torch_thor.training.models.library import nearest
+from torch_thor.training.output_files import check_place, write_whole, writing
 from torch_thor.training.printing import printer
 
 FIGURES: dict[str, Figure] = {

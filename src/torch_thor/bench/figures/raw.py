@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_thor.bench.stores import key_of
+from torch_thor.training.checksums import digest
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.files import digest, write_whole
+from torch_thor.training.output_files import write_whole
 
 FORMAT = 1
 DIGITS = 6  # significant ones that a number keeps

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from torch_thor.files import whole_file
 from torch_thor.training.engine.history import EvalPoint, History, Point, RefreshPoint, StepPoint, from_lines, to_line
 from torch_thor.training.engine.loop import Callback, Run
-from torch_thor.training.errors import UserError, writing
+from torch_thor.training.errors import UserError
+from torch_thor.training.output_files import writing
 
 
 class MetricsFile(Callback):
@@ -32,12 +34,9 @@ class MetricsFile(Callback):
             run: The training.
         """
         points = run.record.points()
-        temporary = self.path.with_suffix(".writing")
         with writing(self.path):
-            with temporary.open("w", encoding="utf-8") as file:
+            with whole_file(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
                 file.writelines(_line(point) for point in points)
-                _flush(file)  # a checkpoint knows these steps: they must outlive a loss of power too
-            temporary.rename(self.path)
             self._file = self.path.open("a", encoding="utf-8")
 
     def after_step(self, run: Run, point: StepPoint) -> None:

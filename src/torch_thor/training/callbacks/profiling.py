@@ -10,11 +10,13 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
 
+from torch_thor.files import whole_file
 from torch_thor.training.callbacks.progress import milliseconds
 from torch_thor.training.engine.history import StepPoint
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.engine.refreshes import steps_to_refresh
-from torch_thor.training.errors import UserError, writing
+from torch_thor.training.errors import require
+from torch_thor.training.output_files import MAKE_ROOM, writing
 from torch_thor.training.printing import cell, printer
 
 UNWATCHED = 5  # first steps of the process: they compile, choose kernels and fill caches
@@ -118,9 +120,10 @@ class Profiler(Callback):
         path = self.folder / f"steps-{points[0].step:08d}-{points[-1].step:08d}.json"
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(path))
-        if not path.exists():  # it is written in C++, which logs what went wrong, and no more
-            raise UserError(f"{path} cannot be written: make room for it, then go on with --resume")
+            with whole_file(path) as temporary:
+                finished.export_chrome_trace(str(temporary))
+                # written by C++ code, which logs an error and does not raise
+                require(temporary.exists(), f"{path} cannot be written: {MAKE_ROOM}")
         self.console.print(top_operations(finished, points))
         printer(self.console)(f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing")
 

@@ -13,7 +13,7 @@ from torch_thor.training.engine.history import EvalPoint
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.engine.throughput import throughput
-from torch_thor.training.errors import writing
+from torch_thor.training.output_files import writing
 
 FULL_CURVE = 2000  # points
 

@@ -8,10 +8,10 @@ import os
 import shutil
 from pathlib import Path
 
+from torch_thor.files import whole_folder
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.engine.history import History
-from torch_thor.training.errors import writing
-from torch_thor.training.files import flush
+from torch_thor.training.output_files import writing
 
 
 def is_best(record: History, step: int) -> bool:
@@ -36,17 +36,12 @@ def keep(path: Path) -> None:
         path: One of the newest, whole.
     """
     folder = path.parent / checkpoint.BEST
-    final, temporary = folder / path.name, folder / f"{checkpoint.TEMPORARY}{path.name}"
+    final = folder / path.name
     with writing(final):
         folder.mkdir(exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # left over from a run that was killed here
-        temporary.mkdir()
-        for file in path.iterdir():
-            _link(file, temporary / file.name)
-        flush(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # the same step again, after falling back past a damaged checkpoint
-        temporary.rename(final)
-        flush(folder)
+        with whole_folder(final) as temporary:
+            for file in path.iterdir():
+                _link(file, temporary / file.name)
     remove_others(final)
 
 
@@ -79,4 +74,3 @@ def _link(file: Path, name: Path) -> None:
         os.link(file, name)
         return
     shutil.copyfile(file, name)
-    flush(name)

@@ -29,13 +29,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from torch_thor.training.errors import DamagedCheckpointError, UserError
-from torch_thor.training.files import CHECKSUM, flush, intact, sealed, sha256
+from torch_thor.files import remove_remains, whole_folder
+from torch_thor.training.checksums import CHECKSUM, intact, sealed, sha256
+from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line
 
 FORMAT, UNSEALED_FORMAT = 3, 2
 PREFIX = "step-"
 BEST = "best"
-TEMPORARY = ".writing-"
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
 METRICS, RECIPE, MANIFEST = "metrics.jsonl.gz", "recipe.yaml", "manifest.json"
 
@@ -94,8 +94,7 @@ class Checkpoint:
         try:
             state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({reason})") from error
+            raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({first_line(error)})") from error
         return state
 
 
@@ -131,19 +130,12 @@ def save(
         UserError: If it cannot be written whole; then nothing half-written is left, and older ones are as before.
     """
     final = folder / f"{PREFIX}{step:08d}"
-    temporary = folder / f"{TEMPORARY}{final.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for remains in folder.glob(f"{TEMPORARY}*"):  # by a run that was killed while it wrote
-            shutil.rmtree(remains, ignore_errors=True)
-        temporary.mkdir()
-        _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, metrics, average)
-        if final.exists():  # the same step again, after falling back past a damaged checkpoint
-            shutil.rmtree(final)
-        temporary.rename(final)
-        flush(folder)
+        remove_remains(folder)
+        with whole_folder(final) as temporary:  # it may be there: a run falls back past a damaged checkpoint
+            _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, metrics, average)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        shutil.rmtree(temporary, ignore_errors=True)
         reason = _reason(error)
         whole = _newest_first(folder)
         left = f"the newest whole one is {whole[0].name}" if whole else "there is none before it"
@@ -162,7 +154,7 @@ def _reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
-    return str(error).splitlines()[0]
+    return first_line(error)
 
 
 def _write(
@@ -187,9 +179,6 @@ def _write(
     sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     manifest = sealed({"format": FORMAT, **about, "sha256": sums})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for name in (*sums, MANIFEST):
-        flush(folder / name)
-    flush(folder)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

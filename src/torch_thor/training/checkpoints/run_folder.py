@@ -11,15 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch_thor.files import REMAINS
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.config.lengthening import check_epochs
 from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, differences
 from torch_thor.training.config.stored_recipe import DamagedRecipeError, StoredRecipe, read_stored, stored_text
 from torch_thor.training.config.yaml_text import read_text
-from torch_thor.training.errors import DamagedCheckpointError, UserError, require, writing
-from torch_thor.training.files import check_place, write_whole
+from torch_thor.training.errors import DamagedCheckpointError, UserError, require
 from torch_thor.training.lock import LOCK_FILE, Lock
 from torch_thor.training.optimizers.registry import OPTIMIZERS
+from torch_thor.training.output_files import check_place, write_whole, writing
 
 RECIPE_FILE = "recipe.yaml"
 CURVES_FILE = "curves.png"
@@ -118,7 +119,7 @@ class RunFolder:
     def _stored(self, say: Callable[[str], None]) -> StoredRecipe | None:
         file = self.path / RECIPE_FILE
         if not self.is_run():
-            if self.path.exists() and (not self.path.is_dir() or any(p.name != LOCK_FILE for p in self.path.iterdir())):
+            if self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
                 raise UserError(f"{self.path} is not a run folder and not empty: choose another with --out")
             return None
         try:
@@ -226,3 +227,8 @@ class RunFolder:
             RECIPE_FILE,
         ):  # the recipe last: until then the folder is known as ours
             (self.path / name).unlink(missing_ok=True)
+
+
+def _is_foreign(path: Path) -> bool:
+    # whether a file in a folder without a recipe shows that the folder is used for something else
+    return path.name != LOCK_FILE and not path.name.startswith(REMAINS)

@@ -19,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from torch_thor.training.config.data_spec import DataSpec
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.config.yaml_text import check_yaml, load_yaml, read_text
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models.library import nearest
 from torch_thor.training.optimizers.registry import OPTIMIZERS, default_settings
 from torch_thor.training.optimizers.settings import OptimizerSettings
@@ -251,7 +251,7 @@ def _to_recipe(config: DictConfig) -> Recipe:
         texts = _flat(OmegaConf.to_container(config))
         return replace(recipe, written={key: text for key, text in texts.items() if _interpolates(text)})
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{error.full_key}: {first_line(error)}") from error
 
 
 def override(recipe: Recipe, overrides: list[str]) -> Recipe:
@@ -402,7 +402,7 @@ def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
         raise UserError(f"{next(iter(_flat(change)))}: {error}") from error
     except OmegaConfBaseException as error:
         key = error.full_key or next(iter(_flat(change)))
-        raise UserError(f"{key}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{key}: {first_line(error)}") from error
 
 
 def _settings_in(change: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_thor.training.config.data_spec import DataSpec
 from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches, epoch_order
 from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, TrainingStream
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 DIGITS_TEST_SHARE = 0.2
@@ -167,9 +167,8 @@ def _find_fashion_mnist(spec: DataSpec) -> Path:
     try:
         FashionMNIST(str(root), train=True, download=True)
     except (RuntimeError, URLError, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(":")
         raise UserError(
-            f"Fashion-MNIST is not in {looked} and could not be downloaded ({reason}): "
+            f"Fashion-MNIST is not in {looked} and could not be downloaded ({first_line(error)}): "
             "check the network, or set data.root to the folder that holds its four files"
         ) from error
     return root / "FashionMNIST" / "raw"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
-from torch_thor.training.errors import ElsewhereError, UserError
+from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
 
 def resolve_device(name: str) -> torch.device:
@@ -38,8 +38,7 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise UserError(f"device={name} cannot be used ({reason}): try device=cpu or device=auto") from error
+        raise UserError(f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto") from error
     return device
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models.library import LibraryModel, find_model
 
 
@@ -193,9 +193,9 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
     try:
         scores = model.eval()(images)
     except (RuntimeError, ValueError, AssertionError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"model={name} does not take the data's images ({size}): {line}; use another model, or other data"
+            f"model={name} does not take the data's images ({size}): {first_line(error)}; use another model, or other "
+            "data"
         ) from error
     finally:
         model.train(training)

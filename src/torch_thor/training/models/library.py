@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 
 TORCHVISION, TIMM = "torchvision:", "timm:"
 BUILD_ERRORS = (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
@@ -87,8 +87,7 @@ class LibraryModel:
                 options["weights_backbone"] = None  # the default is pretrained, whatever `weights` says
             built = torchvision.models.get_model(self.name, weights=None, **options)
         except BUILD_ERRORS as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{self.word} could not be built: {line}") from error
+            raise UserError(f"{self.word} could not be built: {first_line(error)}") from error
         return built
 
 

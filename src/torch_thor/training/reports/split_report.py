@@ -15,9 +15,10 @@ from torch_thor import __version__
 from torch_thor.split.choice import SplitChoice, choose_split_dim
 from torch_thor.training.config.run_config import check_seed
 from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.errors import UserError, require, writing
-from torch_thor.training.files import check_place, write_whole
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.output_files import check_place, write_whole, writing
 from torch_thor.training.printing import cell, printer, visible
+from torch_thor.training.reports.pictures import save_picture
 from torch_thor.training.reports.split_subject import load_subject, sample_images
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
@@ -105,10 +106,9 @@ def measure_split_dim(
     try:
         choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{word} could not be measured: {line} (other --pixels or --batch may do, or FILE.py:FUNCTION that returns "
-            f"(model, sample_batch, loss_fn))"
+            f"{word} could not be measured: {first_line(error)} (other --pixels or --batch may do, or "
+            "FILE.py:FUNCTION that returns (model, sample_batch, loss_fn))"
         ) from error
     numbers = {
         "model": word,
@@ -210,6 +210,4 @@ def draw_choice(
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center")
-    temporary = path.with_suffix(".writing.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.rename(path)
+    save_picture(figure, path)

@@ -13,6 +13,7 @@ from rich.table import Table
 from torch_thor.training.engine.history import AVERAGED, EvalPoint, History
 from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.printing import cell
+from torch_thor.training.reports.pictures import save_picture
 from torch_thor.training.tasks.task import Metric, primary
 
 SMOOTHING = 0.9  # the training loss is drawn as a running average with this decay
@@ -167,9 +168,7 @@ def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
         for row in (0, 1):
             axes[row][column].grid(alpha=0.3)
             axes[row][column].legend()
-    temporary = path.with_suffix(".writing.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.rename(path)
+    save_picture(figure, path)
 
 
 def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
