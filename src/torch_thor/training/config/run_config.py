@@ -28,6 +28,8 @@ class RunConfig:
 
     Args:
         epochs: Passes over the training set.
+        steps: Optimizer steps of the training, in the place of `epochs`; they may be less than an epoch and need not be
+            whole epochs. `None` trains for `epochs`.
         batch_size: Samples a step, on all processes together: images, or windows of a text. What is left over at the
             end of an epoch is left out.
         seed: Decides the initial weights, and with the epoch's number the order of the data.
@@ -50,6 +52,7 @@ class RunConfig:
     """
 
     epochs: int = 1
+    steps: int | None = None
     batch_size: int = 128
     seed: int = 0
     label_smoothing: float = 0.0
@@ -68,6 +71,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, f"epochs={self.epochs} must be 1 or more")
+        require(
+            self.steps is None or self.steps >= 1,
+            f"steps={self.steps} must be 1 or more optimizer steps; null trains for epochs",
+        )
         require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
         check_seed("seed=", self.seed)
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")

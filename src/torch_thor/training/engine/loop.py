@@ -42,7 +42,7 @@ class Run:
         self.streams = task.open_data(parallel.shard())
         self.stepper = Stepper(model, optimizer, task, config)
         self.steps_per_epoch = len(self.streams.train)
-        self.total_steps = self.steps_per_epoch * config.epochs
+        self.total_steps = config.steps or self.steps_per_epoch * config.epochs
         self.schedules = {"lr": config.schedule, "damping": config.damping_schedule}
         for key, schedule in self.schedules.items():
             schedule_step.check(optimizer, key, schedule, self.steps_per_epoch, self.total_steps)
@@ -113,7 +113,7 @@ class Callback:
 
 
 def train(run: Run, callbacks: Sequence[Callback] = ()) -> History:
-    """Train from `run.step` to the end of the last epoch, or to the target that ends it.
+    """Train from `run.step` to the last step of the training, or to the target that ends it.
 
     Args:
         run: A new training, or one that a checkpoint was loaded into.
