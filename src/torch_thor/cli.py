@@ -76,7 +76,7 @@ Ctrl-C leaves a checkpoint; `--resume` goes on from it, bit for bit.
 
 Examples:
 
-- `torch-thor train` trains with THOR and with SGD on handwritten digits, in about a minute
+- `torch-thor train` trains with THOR and with SGD on handwritten digits, in less than a minute
 
 - `torch-thor train fashion-mnist optimizer=thor lr=0.1`
 

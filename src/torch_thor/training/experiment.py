@@ -67,7 +67,7 @@ def run_recipe(
     with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
         say = parallel.rank_zero_print(printer(console))
         with parallel.agreed():
-            recipe = with_checksum(recipe)
+            recipe = with_checksum(recipe, say)
             if parallel.is_first() and folder.is_run():
                 lock.take()
             folder.check(recipe, resume=resume, overwrite=overwrite, say=say)

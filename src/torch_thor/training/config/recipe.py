@@ -52,8 +52,9 @@ class Recipe(RunConfig):
         model: The network: of image-classification small-cnn, small-resnet, cifar-resnet18, or an image classifier of
             torchvision's or timm's (`torchvision:NAME`, `timm:NAME`, or bare); of autoencoder deep-autoencoder; of
             char-lm char-transformer. Its weights are random.
-        weights: What the network starts from in the place of random weights: a safetensors file, or a checkpoint of a
-            run; `None` is random weights.
+        weights: What the network starts from in the place of random weights: a safetensors file, or what `torch-thor
+            eval` takes (a checkpoint, a folder of checkpoints such as `best`, a run folder with one optimizer); `None`
+            is random weights.
         weights_except: Weights that start at random all the same, by name or pattern: `[head]`.
         weights_sha256: The checksum of the file, which a run writes down; where it is given it must be right.
         classes: Outputs of the network, at least the classes of the data; `None` is that number. (The reference
