@@ -121,7 +121,8 @@ def train(
     """
     from torch_thor.training.checkpoints.run_folder import RunFolder
     from torch_thor.training.config.keys import key_tables
-    from torch_thor.training.config.recipe import DEFAULT_RECIPE, load_recipe, name_of, override, recipe_list
+    from torch_thor.training.config.recipe_files import DEFAULT_RECIPE, load_recipe, name_of, recipe_list
+    from torch_thor.training.config.recipe_text import override
     from torch_thor.training.experiment import run_recipe
 
     if list_recipes:

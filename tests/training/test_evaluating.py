@@ -12,7 +12,8 @@ from command_line import IMAGES, command, lines
 from image_tree import write_tree
 from torch_thor.cli import main
 from torch_thor.training.config.data_spec import CIFAR, ImageTransform
-from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import recipe_yaml
 from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
 from torch_thor.training.errors import UserError
 from torch_thor.training.evaluating import _recipe

@@ -8,7 +8,8 @@ import torch
 
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.finding import TAKEN, find_checkpoints
-from torch_thor.training.config.recipe import Recipe, override
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.config.recipe_text import override
 from torch_thor.training.config.stored_recipe import read_stored
 from torch_thor.training.engine import parallel
 from torch_thor.training.engine.evaluation import Score, evaluate

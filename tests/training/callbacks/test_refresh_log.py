@@ -12,7 +12,8 @@ from rich.console import Console
 from torch_thor import THOR, intervals
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config.recipe import load_recipe, override, parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import override, parse_recipe, recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.engine.loop import Callback, train

@@ -14,7 +14,8 @@ from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.weights import with_checksum
 from torch_thor.training.checksums import sha256
-from torch_thor.training.config.recipe import load_recipe, override
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import override
 from torch_thor.training.data.in_memory import DataSpec, load_data
 from torch_thor.training.errors import UserError
 from torch_thor.training.evaluating import evaluate_saved

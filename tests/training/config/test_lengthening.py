@@ -8,7 +8,8 @@ from torch import nn
 
 from command_line import assert_same, checkpoints, lines, newest, state
 from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config.recipe import load_recipe, override
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import override
 from torch_thor.training.errors import UserError
 from torch_thor.training.experiment import run_recipe
 from torch_thor.training.models import classifiers as models

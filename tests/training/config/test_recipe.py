@@ -4,15 +4,9 @@ import dataclasses
 
 import pytest
 
-from torch_thor.training.config.recipe import (
-    differences,
-    load_recipe,
-    override,
-    parse_recipe,
-    recipe_list,
-    recipe_names,
-    recipe_yaml,
-)
+from torch_thor.training.config.recipe_files import load_recipe, recipe_list, recipe_names
+from torch_thor.training.config.recipe_text import override, parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_values import differences
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.errors import UserError
 from torch_thor.training.models.classifiers import build_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.python_text import WindowOrder, characters, python_text
 from torch_thor.training.data.shards import Shard
 from torch_thor.training.engine.evaluation import evaluate

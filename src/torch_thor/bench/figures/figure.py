@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from torch_thor.bench.figures.raw import RawData
-from torch_thor.training.config.recipe import Recipe, load_recipe
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError, require
 

@@ -11,7 +11,9 @@ import yaml
 from rich.console import Console
 
 from torch_thor.training.callbacks.progress import Bar, Display, Lines
-from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, covers, parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
+from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_values import covers
 from torch_thor.training.data.named import open_data
 from torch_thor.training.engine import history
 from torch_thor.training.engine.history import History as Record

@@ -14,7 +14,8 @@ from pathlib import Path
 from torch_thor.files import REMAINS
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.config.lengthening import check_epochs
-from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, differences
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
+from torch_thor.training.config.recipe_values import differences
 from torch_thor.training.config.stored_recipe import DamagedRecipeError, StoredRecipe, read_stored, stored_text
 from torch_thor.training.config.yaml_text import read_text
 from torch_thor.training.errors import DamagedCheckpointError, UserError, require
