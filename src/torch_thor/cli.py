@@ -1,4 +1,4 @@
-"""The command line: it reads words, calls `torch_thor.training`, and turns a `UserError` into one line."""
+"""The command line: it parses the arguments, calls the application, and prints a `UserError` as one line."""
 
 import errno
 import json
@@ -273,7 +273,7 @@ def split_dim(
 
 
 @app.command(
-    help="""Reproduce the paper's figures on data at hand.
+    help="""Reproduce the paper's figures on small data sets.
 
 Writes NAME.json (raw data), NAME.png and NAME.md into the folder. Raw data with the same settings are drawn again and
 not measured again; a measurement that was interrupted goes on with the runs that are missing.
@@ -311,7 +311,7 @@ def figures(
     ] = False,
     list_figures: Annotated[bool, typer.Option("--list", help="List the figures and stop.")] = False,
 ) -> None:
-    """Reproduce the paper's figures on data at hand.
+    """Reproduce the paper's figures on small data sets.
 
     Args:
         name: A figure, or all.

@@ -1,4 +1,4 @@
-"""What pictures have in common: a line with its spread, notes, and their resolution."""
+"""What the pictures of all comparisons share: colours, a line with its range, notes, and their resolution."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ def draw_band(
 
     Args:
         axes: Where.
-        xs: One number a point.
-        series: For each seed one number a point.
+        xs: One number per point.
+        series: For each seed one number per point.
         label: For the legend.
         colour: Of both, as matplotlib has it; `None` takes the next.
         marker: Of the points.

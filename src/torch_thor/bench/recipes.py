@@ -1,4 +1,4 @@
-"""A recipe trained for a comparison: in this process, without checkpoints or progress; its record as plain values."""
+"""Training a recipe for a comparison: in this process, without files, with its history as plain values."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,7 @@
-"""Choices kept on disk, one file for each model, device and version.
+"""Choices of a split dimension kept on disk, one file for each model, device and version.
 
-Files stand in ``TORCH_THOR_CACHE``, else in ``torch-thor`` of ``XDG_CACHE_HOME``, else of ``~/.cache``. One file a
-choice, renamed into place, so that processes cannot spoil each other's.
+Files are in ``TORCH_THOR_CACHE``, else in ``torch-thor`` of ``XDG_CACHE_HOME``, else of ``~/.cache``. Each
+is replaced as a whole, so that several processes may write it.
 """
 
 import hashlib

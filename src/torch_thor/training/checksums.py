@@ -1,4 +1,4 @@
-"""Checksums that tell whether a file, or a mapping written as JSON, is still what it was."""
+"""Checksums of files and of mappings that are written as JSON, to detect damage."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ CHECKSUM = "checksum"  # the key that `sealed` adds
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file.
+    """Compute the checksum of a file.
 
     Args:
         path: The file.
@@ -35,7 +35,7 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def intact(values: Mapping[str, Any]) -> bool:
-    """Whether a mapping that was read from JSON is what `sealed` gave.
+    """Tell whether a mapping that was read from JSON is what `sealed` returned.
 
     Args:
         values: The mapping.
@@ -47,7 +47,7 @@ def intact(values: Mapping[str, Any]) -> bool:
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """The checksum of plain JSON values.
+    """Compute the checksum of plain JSON values.
 
     Args:
         values: The values, text for keys.

@@ -1,4 +1,4 @@
-"""What the training application raises for its user, and nothing else.
+"""The errors that the training application raises for its user.
 
 A `UserError` is one line that names the value, the rule and the remedy: the command line prints it and exits
 with code 2.
@@ -9,7 +9,7 @@ CTRL_C = "stopped by Ctrl-C; a run that has a checkpoint goes on with --resume"
 
 
 class UserError(ValueError):
-    """Something that the person at the keyboard can put right."""
+    """An error that the user can correct."""
 
 
 class DivergedError(UserError):
@@ -17,7 +17,7 @@ class DivergedError(UserError):
 
 
 class ElsewhereError(UserError):
-    """A `UserError` of another process, which says it to the user: here it only ends the work."""
+    """A `UserError` of another process, which reports it to the user; in this process it only ends the work."""
 
 
 class DamagedCheckpointError(UserError):
@@ -53,7 +53,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, to quote in a message of one line.
+    """Return the first line of an exception's message, to quote in a message of one line.
 
     Args:
         error: The exception.

@@ -1,4 +1,4 @@
-"""Evaluating what a run has saved, on its own data or on other data."""
+"""Evaluating the checkpoints of a run, on its own data or on other data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch_thor.training.errors import require
 from torch_thor.training.tasks.registry import TASKS
 from torch_thor.training.tasks.task import Metric
 
-KEYS = ("data", "device", "batch_size", "threads")  # what may be said anew: all else made the weights what they are
+KEYS = ("data", "device", "batch_size", "threads")  # what may be changed: all other keys determined the weights
 
 
 @dataclass(frozen=True)

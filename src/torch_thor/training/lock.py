@@ -1,6 +1,6 @@
-"""One process at a time: a lock on a file, which the operating system lets go when its process dies.
+"""A lock on a file, so that one process at a time writes to a folder; it is released when its process ends.
 
-The file itself stays; it holds who has the lock, for the message that another process gets.
+The file itself remains. It names the process that holds the lock, for the error message of another process.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ LOCK_FILE = ".lock"
 
 
 class Lock:
-    """A lock that is taken at once or refused, and let go at the end of the `with` block.
+    """A lock that is taken at once or refused, and released at the end of the `with` block.
 
     Args:
         path: The lock's file.
-        what: What it guards, in the words of an error.
+        what: What it guards, for the error message.
         remedy: What to do where another process has it.
     """
 

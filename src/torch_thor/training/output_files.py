@@ -1,4 +1,4 @@
-"""Writing the files of a run: refused early where they cannot be written, and in one line where that fails later."""
+"""Writing the files of a run, with an error of one line where they cannot be written."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ MAKE_ROOM = "make room for it, then go on with --resume"
 
 @contextmanager
 def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
-    """Say in one line what could not be written, and why.
+    """Turn an `OSError` into a `UserError` of one line that says what could not be written, and why.
 
     Args:
         path: What the block writes.
@@ -53,7 +53,7 @@ def check_place(folder: Path, option: str = "--out") -> None:
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent
-    below = "" if there == folder else f" (which {folder} is to lie below)"
+    below = "" if there == folder else f" (which {folder} would be in)"
     require(there.is_dir(), f"{option} {folder}: {there} is a file{below}: choose another folder with {option}")
     require(
         os.access(there, os.W_OK | os.X_OK),

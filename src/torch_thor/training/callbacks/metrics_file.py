@@ -28,7 +28,7 @@ class MetricsFile(Callback):
         self._file: TextIO | None = None
 
     def before_training(self, run: Run) -> None:
-        """Write what the run already knows, then stand ready to append.
+        """Write the points that the run already has, then open the file to append more.
 
         Args:
             run: The training.
@@ -74,7 +74,7 @@ class MetricsFile(Callback):
             _flush(self._file)
 
     def content(self) -> bytes:
-        """What is in the file, up to the latest `sync`.
+        """Return the content of the file up to the latest `sync`.
 
         Returns:
             Its bytes.
@@ -144,7 +144,7 @@ def parse_metrics(content: bytes, path: Path) -> History:
 
 
 def as_written_now(content: bytes, path: Path) -> bytes:
-    """What this version writes for the lines of an older one.
+    """Convert the lines of an older version to those of this one.
 
     Args:
         content: The bytes of a `metrics.jsonl`.

@@ -1,4 +1,4 @@
-"""A profile of a few steps in the middle of a training, which then goes on: where the time of a step goes."""
+"""A profile of a few steps in the middle of a training, which then continues."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ BETWEEN = "between steps"  # evaluation and checkpoints, as the trace calls them
 class Profiler(Callback):
     """Profiles a few steps from the next refresh on, writes a Chrome trace and shows where the time went.
 
-    Where no refresh comes any more, the steps are ordinary ones. To stand last among the callbacks: what the others do
-    is between the steps.
+    Where no refresh comes any more, the steps are ordinary ones. It must be the last of the callbacks: what the others
+    do is between the steps.
 
     Args:
         folder: Where the trace goes, as `steps-00000021-00000026.json`.
@@ -129,7 +129,7 @@ class Profiler(Callback):
 
 
 def top_operations(finished: profile, points: list[StepPoint]) -> Table:
-    """Where the time of the steps went.
+    """Make a table of the operations that the steps spent their time in.
 
     Args:
         finished: The profile.

@@ -1,6 +1,6 @@
 """The best checkpoint of a run: the one after the best evaluation, the first of equals.
 
-It stands beside the newest ones as `best/step-00000123`. What was best before goes when it is whole.
+It is kept beside the newest ones as `best/step-00000123`. The one before is removed once it is complete.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch_thor.training.output_files import writing
 
 
 def is_best(record: History, step: int) -> bool:
-    """Whether a step has the best weights so far.
+    """Tell whether a step has the best weights so far.
 
     Args:
         record: The run up to that step.
@@ -60,7 +60,7 @@ def catch_up(folder: Path, record: History) -> None:
     """Make the best checkpoint what the record says, where a run was killed before it could.
 
     Args:
-        folder: Where the newest checkpoints stand.
+        folder: The folder of the newest checkpoints.
         record: What the run knows when it begins or goes on.
     """
     if record.best is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either complete or absent.
 
 A checkpoint is a folder `step-00000123` with
 
@@ -10,7 +10,7 @@ A checkpoint is a folder `step-00000123` with
     manifest.json          the step, the SHA-256 of each file above, and one of its own
 
 It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums. The best one
-of a run stands in a folder of its own, `best`, in the same form. Checkpoints of format 2 have no metrics and no
+of a run is in a folder of its own, `best`, in the same form. Checkpoints of format 2 have no metrics and no
 checksum of the manifest itself; all else in them is checked as here.
 """
 
@@ -113,7 +113,7 @@ def save(
     """Write a checkpoint, then remove the oldest ones before it.
 
     Args:
-        folder: Where checkpoints stand, one folder each.
+        folder: The folder of the checkpoints, which are folders themselves.
         model: The network.
         state: Tensors and plain values, for everything but the weights.
         step: Optimizer steps done.
@@ -150,7 +150,7 @@ def save(
 
 def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
-    while cause is not None:  # torch speaks of positions in an archive, after the file has told it of a full disk
+    while cause is not None:  # torch reports positions in an archive, where the cause is the error of a full disk
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
@@ -171,7 +171,7 @@ def _write(
         save_model(average, str(folder / AVERAGED))
     with (folder / STATE).open("wb") as file:  # given a path, torch would not say why it could not be written
         torch.save(state, file)
-    for path in folder.glob("*.safetensors"):  # which safetensors lets nobody but their owner read
+    for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
         path.chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
     if metrics is not None:
         (folder / METRICS).write_bytes(gzip.compress(metrics, compresslevel=1, mtime=0))
@@ -232,10 +232,10 @@ def _manifest(path: Path) -> Mapping[str, Any]:
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that passes its checksums, the best one among them.
+    """Return the newest checkpoint that passes its checksums, the best one among them.
 
     Args:
-        folder: Where checkpoints stand.
+        folder: The folder of the checkpoints.
         say: Told, in one line each, which ones are damaged.
 
     Returns:
@@ -256,7 +256,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 
 def holds_checkpoints(path: Path) -> bool:
-    """Whether a path is a folder in which checkpoints stand.
+    """Tell whether a path is a folder of checkpoints.
 
     Args:
         path: Any path.
@@ -268,7 +268,7 @@ def holds_checkpoints(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is meant as a checkpoint, whole or not.
+    """Tell whether a path is meant as a checkpoint, whole or not.
 
     Args:
         path: Any path.

@@ -1,4 +1,4 @@
-"""Weights to start a training from: a safetensors file, or a checkpoint of a run."""
+"""The weights that a training starts from: those of a safetensors file, or of a checkpoint of a run."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -102,7 +102,7 @@ def _left_out(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
 
 
 def _check_fit(own: dict[str, Tensor], given: dict[str, Tensor], left_out: set[str], recipe: Recipe) -> None:
-    # a weight of several names stands in a file of ours under one of them
+    # a checkpoint has a weight of several names under one of them
     known = {own[name].data_ptr() for name in given if name in own and own[name].numel()}
     missing = [
         name

@@ -1,4 +1,4 @@
-"""What a recipe says of its data: which set, where it lies, and how its images are read."""
+"""The settings of the data in a recipe: which data set, its folder, and how its images are read."""
 
 from dataclasses import dataclass, field
 
@@ -82,7 +82,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which data set, where it lies, and how it is read.
+    """Which data set, its folder, and how it is read.
 
     Args:
         name: digits or fashion-mnist (held in memory, as they are); cifar10 or cifar100; or image-folder:

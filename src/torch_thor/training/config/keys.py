@@ -1,4 +1,4 @@
-"""The keys of a recipe with type, default and meaning, read off the classes that hold them."""
+"""The keys of a recipe with type, default and meaning, taken from the classes that define them."""
 
 import inspect
 import re
@@ -37,7 +37,7 @@ class Key:
 
 
 def keys_of(kind: type) -> list[Key]:
-    """The keys that a class of settings holds.
+    """Return the keys that a class of settings holds.
 
     Args:
         kind: A dataclass whose documentation says what each of its fields means.

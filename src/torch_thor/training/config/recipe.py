@@ -12,7 +12,7 @@ from torch_thor.training.tasks.registry import TASKS
 from torch_thor.training.tasks.task import primary
 
 MOST_THREADS, MOST_CLASSES = 4096, 10_000_000
-# What a resumed run may change: where data lie and how they are read, when a run ends, what is written and when. A key
+# What a resumed run may change: where data are and how they are read, when a run ends, what is written and when. A key
 # with a dot at its end means all inside. None of them changes what a step computes; `lengthening` checks the epochs,
 # and weights are known by their checksum.
 FREE_ON_RESUME = (

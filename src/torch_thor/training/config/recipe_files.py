@@ -16,7 +16,7 @@ DEFAULT_RECIPE = "digits"
 
 
 def recipe_folder() -> Traversable:
-    """Where the recipes lie: inside an installed package, or at the top of a source tree.
+    """Find the folder of the recipes: inside an installed package, or at the top of a source tree.
 
     Returns:
         The folder.
@@ -34,7 +34,7 @@ def recipe_folder() -> Traversable:
 
 
 def recipe_names() -> list[str]:
-    """The recipes there are.
+    """List the names of the recipes.
 
     Returns:
         Their names, sorted.
@@ -43,7 +43,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_list() -> list[tuple[str, str, str]]:
-    """What the recipes say of themselves.
+    """List the recipes with their descriptions.
 
     Read as plain YAML: what a recipe needs (timm for its network, say) need not be installed to list it.
 
@@ -71,7 +71,7 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 
 
 def name_of(name: str) -> str:
-    """The name that a recipe would have, which `name:` in its file may set; nothing else in it is looked at.
+    """Find out a recipe's name, which `name:` in its file may set, without checking the rest of it.
 
     Args:
         name: As for `load_recipe`.

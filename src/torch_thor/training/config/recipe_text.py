@@ -55,7 +55,7 @@ def _to_recipe(config: DictConfig) -> Recipe:
 
 
 def override(recipe: Recipe, overrides: list[str]) -> Recipe:
-    """Apply overrides to a recipe that is already there.
+    """Apply overrides to a recipe.
 
     Args:
         recipe: The recipe.
@@ -68,7 +68,7 @@ def override(recipe: Recipe, overrides: list[str]) -> Recipe:
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """A recipe as YAML, every key written out.
+    """Write a recipe as YAML with every key.
 
     Args:
         recipe: The recipe.
@@ -163,7 +163,7 @@ def _settings_in(change: dict[str, Any]) -> dict[str, Any]:
 
 def _without_replaced(config: DictConfig, change: dict[str, Any]) -> DictConfig:
     # OmegaConf merges a mapping into a mapping and takes no word for a list. A setting that may be either, and a
-    # mapping that says its kind, are given as a whole: what stood there goes.
+    # mapping that says its kind, are given as a whole and replace the value that was there.
     config = copy.deepcopy(config)
     for name, settings in _settings_in(change).items():
         for key, value in settings.items() if isinstance(settings, dict) else ():

@@ -1,4 +1,4 @@
-"""What the loop needs to know: a script builds a `RunConfig` by hand, a recipe is one with more keys."""
+"""The settings of the training loop: a script makes a `RunConfig`, and a recipe is a `RunConfig` with more keys."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ MOST_SEED = 2**63 - 1  # torch's generators take 64 bits, and each process adds 
 
 
 def check_seed(said: str, seed: int) -> None:
-    """Refuse a seed that torch has no room for.
+    """Refuse a seed that is out of the range of torch's generators.
 
     Args:
         said: What the user wrote before it.
@@ -24,7 +24,7 @@ def check_seed(said: str, seed: int) -> None:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, how large, how often.
+    """Length, batch size, precision and evaluations of a training.
 
     Args:
         epochs: Passes over the training set.
@@ -45,7 +45,7 @@ class RunConfig:
         loss_scale: With fp16: what the loss is multiplied by before backward; `None` finds it as training goes on.
         accumulation: Parts that the batch of a step is computed in, one after the other, to save memory.
         compile: Whether `torch.compile` compiles the network.
-        ema_decay: Share of the old average that an exponential moving average of the weights keeps a step (0.9999 is
+        ema_decay: Share of the old average that an exponential moving average of the weights keeps per step (0.9999 is
             usual); it is evaluated beside the weights. `None` keeps no average.
         stop_at: Value of the task's primary metric (top-1 accuracy, in (0, 1], of a classifier) at which training ends,
             of the averaged weights where there are any; `None` trains to the end.

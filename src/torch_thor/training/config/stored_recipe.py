@@ -1,4 +1,4 @@
-"""A recipe as a run keeps it: with a checksum, with `${oc.env:NAME}` unresolved, and a digest of what that stood for.
+"""The recipe in a run folder: with a checksum, with `${oc.env:NAME}` unresolved, and digests of resolved values.
 
 The first lines are comments, so that the file is still a recipe for `torch-thor train FILE.yaml`:
 
@@ -42,7 +42,7 @@ class StoredRecipe:
     sealed: bool
 
     def unchanged(self, recipe: Recipe) -> list[str]:
-        """The keys whose values were resolved, and are in a recipe what they were then.
+        """Return the keys whose values were resolved, and are in a recipe what they were then.
 
         Args:
             recipe: The recipe to go on with.
@@ -68,7 +68,7 @@ class StoredRecipe:
 
 
 def stored_text(recipe: Recipe) -> str:
-    """What is written into a run folder and into each checkpoint.
+    """Return what is written into a run folder and into each checkpoint.
 
     Args:
         recipe: The recipe as run.

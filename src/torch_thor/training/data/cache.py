@@ -123,7 +123,7 @@ def open_cache(
     Of several processes on a machine one makes it while the others wait.
 
     Args:
-        folder: Where caches lie; made if it is missing.
+        folder: The folder of the caches; made if it is missing.
         source: The evaluation images.
         crop: What is done to each.
         workers: The processes that decode.
@@ -204,7 +204,7 @@ def _make(
 def _decode(file: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers) -> dict[int, str]:
     # write the pixels of all images; returns the broken ones, with the reason
     count, pixels = len(source.labels), crop.size * crop.size * 3
-    with file.open("wb") as empty:  # torch would let nobody but its owner read it
+    with file.open("wb") as empty:  # a file made by torch could be read by its owner only
         empty.truncate(count * pixels)
         if hasattr(os, "posix_fallocate"):  # a disk that fills up later would kill a process that writes to its memory
             os.posix_fallocate(empty.fileno(), 0, count * pixels)

@@ -6,7 +6,7 @@ from urllib.error import URLError
 import torch
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from torch_thor.training.data.source import MemorySource
+from torch_thor.training.data.image_source import MemorySource
 from torch_thor.training.errors import UserError, first_line
 
 SETS: dict[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}

@@ -51,17 +51,17 @@ class DataBundle:
 
     @property
     def device(self) -> torch.device:
-        """Where the images stand."""
+        """The device that the images are on."""
         return self.train_images.device
 
     def to(self, device: torch.device) -> "DataBundle":
-        """The same data on another device.
+        """Return the same data on another device.
 
         Args:
             device: Where to put it.
 
         Returns:
-            A bundle whose tensors stand on `device`.
+            A bundle whose tensors are on `device`.
         """
         moved = [t.to(device) for t in (self.train_images, self.train_labels, self.test_images, self.test_labels)]
         return DataBundle(moved[0], moved[1], moved[2], moved[3], self.classes)
@@ -178,7 +178,7 @@ def read_idx(folder: Path, name: str) -> Tensor:
     """Read one file of the MNIST family, plain or gzipped, without unpacking it to disk.
 
     Args:
-        folder: Where the file lies.
+        folder: The folder of the file.
         name: Its name, without `.gz`.
 
     Returns:

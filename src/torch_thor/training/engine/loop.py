@@ -17,7 +17,7 @@ from torch_thor.training.tasks.task import Batch, Task, primary
 
 
 class Run:
-    """A training in progress: what callbacks see.
+    """A training in progress, as callbacks see it.
 
     Args:
         model: The network, on its device.
@@ -64,7 +64,7 @@ class Run:
 
 
 class Callback:
-    """Something that watches a run. Every method may be left as it is."""
+    """The base class of what observes a run; every method does nothing unless it is overridden."""
 
     def before_training(self, run: Run) -> None:
         """Called once; `run.step` is above 0 when a run is resumed.
@@ -117,7 +117,7 @@ def train(run: Run, callbacks: Sequence[Callback] = ()) -> History:
 
     Args:
         run: A new training, or one that a checkpoint was loaded into.
-        callbacks: Told what happens, in this order.
+        callbacks: Called at each event, in this order.
 
     Returns:
         The loss at every step, what every refresh decided, and the metrics of every evaluation.

@@ -1,4 +1,4 @@
-"""Training on several processes, as `torchrun` starts them: who they are, and what they tell each other.
+"""Training on several processes, as `torchrun` starts them: their ranks and their communication.
 
 Without `torchrun` there is one process, and nothing here communicates.
 """
@@ -68,7 +68,7 @@ def processes(device: torch.device) -> Iterator[None]:
         device: This process's.
 
     Yields:
-        While the group stands.
+        While the group exists.
     """
     if not dist.is_torchelastic_launched() or dist.is_initialized():
         yield
@@ -95,7 +95,7 @@ def shard() -> Shard:
 
 
 def local_processes() -> int:
-    """How many training processes run on this machine.
+    """Return how many training processes run on this machine.
 
     Returns:
         The number; 1 without `torchrun`.
@@ -104,7 +104,7 @@ def local_processes() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and talks.
+    """Tell whether this process is the one that writes files and prints.
 
     Returns:
         True on rank 0, and without `torchrun`.

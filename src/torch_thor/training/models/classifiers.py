@@ -106,7 +106,7 @@ def small_cnn(in_channels: int, classes: int) -> nn.Module:
 
 
 def cifar_resnet18(in_channels: int, classes: int) -> nn.Module:
-    """ResNet-18 of torchvision with the stem of He et al. 2016, section 4.2, for images of 32 x 32.
+    """Build torchvision's ResNet-18 with the stem of He et al. 2016, section 4.2, for images of 32 x 32.
 
     A 3 x 3 convolution of stride 1 and no pooling in the place of 7 x 7, stride 2, and pooling, which would leave an
     image of 8 x 8 to the first stage.

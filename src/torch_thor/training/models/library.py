@@ -1,4 +1,4 @@
-"""Networks of torchvision and timm by name, with random weights: pretrained ones are never fetched.
+"""Networks of torchvision and timm by name, with random weights; pretrained weights are never downloaded.
 
 A name is `torchvision:NAME`, `timm:NAME`, or bare: torchvision's where both know it.
 """

@@ -1,4 +1,4 @@
-"""The settings of THOR in a recipe, and what is built from those that may be of more than one type."""
+"""The settings of THOR in a recipe, among them those that may be of more than one type."""
 
 from dataclasses import asdict, fields
 from typing import Any

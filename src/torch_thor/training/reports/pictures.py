@@ -1,4 +1,4 @@
-"""Pictures on the disk."""
+"""Writing pictures."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

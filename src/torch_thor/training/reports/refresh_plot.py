@@ -1,4 +1,4 @@
-"""What the trace rule did, as a picture: which layer took, kept or stopped when, and the traces that it looked at."""
+"""A picture of the decisions of the trace rule per layer and step, and of the traces that they depend on."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -56,6 +56,6 @@ def draw_refreshes(record: History, layers: Sequence[str], path: Path) -> None:
 
 
 def _spans(points: Sequence[RefreshPoint], end: int) -> Iterator[tuple[int, int]]:
-    """Where each decision holds: start and length in steps, up to the layer's next one."""
+    """Return where each decision holds: start and length in steps, up to the layer's next one."""
     for start, following in itertools.pairwise([*(point.step for point in points), end]):
         yield start, following - start

@@ -1,4 +1,4 @@
-"""`torch-thor split-dim`: measure, print the tables, write the figure and the numbers."""
+"""`torch-thor split-dim`: measure the choice of a split dimension, print its tables, write its figure and numbers."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def report_split_dim(
         device: As a recipe has it.
         batch: Images of the sample.
         pixels: Their height and width.
-        data: A folder of images, None for the photographs that are at hand.
+        data: A folder of images, `None` for the photographs that scikit-learn contains.
         seed: Of weights and crops.
         overwrite: Replace figure and numbers that are there.
 
@@ -85,7 +85,7 @@ def measure_split_dim(
         device: As a recipe has it.
         batch: Images of the sample.
         pixels: Their height and width.
-        data: A folder of images, None for the photographs that are at hand.
+        data: A folder of images, `None` for the photographs that scikit-learn contains.
         seed: Of weights and crops.
 
     Returns:
@@ -138,13 +138,13 @@ def verdict(choice: SplitChoice) -> str:
 
 
 def choice_table(choice: SplitChoice) -> Table:
-    """Both curves as numbers.
+    """Make a table of both curves.
 
     Args:
         choice: The choice.
 
     Returns:
-        A table, one row a candidate.
+        A table with a row per candidate.
     """
     table = Table(title=f"Split dimension on {choice.device}", title_justify="left")
     for heading in ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: all inverses once", ""):
@@ -158,13 +158,13 @@ def choice_table(choice: SplitChoice) -> Table:
 
 
 def loss_table(choice: SplitChoice) -> Table:
-    """What each layer loses of its spectral norms at the chosen split.
+    """Make a table of what each layer loses of its spectral norms at the chosen split.
 
     Args:
         choice: The choice.
 
     Returns:
-        A table, one row a layer.
+        A table with a row per layer.
     """
     table = Table("layer", title=f"Loss of spectral norm at split_dim={choice.split_dim}", title_justify="left")
     table.add_column("A", justify="right")

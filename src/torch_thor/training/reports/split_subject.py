@@ -1,4 +1,4 @@
-"""What `torch-thor split-dim` looks at: a model by name or from a file, and a sample batch of real images."""
+"""What `torch-thor split-dim` measures: a model by name or from a file, and a sample batch of real images."""
 
 import importlib.util
 import random

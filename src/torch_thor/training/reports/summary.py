@@ -1,4 +1,4 @@
-"""What a person looks at when training is over: a table and the curves."""
+"""The summary of a run: a table of its results and a picture of its curves."""
 
 import math
 from collections import Counter
@@ -57,7 +57,7 @@ class Summary:
 
 
 def refreshed_layers(optimizer: torch.optim.Optimizer, record: History) -> tuple[Refreshed, ...]:
-    """What was refreshed, layer by layer.
+    """Count the refreshes of each layer.
 
     Args:
         optimizer: Any optimizer.
@@ -74,7 +74,7 @@ def refreshed_layers(optimizer: torch.optim.Optimizer, record: History) -> tuple
 
 
 def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Table:
-    """The final table: one column for each optimizer.
+    """Make the final table, with a column for each optimizer.
 
     Args:
         summaries: The runs, of one task.
@@ -119,7 +119,7 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
 
 
 def refresh_table(summary: Summary) -> Table:
-    """What the trace rule did, layer by layer.
+    """Make a table of what the trace rule did per layer.
 
     Args:
         summary: A run with curvature.
@@ -172,7 +172,7 @@ def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
 
 
 def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
-    """One run's results, for programs.
+    """Return the results of a run as plain values.
 
     Args:
         summary: The run.

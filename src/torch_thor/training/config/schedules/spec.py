@@ -1,4 +1,4 @@
-"""The settings of a schedule, as a recipe states them."""
+"""The settings of a schedule in a recipe."""
 
 import math
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class ScheduleSpec:
         return self.kind in BOUNDED and self.horizon_epochs is None and self.horizon_steps is None
 
     def horizon(self, steps_per_epoch: int, total_steps: int) -> float:
-        """Where the schedule ends.
+        """Return where the schedule ends.
 
         Args:
             steps_per_epoch: Optimizer steps in one epoch.
