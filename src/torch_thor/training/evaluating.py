@@ -84,7 +84,7 @@ def _recipe(saved: checkpoint.Checkpoint, words: Sequence[str]) -> Recipe:
     for key in keys:
         require(
             key.split(".")[0] in KEYS,
-            f"{key} is no key of eval, which takes {', '.join(KEYS)} and what is inside of data: the weights are as "
+            f"{key} is not a key of eval, which takes {', '.join(KEYS)} and what is inside of data: the weights are as "
             f"they were trained; leave {key} out",
         )
     stored = read_stored(saved.recipe_text)

@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_one_line_and_no_run_is_begun(file, change, words, 
 
 def test_a_file_that_holds_code_is_not_read(file, data):
     torch.save(load_file(file), file.with_suffix(".pt"))
-    with pytest.raises(UserError, match=r"mine.pt is no safetensors file .* safetensors.torch.save_file"):
+    with pytest.raises(UserError, match=r"mine.pt is not a safetensors file .* safetensors.torch.save_file"):
         started([f"weights={file.with_suffix('.pt')}"], data)
 
 

@@ -215,7 +215,7 @@ def test_settings_of_another_optimizer_are_refused():
         build_optimizer("sgd", net(), settings("adam"))
     with pytest.raises(UserError, match="not for adam: pass a AdamSettings"):
         build_optimizer("adam", net(), settings("adamw"))
-    with pytest.raises(UserError, match="optimizer=sdg is no optimizer"):
+    with pytest.raises(UserError, match="optimizer=sdg is not an optimizer"):
         build_optimizer("sdg", net())
 
 

@@ -159,7 +159,7 @@ def read(path: Path, figure: str) -> RawData | None:
         raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
     require(
         isinstance(content, dict) and content.get("format") == FORMAT,
-        f"{path} is no raw data of a figure in format {FORMAT}: {remedy}",
+        f"{path} does not hold raw data of a figure in format {FORMAT}: {remedy}",
     )
     parts = {key: value for key, value in content.items() if key not in {"format", "checksum"}}
     require(content.get("checksum") == digest(parts), f"{path} is damaged, its checksum does not fit: {remedy}")

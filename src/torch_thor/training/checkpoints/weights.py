@@ -58,7 +58,7 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
         given = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"weights={recipe.weights} is no safetensors file ({error}): write one with safetensors.torch.save_file"
+            f"weights={recipe.weights} is not a safetensors file ({error}): write one with safetensors.torch.save_file"
         ) from error
     own = model.state_dict()
     left_out = _left_out([*own, *given], recipe.weights_except)

@@ -117,7 +117,7 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         names = (*IN_MEMORY, *CIFAR_SETS, FOLDER)
-        require(self.name in names, f"data.name={self.name} is no data set: use one of {', '.join(names)}")
+        require(self.name in names, f"data.name={self.name} is not a data set: use one of {', '.join(names)}")
         require(
             self.transform is None or self.name not in IN_MEMORY,
             f"data.transform is set: {self.name} is trained on as it is; leave data.transform=null",

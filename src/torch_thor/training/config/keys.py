@@ -69,7 +69,7 @@ def key_tables() -> Iterator[Table]:
 def _table(title: str, keys: list[Key]) -> Table:
     table = Table("key", "type", "default", "meaning", title=title, title_justify="left")
     table.columns[0].no_wrap = True
-    for key in keys:  # texts: what is in brackets is no markup
+    for key in keys:  # texts: what is in brackets is not markup
         table.add_row(*(Text(part) for part in (key.name, key.type, key.default, key.meaning)))
     return table
 

@@ -19,6 +19,11 @@ def check_epochs(stored: Recipe, recipe: Recipe) -> None:
     if recipe.epochs == stored.epochs:
         return
     require(
+        recipe.steps is None,
+        f"epochs={recipe.epochs}: the run ends after steps={recipe.steps} and not after epochs; leave epochs out, or "
+        f"start another run with --out",
+    )
+    require(
         recipe.epochs > stored.epochs,
         f"epochs={recipe.epochs} is less than the run's {stored.epochs}: --resume can lengthen a run, not shorten it; "
         f"leave epochs out, or start another run with --out",

@@ -82,7 +82,7 @@ class Recipe(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.task in TASKS, f"task={self.task} is no task: use one of {', '.join(TASKS)}")
+        require(self.task in TASKS, f"task={self.task} is not a task: use one of {', '.join(TASKS)}")
         metric = primary(TASKS[self.task].METRICS)
         if self.stop_at is not None:
             metric.check_target("stop_at", self.stop_at)
@@ -102,7 +102,7 @@ class Recipe(RunConfig):
         )
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
         for name in (*self.optimizer, *self.optimizers):
-            require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
+            require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
         require(
             len(set(self.optimizer)) == len(self.optimizer),
             f"optimizer={','.join(self.optimizer)} names one twice: name each once",

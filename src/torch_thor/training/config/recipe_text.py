@@ -105,7 +105,7 @@ def _interpolates(value: Any) -> bool:
 
 def _split(word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
-    require(bool(key) and bool(equals), f"'{word}' is no override: write key=value, for example lr=0.1")
+    require(bool(key) and bool(equals), f"'{word}' is not an override: write key=value, for example lr=0.1")
     check_yaml(value, f"{word}: the value")
     try:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index, call-overload]

@@ -172,7 +172,7 @@ def _read(final: Path, size: int) -> dict[int, str]:
     except OSError as error:
         raise _UnusableError(f"{error.strerror}: {error.filename}") from error
     except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"{INDEX} is no JSON") from error
+        raise _UnusableError(f"{INDEX} is not JSON") from error
     return {int(number): str(reason) for number, reason in index["broken"].items()}
 
 

@@ -52,7 +52,7 @@ def decode_rgb(content: bytes) -> Tensor:
             kind = image.format
             image.verify()  # of PNG alone Pillow verifies anything; the image cannot be decoded after it
         if kind == "EPS":  # Pillow would have Ghostscript run the file, which is a program
-            raise BrokenImageError("PostScript is no image format that is read")
+            raise BrokenImageError("PostScript is not an image format that is read")
         if kind in {"JPEG", "MPO"}:
             try:
                 return _jpeg(content)

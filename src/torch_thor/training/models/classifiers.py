@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no network to train.
+    """Refuse what is not a network to train.
 
     Args:
         name: As `build_model` takes it.
@@ -148,7 +148,7 @@ def check_name(name: str) -> None:
     try:
         found = _in_library(name)
     except UserError as error:
-        raise UserError(f"model={name} is no network: {error}") from error
+        raise UserError(f"model={name} is not a network: {error}") from error
     found.check_classifier()
 
 

@@ -116,19 +116,19 @@ def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
         known += theirs
         require(
             not word.startswith(TORCHVISION),
-            f"{word} is no torchvision model{nearest(name, theirs)}; {otherwise}",
+            f"{word} is not a torchvision model{nearest(name, theirs)}; {otherwise}",
         )
     name = word.removeprefix(TIMM)
     try:
         import timm
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{word} is no torchvision model{nearest(name, known)}, and timm, which may know it, is missing: install "
-            f"it with `pip install 'torch-thor[timm]'`"
+            f"{word} is not a torchvision model{nearest(name, known)}, and timm, which may know it, is missing: "
+            "install it with `pip install 'torch-thor[timm]'`"
         ) from error
     if timm.is_model(name):
         return LibraryModel(word, TIMM, name)
-    which = "no timm model" if word.startswith(TIMM) else "neither a torchvision nor a timm model"
+    which = "not a timm model" if word.startswith(TIMM) else "neither a torchvision nor a timm model"
     raise UserError(f"{word} is {which}{nearest(name, [*known, *timm.list_models()])}; {otherwise}")
 
 

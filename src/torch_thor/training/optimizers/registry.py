@@ -116,7 +116,7 @@ def build_optimizer(name: str, model: nn.Module, settings: OptimizerSettings | N
     Raises:
         UserError: If the optimizer refuses its settings, or the model.
     """
-    require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
+    require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
     entry = OPTIMIZERS[name]
     settings = entry.settings() if settings is None else settings
     require(

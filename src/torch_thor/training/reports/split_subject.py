@@ -112,7 +112,7 @@ def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Any],
 
         found = [Image.fromarray(image) for image in load_sample_images().images]
         return found, "crops of the two photographs in scikit-learn (--data takes yours)"
-    require(folder.is_dir(), f"--data {folder} is no folder: give one with images in it")
+    require(folder.is_dir(), f"--data {folder} is not a folder: give one with images in it")
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
     require(len(paths) >= count, f"--data {folder} holds {len(paths)} images: give --batch {len(paths) or 1} or less")
     images = []

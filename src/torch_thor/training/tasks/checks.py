@@ -21,7 +21,7 @@ def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
     task = recipe.task
     require(
         recipe.model in models,
-        f"model={recipe.model} is no network of task={task}: use {', '.join(models)}",
+        f"model={recipe.model} is not a network of task={task}: use {', '.join(models)}",
     )
     require(recipe.classes is None, f"classes={recipe.classes}: task={task} has no classes; leave classes=null")
     require(

@@ -41,7 +41,7 @@ class ScheduleSpec:
     horizon_steps: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.kind in SHAPES, f"kind={self.kind} is no schedule: use one of {', '.join(SHAPES)}")
+        require(self.kind in SHAPES, f"kind={self.kind} is not a schedule: use one of {', '.join(SHAPES)}")
         require(0 <= self.warmup_epochs < math.inf, f"warmup_epochs={self.warmup_epochs} must be 0 or more")
         require(
             0 <= self.final <= 1,
