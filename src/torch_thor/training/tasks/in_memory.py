@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a recipe asks its task what it may say
     from torch_thor.training.config.run_config import RunConfig
 
 
-class InMemoryTask:
+class InMemoryTask(ABC):
     """Training data on a device, with the settings of the training.
 
     Args:
