@@ -1,4 +1,4 @@
-"""How long a refresh takes to invert all blocks of a model, for each way to cut its factors."""
+"""The time that a refresh takes to invert all blocks of a model, for each split dimension."""
 
 import statistics
 import time
@@ -32,7 +32,7 @@ def inverse_seconds(
         device: where to measure.
 
     Returns:
-        The median in seconds, one a candidate.
+        The median in seconds, one per candidate.
     """
     seconds: list[list[float]] = [[] for _ in split_dims]
     rounds = [1] * len(split_dims)
