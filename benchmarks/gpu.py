@@ -1,7 +1,6 @@
 """The work of gpu.sh: check THOR on the device, time it, print a table, write gpu.md and gpu.json."""
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -16,8 +15,10 @@ from torch.nn import functional
 from reference import ReferenceTHOR
 from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import write_json
 from torch_thor.curvature import polar
 from torch_thor.curvature.polar import orthogonalise
+from torch_thor.files import write_text
 from torch_thor.training.optimizers.muon import MuonAdamW
 from torch_thor.training.reports.split_subject import sample_images
 
@@ -232,8 +233,8 @@ def main() -> None:
 
     def save() -> None:
         result["seconds_in_all"] = time.perf_counter() - started
-        (options.out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "gpu.md").write_text("\n".join(lines) + "\n")
+        write_json(options.out / "gpu.json", result, indent=1)
+        write_text(options.out / "gpu.md", "\n".join(lines) + "\n")
 
     result["oracle"] = check_oracle(device)
     note(f"Against the float64 reference, largest relative error of a weight after 4 steps: {result['oracle']}")

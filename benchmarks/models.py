@@ -28,6 +28,7 @@ from torch_thor.bench import markdown, script
 from torch_thor.bench.machine import describe
 from torch_thor.bench.stores import Folder, write_tables
 from torch_thor.bench.timing import median_ratio, take_turns, training_step
+from torch_thor.files import write_text
 
 ROOT = Path(__file__).parents[1]
 STORE = Folder(ROOT / "benchmarks" / "results" / "models")
@@ -197,7 +198,7 @@ def fill_page(text: str) -> None:
     """
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
-    PAGE.write_text(f"{before}{MARKS[0]}\n{text}\n\n{MARKS[1]}{after}")
+    write_text(PAGE, f"{before}{MARKS[0]}\n{text}\n\n{MARKS[1]}{after}")
 
 
 def main() -> None:

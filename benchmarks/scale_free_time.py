@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from contenders import PEERS, USUAL_MOMENTUM, Setting
-from tasks import TASKS, Batch, Task
+from tasks import TASKS, Benchmark
 from torch_thor.bench.machine import describe
 from torch_thor.bench.stores import write_json
 from torch_thor.bench.timing import take_turns, training_step
 from torch_thor.optim.thor.options import SCALED_DEFAULTS
+from torch_thor.training.data.shards import Shard
+from torch_thor.training.tasks.task import Batch
 
 OUT = Path(__file__).parent / "results" / "step_time_scale_free.json"
 SPAN = 10
@@ -42,25 +44,26 @@ def refreshes(steps: int) -> int:
     return count
 
 
-def seconds(task: Task, spans: int) -> dict[str, list[float]]:
+def seconds(benchmark: Benchmark, spans: int) -> dict[str, list[float]]:
     """Time the steps of a task.
 
     Args:
-        task: the task.
+        benchmark: the task.
         spans: of ``SPAN`` rounds each, after one that is not counted.
 
     Returns:
         Seconds by optimizer; those of THOR's steps that refresh under ``"thor refresh"``.
     """
-    batches, now = task.batches(0), list[Batch]()
+    task = benchmark.open(benchmark.config(0))
+    batches, now = task.open_data(Shard()).train.endless(), list[Batch]()
 
     def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        return training_step(lambda: task.loss(model, now[0]), optimizer)
+        return training_step(lambda: task.loss(model, now[0]).mean, optimizer)
 
     steps = {}
     for name in (*PEERS, "thor"):
         torch.manual_seed(0)
-        model = task.build()
+        model = task.build_model()
         optimizer = Setting(name, 1e-5, USUAL_MOMENTUM.get(name)).make(model)
         steps[name] = step_of(model, optimizer)
     thor = optimizer  # the last of them
@@ -76,11 +79,11 @@ def seconds(task: Task, spans: int) -> dict[str, list[float]]:
     return take_turns(steps, spans * SPAN, warm_up=SPAN, prepare=next_batch, name_of=name_of)
 
 
-def costs(task: Task, times: dict[str, list[float]]) -> dict[str, float]:
+def costs(benchmark: Benchmark, times: dict[str, list[float]]) -> dict[str, float]:
     """Return what a step costs.
 
     Args:
-        task: the task.
+        benchmark: the task.
         times: what :func:`seconds` gave.
 
     Returns:
@@ -91,7 +94,7 @@ def costs(task: Task, times: dict[str, list[float]]) -> dict[str, float]:
         for name in PEERS
     }
     ordinary, refresh = (statistics.median(times[name]) for name in ("thor", "thor refresh"))
-    share = refreshes(task.steps) / task.steps
+    share = refreshes(benchmark.steps) / benchmark.steps
     return {
         **found,
         "thor": ordinary + share * (refresh - ordinary),

@@ -10,7 +10,7 @@ batches of 500.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tasks import TASKS, _pixels, _shuffled, train
+from tasks import TASKS, autoencoder, train
 from torch_thor.bench import script
 from torch_thor.bench.machine import describe
 from torch_thor.bench.stores import Rows, key_of
-from torch_thor.training.models.autoencoder import deep_autoencoder
 
 OUT = Path(__file__).parent / "results" / "scale_free_trials.json"
-DEEP = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
-ALL = {
-    **TASKS,
-    "deep": replace(
-        TASKS["autoencoder"],
-        title="autoencoder " + "-".join(map(str, DEEP)) + ", batch 500",
-        steps=300,
-        eval_interval=50,
-        build=lambda: deep_autoencoder(DEEP[0], DEEP[1:-1]),
-        batches=lambda seed: _shuffled(_pixels()[0], _pixels()[0], 500, seed),
-    ),
-}
+ALL = {**TASKS, "deep": autoencoder((1000, 500, 250, 30, 250, 500, 1000), steps=300, eval_interval=50, batch_size=500)}
 BLOCK = 128  # rows that are orthogonalised together
 ROOTS = {"A": 1.0, "A and G": 0.25}  # the exponent of each factor's inverse
 

@@ -1,123 +1,204 @@
 """Three unlike tasks, small enough for a CPU: a convolutional classifier, a deep autoencoder, a small language model.
 
-The classifier comes with batches of 128, 512, 1024 and 4096 images. Each is a network, its training batches and a
-figure measured on data it is not trained on. A seed decides the initial weights and the order of the data, the same for
-every optimizer. All run a fixed number of steps, and the learning rate falls linearly from its start to 0.
+The classifier comes with batches of 128, 512, 1024 and 4096 images. The tasks and the training loop are those of the
+application; what differs stands here: smaller networks and images, the order of the batches, and what an evaluation
+measures. A seed decides the initial weights and the order of the data, the same for every optimizer. All run a fixed
+number of steps, and the learning rate falls linearly from its start to 0.
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
+from torch_thor.training.config.run_config import RunConfig
+from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
-from torch_thor.training.data.python_text import SYMBOLS, characters, python_text, windows
+from torch_thor.training.data.python_text import WindowLoader, WindowOrder, characters, python_text
+from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder
+from torch_thor.training.data.stream import MemoryLoader, Streams, TrainingStream
+from torch_thor.training.engine.history import StepPoint
+from torch_thor.training.engine.loop import Callback, Run
+from torch_thor.training.engine.loop import train as train_run
+from torch_thor.training.errors import DivergedError
 from torch_thor.training.models.autoencoder import HIDDEN, deep_autoencoder
-from torch_thor.training.models.char_transformer import CharTransformer
 from torch_thor.training.models.classifiers import SmallResNet
+from torch_thor.training.tasks.autoencoder import MOST_HELD_OUT, Autoencoder
+from torch_thor.training.tasks.char_lm import CONTEXT, CharLM
+from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training.tasks.task import Batch, Metric, Task, primary
 
-Batch = tuple[Tensor, Tensor]
+HIGHEST_LOSS = 1e4  # a run whose loss exceeds it has diverged
+
+# ---- order of the batches -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Task:
-    """One training.
+class OneShuffle(TrainingOrder):
+    """Shuffled batches; one random generator, seeded once, draws the orders of all epochs one after the other."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
+        """List the batches of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            start: batches to pass over.
+
+        Yields:
+            For each batch the numbers of its samples.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(epoch + 1):
+            order = torch.randperm(self.count, generator=generator)
+        for batch in range(start, self.batches):
+            yield order[batch * self.batch_size : (batch + 1) * self.batch_size].tolist()
+
+
+class OneDraw(WindowOrder):
+    """Windows that start anywhere; one random generator, seeded once, draws the batches of all epochs."""
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
+        """List the batches of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            start: batches to pass over.
+
+        Yields:
+            For each batch where its windows start.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        passed = epoch * self.batches + start
+        for batch in range((epoch + 1) * self.batches):
+            starts = torch.randint(self.positions, (self.batch_size,), generator=generator)
+            if batch >= passed:
+                yield starts.tolist()
+
+
+def _shuffled(train: Any, held_out: Any, evaluation_batch: int, config: RunConfig, shard: Shard) -> Streams:
+    """Open data in memory, with the training batches in the order of `OneShuffle`."""
+    order = OneShuffle(len(tree_leaves(train)[0]), config.batch_size, config.seed, shard)
+    evaluation = EvaluationOrder(len(tree_leaves(held_out)[0]), evaluation_batch, shard)
+    return Streams(TrainingStream(MemoryLoader(train, order), order), MemoryLoader(held_out, evaluation))
+
+
+# ---- tasks ----------------------------------------------------------------------------------------------------------
+
+
+class SmallClassifier(ImageClassification):
+    """A small ResNet on Fashion-MNIST at half the resolution; evaluated on the first 5,000 test images."""
+
+    def build_model(self) -> nn.Module:
+        """Build the network.
+
+        Returns:
+            A residual network 8, 16 and 32 channels wide.
+        """
+        return SmallResNet(1, 10, widths=(8, 16, 32)).to(memory_format=torch.channels_last)
+
+    def open_data(self, shard: Shard) -> Streams:
+        """Open the images from the beginning.
+
+        Args:
+            shard: which rank of how many.
+
+        Returns:
+            Training batches and evaluation batches.
+        """
+        data = self.data
+        assert isinstance(data, DataBundle)
+        train, test = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
+        return _shuffled(train, test, 500, self.config, shard)
+
+
+class DeepAutoencoder(Autoencoder):
+    """The application's autoencoder, with hidden layers of choice.
 
     Args:
-        title: what it is, for people.
-        steps: optimizer steps of a run.
-        eval_interval: steps between evaluations.
-        higher: whether a higher figure is better.
-        metric: name of the figure.
-        build: makes the network, with torch's global random numbers.
-        batches: yields batches without end, for a seed.
-        loss: the training loss of a batch.
-        evaluate: the figure, on data that is not trained on.
+        train: images to train on, ``(N, pixels)``.
+        held_out: images to evaluate on, ``(M, pixels)``.
+        config: batch size and seed.
+        hidden: widths of the hidden layers.
     """
 
-    title: str
-    steps: int
-    eval_interval: int
-    higher: bool
-    metric: str
-    build: Callable[[], nn.Module]
-    batches: Callable[[int], Iterator[Batch]]
-    loss: Callable[[nn.Module, Batch], Tensor]
-    evaluate: Callable[[nn.Module], float]
+    def __init__(self, train: Tensor, held_out: Tensor, config: RunConfig, hidden: tuple[int, ...]) -> None:
+        super().__init__(train, held_out, config)
+        self.hidden = hidden
+
+    def build_model(self) -> nn.Module:
+        """Build the network.
+
+        Returns:
+            The autoencoder.
+        """
+        return deep_autoencoder(self.train.shape[1], self.hidden)
+
+    def open_data(self, shard: Shard) -> Streams:
+        """Open the images from the beginning.
+
+        Args:
+            shard: which rank of how many.
+
+        Returns:
+            Training batches, and one batch of all held-out images.
+        """
+        return _shuffled(self.train, self.held_out, len(self.held_out), self.config, shard)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Measure the reconstruction.
+
+        Args:
+            model: the network.
+            batch: all held-out images.
+
+        Returns:
+            Loss and squared error, summed over images and pixels. The error's mean is rounded to float32 before it is
+            summed, as in all results recorded so far.
+        """
+        logits = model(batch)
+        return {
+            "loss": functional.binary_cross_entropy_with_logits(logits, batch, reduction="sum"),
+            "squared_error": (torch.sigmoid(logits) - batch).square().sum(1).mean().double() * len(batch),
+        }
 
 
-# ---- images ---------------------------------------------------------------------------------------------------------
+class Characters(CharLM):
+    """The application's language model, evaluated on the whole held-out text at once."""
 
+    def open_data(self, shard: Shard) -> Streams:
+        """Open the text from the beginning.
 
-@cache
-def _fashion_mnist() -> DataBundle:
-    return load_data(DataSpec("fashion-mnist"))
+        Args:
+            shard: which rank of how many.
 
+        Returns:
+            Training batches, and one batch of all held-out windows.
+        """
+        config = self.config
+        order = OneDraw(
+            len(self.train) // CONTEXT, config.batch_size, config.seed, shard, positions=len(self.train) - CONTEXT
+        )
+        evaluation = EvaluationOrder(len(self.held_out[0]), len(self.held_out[0]), shard)
+        train = WindowLoader(self.train, CONTEXT, order)
+        return Streams(TrainingStream(train, order), MemoryLoader(self.held_out, evaluation))
 
-def _shuffled(inputs: Tensor, targets: Tensor, size: int, seed: int) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        for chosen in torch.randperm(len(inputs), generator=generator).split(size):
-            if len(chosen) == size:
-                yield inputs[chosen], targets[chosen]
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Measure the predictions.
 
+        Args:
+            model: the network.
+            batch: all held-out windows.
 
-@cache
-def _small_images() -> tuple[Tensor, Tensor]:
-    """Return training and test images at half the resolution, 14 x 14: a quarter of the time."""
-    data = _fashion_mnist()
-    train, test = (functional.avg_pool2d(x, 2) for x in (data.train_images, data.test_images))
-    return tuple(x.contiguous(memory_format=torch.channels_last) for x in (train, test))
-
-
-def _resnet() -> nn.Module:
-    return SmallResNet(1, 10, widths=(8, 16, 32)).to(memory_format=torch.channels_last)
-
-
-def _accuracy(model: nn.Module) -> float:
-    """Return the share of the first 5,000 test images that are classified rightly."""
-    images, labels = _small_images()[1][:5000], _fashion_mnist().test_labels[:5000]
-    right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(500), labels.split(500), strict=True))
-    return right / len(labels)
-
-
-# ---- autoencoder ----------------------------------------------------------------------------------------------------
-
-
-@cache
-def _pixels() -> Batch:
-    """Return training and held-out images as vectors in [0, 1]."""
-    data = _fashion_mnist()
-    low, high = data.train_images.min(), data.train_images.max()
-    train, test = ((x.flatten(1) - low) / (high - low) for x in (data.train_images, data.test_images[:2000]))
-    return train, test
-
-
-def _pixel_batches(seed: int) -> Iterator[Batch]:
-    train, _ = _pixels()
-    return _shuffled(train, train, 128, seed)
-
-
-def _reconstruction(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the cross-entropy, summed over the pixels of an image."""
-    pixels = functional.binary_cross_entropy_with_logits(model(batch[0]), batch[1], reduction="sum")
-    return pixels / len(batch[0])
-
-
-def _squared_error(model: nn.Module) -> float:
-    """Return the mean squared error of a held-out image, summed over its pixels."""
-    _, test = _pixels()
-    return float((torch.sigmoid(model(test)) - test).square().sum(1).mean())
-
-
-# ---- language model -------------------------------------------------------------------------------------------------
-
-CONTEXT = 64
+        Returns:
+            The loss, summed over characters. Its mean is rounded to float32 before it is summed, as in all results
+            recorded so far.
+        """
+        return {"loss": self.loss(model, batch).mean.double() * self.terms(batch).number}
 
 
 def text_checksum() -> str:
@@ -128,34 +209,110 @@ def text_checksum() -> str:
 _characters = cache(characters)
 
 
-def _text_batches(seed: int) -> Iterator[Batch]:
-    train, _ = _characters()
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield windows(train, torch.randint(len(train) - CONTEXT, (16,), generator=generator), CONTEXT)
+@cache
+def _small_images() -> DataBundle:
+    """Return Fashion-MNIST at half the resolution, 14 x 14: a quarter of the time."""
+    data = load_data(DataSpec("fashion-mnist"))
+    train, test = (
+        functional.avg_pool2d(images, 2).contiguous(memory_format=torch.channels_last)
+        for images in (data.train_images, data.test_images)
+    )
+    return DataBundle(train, data.train_labels, test[:5000], data.test_labels[:5000], data.classes)
 
 
-def _next_character(model: nn.Module, batch: Batch) -> Tensor:
-    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+@cache
+def _pixels() -> tuple[Tensor, Tensor]:
+    """Return training and held-out images as vectors in [0, 1]."""
+    data = load_data(DataSpec("fashion-mnist"))
+    low, high = data.train_images.min(), data.train_images.max()
+    train, held_out = (
+        (images.flatten(1) - low) / (high - low) for images in (data.train_images, data.test_images[:MOST_HELD_OUT])
+    )
+    return train, held_out
 
 
-def _held_out_loss(model: nn.Module) -> float:
-    _, held = _characters()
-    starts = torch.arange(0, len(held) - CONTEXT - 1, CONTEXT)
-    return float(_next_character(model, windows(held, starts, CONTEXT)))
+# ---- benchmarks -----------------------------------------------------------------------------------------------------
 
 
-def _classifier(size: int, steps: int, eval_interval: int) -> Task:
-    return Task(
-        f"small ResNet (8, 16, 32 wide) on Fashion-MNIST at 14 x 14, batch {size}",
+@dataclass(frozen=True)
+class Benchmark:
+    """A task with the length of its training.
+
+    Args:
+        title: what it is, for people.
+        steps: optimizer steps of a run.
+        eval_interval: steps between evaluations.
+        batch_size: samples in a batch.
+        metric: name of the task's primary metric, for people.
+        measured: that metric.
+        open: makes the task, for a configuration.
+    """
+
+    title: str
+    steps: int
+    eval_interval: int
+    batch_size: int
+    metric: str
+    measured: Metric
+    open: Callable[[RunConfig], Task]
+
+    @property
+    def higher(self) -> bool:
+        """Whether a higher figure is better."""
+        return self.measured.higher_is_better
+
+    def config(self, seed: int, share: float = 1.0) -> RunConfig:
+        """Return what the loop needs to know.
+
+        Args:
+            seed: of the weights and the data.
+            share: length of the run and of its schedule, as a share of `steps`.
+
+        Returns:
+            The configuration.
+        """
+        return RunConfig(
+            steps=round(share * self.steps),
+            batch_size=self.batch_size,
+            seed=seed,
+            eval_interval=self.eval_interval,
+            schedule=ScheduleSpec("linear"),
+            device="cpu",
+        )
+
+
+def _classifier(batch_size: int, steps: int, eval_interval: int) -> Benchmark:
+    return Benchmark(
+        f"small ResNet (8, 16, 32 wide) on Fashion-MNIST at 14 x 14, batch {batch_size}",
         steps,
         eval_interval,
-        True,
+        batch_size,
         "test accuracy",
-        _resnet,
-        lambda seed: _shuffled(_small_images()[0], _fashion_mnist().train_labels, size, seed),
-        lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
-        _accuracy,
+        primary(SmallClassifier.METRICS),
+        lambda config: SmallClassifier(_small_images(), config),
+    )
+
+
+def autoencoder(hidden: tuple[int, ...], steps: int, eval_interval: int, batch_size: int) -> Benchmark:
+    """Describe the training of an autoencoder of Fashion-MNIST.
+
+    Args:
+        hidden: widths of its hidden layers.
+        steps: optimizer steps of a run.
+        eval_interval: steps between evaluations.
+        batch_size: images in a batch.
+
+    Returns:
+        The benchmark.
+    """
+    return Benchmark(
+        f"autoencoder {'-'.join(map(str, (784, *hidden, 784)))} on Fashion-MNIST, batch {batch_size}",
+        steps,
+        eval_interval,
+        batch_size,
+        "held-out squared error",
+        primary(DeepAutoencoder.METRICS),
+        lambda config: DeepAutoencoder(*_pixels(), config, hidden),
     )
 
 
@@ -164,70 +321,70 @@ TASKS = {
     "classifier512": _classifier(512, 156, 12),
     "classifier1024": _classifier(1024, 116, 9),
     "classifier4096": _classifier(4096, 58, 4),
-    "autoencoder": Task(
-        f"autoencoder {'-'.join(map(str, (784, *HIDDEN, 784)))} on Fashion-MNIST, batch 128",
-        400,
-        16,
-        False,
-        "held-out squared error",
-        lambda: deep_autoencoder(784),
-        _pixel_batches,
-        _reconstruction,
-        _squared_error,
-    ),
-    "language": Task(
+    "autoencoder": autoencoder(HIDDEN, 400, 16, 128),
+    "language": Benchmark(
         "transformer (2 blocks, 64 wide, context 64) on characters, batch 16",
         300,
         12,
-        False,
+        16,
         "held-out loss",
-        lambda: CharTransformer(SYMBOLS, CONTEXT),
-        _text_batches,
-        _next_character,
-        _held_out_loss,
+        primary(Characters.METRICS),
+        lambda config: Characters(*_characters(), config),
     ),
 }
 
 
+class _EndDiverged(Callback):
+    """Ends a run whose loss says that it will not come back."""
+
+    def after_step(self, run: Run, point: StepPoint) -> None:
+        if point.loss > HIGHEST_LOSS:
+            raise DivergedError(f"step {point.step}: loss {point.loss}")
+
+
 def train(
-    task: Task,
-    seed: int,
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-    share: float = 1.0,
-    schedule: Callable[[float], float] = lambda progress: 1 - progress,
-) -> dict:
+    benchmark: Benchmark, seed: int, make: Callable[[nn.Module], torch.optim.Optimizer], share: float = 1.0
+) -> dict[str, Any]:
     """Train once.
 
     Args:
-        task: what to train.
+        benchmark: what to train.
         seed: of the weights and the data.
         make: makes the optimizer.
-        share: length of the run and of its schedule, as a share of the task's steps.
-        schedule: the factor of the learning rate, of the share of the run that is over.
+        share: length of the run and of its schedule, as a share of the benchmark's steps.
 
     Returns:
-        ``evaluations`` (step, figure) and ``loss`` (of every step); ``failure`` says where the loss was not finite.
+        ``evaluations`` (step, figure) and ``loss`` (of every step); ``failure`` says where the training diverged.
     """
-    steps = round(share * task.steps)
+    run = new_run(benchmark, seed, make, share)
+    failure = None
+    try:
+        train_run(run, [_EndDiverged()])
+    except DivergedError as error:
+        failure = str(error)
+    return {
+        "evaluations": [(point.step, round(point.value, 5)) for point in run.record.evaluations],
+        "loss": [round(point.loss, 5) for point in run.record.steps],
+        "failure": failure,
+    }
+
+
+def new_run(
+    benchmark: Benchmark, seed: int, make: Callable[[nn.Module], torch.optim.Optimizer], share: float = 1.0
+) -> Run:
+    """Prepare a training.
+
+    Args:
+        benchmark: what to train.
+        seed: of the weights and the data.
+        make: makes the optimizer.
+        share: length of the run and of its schedule, as a share of the benchmark's steps.
+
+    Returns:
+        The training, before its first step.
+    """
+    config = benchmark.config(seed, share)
+    task = benchmark.open(config)
     torch.manual_seed(seed)
-    model = task.build()
-    optimizer = make(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step / steps))
-    batches = task.batches(seed)
-    evaluations, losses, failure = [], [], None
-    for step in range(1, steps + 1):
-        loss = task.loss(model, next(batches))
-        loss.backward()
-        losses.append(round(loss.item(), 5))
-        if not math.isfinite(losses[-1]) or losses[-1] > 1e4:
-            failure = f"step {step}: loss {losses[-1]}"
-            break
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        if step % task.eval_interval == 0 or step == steps:
-            model.eval()
-            with torch.no_grad():
-                evaluations.append((step, round(task.evaluate(model), 5)))
-            model.train()
-    return {"evaluations": evaluations, "loss": losses, "failure": failure}
+    model = task.build_model()
+    return Run(model, make(model), task, config)

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from torch_thor.training.checkpoints.checkpoint import FORMAT
-from torch_thor.training.files import sealed, sha256
+from torch_thor.training.checksums import sealed, sha256
 
 
 def _lines(text):

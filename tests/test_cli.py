@@ -155,7 +155,7 @@ def test_eval_prints_what_training_measured(run, tmp_path):
         (["train", "digit"], "did you mean digits?"),
         (["train", "epoch=3"], "did you mean epochs?"),
         (["train", "digits", "fashion-mnist"], "more than one recipe"),
-        (["train", "optimizer=sdg"], "optimizer=sdg is no optimizer"),
+        (["train", "optimizer=sdg"], "optimizer=sdg is not an optimizer"),
         (["train", "optimizer=thor", "damping=0"], "damping"),
         (["train", "fashion-mnist", "data.root=nowhere", "data.download=false"], "Fashion-MNIST is not in nowhere"),
         (["train", "batch_size=5000"], "batch_size=5000 is larger"),
@@ -395,7 +395,7 @@ def test_split_dim_takes_names(run, monkeypatch, tmp_path, name, layer):
         (["yours.py:net"], "yours.py does not exist"),
         (["mine.py:net", "--pixels", "1"], "could not be measured"),
         (["mine.py:net", "--batch", "0"], "--batch 0"),
-        (["mine.py:net", "--data", "nowhere"], "--data nowhere is no folder"),
+        (["mine.py:net", "--data", "nowhere"], "--data nowhere is not a folder"),
         (["mine.py:net", "--device", "gpu7"], "device=gpu7"),
     ],
 )

@@ -12,7 +12,7 @@ import yaml
 from command_line import finish, start
 from torch_thor.cli import main
 from torch_thor.training import printing
-from torch_thor.training.config.recipe import parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
 
 QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "batch_size=479", "device=cpu", "keep_best=false"]
 SECRET = "hunter2-of-the-environment"

@@ -108,5 +108,5 @@ def assert_same_bits(left, right):
 
 def listened_to(model):
     """Names of the modules whose calls some optimizer hears."""
-    heard = {listener for _, listeners in module_calls._heard.values() for listener in listeners}
+    heard = {listener for _, listeners in module_calls.subscribers.values() for listener in listeners}
     return {name for name, module in model.named_modules() if id(module) in heard}

@@ -27,7 +27,9 @@ def program() -> SimpleNamespace:
 
     from torch_thor.cli import app
     from torch_thor.training.config.keys import keys_of
-    from torch_thor.training.config.recipe import FREE_ON_RESUME, OPTIMIZERS, Recipe, covers, recipe_list
+    from torch_thor.training.config.recipe import FREE_ON_RESUME, OPTIMIZERS, Recipe
+    from torch_thor.training.config.recipe_files import recipe_list
+    from torch_thor.training.config.recipe_values import covers
 
     return SimpleNamespace(
         command=get_command(app),

@@ -1,4 +1,4 @@
-"""The command line: it reads words, calls `torch_thor.training`, and turns a `UserError` into one line."""
+"""The command line: it parses the arguments, calls the application, and prints a `UserError` as one line."""
 
 import errno
 import json
@@ -76,7 +76,7 @@ Ctrl-C leaves a checkpoint; `--resume` goes on from it, bit for bit.
 
 Examples:
 
-- `torch-thor train` trains with THOR and with SGD on handwritten digits, in about a minute
+- `torch-thor train` trains with THOR and with SGD on handwritten digits, in less than a minute
 
 - `torch-thor train fashion-mnist optimizer=thor lr=0.1`
 
@@ -121,7 +121,8 @@ def train(
     """
     from torch_thor.training.checkpoints.run_folder import RunFolder
     from torch_thor.training.config.keys import key_tables
-    from torch_thor.training.config.recipe import DEFAULT_RECIPE, load_recipe, name_of, override, recipe_list
+    from torch_thor.training.config.recipe_files import DEFAULT_RECIPE, load_recipe, name_of, recipe_list
+    from torch_thor.training.config.recipe_text import override
     from torch_thor.training.experiment import run_recipe
 
     if list_recipes:
@@ -344,7 +345,7 @@ def split_dim(
 
 
 @app.command(
-    help="""Reproduce the paper's figures on data at hand.
+    help="""Reproduce the paper's figures on small data sets.
 
 Writes NAME.json (raw data), NAME.png and NAME.md into the folder. Raw data with the same settings are drawn again and
 not measured again; a measurement that was interrupted goes on with the runs that are missing.
@@ -382,7 +383,7 @@ def figures(
     ] = False,
     list_figures: Annotated[bool, typer.Option("--list", help="List the figures and stop.")] = False,
 ) -> None:
-    """Reproduce the paper's figures on data at hand.
+    """Reproduce the paper's figures on small data sets.
 
     Args:
         name: A figure, or all.

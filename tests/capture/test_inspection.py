@@ -162,10 +162,10 @@ def test_the_projections_of_an_attention():
     for i, name in enumerate("qkv"):
         layer, rows = found.layers[f"attn.{name}_proj"], slice(4 * i, 4 * i + 4)
         assert pieces(layer) == [("in_proj_weight", rows), ("in_proj_bias", rows)]
-        assert (layer.prefix, layer.attention) == (f"{name}_", (attention, name))
+        assert (layer.prefix, layer.inside.module, layer.inside.name) == (f"{name}_", attention, f"{name}_proj")
         assert not layer.modules
     out = found.layers["attn.out_proj"]
-    assert (out.weight.module, out.prefix, out.attention) == (attention.out_proj, "", (attention, "out"))
+    assert (out.weight.module, out.prefix, out.inside.name) == (attention.out_proj, "", "out_proj")
     assert factors(found)["attn.in_proj_weight"] == ((4, 4), 3)
     assert factors(found)["attn.in_proj_bias"] == ((4,), 3)
 
@@ -186,6 +186,21 @@ def test_an_attention_that_computes_something_else():
     found = inspect(nn.Sequential(Other(4, 2), nn.Linear(4, 4)))
     assert set(found.layers) == {"1"}
     assert set(reasons(found).values()) == {"Other overrides the forward of MultiheadAttention"}
+
+
+def test_attentions_that_share_their_weights():
+    """Neither has those of its own; what they do not share is preconditioned."""
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(4, 2), "b": nn.MultiheadAttention(4, 2)})
+    model["b"].in_proj_weight, model["b"].out_proj.bias = model["a"].in_proj_weight, model["a"].out_proj.bias
+    found = inspect(model)
+    assert set(found.layers) == {"a.out_proj", "b.out_proj"}
+    assert all(not layer.biases for layer in found.layers.values())
+    assert reasons(found) == {
+        "a.in_proj_weight": "shared by 'a.in_proj_weight', 'b.in_proj_weight'",
+        "a.in_proj_bias": "the weight of its layer is not preconditioned",
+        "b.in_proj_bias": "the weight of its layer is not preconditioned",
+        "a.out_proj.bias": "shared by several modules",
+    }
 
 
 def test_one_projection_that_is_left_out_is_noted_of_the_whole():
@@ -223,8 +238,8 @@ def test_experts():
     up = found.layers["experts.up"]
     assert pieces(up) == [("up", None), ("up_bias", None)]
     assert (up.kind.groups, up.kind.inputs, up.kind.outputs, up.kind.routed) == (3, 4, 6, True)
-    assert up.experts == (model["experts"], "up")
-    assert reasons(found) == {"experts.scale": "no curvature for Experts"}
+    assert (up.inside.module, up.inside.name) == (model["experts"], "up")
+    assert reasons(found) == {"experts.scale": "belongs to no layer inside Experts"}
 
 
 @pytest.mark.parametrize(("count", "is_expert"), [(3, True), (4, False)])
@@ -254,7 +269,7 @@ def test_a_recurrent_layer_that_computes_something_else():
 
     found = inspect(nn.Sequential(Other(3, 4), nn.Linear(4, 4)))
     assert set(found.layers) == {"1"}
-    assert set(reasons(found).values()) == {"Other overrides the forward of a recurrent layer"}
+    assert set(reasons(found).values()) == {"Other overrides the forward of GRU"}
 
 
 # ---- what is not there, or is computed -------------------------------------------------------------------------------
@@ -281,6 +296,18 @@ def test_what_weights_are_computed_from():
     why = reasons(found)
     assert why["0.weight_orig"].startswith("'weight' is computed from it (pruned, weight_norm)")
     assert "parametrization" in why["1.parametrizations.weight.original0"]
+
+
+@pytest.mark.parametrize(
+    ("module", "bias"),
+    [(nn.Linear(3, 4), "bias"), (nn.GRU(3, 4), "bias_hh_l0"), (nn.MultiheadAttention(4, 2), "in_proj_bias")],
+)
+def test_a_bias_that_is_computed(module, bias):
+    """Its weight is preconditioned as ever."""
+    model = nn.ModuleDict({"m": prune.identity(module, bias)})
+    found = inspect(model)
+    assert reasons(found).keys() == {f"m.{bias}_orig"}
+    assert bias not in {view.attribute for layer in found.layers.values() for view in layer.biases}
 
 
 def test_what_has_no_shape_yet():

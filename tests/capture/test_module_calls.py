@@ -53,8 +53,8 @@ def calls():
     before = hooks()
     made = ModuleCalls()
     yield made
-    made._heard.clear()
-    made._settle()
+    made.subscribers.clear()
+    made._close()
     assert hooks() == before
 
 
@@ -134,7 +134,7 @@ def test_a_hearer_that_is_dropped_listens_no_more(calls):
     gc.collect()
     module(torch.ones(1))
     assert recorder.events == ["enter", "leave"]
-    assert len(calls._heard) == 1
+    assert len(calls.subscribers) == 1
     recorder.notes.clear()
     del other
     gc.collect()
@@ -146,9 +146,9 @@ def test_a_hearer_whose_identity_is_taken_over_is_not_forgotten(calls):
     module, old, new = Double(), Hearer(), Hearer()
     recorder = Recorder(module)
     calls.listen(old, [Recorder(module)])
-    reference, modules = calls._heard.pop(id(old))
+    reference, modules = calls.subscribers.pop(id(old))
     calls.listen(new, [recorder])
-    calls._heard[id(old)] = calls._heard.pop(id(new))
+    calls.subscribers[id(old)] = calls.subscribers.pop(id(new))
     del old
     gc.collect()
     module(torch.ones(1))

@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 from tiny import listened_to
+from torch_thor.capture import forward_pass
 from torch_thor.capture.capture import Capture
-from torch_thor.capture.eager import eager_window
+from torch_thor.capture.forward_pass import InputPhase
 from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.module_calls import module_calls
 from torch_thor.capture.module_hooks import hooks_of
-from torch_thor.capture.phases import GatheredInputs, InputPhase, Phase
+from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.curvature.layer import SIDES, LayerCurvature
+from torch_thor.curvature.layer_state import make_layer_state
 from torch_thor.curvature.refresh import Decision, RefreshEvent
 
 OFF, COUNTING, OPTIONAL, REQUIRED = Phase
@@ -33,7 +35,7 @@ class Net:
         }
         for layer in self.layers.values():
             layer.weight_view.bind(states[layer.weight], {})
-            layer.materialise()
+            make_layer_state(layer)
         self.capture = Capture(hooks_of(found, self.layers), sampled=sampled)
         self.capture.resume()
 
@@ -59,7 +61,7 @@ class Net:
         self.forward(size).square().sum().backward()
 
     def rows(self):
-        return [self[name].rows for name in NAMES]
+        return [self[name].statistics.rows for name in NAMES]
 
     def finish(self, decisions, silent=()):
         """A refresh of all layers that gather, with these decisions."""
@@ -78,15 +80,10 @@ def net():
 # ---- the phases themselves -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("counts", [False, True])
-@pytest.mark.parametrize("awaited", [False, True])
-def test_of_what_is_due_only_waiting_matters_and_of_the_rest_only_counting(awaited, counts):
-    assert Phase.of(due=True, awaited=awaited, counts=counts) is (REQUIRED if awaited else OPTIONAL)
-    assert Phase.of(due=False, awaited=awaited, counts=counts) is (COUNTING if counts else OFF)
-
-
-def test_which_gather():
-    assert [phase.gathers for phase in Phase] == [False, False, True, True]
+def test_which_gather(net):
+    assert GATHERING == (OPTIONAL, REQUIRED)
+    net.release("2")
+    assert [net.capture.gathers(net[name]) for name in NAMES] == [True, False, True]
 
 
 # ---- transitions -----------------------------------------------------------------------------------------------------
@@ -192,7 +189,7 @@ TRANSITIONS = [
 def test_transitions(net, event, phases):
     event(net)
     # once the first layer is known it alone counts
-    known_first = net.capture._first is net["0"]
+    known_first = net.capture.backward.first is net["0"]
     expected = [OFF if known_first and phase is COUNTING and i else phase for i, phase in enumerate(phases)]
     assert net.phases() == expected
     required = REQUIRED in phases
@@ -201,8 +198,8 @@ def test_transitions(net, event, phases):
         heard = {name for name, phase in zip(NAMES, expected, strict=True) if phase is not OFF}
         heard -= {name for name in heard if not net[name].weight.requires_grad and event is not froze}
         assert listened_to(net.model) == (heard if required else set())
-        assert (id(net.capture) in eager_window._holders) == required
-        due = [phase.gathers for phase in phases]
+        assert (id(net.capture) in module_calls.subscribers) == required
+        due = [phase in GATHERING for phase in phases]
         assert [net[name].due for name in NAMES] == due
 
 
@@ -239,7 +236,7 @@ def test_calls_of_a_layer_that_counts_give_loss_terms_and_no_rows(net):
     net.release("0")
     net.backward(size=4)
     assert net.rows() == [0, 4, 4]
-    assert net.capture.loss_terms == 4
+    assert net.capture.backward.loss_terms == 4
     assert net.capture.reached == {net["2"], net["4"]}
 
 
@@ -266,8 +263,8 @@ def test_optional_statistics_are_gathered_where_others_are_required(net):
 def test_between_refreshes_no_hook_is_left(net):
     """None on a gradient, none on a module, and nothing that keeps compiled code from running."""
     net.release(*NAMES)
-    assert id(net.capture) not in module_calls._heard
-    assert module_calls._heard or not module_calls._handles
+    assert id(net.capture) not in module_calls.subscribers
+    assert module_calls.subscribers or not module_calls._handles
     outputs = []
     x = torch.randn(4, 5)
     for module in net.model:
@@ -289,7 +286,7 @@ def test_evaluation_passes_leave_nothing(net):
         net.forward()
     net.forward()  # never differentiated
     assert net.rows() == [0, 0, 0]
-    assert net.capture.loss_terms == 0
+    assert net.capture.backward.loss_terms == 0
 
 
 def test_discard_forgets_a_step_and_no_phase(net):
@@ -299,7 +296,7 @@ def test_discard_forgets_a_step_and_no_phase(net):
     net.capture.discard()
     assert net.rows() == [0, 0, 0]
     assert not net.capture.reached
-    assert net.capture.loss_terms == 0
+    assert net.capture.backward.loss_terms == 0
     assert net.phases() == [REQUIRED] * 3
 
 
@@ -323,41 +320,43 @@ INPUTS = [
 ]
 
 
-@pytest.mark.parametrize(("events", "phase", "dropped"), INPUTS)
-def test_inputs(events, phase, dropped):
-    """``+`` an input is gathered, ``b`` a backward pass comes, ``z`` gradients are reset, ``f`` the step is over."""
-    gradients = [0]
-    inputs, was_dropped = GatheredInputs(), False
+def play(net, events):
+    """``+`` a forward pass, ``b`` its backward pass, ``z`` ``optimizer.zero_grad()``, ``f`` the step is over."""
+    output = None
     for event in events:
         if event == "+":
-            was_dropped = inputs.are_dropped(lambda: list(gradients))
-            if was_dropped:
-                inputs.forget()
-            inputs.add(lambda: list(gradients))
+            output = net.forward()
         elif event == "b":
-            gradients[0] += 1
+            output.square().sum().backward()
         elif event == "z":
-            if not inputs.before_reset(lambda: list(gradients)):
-                inputs.forget()
-            gradients[0] = -1
-            inputs.after_reset(lambda: list(gradients))
+            net.capture.discard_with_gradients()
+            net.model.zero_grad()
+            net.capture.note_gradients()
         else:
-            inputs.forget()
-    assert inputs.phase is phase
-    last_is_input = events.endswith("+")
-    assert (was_dropped if last_is_input else inputs.are_dropped(lambda: list(gradients))) == dropped
+            net.capture.discard()
 
 
-def test_gradients_are_looked_at_only_where_they_decide():
+@pytest.mark.parametrize(("events", "phase", "dropped"), INPUTS)
+def test_inputs(events, phase, dropped):
+    net = Net(sides=SIDES[:1])
+    play(net, events)
+    assert net.capture.forward.phase is phase
+    if not events.endswith("+"):  # does the next forward pass tell that the loss of those before was dropped?
+        before = net.rows()[0]
+        play(net, "+")
+        assert net.rows() == [4 if dropped else before + 4] * 3
+    elif dropped:
+        assert net.rows() == [4] * 3
+
+
+def test_gradients_are_looked_at_only_where_they_decide(monkeypatch):
     """To look at them takes all layers of the model, on every call of a layer."""
-
-    def unasked():
-        raise AssertionError("looked at")
-
-    inputs = GatheredInputs()
-    assert not inputs.are_dropped(unasked)
-    assert not inputs.before_reset(unasked)
-    inputs.after_reset(unasked)
-    inputs.add(lambda: 0)
-    inputs.add(unasked)
-    assert not inputs.are_dropped(unasked)
+    net, looks = Net(sides=SIDES[:1]), []
+    gradients = forward_pass._gradients
+    monkeypatch.setattr(forward_pass, "_gradients", lambda layers: (looks.append(0), gradients(layers))[1])
+    play(net, "zz")
+    assert not looks
+    play(net, "+")
+    assert len(looks) == 1  # in the first of three layers
+    play(net, "+")
+    assert len(looks) == 1

@@ -29,7 +29,7 @@ def test_a_whole_matrix_can_be_cut_anywhere(groups, size, split):
     whole = matrix_of(groups, size, None)
     cut = whole.cut(split)
     assert cut.layout == BlockLayout.of(groups, size, split)
-    assert [tuple(part.shape) for part in cut.parts()] == [shape for shape in cut.layout.shapes() if shape]
+    assert [tuple(part.shape) for part in cut.parts()] == [shape for shape in cut.layout.shapes if shape]
     for small, dense in zip(cut.dense(), whole.dense(), strict=True):
         assert torch.equal(small, masked(dense, split))
 
@@ -60,13 +60,13 @@ def test_gathered_sums_are_cut_with_the_split_dimension():
     view = ParameterView(module, "weight")
     view.bind(None, group)
     layer = LayerCurvature("fc", kind_of(module), view, [])
-    assert layer.gathered() is None
+    assert layer.statistics.gathered() is None
     x, g = torch.randn(4, 7, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
-    layer.gather(layer.kind, x, g)
+    layer.statistics.gather(layer.kind, x, g)
     group["split_dim"] = 3
-    layer.cut_gathered()
-    a, b = layer.gathered()
+    layer.statistics.cut()
+    a, b = layer.statistics.gathered()
     torch.testing.assert_close(a.dense()[0], masked(x.T @ x, 3))
     torch.testing.assert_close(b.dense()[0], masked(g.T @ g, 3))
-    layer.gather(layer.kind, x, g)  # a second micro-batch finds blocks of the new size
-    torch.testing.assert_close(layer.gathered()[0].dense()[0], masked(2 * x.T @ x, 3))
+    layer.statistics.gather(layer.kind, x, g)  # a second micro-batch finds blocks of the new size
+    torch.testing.assert_close(layer.statistics.gathered()[0].dense()[0], masked(2 * x.T @ x, 3))

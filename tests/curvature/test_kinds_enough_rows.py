@@ -12,11 +12,10 @@ from transformers.pytorch_utils import Conv1D
 from reference import keep_blocks
 from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, transposed_input_rows
 from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
-from torch_thor.curvature.kinds import ProjectionKind, RecurrentKind, kind_of
+from torch_thor.curvature.kinds import ProjectionKind, SequenceCall, kind_of
 from torch_thor.curvature.kinds.base import spacing
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
 from torch_thor.curvature.kinds.patches import evenly_spread
-from torch_thor.curvature.kinds.recurrent import RecurrentCall
 
 MOST = [1, 2, 3, 5, 7, 11, 12, 13, 24, 100, None]
 
@@ -66,8 +65,8 @@ def test_every_place_in_a_sample_has_its_turn():
 ROWS = {
     "linear": lambda: kind_of(nn.Linear(4, 3)),
     "gpt2": lambda: kind_of(Conv1D(3, 4)),
-    "projection": lambda: ProjectionKind(torch.zeros(3, 4)),
-    "recurrent": lambda: RecurrentCall(RecurrentKind(torch.zeros(3, 4), "LSTM"), 5, packed=False),
+    "projection": lambda: ProjectionKind(torch.zeros(3, 4), "MultiheadAttention"),
+    "recurrent": lambda: SequenceCall(ProjectionKind(torch.zeros(3, 4), "LSTM"), 5, packed=False),
 }
 
 

@@ -9,7 +9,7 @@ from comparing import compare
 from reference import recurrent_layers, sequence_by_hand, step_by_hand
 from tiny import assert_same_bits, cross_entropy, train, weights
 from torch_thor import THOR
-from torch_thor.capture.recurrence import OpenRecurrence
+from torch_thor.capture.composites.recurrence import RecurrenceMode
 
 KINDS = {
     "lstm": lambda **o: nn.LSTM(3, 4, **o),
@@ -52,7 +52,7 @@ def test_step_by_step_is_the_fused_function(name, options, data):
     for opened in (False, True):
         torch.manual_seed(5)
         if opened:
-            with OpenRecurrence(module._flat_weights_names, lambda name, *_: seen.add(name)):
+            with RecurrenceMode(module._flat_weights_names, lambda name, *_: seen.add(name)):
                 results.append(tensors(module(x)))
         else:
             results.append(tensors(module(x)))
@@ -69,7 +69,7 @@ def test_autocast(name):
     module, x = KINDS[name](num_layers=2), torch.randn(5, 2, 3)
     with torch.autocast("cpu", torch.bfloat16):
         wanted = module(x)[0]
-        with OpenRecurrence(module._flat_weights_names, lambda *_: None):
+        with RecurrenceMode(module._flat_weights_names, lambda *_: None):
             found = module(x)[0]
     assert found.dtype == wanted.dtype
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
@@ -236,7 +236,7 @@ def test_coverage():
         "b.bias_ih": ("GRUCell", (12,)),
         "b.bias_hh": ("GRUCell", (12,)),
     }
-    assert entries["c.weight_ih_l0"].reason == "Other overrides the forward of a recurrent layer"
+    assert entries["c.weight_ih_l0"].reason == "Other overrides the forward of LSTM"
 
 
 def test_without_gradients_the_fused_function_runs():
@@ -247,7 +247,7 @@ def test_without_gradients_the_fused_function_runs():
     optimizer = THOR(model)
     with torch.no_grad():
         assert torch.equal(model(x)[0], wanted)
-    assert not any(layer.rows for layer in optimizer.curvature.values())
+    assert not any(layer.statistics.rows for layer in optimizer.curvature.values())
 
 
 def test_a_frozen_layer_needs_no_gradient():

@@ -99,7 +99,7 @@ def poisoned(model, optimizer, what):
     """A step whose statistics of the first layer hold a NaN, or a factor that no damping makes definite."""
     x, labels = STREAM[0]
     nn.functional.cross_entropy(model(x), labels).backward()
-    for part in optimizer.curvature["0"]._sums[0].parts():
+    for part in optimizer.curvature["0"].statistics.sums()[0].parts():
         part.fill_(math.nan) if what == "nan" else part.neg_().mul_(1e6)
     optimizer.step()
     optimizer.zero_grad()
@@ -204,9 +204,11 @@ def test_a_stopped_layer_gathers_nothing(monkeypatch):
     train(model, optimizer, STREAM[:4])
     gathered = []
     for name, layer in optimizer.curvature.items():
-        gather = layer.gather
+        gather = layer.statistics.gather
         monkeypatch.setattr(
-            layer, "gather", lambda *a, name=name, gather=gather, **k: (gathered.append(name), gather(*a, **k))
+            layer.statistics,
+            "gather",
+            lambda *a, name=name, gather=gather, **k: (gathered.append(name), gather(*a, **k)),
         )
     train(model, optimizer, STREAM[4:])
     assert gathered == ["4", "4", "4"]  # steps 4, 6 and 8

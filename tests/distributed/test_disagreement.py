@@ -12,7 +12,6 @@ from joined import alone, assert_same_training, copies, digest, mean_loss, netwo
 from tiny import assert_same_bits
 from torch_thor import THOR, intervals
 from torch_thor.curvature import refresh
-from torch_thor.curvature.layer import LayerCurvature
 
 
 def gradient_step(model, batch, rank, world):
@@ -263,7 +262,7 @@ def nan_statistics(rank, world):
     for step in range(5):
         model(x).square().mean().backward()
         if step == 3 and rank == 1:
-            optimizer.curvature["head"].sums()[0].blocks[0, 0, 0] = torch.nan
+            optimizer.curvature["head"].statistics.sums()[0].blocks[0, 0, 0] = torch.nan
         if step == 3:
             with pytest.warns(RuntimeWarning, match="layer 'head': its new factors hold NaN"):
                 optimizer.step()
@@ -294,7 +293,7 @@ def test_gradients_that_nobody_averages(run):
 
 def unlike(rank, world):
     """What unlike hardware would do, in large: other traces, and a factorisation that fails on one rank."""
-    really_invert, really_trace = refresh.damped_inverses, LayerCurvature.trace_of_fisher
+    really_invert, really_trace = refresh.damped_inverses, refresh.trace_of_fisher
 
     def other_trace(layer, *given):
         return really_trace(layer, *given) * (1 + 0.2 * rank * (layer.refreshes + 1))
@@ -307,7 +306,7 @@ def unlike(rank, world):
 
     model, optimizer = parallel(rank, world, trace_thresholds=(0.05, 0.05))
     with (
-        mock.patch.object(LayerCurvature, "trace_of_fisher", other_trace),
+        mock.patch.object(refresh, "trace_of_fisher", other_trace),
         mock.patch.object(refresh, "damped_inverses", invert),
         warnings.catch_warnings(record=True),
     ):

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from tiny import assert_same_bits, batches, mlp, train, weights
 from torch_thor import THOR
 from torch_thor.curvature.processes import ALONE
-from torch_thor.distributed.process_group import Membership
+from torch_thor.distributed.process_group import ProcessGroupHandle
 
 
 @pytest.mark.parametrize("wrong", [True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER], ids=repr)
@@ -25,7 +25,7 @@ def test_what_is_no_group_is_refused(wrong):
 
 @pytest.mark.parametrize("group", [None, False])
 def test_alone_without_a_default_group(group):
-    assert Membership(group).processes(torch.device("cpu")) is ALONE
+    assert ProcessGroupHandle(group).processes(torch.device("cpu")) is ALONE
     for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
         assert copied(THOR(mlp(), process_group=group)).process_group is group
 
@@ -33,7 +33,7 @@ def test_alone_without_a_default_group(group):
 def test_a_group_of_one_needs_nobody(tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:
-        assert Membership().processes(torch.device("cpu")) is ALONE
+        assert ProcessGroupHandle().processes(torch.device("cpu")) is ALONE
         model, twin = mlp(), mlp()
         twin.load_state_dict(model.state_dict())
         train(model, THOR(model, process_group=dist.group.WORLD), batches(3))

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from golden.outcome import Outcome, outcome
 from torch_thor import THOR
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.data.named import open_data
 from torch_thor.training.engine.history import History, StepPoint

@@ -84,7 +84,7 @@ def test_a_damaged_file_is_no_choice(folder, text):
 
 
 def test_a_write_that_fails_leaves_nothing(monkeypatch, folder):
-    monkeypatch.setattr(cache.json, "dump", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         cache.store(layers(), CHOICE)
     assert list(folder.iterdir()) == []

@@ -12,6 +12,7 @@ from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.curvature.statistics import Statistics
 from torch_thor.split.choice import candidates, find_crossing, nearest
 
 
@@ -200,18 +201,18 @@ def test_at_most_one_layers_factors_are_alive(monkeypatch):
     quick(monkeypatch)
     model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)])
     alive, most = [set(), 0], []
-    really = LayerCurvature.gather, LayerCurvature.fresh_factors
+    really = Statistics.gather, LayerCurvature.fresh_factors
 
-    def gather(layer, kind, x, g):
-        really[0](layer, kind, x, g)
-        alive[0].add(layer.name)
+    def gather(statistics, kind, x, g):
+        really[0](statistics, kind, x, g)
+        alive[0].add(id(statistics))
         most.append(len(alive[0]))
 
     def fresh_factors(layer):
-        alive[0].discard(layer.name)
+        alive[0].discard(id(layer.statistics))
         return really[1](layer)
 
-    monkeypatch.setattr(LayerCurvature, "gather", gather)
+    monkeypatch.setattr(Statistics, "gather", gather)
     monkeypatch.setattr(LayerCurvature, "fresh_factors", fresh_factors)
     found = choose_split_dim(model, torch.randn(5, 9))
     assert len(found.losses) == 4
@@ -328,7 +329,7 @@ def test_a_model_that_an_optimizer_watches(monkeypatch):
     expected = choose_split_dim(model, (x, labels)).losses
     optimizer = THOR(model)
     assert choose_split_dim(model, (x, labels)).losses == expected
-    assert optimizer.curvature[""].rows == 0
+    assert optimizer.curvature[""].statistics.rows == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from command_line import IMAGES, command, lines
 from image_tree import write_tree
 from torch_thor.cli import main
 from torch_thor.training.config.data_spec import CIFAR, ImageTransform
-from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import recipe_yaml
 from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
 from torch_thor.training.errors import UserError
 from torch_thor.training.evaluating import _recipe
@@ -101,11 +102,11 @@ def test_a_damaged_image_is_told_and_not_counted(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lr=0.1"], "lr is no key of eval, which takes data, device, batch_size, threads"),
-        (["model=small-cnn"], "model is no key of eval"),
-        (["classes=5"], "classes is no key of eval"),
+        (["lr=0.1"], "lr is not a key of eval, which takes data, device, batch_size, threads"),
+        (["model=small-cnn"], "model is not a key of eval"),
+        (["classes=5"], "classes is not a key of eval"),
         (["data.rot=moved"], "there is no key data.rot (did you mean data.root?)"),
-        (["data.root"], "'data.root' is no override: write key=value"),
+        (["data.root"], "'data.root' is not an override: write key=value"),
         (["data.name=digits", "data.transform=null"], "does not hold the weights of this network"),
         (["data.name=cifar10", "data.root=nowhere", "data.download=false"], "cifar10 is not whole in nowhere"),
         (["data.root=run"], "data.root=run must hold val/ or ilsvrc_eval/, with a folder for each class; it holds sgd"),

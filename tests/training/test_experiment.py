@@ -16,9 +16,8 @@ from command_line import assert_same_runs, checkpoints, lines, succeed
 from old_runs import write_as_older_version
 from torch_thor.cli import main
 from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config import recipe as recipe_module
-from torch_thor.training.config import stored_recipe
-from torch_thor.training.config.recipe import load_recipe, recipe_names
+from torch_thor.training.config import recipe_files, recipe_text, stored_recipe
+from torch_thor.training.config.recipe_files import load_recipe, recipe_names
 from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.experiment import run_recipe
 from torch_thor.training.tasks.autoencoder import Autoencoder
@@ -156,14 +155,14 @@ def test_a_recipe_that_cannot_start_leaves_the_folder_alone(tmp_path):
 
 def test_a_recipe_is_parsed_once(run, little, monkeypatch):
     parsed = []
-    really = recipe_module.parse_recipe
+    really = recipe_text.parse_recipe
 
     def counted(text, name, overrides):
         parsed.append(name)
         return really(text, name, overrides)
 
-    monkeypatch.setattr(recipe_module, "parse_recipe", counted)
-    monkeypatch.setattr(stored_recipe, "parse_recipe", counted)
+    for module in (recipe_files, recipe_text, stored_recipe):
+        monkeypatch.setattr(module, "parse_recipe", counted)
     words = ("train", "autoencoder", "epochs=1", "batch_size=16", "optimizer=sgd", "--out", "run")
     run(*words)
     assert parsed == ["autoencoder"]
@@ -175,7 +174,8 @@ def test_a_recipe_is_parsed_once(run, little, monkeypatch):
 def test_reading_recipes_imports_no_library_of_models_or_images():
     script = (
         "import sys\n"
-        "from torch_thor.training.config.recipe import load_recipe, override\n"
+        "from torch_thor.training.config.recipe_files import load_recipe\n"
+        "from torch_thor.training.config.recipe_text import override\n"
         f"for name in {recipe_names()!r}:\n"
         "    override(load_recipe(name), ['epochs=3'])\n"
         "load_recipe('digits', ['model=timm:vit_tiny_patch16_224'])\n"

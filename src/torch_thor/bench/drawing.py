@@ -1,9 +1,11 @@
-"""What pictures have in common: a line with its spread, notes, and files that are whole or not there."""
+"""What the pictures of all comparisons share: colours, a line with its range, notes, and their resolution."""
 
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch_thor.training.reports.pictures import save_picture
 
 if TYPE_CHECKING:  # slow to import, and no window is wanted
     from matplotlib.axes import Axes
@@ -30,8 +32,8 @@ def draw_band(
 
     Args:
         axes: Where.
-        xs: One number a point.
-        series: For each seed one number a point.
+        xs: One number per point.
+        series: For each seed one number per point.
         label: For the legend.
         colour: Of both, as matplotlib has it; `None` takes the next.
         marker: Of the points.
@@ -56,12 +58,10 @@ def note(figure: "Figure", text: str) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a picture under another name and rename it, so that it is whole or not there.
+    """Replace a picture as a whole, in the resolution of the documentation.
 
     Args:
         figure: The figure.
         path: The PNG to write.
     """
-    temporary = path.with_suffix(".writing.png")
-    figure.savefig(temporary, dpi=110)
-    temporary.rename(path)
+    save_picture(figure, path, dpi=110)

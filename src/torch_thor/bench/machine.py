@@ -1,4 +1,4 @@
-"""What a figure was measured on: kept beside every result."""
+"""The description of the machine and the versions that a result was measured with."""
 
 import os
 import platform
@@ -46,7 +46,7 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result depends on.
+    """Return the versions that a result depends on.
 
     Returns:
         By name.
@@ -62,10 +62,10 @@ def versions() -> dict[str, str]:
 
 
 def commit(file: Path = Path(__file__)) -> str:
-    """The commit of the checkout that a file belongs to.
+    """Return the commit of the checkout that a file belongs to.
 
     Args:
-        file: The file; an installed copy may lie in a folder of some other repository, which does not track it.
+        file: The file; an installed copy may be in a folder of some other repository, which does not track it.
 
     Returns:
         The short hash; `unknown` where no repository tracks the file.

@@ -1,4 +1,4 @@
-"""What runs amount to, in numbers."""
+"""Statistics of runs: running means, and steps to a target."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ def running_mean(values: Sequence[float], before: int) -> list[float]:
     """Smooth a series.
 
     Args:
-        values: One number a step.
+        values: One number per step.
         before: How many steps before each one its mean takes in.
 
     Returns:

@@ -1,10 +1,11 @@
-"""A recipe trained for a comparison: in this process, without checkpoints or progress; its record as plain values."""
+"""Training a recipe for a comparison: in this process, without files, with its history as plain values."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from torch_thor.bench.machine import describe
-from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import recipe_yaml
 from torch_thor.training.data.named import open_data
 from torch_thor.training.engine.loop import Run, train
 from torch_thor.training.engine.parallel import resolve_device

@@ -1,4 +1,4 @@
-"""Runs the jobs whose results are missing.
+"""Running the jobs whose results are missing.
 
 Each job gets a process of its own: its number of threads is set before any library reads it, no job before it has
 touched random numbers or caches, and one that is killed takes no other with it. Results are kept one by one, as they
@@ -19,7 +19,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, TypeVar
 
 from torch_thor.bench.stores import REMEDY, Store
-from torch_thor.training.files import write_whole
+from torch_thor.training.errors import first_line
+from torch_thor.training.output_files import write_whole
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -32,7 +33,7 @@ class Job(Protocol):
         """Its name: the only one of a store, and part of a file's name."""
 
     def run(self) -> Mapping[str, Any]:
-        """Measure.
+        """Run the job.
 
         Returns:
             Plain JSON values.
@@ -58,7 +59,7 @@ class Failure:
 
 
 def missing(jobs: Sequence[AnyJob], store: Store, *, anew: bool = False) -> list[AnyJob]:
-    """The jobs whose results are not there.
+    """List the jobs whose results are missing.
 
     Args:
         jobs: Any; of equal keys the first counts.
@@ -91,7 +92,7 @@ def complete(
         workers: Processes at a time.
         threads: Of one process.
         anew: Whether to run what is there as well; a result is replaced once its job is done.
-        say: Takes a line a job.
+        say: Called with a line per job.
 
     Returns:
         The jobs that failed: nothing is kept of these, and the next call runs them again.
@@ -118,7 +119,7 @@ def complete_here(jobs: Sequence[Job], store: Store, *, say: Callable[[str], Non
     Args:
         jobs: What there shall be.
         store: Where results are kept.
-        say: Takes a line a job.
+        say: Called with a line per job.
 
     Returns:
         How many were run.
@@ -186,12 +187,11 @@ def _work(job: Job, connection: Connection) -> None:
     try:
         connection.send(json.dumps(job.run()))
     except (Exception, SystemExit) as error:
-        said = str(error).partition("\n")[0]
-        connection.send(Failure(job.key, f"{type(error).__name__}: {said}", traceback.format_exc()))
+        connection.send(Failure(job.key, f"{type(error).__name__}: {first_line(error)}", traceback.format_exc()))
 
 
 def _end_with_parent() -> None:
-    """Do not outlive a parent that was killed: nobody would keep the result."""
+    """End with a parent that was killed: there is no process left to keep the result."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -200,7 +200,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """What a child inherits."""
+    """Set the number of threads in the environment that child processes inherit."""
     before = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(dict.fromkeys(THREADS, str(threads)))
     try:

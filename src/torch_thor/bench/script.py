@@ -1,4 +1,4 @@
-"""The command line of a comparison: run what is missing, then tables and pictures; `--table` makes these alone."""
+"""The command line of a comparison: it runs what is missing and makes tables and pictures."""
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter

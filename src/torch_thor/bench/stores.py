@@ -1,11 +1,11 @@
-"""Where the results of jobs are kept: every file is whole or not there, so that an interruption leaves what is done."""
+"""The files that hold the results of jobs. Each is complete or absent, so an interruption loses no finished result."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch_thor.training.files import write_whole
+from torch_thor.training.output_files import write_whole
 
 REMEDY = "make room for it; the same command then goes on with what is missing"
 
@@ -15,10 +15,10 @@ class Store(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where its files lie, those of failures among them."""
+        """The folder of its files, those of failures among them."""
 
     def holds(self, key: str) -> bool:
-        """Whether a result is there.
+        """Tell whether a result is there.
 
         Args:
             key: Of a job.
@@ -37,14 +37,14 @@ class Folder:
     """A store of a file for each result, KEY.json.
 
     Args:
-        folder: Where they lie; made with the first result.
+        folder: The folder of the files; made with the first result.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def file(self, key: str) -> Path:
-        """Where a result stands.
+        """Name the file of a result.
 
         Args:
             key: Of its job.
@@ -55,7 +55,7 @@ class Folder:
         return self.folder / f"{key}.json"
 
     def holds(self, key: str) -> bool:
-        """Whether a result is there.
+        """Tell whether a result is there.
 
         Args:
             key: Of its job.
@@ -111,7 +111,7 @@ class Rows:
         return next((row for row in self.rows if key_of(row[self.name]) == key), None)
 
     def holds(self, key: str) -> bool:
-        """Whether a result is there.
+        """Tell whether a result is there.
 
         Args:
             key: Of a job.
@@ -161,7 +161,7 @@ def write_json(path: Path, values: Any, indent: int | None = None) -> None:
 
 
 def write_tables(folder: Path, text: str, values: Any = None) -> None:
-    """Write what raw data amount to beside them: table.md, and table.json where there are values.
+    """Write the tables of raw data beside them: table.md, and table.json where there are values.
 
     Args:
         folder: Of the raw data.

@@ -1,4 +1,4 @@
-"""Step times taken side by side: what is compared takes turns, so that a machine whose speed drifts slows all alike."""
+"""Step times of several optimizers, taken in turns so that changes in the machine's speed affect all of them alike."""
 
 import random
 import statistics
@@ -32,7 +32,7 @@ def take_turns(
         clock: Gives the seconds.
 
     Returns:
-        Seconds by name, one a round.
+        Seconds by name, one number per round.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     shuffle, order = random.Random(0).shuffle, list(steps)
@@ -70,7 +70,7 @@ def training_step(loss: Callable[[], Tensor], optimizer: optim.Optimizer) -> Cal
 
 
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
-    """How many times as long something takes.
+    """Compute how many times as long one thing takes as another.
 
     Args:
         seconds: One a round.

@@ -1,7 +1,11 @@
-"""What each parameter gets: its kind of curvature and factor sizes, or the reason why it has none."""
+"""What :meth:`THOR.coverage` lists: for each parameter its kind of curvature and factor sizes, or why it has none."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+# Reasons that are compared elsewhere; the reasons of a selection stand in torch_thor.capture.selection.
+NOT_TRAINED = "in no parameter group of this optimizer: not trained"
+NORM = "a normalisation layer"
 
 
 @dataclass(frozen=True)
@@ -11,13 +15,15 @@ class Covered:
     Args:
         name: the parameter's name in the model.
         shape: its shape.
-        kind: ``"Linear"``, ``"Conv2d"``, ``"MultiheadAttention"``…; for the rest the class of the module that owns it.
-        factor_sizes: rows of A and of G (of one group), None where there are none; a bias has G alone, a weight with
-            ``scaling="spectral"`` A alone.
-        groups: independent (A, G) pairs: the groups of a convolution, the three blocks of a fused projection.
+        kind: the kind of its layer, such as ``"Linear"``, ``"Conv2d"`` or ``"MultiheadAttention"``; the class of the
+            module that owns it, where it is not preconditioned.
+        factor_sizes: the numbers of rows of A and of G, for one group; None where there are no factors. A bias has G
+            alone, and with ``scaling="spectral"`` a weight has A alone.
+        groups: the number of independent pairs (A, G): the groups of a convolution, the three blocks of a fused
+            projection.
         reason: why it is not preconditioned; None if it is.
-        note: what else there is to say, such as with whom it is shared.
-        trained: False for what is frozen or in no parameter group.
+        note: further information, such as the parameters it is shared with; None if there is none.
+        trained: False for a parameter that is frozen or in no parameter group.
         rest: what trains it where it is not preconditioned: ``"plain momentum"``, or with ``scaling="spectral"``
             ``"AdamW"`` and, for a matrix, ``"orthogonalised momentum"``.
     """
@@ -34,31 +40,31 @@ class Covered:
 
     @property
     def preconditioned(self) -> bool:
-        """Whether the parameter gets a natural gradient."""
+        """Whether the parameter is trained with a natural gradient."""
         return self.reason is None
 
 
 def table(entries: Iterable[Covered], split_dim: str) -> str:
-    """Return the entries as text for people.
+    """Return the entries as a table for people to read.
 
     Args:
-        entries: what :func:`torch_thor.capture.inspection.inspect_model` found.
-        split_dim: the block size, for the heading
+        entries: one per parameter, as :func:`torch_thor.capture.inspection.inspect_model` returns them.
+        split_dim: the block size, for the heading.
 
     Returns:
-        Lines of columns.
+        The lines of the table, with aligned columns.
     """
     rows = []
     for entry in entries:
         sizes = " x ".join(str(s) for s in entry.factor_sizes or ()) + (
             f" x {entry.groups} groups" if entry.groups > 1 else ""
         )
-        gets = "; ".join(part for part in (sizes, entry.note) if part)
-        rows.append((entry.name, entry.kind, gets if entry.preconditioned else _plainly(entry)))
+        factors = "; ".join(part for part in (sizes, entry.note) if part)
+        rows.append((entry.name, entry.kind, factors if entry.preconditioned else _not_preconditioned(entry)))
     rows = [("parameter", "kind", f"factors (split {split_dim})"), *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
 
 
-def _plainly(entry: Covered) -> str:
+def _not_preconditioned(entry: Covered) -> str:
     return f"{entry.rest if entry.trained else 'not trained'}: {entry.reason}"

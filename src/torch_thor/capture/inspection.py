@@ -1,101 +1,41 @@
-"""Inspects a model: which layers can be preconditioned, and for every parameter, which layer does it, or why none."""
+"""Inspects a model: which layers can be preconditioned, and for every parameter, which layer has it, or why none.
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+A layer is one or several modules that share a weight, with a kind that is registered for their class
+(:mod:`torch_thor.curvature.kinds`), or one of the layers inside a composite module
+(:mod:`torch_thor.capture.composites`).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from torch_thor.capture.attention import opens
-from torch_thor.capture.coverage import Covered
-from torch_thor.capture.recurrence import unrolls
+from torch_thor.capture.composites import InnerLayer, composite_of
+from torch_thor.capture.coverage import NORM, NOT_TRAINED, Covered
+from torch_thor.capture.coverage_entries import Reasons, entry_of
+from torch_thor.capture.layers import Inside, Layer
+from torch_thor.capture.owners import Owner, Owners, owners_of, reasons_of_parameters, shared_by
 from torch_thor.capture.selection import NOT_KEPT, SKIPPED, Selection, left_out
-from torch_thor.curvature.kinds import (
-    PROJECTIONS,
-    Kind,
-    ProjectionKind,
-    RecurrentKind,
-    check_weight,
-    fused_experts,
-    kind_of,
-    parameter_names_of,
-    why_not,
-)
+from torch_thor.curvature.kinds import Kind, check_weight, kind_of
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 from torch_thor.curvature.parameter_view import ParameterView
-
-_NORM = "a normalisation layer"
-NOT_TRAINED = "in no parameter group of this optimizer: not trained"
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
 
 @dataclass
-class Layer:
-    """A layer that can be preconditioned.
-
-    Args:
-        name: its name: the module's, or the projection's inside an attention.
-        kind: its geometry.
-        weight: its weight.
-        biases: its biases.
-        prefix: put before the keys of its state, where several layers share a weight.
-        modules: the modules whose calls give its rows, each with its own geometry.
-        attention: the attention, and which of its projections this is; None for a module that is called.
-        experts: the module of the experts, and the name of their weight in it.
-        recurrent: the recurrent layer, and the name of this weight in it.
-    """
-
-    name: str
-    kind: Kind
-    weight: ParameterView
-    biases: list[ParameterView] = field(default_factory=list)
-    prefix: str = ""
-    modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
-    attention: tuple[nn.MultiheadAttention, str] | None = None
-    experts: tuple[nn.Module, str] | None = None
-    recurrent: tuple[nn.Module, str] | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that its name stands for."""
-        return self.weight.module
-
-
-@dataclass
 class Inspection:
-    """What was found of a model.
+    """The result of inspecting a model.
 
     Args:
-        entries: one a parameter, in the model's order.
+        entries: one entry per parameter, in the model's order.
         layers: the layers to precondition, by name.
-        matrices: parameters that are matrices and have no factors, by name; found with ``matrices_alone``.
+        matrices: the parameters that are matrices without factors, by name; empty unless ``matrices_alone``.
     """
 
     entries: list[Covered]
     layers: dict[str, Layer]
     matrices: dict[str, PlainMatrix]
-
-
-@dataclass(frozen=True)
-class _Owner:
-    module_name: str
-    attribute: str
-    module: nn.Module
-
-    @property
-    def name(self) -> str:
-        return f"{self.module_name}.{self.attribute}".lstrip(".")
-
-    @property
-    def is_weight(self) -> bool:
-        return self.attribute == parameter_names_of(self.module)[0]
-
-    @property
-    def bias(self) -> str:
-        """The name of the module's bias."""
-        return parameter_names_of(self.module)[1]
 
 
 def inspect_model(
@@ -111,121 +51,56 @@ def inspect_model(
     Args:
         model: the model.
         trained: the parameters that the optimizer has.
-        skip: layers to leave out.
-        only: layers to keep.
-        matrices_alone: leave out what has no full factor A (embeddings and biases), and look for matrices without
-            factors, as the scale-free step wants it.
+        skip: layers to leave out; None for none.
+        only: layers to keep; None for all.
+        matrices_alone: leave out what has no full factor A (embeddings and biases), and find matrices without factors.
+            The scale-free step needs both.
 
     Returns:
         The layers, and an entry for each parameter.
 
     Raises:
-        ValueError: a parameter has no shape yet (a lazy module), a pattern matches nothing, or the kind that is
-            registered for a module does not fit it.
+        ValueError: a parameter has no shape yet (a lazy module), a pattern matches nothing, or what is registered for
+            a module does not fit it.
     """
-    owners: defaultdict[int, list[_Owner]] = defaultdict(list)
-    for module_name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners[id(parameter)].append(_Owner(module_name, attribute, module))
-    reasons = {**_computing(owners), **_untrainable(model, trained)}
-    layers = _called_layers(model, owners, reasons)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            layers.update(_attention_layers(name, module, owners, reasons))
-        layers.update(_expert_layers(name, module, owners, reasons))
-        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-            layers.update(_recurrent_layers(name, module, owners, reasons))
+    owners = owners_of(model)
+    reasons = Reasons(reasons_of_parameters(model, owners, trained))
+    plain = reasons.of_parameters
+    layers = _called_layers(model, owners, plain)
+    layers |= _inner_layers(model, owners, plain, {id(layer.weight.parameter) for layer in layers.values()})
     norms = {
         name: module
         for name, module in model.named_modules()
-        if _is_norm(module) and any(id(p) not in reasons for p in module.parameters(recurse=False))
+        if _is_norm(module) and any(id(p) not in plain for p in module.parameters(recurse=False))
     }
-    # norms are never preconditioned, but skip="*norm*" must not be refused as a pattern without a match
+    # Normalisation layers are never preconditioned, but skip="*norm*" must not be refused as matching nothing.
     unwanted = left_out({name: layer.module for name, layer in layers.items()} | norms, skip, only)
-    for name in unwanted.keys() & layers.keys():
-        reasons.setdefault(id(layers[name].weight.parameter), unwanted[name])
-        del layers[name]
-    # a bias is a vector, whatever its shape; that of experts is one for each of them
-    vectors = {id(bias.parameter) for layer in layers.values() if layer.modules for bias in layer.biases}
+    reasons.of_modules = unwanted
+    for name in [name for name in layers if name in unwanted]:
+        reasons.leave_out(layers.pop(name), unwanted[name])
+    # A bias is no matrix, whatever its shape, unless it has one row per expert.
+    vectors = {id(bias.parameter) for layer in layers.values() if not layer.kind.routed for bias in layer.biases}
     if matrices_alone:
-        layers = _matrices_alone(layers, reasons)
+        layers = _with_full_input_factor(layers, plain)
     for name, norm in norms.items():
-        reason = unwanted.get(name, _NORM)
         for p in norm.parameters(recurse=False):
-            reasons.setdefault(id(p), reason)
+            plain.setdefault(id(p), unwanted.get(name, NORM))
     entries = [
-        _entry(name, parameter, owners[id(parameter)], layers.values(), reasons, unwanted)
+        entry_of(name, parameter, owners[id(parameter)], layers.values(), reasons)
         for name, parameter in model.named_parameters()
     ]
     if not matrices_alone:
         return Inspection(entries, layers, {})
-    left = {SKIPPED, NOT_KEPT, NOT_TRAINED, _NORM}
-    matrices = {
-        entry.name: matrix
-        for entry, parameter in zip(entries, model.parameters(), strict=True)
-        if not entry.preconditioned
-        and entry.reason not in left
-        and id(parameter) not in vectors
-        and (matrix := _plain_matrix(owners[id(parameter)], parameter)) is not None
-    }
-    rest = [
-        replace(
-            entry,
-            factor_sizes=entry.factor_sizes and entry.factor_sizes[:1],
-            rest="orthogonalised momentum" if entry.name in matrices else "AdamW",
-        )
-        for entry in entries
-    ]
-    return Inspection(rest, layers, matrices)
+    matrices = _plain_matrices(model, entries, owners, vectors)
+    return Inspection([_without_g(entry, is_matrix=entry.name in matrices) for entry in entries], layers, matrices)
 
 
-def _plain_matrix(owners: Sequence[_Owner], parameter: nn.Parameter) -> PlainMatrix | None:
-    found = [matrix_of(o.module, o.attribute, parameter) for o in owners]
-    return None if None in found else found[0]
+# ---- layers that are modules ----------------------------------------------------------------------------------------
 
 
-def _matrices_alone(layers: dict[str, Layer], reasons: dict[int, str]) -> dict[str, Layer]:
-    kept = {}
-    for name, layer in layers.items():
-        if layer.kind.diagonal_input:
-            reasons.setdefault(id(layer.weight.parameter), "the input factor is diagonal")
-        else:
-            kept[name] = layer
-            reasons.update({id(bias.parameter): "no matrix" for bias in layer.biases})
-            layer.biases.clear()
-    return kept
-
-
-def _untrainable(model: nn.Module, trained: Iterable[Tensor]) -> dict[int, str]:
-    trained_ids = {id(p) for p in trained}
-    reasons = {}
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"parameter {name!r} has no shape yet; run one batch through the lazy module before THOR is made"
-            )
-        if id(parameter) not in trained_ids:
-            reasons[id(parameter)] = NOT_TRAINED
-        elif not parameter.is_floating_point():
-            reasons[id(parameter)] = f"{parameter.dtype} is not a real floating-point type"
-    return reasons
-
-
-def _computing(owners: Mapping[int, Sequence[_Owner]]) -> dict[int, str]:
-    """Find what weights are computed from: ``weight_orig`` (pruning), ``weight_g`` and ``weight_v`` (weight_norm)."""
-    reasons = {}
-    for key, (owner, *_) in owners.items():
-        for name, value in vars(owner.module).items():
-            if isinstance(value, Tensor) and owner.attribute in (f"{name}_orig", f"{name}_g", f"{name}_v"):
-                reasons[key] = f"{name!r} is computed from it (pruned, weight_norm): its gradient is not the weight's"
-    return reasons
-
-
-def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: dict[int, str]) -> dict[str, Layer]:
-    """Find the layers that are modules, one a weight: modules that share one are one layer."""
-    inside_attention = {
-        id(m) for a in model.modules() if isinstance(a, nn.MultiheadAttention) for m in a.modules() if m is not a
-    }
+def _called_layers(model: nn.Module, owners: Owners, reasons: dict[int, str]) -> dict[str, Layer]:
+    """Find the layers that are modules, one per weight: modules that share a weight are one layer."""
+    uncalled = {id(module) for module in model.modules() for module in _uncalled_children(module)}
     for module in model.modules():
         check_weight(module)
     layers = {}
@@ -233,18 +108,18 @@ def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: d
         sharing = owners[id(parameter)]
         if id(parameter) in reasons or any(not o.is_weight or _is_norm(o.module) for o in sharing):
             continue
-        if any(id(o.module) in inside_attention for o in sharing):
+        if any(id(o.module) in uncalled for o in sharing):
             continue
         kinds = [kind_of(o.module) for o in sharing]
         group = _one_layer([(o, k) for o, k in zip(sharing, kinds, strict=True) if k is not None], len(sharing))
         if not group:
             if len(sharing) > 1:
-                reasons[id(parameter)] = f"shared by {', '.join(repr(o.name) for o in sharing)}"
+                reasons[id(parameter)] = shared_by(sharing)
             continue
         first, kind = group[0]
-        own_biases = [(o, b) for o, _ in group if (b := getattr(o.module, o.bias, None)) is not None]
+        own_biases = [(o, b) for o, _ in group if (b := o.module._parameters.get(o.bias)) is not None]
         if not kind.solves_biases:
-            reasons.update({id(b): f"G of {kind.label} is that of its weight alone" for _, b in own_biases})
+            reasons.update({id(b): f"G of {kind.label} does not apply to its bias" for _, b in own_biases})
         biases = [
             ParameterView(o.module, o.bias) for o, b in own_biases if id(b) not in reasons and len(owners[id(b)]) == 1
         ]
@@ -258,12 +133,18 @@ def _called_layers(model: nn.Module, owners: dict[int, list[_Owner]], reasons: d
     return layers
 
 
-def _one_layer(sharing: list[tuple[_Owner, Kind]], owners: int) -> list[tuple[_Owner, Kind]]:
-    """Return the modules of a weight whose rows make its factors; none where they do not fit together.
+def _uncalled_children(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside a composite module that hold weights of its layers, and are not called."""
+    composite, _ = composite_of(module)
+    return [] if composite is None or not composite.with_children else list(module.modules())[1:]
+
+
+def _one_layer(sharing: list[tuple[Owner, Kind]], owners: int) -> list[tuple[Owner, Kind]]:
+    """Return the modules whose rows make the factors of a shared weight; none where their geometries do not fit.
 
     Modules of one geometry pool their rows. An embedding and the linear decoder that is tied to it are treated as the
-    embedding, as the reference implementation has it: a row of the weight is a token in both, and the embedding's A,
-    the token frequencies, is exact and cheap where the decoder's G would be vocabulary by vocabulary.
+    embedding, as in the reference implementation: a row of the weight is a token in both, and the embedding's A, the
+    token frequencies, is exact and cheap, where the decoder's G would be vocabulary by vocabulary.
     """
     if len(sharing) < owners:
         return []
@@ -275,140 +156,86 @@ def _one_layer(sharing: list[tuple[_Owner, Kind]], owners: int) -> list[tuple[_O
     return embeddings if all(isinstance(m, nn.Linear) for m in rest) else []
 
 
-def _attention_layers(
-    name: str, module: nn.MultiheadAttention, owners: dict[int, list[_Owner]], reasons: dict[int, str]
-) -> dict[str, Layer]:
-    """Find the projections of an attention: three blocks of the fused weight, or three weights; and the output's."""
-    if not opens(module):
-        label = type(module).__name__
-        for p in module.parameters():
-            reasons.setdefault(id(p), f"{label} overrides the forward of MultiheadAttention")
-        return {}
-    found = {}
-    size = module.embed_dim
-    for i, projection in enumerate(PROJECTIONS):
-        rows = slice(i * size, (i + 1) * size)
-        if module._qkv_same_embed_dim:
-            weight, prefix = ParameterView(module, "in_proj_weight", rows), f"{projection}_"
-        else:
-            weight, prefix = ParameterView(module, f"{projection}_proj_weight"), ""
-        biases = [] if module.in_proj_bias is None else [ParameterView(module, "in_proj_bias", rows)]
-        found[f"{projection}_proj"] = (weight, biases, prefix, projection)
-    out = module.out_proj
-    found["out_proj"] = (
-        ParameterView(out, "weight"),
-        [] if out.bias is None else [ParameterView(out, "bias")],
-        "",
-        "out",
-    )
-    layers = {}
-    for part, (weight, biases, prefix, projection) in found.items():
-        parameter = weight.parameter
-        if len(owners[id(parameter)]) > 1:
-            shared = ", ".join(repr(o.name) for o in owners[id(parameter)])
-            reasons.setdefault(id(parameter), f"shared by {shared}")
-        if id(parameter) not in reasons:
-            full_name = f"{name}.{part}".lstrip(".")
-            kept = [b for b in biases if id(b.parameter) not in reasons and len(owners[id(b.parameter)]) == 1]
-            kind = ProjectionKind(weight.of(parameter))
-            layers[full_name] = Layer(full_name, kind, weight, kept, prefix, attention=(module, projection))
-    return layers
-
-
-def _expert_layers(
-    name: str, module: nn.Module, owners: dict[int, list[_Owner]], reasons: dict[int, str]
-) -> dict[str, Layer]:
-    """Find the 3-d weights that hold a matrix for each expert, with their biases ``(E, out)``."""
-    layers = {}
-    for attribute, kind in fused_experts(module).items():
-        weight = ParameterView(module, attribute)
-        if id(weight.parameter) in reasons or len(owners[id(weight.parameter)]) > 1:
-            continue
-        bias = module._parameters.get(f"{attribute}_bias")
-        is_theirs = bias is not None and bias.shape == (kind.groups, kind.outputs)
-        biases = [ParameterView(module, f"{attribute}_bias")] if is_theirs and id(bias) not in reasons else []
-        full_name = f"{name}.{attribute}".lstrip(".")
-        layers[full_name] = Layer(full_name, kind, weight, biases, experts=(module, attribute))
-    return layers
-
-
-def _recurrent_layers(
-    name: str, module: nn.Module, owners: dict[int, list[_Owner]], reasons: dict[int, str]
-) -> dict[str, Layer]:
-    """Find the projections of a recurrent layer, each with its bias."""
-    label = type(module).__name__
-    if not unrolls(module):
-        for p in module.parameters(recurse=False):
-            reasons.setdefault(id(p), f"{label} overrides the forward of a recurrent layer")
-        return {}
-    layers = {}
-    for attribute, parameter in module.named_parameters(recurse=False):
-        alone = parameter.dim() == 2 and len(owners[id(parameter)]) == 1 and id(parameter) not in reasons
-        if not attribute.startswith("weight_") or not alone:
-            continue
-        beside = attribute.replace("weight_", "bias_", 1)
-        bias = module._parameters.get(beside)
-        is_own = bias is not None and id(bias) not in reasons and len(owners[id(bias)]) == 1
-        full_name = f"{name}.{attribute}".lstrip(".")
-        layers[full_name] = Layer(
-            full_name,
-            RecurrentKind(parameter, label),
-            ParameterView(module, attribute),
-            [ParameterView(module, beside)] if is_own else [],
-            recurrent=(module, attribute),
-        )
-    return layers
-
-
 def _is_norm(module: nn.Module) -> bool:
-    # the model libraries' own normalisations too (LlamaRMSNorm, T5LayerNorm): coverage() names them as what they are
+    # Those of model libraries too (LlamaRMSNorm, T5LayerNorm), so that coverage() calls them normalisation layers.
     by_name = type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
     own = list(module.parameters(recurse=False))
     return isinstance(module, _NORMS) or (by_name and bool(own) and all(p.dim() == 1 for p in own))
 
 
-def _entry(
-    name: str,
-    parameter: nn.Parameter,
-    owners: Sequence[_Owner],
-    layers: Iterable[Layer],
-    reasons: dict[int, str],
-    unwanted: dict[str, str],
-) -> Covered:
-    shape, owner = tuple(parameter.shape), owners[0]
-    label = type(owner.module).__name__
-    weighted = [layer for layer in layers if layer.weight.parameter is parameter]
-    biased = [layer for layer in layers if any(b.parameter is parameter for b in layer.biases)]
-    others = [o.name for o in owners[1:]]
-    notes = [f"shared with {', '.join(repr(o) for o in others)}"] if others else []
-    if isinstance(owner.module, nn.MultiheadAttention):
-        parts = [f"{owner.module_name}.{part}_proj".lstrip(".") for part in PROJECTIONS]
-        notes += [f"plain momentum for {part!r}: {unwanted[part]}" for part in parts if part in unwanted]
-    note = "; ".join(notes) or None
-    if weighted:
-        kind = weighted[0].kind
-        return Covered(name, shape, kind.label, (kind.inputs, kind.outputs), kind.groups * len(weighted), note=note)
-    if biased:
-        kind = biased[0].kind
-        return Covered(name, shape, kind.label, (kind.outputs,), kind.groups * len(biased), note=note)
-    reason = reasons.get(id(parameter)) or unwanted.get(owner.module_name)
-    weight = getattr(owner.module, parameter_names_of(owner.module)[0], None)
-    tied = [layer.name for layer in layers if owner.attribute == owner.bias and layer.weight.parameter is weight]
-    if tied and not others:
-        reason = reason or f"the weight of its layer is preconditioned as that of {tied[0]!r}, which has another G"
-    reason = reason or _why_plain(owner, shared=len(owners) > 1)
-    return Covered(name, shape, label, reason=reason, trained=reason != NOT_TRAINED)
+# ---- layers inside composite modules --------------------------------------------------------------------------------
 
 
-def _why_plain(owner: _Owner, *, shared: bool) -> str:
-    module = owner.module
-    if isinstance(module, nn.utils.parametrize.ParametrizationList):
-        return "the weight is computed from it (a parametrization): its gradient is not the weight's"
-    if shared:
-        return "shared by several modules"
-    reason = why_not(module)
-    if reason is not None and not isinstance(module, nn.MultiheadAttention):
-        return reason
-    if owner.attribute == owner.bias:
-        return "the weight of its layer is not preconditioned"
-    return f"not the weight or bias of {type(module).__name__}"
+def _inner_layers(model: nn.Module, owners: Owners, reasons: dict[int, str], taken: set[int]) -> dict[str, Layer]:
+    """Find the layers inside composite modules, but for weights that are ``taken`` by layers that are modules."""
+    layers: dict[str, Layer] = {}
+    biases: list[ParameterView] = []  # of weights that are not preconditioned
+    for module_name, module in model.named_modules():
+        composite, why_not = composite_of(module)
+        if composite is None:
+            continue
+        if why_not is not None:
+            for p in module.parameters(recurse=composite.with_children):
+                reasons.setdefault(id(p), why_not)
+            continue
+        for inner in composite.layers_of(module):
+            its_biases = [bias for bias in inner.biases if bias.is_there]
+            if not _is_trained_alone(inner, owners, reasons, taken):
+                biases += its_biases
+                continue
+            name = f"{module_name}.{inner.name}".lstrip(".")
+            its_biases = [
+                bias for bias in its_biases if (key := id(bias.parameter)) not in reasons and len(owners[key]) == 1
+            ]
+            inside = Inside(module, inner.name, composite.hook)
+            layers[name] = Layer(name, inner.kind, inner.weight, its_biases, inner.prefix, inside=inside)
+    for bias in biases:
+        if len(owners[id(bias.parameter)]) == 1:
+            reasons.setdefault(id(bias.parameter), "the weight of its layer is not preconditioned")
+    return layers
+
+
+def _is_trained_alone(inner: InnerLayer, owners: Owners, reasons: dict[int, str], taken: set[int]) -> bool:
+    """Return whether a weight is trained and belongs to one module; a shared one is given its reason."""
+    if not inner.weight.is_there:  # computed from other parameters (pruning, a parametrization)
+        return False
+    key = id(inner.weight.parameter)
+    if len(owners[key]) > 1:
+        reasons.setdefault(key, shared_by(owners[key]))
+    return key not in reasons and key not in taken
+
+
+# ---- matrices without G, for the scale-free step --------------------------------------------------------------------
+
+
+def _with_full_input_factor(layers: dict[str, Layer], reasons: dict[int, str]) -> dict[str, Layer]:
+    """Return the layers whose A is a full matrix, without their biases."""
+    kept = {}
+    for name, layer in layers.items():
+        if layer.kind.diagonal_input:
+            reasons.setdefault(id(layer.weight.parameter), "the input factor is diagonal")
+        else:
+            kept[name] = layer
+            reasons.update({id(bias.parameter): "no matrix" for bias in layer.biases})
+            layer.biases.clear()
+    return kept
+
+
+def _plain_matrices(
+    model: nn.Module, entries: Sequence[Covered], owners: Owners, vectors: set[int]
+) -> dict[str, PlainMatrix]:
+    """Find the trained parameters that are matrices and have no factors, by name."""
+    excluded = {SKIPPED, NOT_KEPT, NOT_TRAINED, NORM}
+    found = {}
+    for entry, parameter in zip(entries, model.parameters(), strict=True):
+        if entry.preconditioned or entry.reason in excluded or id(parameter) in vectors:
+            continue
+        matrices = [matrix_of(o.module, o.attribute, parameter) for o in owners[id(parameter)]]
+        if matrices[0] is not None and None not in matrices:
+            found[entry.name] = matrices[0]
+    return found
+
+
+def _without_g(entry: Covered, *, is_matrix: bool) -> Covered:
+    rest = "orthogonalised momentum" if is_matrix else "AdamW"
+    return replace(entry, factor_sizes=entry.factor_sizes and entry.factor_sizes[:1], rest=rest)

@@ -1,8 +1,8 @@
-"""N, the number of loss terms of a step, from the shapes that come by in its backward passes.
+"""N, the number of loss terms of a step, from the shapes of the layers' inputs in its backward passes.
 
 A layer's input has N samples in its leading dimension, as a rule. The exceptions show themselves where the layers of
 one pass are looked at together: position embeddings ``(1, L)``, inputs without a batch, sequence-first inputs
-``(L, N, d)``, windows and experts that see other numbers of rows than everybody else.
+``(L, N, d)``, windows and experts, which see other numbers of rows than the other layers.
 """
 
 from collections import Counter

@@ -3,12 +3,17 @@
 The global hooks are registered while there is a subscriber, and removed when there is none. A hook on the module itself
 would be copied with the model (into a pickle that ``weights_only`` refuses, an averaged model, a scripted one), and
 would see outputs that other hooks have replaced; ours are global and run first.
+
+Compiled code calls no hook that it was not compiled with. So while there is a subscriber, the stance of
+``torch.compile`` is ``force_eager``: compiled code is not used, and is kept as it is. It has no hook of ours in it, no
+graph break, and is not compiled again.
 """
 
 import sys
 import warnings
 import weakref
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
@@ -52,13 +57,15 @@ class CallHandler(Protocol):
 
 
 class ModuleCalls:
-    """The subscribers, and the handlers of each."""
+    """The subscribers of the process, and the handlers of each."""
 
     def __init__(self) -> None:
         # by the identity of the subscriber; weak references, so that to subscribe keeps no object alive
-        self._heard: dict[int, tuple[weakref.ref[Any], dict[int, CallHandler]]] = {}
+        self.subscribers: dict[int, tuple[weakref.ref[Any], dict[int, CallHandler]]] = {}
         self._handles: list[RemovableHandle] = []
-        self._quiet: Any = None
+        self._filter: Any = None  # the warning filter that was set here
+        self._stance: Any = None  # the stance of torch.compile that was set here
+        self._stance_before: Any = None
 
     def listen(self, subscriber: object, handlers: Iterable[CallHandler]) -> None:
         """Subscribe to the calls of some modules, and of no others from now on.
@@ -67,61 +74,73 @@ class ModuleCalls:
             subscriber: the subscriber; an object that is dropped is one no more.
             handlers: one for each module; none to unsubscribe.
         """
-        key, modules = id(subscriber), {id(one.module): one for one in handlers}
-        if modules:
-
-            def dropped(reference: weakref.ref[Any]) -> None:
-                if not sys.is_finalizing() and key in self._heard and self._heard[key][0] is reference:
-                    del self._heard[key]
-                    self._settle()
-
-            self._heard[key] = (weakref.ref(subscriber, dropped), modules)
-        else:
-            self._heard.pop(key, None)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self._heard:
-            self._hush()
-        if bool(self._heard) == bool(self._handles):
+        key, modules = id(subscriber), {}
+        for handler in handlers:
+            modules[id(handler.module)] = handler
+        if not modules:
+            if self.subscribers.pop(key, None) is not None:
+                (self._open if self.subscribers else self._close)()
             return
-        if self._heard:
-            enter = torch_module.register_module_forward_pre_hook(self._enter)
-            leave = torch_module.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
-            # before the global hooks of others, which may replace the output
-            torch_module._global_forward_hooks.move_to_end(leave.id, last=False)  # type: ignore[attr-defined]
-            self._handles = [enter, leave]
-        else:
-            for handle in self._handles:
-                handle.remove()
-                # torch forgets this one, and would go on to take the hook for registered
-                torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
-            self._handles = []
-            if self._quiet in warnings.filters:
-                warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]
 
-    def _hush(self) -> None:
-        if self._quiet is not None and self._quiet in warnings.filters:
-            return
+        def dropped(reference: weakref.ref[Any]) -> None:
+            if not sys.is_finalizing() and key in self.subscribers and self.subscribers[key][0] is reference:
+                del self.subscribers[key]
+                (self._open if self.subscribers else self._close)()
+
+        self.subscribers[key] = (weakref.ref(subscriber, dropped), modules)
+        self._open()
+
+    def _open(self) -> None:
+        """Register the global hooks, and have compiled code run eagerly, unless both is so."""
+        from torch._dynamo import eval_frame
+
+        if self._handles:
+            if eval_frame._stance is self._stance and self._filter in warnings.filters:
+                return
+            self._close()  # the user has set a stance since: ours takes its place, and it holds again after ours
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
-        self._quiet = warnings.filters[0]
+        self._filter = warnings.filters[0]
+        enter = torch_module.register_module_forward_pre_hook(self._enter)
+        leave = torch_module.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+        # before the global hooks of others, which may replace the output
+        torch_module._global_forward_hooks.move_to_end(leave.id, last=False)  # type: ignore[attr-defined]
+        self._handles = [enter, leave]
+        self._stance_before = eval_frame._stance
+        torch.compiler.set_stance("force_eager")
+        self._stance = eval_frame._stance
 
-    def _handlers_of(self, module: nn.Module) -> list[tuple[Any, CallHandler]]:
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
-            return []
-        found = []
-        for reference, modules in tuple(self._heard.values()):
-            handler, subscriber = modules.get(id(module)), reference()
-            if handler is not None and subscriber is not None:
-                found.append((subscriber, handler))
-        return found
+    def _close(self) -> None:
+        """Remove the global hooks, and let compiled code run again."""
+        from torch._dynamo import eval_frame
+
+        for handle in self._handles:
+            handle.remove()
+            # torch forgets this one, and would go on to take the hook for registered
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+        self._handles = []
+        if self._filter in warnings.filters:
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        ours, before = self._stance, self._stance_before
+        if eval_frame._stance is ours:  # else the user has set another one since, and it stays
+            eval_frame._set_stance(before)
+        for field in fields(before):  # a context that was entered under our stance puts it back on leaving
+            setattr(ours, field.name, getattr(before, field.name))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        for subscriber, handler in self._handlers_of(module):
-            handler.enter(subscriber, args)
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return
+        for reference, modules in tuple(self.subscribers.values()):
+            handler, subscriber = modules.get(id(module)), reference()
+            if handler is not None and subscriber is not None:
+                handler.enter(subscriber, args)
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        for subscriber, handler in self._handlers_of(module):
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return
+        for reference, modules in tuple(self.subscribers.values()):
+            handler, subscriber = modules.get(id(module)), reference()
+            if handler is None or subscriber is None:
+                continue
             if len(rest) == 2:
                 handler.leave(subscriber, args, *rest)
             else:  # torch hands over no kwargs where something has raised

@@ -1,8 +1,8 @@
-"""The backward pass of sampled labels: from their loss to the outputs of the layers, and no further.
+"""The backward pass of the loss of sampled labels, which computes the gradients of layer outputs and of no weight.
 
-It runs before the training loss's own backward pass, over the same graph, which it keeps. Since it is asked for the
-gradients of layer outputs alone, autograd computes no gradient of a weight: no ``.grad`` changes, and no hook on a
-gradient runs, such as those by which DDP averages.
+It runs before the backward pass of the training loss, over the same graph, which it keeps. Only gradients of layer
+outputs are requested from autograd, so that no ``.grad`` changes and no hook on a gradient of a weight runs, such as
+those with which DDP averages gradients.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class Mark:
-    """What is known of one call of a layer, noted in the graph itself, so that it lives as long as the graph does.
+    """A record of one call of a layer. It is stored in the autograd graph, so that it lives as long as the graph.
 
     Args:
-        output_nr: which output of its node the layer's output is.
-        sampled: whether the pass of sampled labels has come by.
-        trained: whether the training loss's pass has.
+        output_nr: the index of the layer's output among the outputs of its node.
+        sampled: whether a backward pass of sampled labels has reached the output.
+        trained: whether the backward pass of the training loss has reached it.
     """
 
     output_nr: int
@@ -31,28 +31,28 @@ class Mark:
 
 
 class Sampler:
-    """Runs the passes of sampled labels, and knows what they have brought to this step."""
+    """Runs the backward passes of sampled labels, and counts the labels of the current step."""
 
     def __init__(self) -> None:
-        self.running = False  # whether the running backward pass is one of sampled labels
-        self.empty = False  # and whether no label of it counts
+        self.running = False  # whether a backward pass of sampled labels is running
+        self.empty = False  # whether none of its labels counts, because all are masked
         self.reset()
 
     def reset(self) -> None:
-        """Forget the passes of this step."""
+        """Reset the counts at the end of a step."""
         self.passes = 0
-        self.terms = 0  # labels drawn that count
-        self.trained = False  # whether the training loss's pass has come by
-        self.nonfinite = False  # whether a prediction was NaN or inf, so that nothing could be drawn
+        self.terms = 0  # the number of drawn labels that count
+        self.trained = False  # whether the pass of the training loss has reached a layer
+        self.nonfinite = False  # whether a prediction was NaN or inf, so that no labels could be drawn
 
     def mark(self, output: Tensor) -> Mark:
-        """Note in the graph that a layer's output is here.
+        """Record in the graph that a tensor is the output of a layer.
 
         Args:
-            output: it.
+            output: the output of the layer.
 
         Returns:
-            The note.
+            The record.
         """
         edge = get_gradient_edge(output)
         mark = Mark(edge.output_nr)
@@ -60,18 +60,18 @@ class Sampler:
         return mark
 
     def differentiate(self, loss: Tensor, terms: int) -> None:
-        """Have the hooks of all layers below a loss see its gradients, and keep its graph.
+        """Run the backward pass of the sampled labels, in which the hooks of all layers receive gradients.
 
         Args:
             loss: the sum of the negative log-likelihoods of the drawn labels.
-            terms: how many there are.
+            terms: the number of drawn labels that count.
 
         Raises:
-            RuntimeError: the training loss has been differentiated already, labels were drawn from this forward pass
-                before, or it has reentrant checkpoints.
+            RuntimeError: the training loss has already been differentiated, labels were already drawn for this forward
+                pass, or the forward pass contains reentrant checkpoints.
         """
         assert loss.grad_fn is not None
-        found = _Below(loss.grad_fn, self)
+        found = _MarkedOutputs(loss.grad_fn, self)
         if any(mark.trained for mark in found.marks):
             raise RuntimeError(
                 "sample_fisher() came after loss.backward(), which frees the graph that it needs; call it between the "
@@ -95,29 +95,29 @@ class Sampler:
             return
         self.running, self.empty = True, not terms
         try:
-            with _static_graphs_left_alone(found.sinks):
+            with _no_averaging_of_static_graphs(found.sinks):
                 torch.autograd.grad(loss, found.earliest, retain_graph=True)
         finally:
             self.running = self.empty = False
 
 
-class _Below:
-    """What is in the graph below a loss.
+class _MarkedOutputs:
+    """The marked outputs in the graph of a loss.
 
-    To see the gradients of all marked outputs it is enough to ask for those of the earliest ones, below which there is
-    no other: a gradient that autograd is asked for is kept until its pass is over, and these are the last to come.
+    To receive the gradients of all marked outputs it is enough to request those of the earliest, which depend on no
+    other marked output. Autograd keeps a requested gradient until the pass ends, and these gradients are computed last.
 
     Args:
         root: the node of the loss.
-        key: whose marks.
+        key: the sampler whose marks are looked for.
     """
 
     def __init__(self, root: Node, key: object) -> None:
         self.marks: list[Mark] = []
         self.earliest: list[GradientEdge] = []
-        self.sinks: list[Any] = []  # nodes that DDP puts behind the outputs of a model
+        self.sinks: list[Any] = []  # the nodes that DDP appends to the outputs of a model
         self.reentrant = False
-        leads_to_mark: dict[Node, bool] = {}  # also keeps the nodes alive: their identity is that of a wrapper
+        leads_to_mark: dict[Node, bool] = {}  # also keeps the Python objects of the nodes, and so their identity, alive
         stack = [(root, False)]
         while stack:
             node, is_complete = stack.pop()
@@ -131,11 +131,11 @@ class _Below:
                 leads_to_mark[node] = below or bool(marks)
             elif node not in leads_to_mark:
                 leads_to_mark[node] = False
-                self._look_at(node)
+                self._inspect(node)
                 stack.append((node, True))
                 stack += [(one, False) for one in following]
 
-    def _look_at(self, node: Node) -> None:
+    def _inspect(self, node: Node) -> None:
         name = node.name()
         self.reentrant |= name == "CheckpointFunctionBackward"
         if name == "_DDPSinkBackward":
@@ -143,16 +143,16 @@ class _Below:
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
-    metadata: Any = node.metadata  # a property, which torch declares as a method
+    metadata: Any = node.metadata  # a property that torch declares as a method
     assert isinstance(metadata, dict)
     return metadata
 
 
 @contextmanager
-def _static_graphs_left_alone(sinks: list[Any]) -> Iterator[None]:
-    """Keep ``DistributedDataParallel(static_graph=True)`` from averaging after this pass in its first step.
+def _no_averaging_of_static_graphs(sinks: list[Any]) -> Iterator[None]:
+    """Keep ``DistributedDataParallel(static_graph=True)`` from averaging gradients after this pass in its first step.
 
-    The first pass that comes through its sink has it average at the end, and only that one: this one has no gradients.
+    The first pass through its sink, and no later one, makes it average at the end; this pass has no gradients.
     """
     with ExitStack() as stack:
         for sink in sinks:

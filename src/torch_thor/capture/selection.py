@@ -1,4 +1,4 @@
-"""Which layers the user wants preconditioned: ``skip=`` and ``only=``."""
+"""The arguments ``skip`` and ``only``, with which the user chooses the layers to precondition."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -8,27 +8,27 @@ from torch import nn
 SKIPPED = "left out by skip="
 NOT_KEPT = "not among only="
 
-# Names, patterns, or a callable (name, module) -> bool.
+# Names, patterns, or a callable (name, module) -> bool; None for no choice.
 Selection = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
 def left_out(candidates: Mapping[str, nn.Module], skip: Selection, only: Selection) -> dict[str, str]:
     """Return the layers that are not to be preconditioned.
 
-    A name or pattern (``*``, ``?``, ``[...]``, case counts) means the layer of that name and all inside a module of
-    that name: ``"encoder"`` is every layer of the encoder, ``"*.attn"`` those of every attention.
+    A name or pattern (``*``, ``?``, ``[...]``, case-sensitive) means the layer of that name and all layers inside a
+    module of that name: ``"encoder"`` means every layer of the encoder, ``"*.attn"`` those of every attention.
 
     Args:
-        candidates: the layers that could be, by name.
-        skip: those to leave out; None for none.
-        only: those to keep; None for all.
+        candidates: the layers that can be preconditioned, by name, each with the module that owns its weight.
+        skip: the layers to leave out; None for none.
+        only: the layers to keep; None for all.
 
     Returns:
-        Why, by name.
+        The reason, by the name of each layer that is left out.
 
     Raises:
         ValueError: a pattern matches no layer.
-        TypeError: neither names nor a callable.
+        TypeError: an argument is neither names nor a callable.
     """
     reasons = {}
     if only is not None:
@@ -61,7 +61,7 @@ def _matching(argument: str, selection: Selection, candidates: Mapping[str, nn.M
 
 
 def self_and_parents(name: str) -> list[str]:
-    """Return a dotted name and those of everything that it stands in.
+    """Return a dotted name and the names of all modules around it.
 
     Args:
         name: ``"a.b.c"``.

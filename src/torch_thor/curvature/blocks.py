@@ -41,7 +41,7 @@ class BlockLayout:
         Args:
             groups: number of independent matrices.
             size: rows of one matrix.
-            split_dim: largest block, or None for one block a matrix.
+            split_dim: largest block, or None for one block per matrix.
 
         Returns:
             The layout.
@@ -63,19 +63,16 @@ class BlockLayout:
         """Rows of the last, smaller block; 0 if there is none."""
         return self.size - self.covered
 
+    @cached_property
     def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int] | None]:
-        """Return the shapes of ``blocks`` and ``tail``.
-
-        Returns:
-            ``(groups * k, s, s)`` and ``(groups, r, r)`` (or None).
-        """
+        """The shapes of ``blocks``, ``(groups * k, s, s)``, and ``tail``, ``(groups, r, r)`` or None."""
         blocks = (self.groups * self.full_blocks, self.block, self.block)
         return blocks, (self.groups, self.tail, self.tail) if self.tail else None
 
 
 @dataclass
 class BlockDiagonal:
-    """A block-diagonal matrix (one a group) as its blocks.
+    """A block-diagonal matrix (one per group) as its blocks.
 
     Args:
         layout: how it is cut.
@@ -99,7 +96,7 @@ class BlockDiagonal:
         Returns:
             The zero matrix.
         """
-        shape, tail = layout.shapes()
+        shape, tail = layout.shapes
         return cls(
             layout,
             torch.zeros(shape, dtype=dtype, device=device),
@@ -146,7 +143,7 @@ class BlockDiagonal:
         """Return the same matrix cut into smaller blocks: what lies between the new blocks is dropped.
 
         Args:
-            split_dim: the new block size; it divides the block size, or there is one block a group. None, or a size
+            split_dim: the new block size; it divides the block size, or there is one block per group. None, or a size
                 that is no smaller, changes nothing.
 
         Returns:
@@ -282,7 +279,7 @@ class BlockDiagonal:
         """Return the full matrices, zeros between the blocks.
 
         Returns:
-            One ``(n, n)`` tensor a group.
+            One ``(n, n)`` tensor per group.
         """
         per_group = self.blocks.unflatten(0, (self.layout.groups, self.layout.full_blocks))
         tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]

@@ -1,6 +1,6 @@
-"""Factors of layers that are many in one: experts, each with rows of its own.
+"""The factors of fused experts, each of which has its own rows.
 
-What is kept of expert e is ``√T_e · A_e`` and ``√T_e · G_e``, see :mod:`torch_thor.curvature.kinds.experts`.
+The stored factors of expert e are ``√T_e · A_e`` and ``√T_e · G_e``, see :mod:`torch_thor.curvature.kinds.experts`.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ Factors = tuple[BlockDiagonal, ...]
 
 
 def weighted_factors(sums: Factors, rows: Sequence[int], terms: int | None, before: Factors | None) -> Factors:
-    """Turn the sums of a step into the factors of its experts.
+    """Turn the sums of a step into the factors of the experts.
 
     Args:
-        sums: ``Σ a aᵀ`` and ``Σ g gᵀ`` of each expert; used up.
-        rows: R_e of each.
-        terms: N; None for A alone, where there is nothing for T to weigh.
-        before: the factors in use, if there are any.
+        sums: ``Σ a aᵀ`` and ``Σ g gᵀ`` of each expert; changed in place.
+        rows: R_e of each expert.
+        terms: N, the number of loss terms; None where A alone is gathered, which is then not weighted with T.
+        before: the factors in use; None before the first refresh.
 
     Returns:
-        ``√T_e · A_e`` and ``√T_e · G_e``, or ``A_e``; of an expert without rows those in use, zeros before there are
-        any.
+        ``√T_e · A_e`` and ``√T_e · G_e``, or ``A_e`` alone. An expert without rows keeps the factors in use, or zeros
+        before it has had any rows.
     """
     counts = sums[0].blocks.new_tensor(rows)
     # √T_e / R_e, or 1 / R_e
@@ -40,34 +40,36 @@ def group_rows_per_term(rows: Sequence[int], terms: int, before: Tensor) -> Tens
     """Return T of each expert.
 
     Args:
-        rows: R_e of each.
-        terms: N.
-        before: T of the factors in use, 0 where there are none.
+        rows: R_e of each expert.
+        terms: N, the number of loss terms.
+        before: T of the factors in use, ``(E,)``; 0 where there are none.
 
     Returns:
-        ``(E,)``: R_e / N, or what it was for an expert without rows.
+        R_e / N, ``(E,)``; the previous value for an expert without rows.
     """
     now = before.new_tensor(rows) / terms
     return torch.where(now > 0, now, before)
 
 
 def bias_scales(rows_per_term: Tensor) -> Tensor:
-    """Return what is left of 1 / T for a bias: its A is 1, and has no ``√T`` in it.
+    """Return the factor of the natural gradient of a bias: 1 / T, of which its G contains one ``√T``, and its A none.
 
     Args:
-        rows_per_term: T of each expert, ``(E,)``; 0 for one that takes its plain gradient.
+        rows_per_term: T of each expert, ``(E,)``; 0 for an expert that takes its plain gradient.
 
     Returns:
-        ``1 / √T``, ``(E,)``.
+        ``1 / √T``, ``(E,)``; 1 where T is 0.
     """
     return torch.where(rows_per_term > 0, rows_per_term, 1.0).rsqrt()
 
 
 def plain_where_unknown(factors: Factors, inverses: Factors) -> Factors:
-    """Have an expert that has never had a row take its plain gradient: the inverse of its zeros would be ``I / λ``.
+    """Replace the inverses of experts that have never had a row by identities, so that they take the plain gradient.
+
+    The damped inverse of their factors, which are zeros, would be ``I / √λ``.
 
     Args:
-        factors: as :func:`weighted_factors` gives them.
+        factors: the factors, as :func:`weighted_factors` returns them.
         inverses: their damped inverses.
 
     Returns:

@@ -16,7 +16,7 @@ from torch_thor.curvature.precision import ieee_float32
 
 # A block that is not positive definite gets ten times its damping, and again, before it is given up.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
-# What stands in the place of the index of a raise where none has worked.
+# In the place of the index of a damping raise, where none has worked.
 _NOT_POSITIVE = len(DAMPING_RAISES)
 
 
@@ -35,6 +35,10 @@ class Inverse:
     failed: bool
 
 
+# the inverse to be, whether the part is its blocks or its tail, the part, and what is added to each of its diagonals
+_Part = tuple[Inverse, bool, Tensor, Tensor]
+
+
 def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> list[Inverse]:
     """Invert every block of every factor, those of one size in one batch.
 
@@ -43,43 +47,52 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
             groups, ``(groups,)``.
 
     Returns:
-        One result a factor, in order.
+        One result per factor, in order.
     """
-    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[int, int, Tensor, Tensor]]] = defaultdict(
-        list
-    )
-    inverted: list[list[Tensor]] = []
-    for i, (factor, damping) in enumerate(factors):
-        parts = factor.parts()
-        inverted.append(list(parts))  # each to be replaced by its inverse
-        for j, part in enumerate(parts):
+    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[_Part]] = defaultdict(list)
+    results: list[Inverse] = []
+    for factor, damping in factors:
+        result = Inverse(BlockDiagonal(factor.layout, factor.blocks, factor.tail), raised=False, failed=False)
+        results.append(result)
+        for part in factor.parts():
+            count = part.shape[0]
             if isinstance(damping, Tensor):
-                of_blocks = damping.repeat_interleave(len(part) // factor.layout.groups)
+                of_blocks = damping.repeat_interleave(count // factor.layout.groups)
             else:
-                of_blocks = part.new_full((len(part),), damping)
-            batches[part.shape[-1], part.dtype, part.device].append((i, j, part, of_blocks))
-    owners: list[int] = []  # the factor of each part
-    levels: list[Tensor] = []  # the highest index of a damping raise in each part
+                of_blocks = part.new_full((count,), damping)
+            batches[part.shape[-1], part.dtype, part.device].append((result, part is factor.blocks, part, of_blocks))
+    levels: list[Tensor] = []  # of each batch: which damping raise worked, block by block
+    highest: list[Tensor] = []
     for (_, _, device), members in batches.items():
-        rows, columns, parts_, dampings = zip(*members, strict=True)
+        results_of, are_blocks, parts, dampings = zip(*members, strict=True)
         with ieee_float32(device.type):
-            inverse, level = _invert_batch(torch.cat(parts_), torch.cat(dampings))
+            inverse, level = _invert_batch(torch.cat(parts), torch.cat(dampings))
+        levels.append(level)
+        highest.append(level.amax().to(levels[0].device))
         first = 0
-        for i, j, part in zip(rows, columns, parts_, strict=True):
+        for result, is_blocks, part in zip(results_of, are_blocks, parts, strict=True):
             # A slice is a view of the batch; a layer must not keep the whole batch alive, nor save it with its state.
             # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
-            inverted[i][j] = inverse[first : first + len(part)].clone(memory_format=torch.contiguous_format)
-            owners.append(i)
-            levels.append(level[first : first + len(part)].amax())
-            first += len(part)
-    worst = [0] * len(factors)
-    on_host = torch.stack([level.to(levels[0].device) for level in levels]).tolist() if levels else []
-    for i, level_of in zip(owners, on_host, strict=True):
-        worst[i] = max(worst[i], int(level_of))
-    results = []
-    for (factor, _), matrices, level_of in zip(factors, inverted, worst, strict=True):
-        results.append(Inverse(factor.with_parts(matrices), level_of > 0, level_of == _NOT_POSITIVE))
+            last = first + part.shape[0]
+            own = inverse[first:last].clone(memory_format=torch.contiguous_format)
+            if is_blocks:
+                result.matrix.blocks = own
+            else:
+                result.matrix.tail = own
+            first = last
+    if highest and any(torch.stack(highest).tolist()):  # the only host–device synchronisation for all of them
+        for members, level in zip(batches.values(), levels, strict=True):
+            _note_raises(members, level)
     return results
+
+
+def _note_raises(members: Sequence[_Part], level: Tensor) -> None:
+    """Say of each factor of a batch what it took."""
+    of_parts = level.split([len(part) for _, _, part, _ in members])
+    worst = torch.stack([of_part.amax() for of_part in of_parts]).tolist()
+    for (result, *_), level_of in zip(members, worst, strict=True):
+        result.raised = result.raised or level_of > 0
+        result.failed = result.failed or level_of == _NOT_POSITIVE
 
 
 def relative_damping(factor: BlockDiagonal, damping: float) -> Tensor:
@@ -100,35 +113,34 @@ def relative_damping(factor: BlockDiagonal, damping: float) -> Tensor:
 
 def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     """Return the inverses ``(count, s, s)`` and, for each block, the index of the damping raise that worked."""
-    raises = torch.tensor(DAMPING_RAISES, dtype=blocks.dtype, device=blocks.device)
     damped = blocks.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
     factor, info = _cholesky(damped)
+    bad = info.nonzero().flatten()  # a host–device synchronisation, once a refresh: most often it is empty
+    if not len(bad):
+        inverse = _from_cholesky(factor)
+        return inverse, (~inverse.isfinite().flatten(1).all(-1)).int() * _NOT_POSITIVE
     level = torch.zeros_like(info)
     for attempt in range(1, len(DAMPING_RAISES)):
-        bad = info.nonzero().flatten()  # a wait for the device, once a refresh: most often it is empty
-        if not len(bad):
-            break
         retry = blocks[bad]
-        retry.diagonal(dim1=-2, dim2=-1).add_((damping[bad] * raises[attempt])[:, None])
+        retry.diagonal(dim1=-2, dim2=-1).add_((damping[bad] * DAMPING_RAISES[attempt])[:, None])
         factor[bad], info[bad] = _cholesky(retry)
         level[bad] = attempt
-    inverse = _from_cholesky(factor, info == 0)
-    good = (info == 0) & inverse.isfinite().flatten(1).all(-1)
+        bad = info.nonzero().flatten()
+        if not len(bad):
+            break
+    # one half-finished factor with a zero on its diagonal, and cholesky_inverse raises for the whole batch
+    good, inverse = info == 0, torch.zeros_like(factor)
+    if bool(good.any()):
+        inverse[good] = _from_cholesky(factor[good])
+    good = good & inverse.isfinite().flatten(1).all(-1)
     return inverse, torch.where(good, level, _NOT_POSITIVE)
 
 
-def _from_cholesky(factor: Tensor, good: Tensor) -> Tensor:
-    """Return the inverses of the good blocks, zeros for the others."""
-    if factor.shape[-1] == 1:
-        return torch.where(good[:, None, None], factor.square().reciprocal(), 0.0)
-    if bool(good.all()):  # a wait for the device, once a refresh
+def _from_cholesky(factor: Tensor) -> Tensor:
+    if factor.shape[-1] > 1:
         return torch.cholesky_inverse(factor)
-    # one half-finished factor with a zero on its diagonal, and cholesky_inverse raises for the whole batch
-    inverse = torch.zeros_like(factor)
-    if bool(good.any()):
-        inverse[good] = torch.cholesky_inverse(factor[good])
-    return inverse
+    return factor.square().reciprocal()
 
 
 def _cholesky(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
-"""What is a matrix, and has no factors: weights of layers that THOR does not know, tables, parameters of a module.
+"""Parameters that are matrices without factors: weights of layers without a kind, and free parameters of modules.
 
-The scale-free step orthogonalises them as it does every matrix, without preconditioning.
+The scale-free step orthogonalises them like every other matrix, but without preconditioning.
 """
 
 import math
@@ -15,13 +15,13 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class PlainMatrix:
-    """A tensor as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns.
+    """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns.
 
     Args:
-        groups: how many.
-        outputs: rows of each.
-        inputs: columns of each.
-        taps: size of the kernel of a transposed convolution, whose channels are to change places; else 0.
+        groups: the number of matrices.
+        outputs: the number of rows of each.
+        inputs: the number of columns of each.
+        taps: the number of taps of a transposed convolution, whose two channel dimensions are swapped; 0 otherwise.
     """
 
     transposed = False
@@ -36,10 +36,10 @@ class PlainMatrix:
         """Return a tensor of the parameter's shape as matrices.
 
         Args:
-            tensor: the tensor.
+            tensor: of the parameter's shape.
 
         Returns:
-            ``(groups, outputs, inputs)``.
+            ``(groups, outputs, inputs)``, a view where the layout of the tensor allows.
         """
         if not self._taps:
             return tensor.reshape(self.groups, self.outputs, self.inputs)
@@ -47,11 +47,11 @@ class PlainMatrix:
         return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write matrices back.
+        """Copy changed matrices back into the tensor that they were made of.
 
         Args:
-            matrix: ``(groups, outputs, inputs)``.
-            tensor: of the parameter's shape; changed in place.
+            matrix: a result of :meth:`to_matrix`, whose values have changed.
+            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
         """
         if shares_memory(matrix, tensor):
             return
@@ -63,17 +63,18 @@ class PlainMatrix:
 def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatrix | None:
     """Return a parameter as matrices.
 
-    A convolution's weight is ``weight.flatten(1)``, a group each; two dimensions are a matrix; of three the last two
-    are, as in the weights of experts and in position embeddings ``(1, L, D)``; of more, all but the first are columns.
+    The weight of a convolution is ``weight.flatten(1)``, one matrix per group. A parameter of two dimensions is a
+    matrix. Of three dimensions the last two are, as in the weights of experts and in position embeddings ``(1, L, D)``.
+    Of more, all but the first are columns.
 
     Args:
-        module: the module that owns it.
-        attribute: its name there.
+        module: the module that owns the parameter.
+        attribute: the parameter's name in it.
         parameter: the parameter.
 
     Returns:
-        The matrices; None for what is none: a vector, whatever its shape, or the table of an embedding, whose rows are
-        looked up one by one.
+        The matrices; None for a parameter that is not a matrix: a vector, whatever its shape, or the table of an
+        embedding, whose rows are looked up one by one.
     """
     shape = tuple(parameter.shape)
     if len(shape) < 2 or isinstance(module, _TABLES) or not parameter.is_floating_point():

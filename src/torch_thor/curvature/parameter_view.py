@@ -18,9 +18,9 @@ LARGEST = 8192
 class ParameterView:
     """A parameter of a module, or rows of one.
 
-    The parameter is looked up in the module each time, because wrappers such as FSDP replace it. Its state and its
-    block size are handed over by the optimizer (:meth:`bind`) whenever they are made, loaded or changed, so that a step
-    looks up nothing.
+    The parameter is looked up in the module each time, because wrappers such as FSDP replace it. Its state and the
+    options of its parameter group are handed over by the optimizer (:meth:`bind`) whenever either is made, loaded or
+    replaced, so that a step looks up neither.
 
     Args:
         module: the module that owns the parameter.
@@ -32,30 +32,30 @@ class ParameterView:
         self.module = module
         self.attribute = attribute
         self.rows = rows
-        self.entries: State | None = None  # the optimizer's state of the parameter
-        self._options: Mapping[str, Any] = {}
+        self.entries: State | None = None  # the optimizer's state of the parameter; None while there is none
+        self.options: Mapping[str, Any] = {}  # the parameter's group; empty while the optimizer has none for it
 
     def bind(self, state: State | None, options: Mapping[str, Any]) -> None:
         """Take the optimizer's state of the parameter, and the options of its group.
 
         Args:
             state: the optimizer's entries for the parameter; None while there are none.
-            options: the parameter's group; ``split_dim`` is looked up there each time, because users may change it.
+            options: the parameter's group itself, not a copy: users change options in it between two steps.
         """
-        self.entries, self._options = state, options
+        self.entries, self.options = state, options
 
     @property
     def split_dim(self) -> int | None:
-        """The block size to cut factors with: the group's number, None for unsplit ones.
+        """The block size to cut factors with: the group's number, None for factors that are not split.
 
         While ``"auto"`` is undecided it is 8192: the choice needs uncut factors.
         """
-        split_dim: int | str | None = self._options.get("split_dim")
+        split_dim: int | str | None = self.options.get("split_dim")
         return split_dim if split_dim is None or isinstance(split_dim, int) else LARGEST
 
     @property
     def state(self) -> State:
-        """The optimizer's entries for the parameter; an empty mapping, kept by nobody, while there are none."""
+        """The optimizer's entries for the parameter; an empty mapping, stored nowhere, while there are none."""
         return {} if self.entries is None else self.entries
 
     @property
@@ -74,15 +74,20 @@ class ParameterView:
         return parameter
 
     @property
-    def gradient(self) -> Tensor | None:
-        """This view's part of the parameter's gradient; None where it has none."""
-        gradient = self.parameter.grad
-        return None if gradient is None else self.of(gradient)
-
-    @property
     def is_there(self) -> bool:
         """Whether the module has it as a parameter, and does not compute it from others (pruning)."""
         return self.module._parameters.get(self.attribute) is not None
+
+    def has_gradient(self) -> bool:
+        """Return whether a loss has reached the parameter; zeros are what an unused one may have for a gradient.
+
+        Returns:
+            Whether this view's part of the gradient holds anything but zeros (a host–device synchronisation).
+        """
+        gradient = self.parameter.grad
+        if gradient is None:
+            return False
+        return bool((gradient._values() if gradient.is_sparse else self.of(gradient)).any())
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return this view's part of a tensor that is shaped like the parameter.

@@ -84,7 +84,7 @@ class OneProcess:
             solve: what to do with them.
 
         Returns:
-            One result a factor.
+            One result per factor.
         """
         return solve(factors)
 

@@ -2,6 +2,7 @@
 
 import enum
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.inverse import DAMPING_RAISES, Inverse, damped_inverses, relative_damping
-from torch_thor.curvature.layer import Factors, LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.curvature.statistics import Factors
 
 _PLAINLY = "it takes its plain gradient, and the next step tries again"
 
@@ -83,7 +85,7 @@ class Candidate:
     Args:
         layer: the layer.
         step: the step, counted from 0.
-        factors: A and G of this step, or A alone.
+        factors: A and G of this step, or A alone; changed in place.
         rows_per_term: T of this step.
         damping: λ.
         thresholds: (ω1, ω2).
@@ -110,15 +112,13 @@ class _Verdict:
         trace: tr(F + λI) of its new statistics.
         change: Δ; None where there is nothing to compare with.
         decision: what the trace rule says; FAILED later where its factors cannot be inverted.
-        factors: what is put to use, the running average.
-        inverses: the damped inverses of these.
+        inverses: the damped inverses of its factors, which have become the running average; empty unless it updates.
     """
 
     candidate: Candidate
     trace: float
     change: float | None
     decision: Decision
-    factors: list[BlockDiagonal] = field(default_factory=list)
     inverses: list[Inverse] = field(default_factory=list)
 
 
@@ -143,9 +143,10 @@ def refresh(
     Returns:
         What was done with each candidate, in their order.
     """
+    if not candidates:
+        return ()
     verdicts = _judge(candidates, relative, processes)
-    taken = [verdict for verdict in verdicts if verdict.decision is Decision.UPDATE]
-    _invert(taken, relative, processes)
+    _invert(verdicts, relative, processes)
     # until here (out of memory, a lost process) nothing has changed, and from here on nothing raises
     events = []
     for verdict in verdicts:
@@ -155,32 +156,50 @@ def refresh(
     return tuple(events)
 
 
+def trace_of_fisher(
+    layer: LayerCurvature, traces: Sequence[Sequence[float]], rows_per_term: float, damping: float
+) -> float:
+    """Return tr(T · A ⊗ G + λI), summed over groups: of the same F that is damped (section 3.2).
+
+    Args:
+        layer: the layer.
+        traces: of A and of G (or of A alone: G counts as 1), a number per group each.
+        rows_per_term: T of these factors.
+        damping: λ.
+
+    Returns:
+        The trace; NaN or inf if a factor holds one.
+    """
+    size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
+    products = map(operator.mul, *traces) if len(traces) > 1 else traces[0]
+    return rows_per_term * math.fsum(products) + damping * size
+
+
 def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[_Verdict]:
     """Return what the trace rule says of each candidate, with one host–device synchronisation for all layers."""
-    if not candidates:
-        return []
     traces: list[Tensor] = []
     for c in candidates:
         for factor in c.factors:
             traces.append(factor.group_traces())
         for key in c.layer.sides:
             traces.append(c.layer.matrix(key).group_traces())
-    device, lengths = traces[0].device, []
+    device = traces[0].device
     for i, trace in enumerate(traces):
-        lengths.append(len(trace))
         traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
-    on_host = torch.cat(traces).cpu().split(lengths)
+    on_host: list[float] = torch.cat(traces).tolist()
     own: list[float] = []
     first = 0
     for c in candidates:
-        damping, sides = 0.0 if relative else c.damping, len(c.factors)  # relative damping scales both traces alike
-        now, before = on_host[first : first + sides], on_host[first + sides : first + 2 * sides]
-        own.append(c.layer.trace_of_fisher(now, c.rows_per_term, damping))
-        own.append(c.layer.trace_of_fisher(before, c.layer.rows_per_term, damping))
-        first += 2 * sides
+        damping = 0.0 if relative else c.damping  # relative damping scales both traces alike
+        for rows_per_term in (c.rows_per_term, c.layer.rows_per_term):
+            of_sides = []
+            for _ in c.factors:
+                of_sides.append(on_host[first : first + c.layer.kind.groups])
+                first += c.layer.kind.groups
+            own.append(trace_of_fisher(c.layer, of_sides, rows_per_term, damping))
     # The first process's traces hold for all: on unlike hardware the last bits of a sum differ, and a layer that stops
-    # on one process and not on another would part them for good.
-    agreed = processes.gather(own)[0]
+    # on one process and not on another would make them differ from then on.
+    agreed = processes.gather(own)[0] if processes.count > 1 else own
     verdicts = []
     for c, now_, before_ in zip(candidates, agreed[::2], agreed[1::2], strict=True):
         change, decision = None, Decision.UPDATE
@@ -193,23 +212,24 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
     return verdicts
 
 
-def _invert(taken: Sequence[_Verdict], relative: bool, processes: Processes) -> None:
-    """Average the factors that were taken with those in use, and invert them, all layers at once."""
+def _invert(verdicts: Sequence[_Verdict], relative: bool, processes: Processes) -> None:
+    """Average the factors that are taken with those in use, and invert them, all layers at once."""
     damped: list[tuple[BlockDiagonal, float | Tensor]] = []
-    for verdict in taken:
+    for verdict in verdicts:
+        if verdict.decision is not Decision.UPDATE:
+            continue
         c = verdict.candidate
-        for key, new in zip(c.layer.sides, c.factors, strict=True):
-            factor = new
+        for key, factor in zip(c.layer.sides, c.factors, strict=True):
             if c.decay and c.layer.refreshes:
-                old = c.layer.matrix(key).parts()
-                factor = new.with_parts([n.lerp(o, c.decay) for n, o in zip(new.parts(), old, strict=True)])
+                for part, old in zip(factor.parts(), c.layer.matrix(key).parts(), strict=True):
+                    part.lerp_(old, c.decay)
             damping = relative_damping(factor, c.damping) if relative else math.sqrt(c.damping / c.rows_per_term)
-            verdict.factors.append(factor)
             damped.append((factor, damping))
-    inverses = iter(processes.invert(damped, damped_inverses))
-    for verdict in taken:
-        for _ in verdict.factors:
-            verdict.inverses.append(next(inverses))
+    inverses = iter(processes.invert(damped, damped_inverses) if processes.count > 1 else damped_inverses(damped))
+    for verdict in verdicts:
+        if verdict.decision is Decision.UPDATE:
+            for _ in verdict.candidate.factors:
+                verdict.inverses.append(next(inverses))
 
 
 def _put_to_use(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
@@ -234,6 +254,6 @@ def _put_to_use(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]
     for inverse in verdict.inverses:
         matrices.append(inverse.matrix)
         raised = raised or inverse.raised
-    layer.set_factors(tuple(verdict.factors), tuple(matrices), c.rows_per_term, c.group_rows_per_term)
+    layer.set_factors(c.factors, tuple(matrices), c.rows_per_term, c.group_rows_per_term)
     if raised:
         report(layer, "a block was not positive definite; its damping was raised for this refresh")

@@ -1,12 +1,12 @@
-"""Before the first collective: do all ranks mean the same processes?
+"""Before the first collective: do all ranks train with the same processes?
 
 A rank that waits for another in a collective which that one never enters waits for ever. So every optimizer, at its
-first step, writes into the store of the default group with whom it trains, and reads what the others have written: no
-collective, once an optimizer, and bounded by the time that the group was given.
+first step, writes into the store of the default group which ranks it trains with, and reads what the others have
+written: no collective, once per optimizer, and bounded by the timeout of the group.
 
-What can be told apart: another group, or none, for the same model. What cannot: a rank that never takes a step (it is
-waited for as a collective would), and a trial of the same model that some ranks make alone while others wait for them
-to train together (make it on every rank, or after the first step of the training).
+What is found: another group, or none, for the same model. What is not: a rank that never takes a step (the others wait
+for it as in a collective), and a trial of the same model that some ranks make alone while others wait for them to train
+together (make it on every rank, or after the first step of the training).
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from torch import nn
 
 ALONE = "alone"
 
-# How long a rank listens for those that it does not train with, and that may mean to train with it. They are told in
-# any case.
+# How long a rank waits to hear from ranks that it does not train with, and that may be about to train with it. Those
+# see its choice in any case.
 LISTEN_SECONDS = 5.0
 
 _PAUSE_SECONDS = 0.01  # between two questions whether all are here, and doubled
@@ -28,7 +28,7 @@ _LOOK_SECONDS = 0.01  # until the first look at what the others have said, for e
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return what tells models apart that are trained side by side.
+    """Return a short text that distinguishes models which are trained side by side.
 
     Args:
         model: the model.
@@ -41,7 +41,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 class Announcement:
-    """What one optimizer has said in the store, and what the others have.
+    """What one optimizer has written into the store, and what the others have.
 
     Args:
         store: the ``torch.distributed.Store`` of the default group (the stubs do not know its timeout).
@@ -140,7 +140,7 @@ def _words(choice: str) -> str:
 
 
 def announce(group: Any, model: nn.Module) -> None:
-    """Say with whom this process trains, and hear that the others say the same.
+    """Announce which processes this one trains with, and check that the others announce the same.
 
     Args:
         group: the process group, None for the default one, False to train alone.

@@ -1,4 +1,4 @@
-"""Ranks that differ in what they are about to do say so, all of them, before one waits for another in vain."""
+"""Ranks that are about to do different things all raise an error, before one waits for another in vain."""
 
 import zlib
 from collections.abc import Sequence

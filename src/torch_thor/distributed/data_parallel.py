@@ -30,13 +30,13 @@ class DataParallel:
         self.first = self.rank == 0
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, in their order (one collective, and a wait for the device).
+        """Return the numbers of every rank, in their order (one collective, and a host–device synchronisation).
 
         Args:
             numbers: as many on each rank.
 
         Returns:
-            One list a rank.
+            One list per rank.
         """
         if not numbers:
             return [[] for _ in range(self.count)]
@@ -73,7 +73,7 @@ class DataParallel:
             solve: what to do with them.
 
         Returns:
-            One result a factor.
+            One result per factor.
         """
         results = solve(factors)
         failed = [max(flags) for flags in zip(*self.gather([r.failed for r in results]), strict=True)]

@@ -10,11 +10,11 @@ from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.distributed.announcement import announce
 from torch_thor.distributed.data_parallel import DataParallel
 
-LOST = "lost"  # what stands in the place of a group after pickling
+_LOST = "lost"  # in the place of a group after pickling
 
 
-class Membership:
-    """The process group that the user named, or the default one.
+class ProcessGroupHandle:
+    """A handle on the process group that the user named, or on the default one; it can be copied and pickled.
 
     Args:
         group: a group; None for the default group, if there is one at the time of a step; False to train alone.
@@ -24,7 +24,8 @@ class Membership:
     """
 
     def __init__(self, group: Any = None) -> None:
-        if not (group is None or group is False or group == LOST or _is_group(group)):
+        self.is_lost = isinstance(group, str) and group == _LOST
+        if not (group is None or group is False or self.is_lost or _is_group(group)):
             raise ValueError(
                 f"process_group={group!r}: must be a torch.distributed.ProcessGroup that this process is in, None for "
                 f"the default group, or False where every process trains a model of its own; of a DeviceMesh give "
@@ -33,17 +34,23 @@ class Membership:
         self.group = group
         self._announced = False
 
-    def announce(self, model: nn.Module) -> None:
-        """Find out, before the first step of several processes, whether all of them mean the same ones.
+    def join(self, model: nn.Module, device: torch.device) -> Processes:
+        """Return the processes that take a step together, once all of them have been found to name the same group.
 
         Args:
             model: the model that is about to take a step.
+            device: where it is.
+
+        Returns:
+            The processes.
+
+        Raises:
+            RuntimeError: the processes mean different groups, or the optimizer was unpickled, and groups cannot be.
         """
-        if self._announced or self.group == LOST or not (dist.is_available() and dist.is_initialized()):
-            return
-        if dist.get_world_size() > 1:
+        if not (self._announced or self.is_lost) and _is_initialized() and dist.get_world_size() > 1:
             announce(self.group, model)
             self._announced = True
+        return self.processes(device)
 
     def processes(self, device: torch.device) -> Processes:
         """Return those that train together at this time.
@@ -57,21 +64,25 @@ class Membership:
         Raises:
             RuntimeError: the optimizer was unpickled, and groups cannot be.
         """
-        if self.group == LOST:
+        if self.is_lost:
             raise RuntimeError(
                 "this optimizer had a process group when it was pickled, and groups cannot be; set "
                 "optimizer.process_group to a group, to None for the default group, or to False"
             )
-        if self.group is False or not (dist.is_available() and dist.is_initialized()):
+        if self.group is False or not _is_initialized():
             return ALONE
         group: Any = dist.group.WORLD if self.group is None else self.group
         return DataParallel(group, device) if dist.get_world_size(group) > 1 else ALONE
 
-    def __deepcopy__(self, _: Any) -> "Membership":
+    def __deepcopy__(self, _: Any) -> "ProcessGroupHandle":
         return self
 
-    def __reduce__(self) -> tuple[type["Membership"], tuple[Any]]:
-        return Membership, (LOST if _is_group(self.group) else self.group,)
+    def __reduce__(self) -> tuple[type["ProcessGroupHandle"], tuple[Any]]:
+        return ProcessGroupHandle, (_LOST if _is_group(self.group) else self.group,)
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _is_group(value: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer_state import missing_entries, stored_tensors
 from torch_thor.optim.thor.gradient_checks import some
 
 StateDict = dict[str, Any]
@@ -241,22 +242,21 @@ def check_factors(layers: Iterable[LayerCurvature]) -> None:
         ValueError: it is not: the state belongs to another model.
     """
     for layer in layers:
-        missing = layer.missing()
+        missing = missing_entries(layer)
         if missing:
             raise ValueError(
                 f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
                 f"is whole, or let the optimizer start anew"
             )
-        for key, layout in layer.layouts().items():
-            for matrix in (key, f"{key}_inverse"):
-                stored = layer.stored(matrix)
-                found = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in stored)
-                if stored[0] is not None and found != layout.shapes():
-                    raise ValueError(
-                        f"layer {layer.name!r}: {matrix} in the state dict has blocks of shapes {found}, this model "
-                        f"and split_dim need {layout.shapes()}; load it into the model and with the split_dim that "
-                        f"it was saved with"
-                    )
+        layouts = layer.layouts()
+        for matrix, stored in stored_tensors(layer).items():
+            found = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in stored)
+            needed = layouts[matrix[0]].shapes
+            if stored[0] is not None and found != needed:
+                raise ValueError(
+                    f"layer {layer.name!r}: {matrix} in the state dict has blocks of shapes {found}, this model "
+                    f"and split_dim need {needed}; load it into the model and with the split_dim that it was saved with"
+                )
         if layer.refreshes and not layer.rows_per_term > 0:
             raise ValueError(
                 f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "

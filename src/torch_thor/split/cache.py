@@ -1,13 +1,12 @@
-"""Choices kept on disk, one file for each model, device and version.
+"""Choices of a split dimension kept on disk, one file for each model, device and version.
 
-Files stand in ``TORCH_THOR_CACHE``, else in ``torch-thor`` of ``XDG_CACHE_HOME``, else of ``~/.cache``. One file a
-choice, renamed into place, so that processes cannot spoil each other's.
+Files are in ``TORCH_THOR_CACHE``, else in ``torch-thor`` of ``XDG_CACHE_HOME``, else of ``~/.cache``. Each
+is replaced as a whole, so that several processes may write it.
 """
 
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
+from torch_thor.files import write_text
 from torch_thor.split.choice import SplitChoice
 from torch_thor.split.machine import device_name
 
@@ -86,14 +86,7 @@ def store(layers: Mapping[str, LayerCurvature], choice: SplitChoice) -> None:
     key = identity(layers)
     path = _path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".writing", delete=False) as file:
-        try:
-            json.dump({"key": key, "choice": choice.as_dict()}, file)
-            file.close()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    write_text(path, json.dumps({"key": key, "choice": choice.as_dict()}), shared=True)
 
 
 def _path(key: Mapping[str, Any]) -> Path:

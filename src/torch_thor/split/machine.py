@@ -1,4 +1,4 @@
-"""The names of what a measurement belongs to."""
+"""The name of the device that a measurement belongs to."""
 
 import platform
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What cutting loses of each factor of a model, from one forward and backward pass over a sample batch.
+"""What each factor of a model loses by being split, measured in one forward and backward pass over a sample batch.
 
 The pass runs on a copy of the model, and a layer's uncut factors live only from the moment its last gradient arrives
 until their losses are known: at most one layer's factors exist at a time where every layer is called once.
@@ -111,7 +111,7 @@ class Observer:
         self._waiting[layer.name] += 1
 
         def on_gradient(g: Tensor) -> None:
-            layer.gather(kind, x, g)
+            layer.statistics.gather(kind, x, g)
             self._waiting[layer.name] -= 1
             if not self._waiting[layer.name]:
                 self._finish(layer)

@@ -1,4 +1,4 @@
-"""How long a refresh takes to invert all blocks of a model, for each way to cut its factors."""
+"""The time that a refresh takes to invert all blocks of a model, for each split dimension."""
 
 import statistics
 import time
@@ -32,7 +32,7 @@ def inverse_seconds(
         device: where to measure.
 
     Returns:
-        The median in seconds, one a candidate.
+        The median in seconds, one per candidate.
     """
     seconds: list[list[float]] = [[] for _ in split_dims]
     rounds = [1] * len(split_dims)
@@ -51,7 +51,7 @@ def inverse_seconds(
 def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.dtype, device: torch.device) -> float:
     counts: Counter[int] = Counter()
     for groups, rows in sizes:
-        for shape in BlockLayout.of(groups, rows, split_dim).shapes():
+        for shape in BlockLayout.of(groups, rows, split_dim).shapes:
             if shape is not None:
                 counts[shape[-1]] += shape[0]
     batches = [_positive_definite(count, size, dtype, device) for size, count in counts.items()]

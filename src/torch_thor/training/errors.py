@@ -1,20 +1,15 @@
-"""What the training application raises for its user, and nothing else.
+"""The errors that the training application raises for its user.
 
 A `UserError` is one line that names the value, the rule and the remedy: the command line prints it and exits
 with code 2.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes
 CTRL_C = "stopped by Ctrl-C; a run that has a checkpoint goes on with --resume"
-MAKE_ROOM = "make room for it, then go on with --resume"
 
 
 class UserError(ValueError):
-    """Something that the person at the keyboard can put right."""
+    """An error that the user can correct."""
 
 
 class DivergedError(UserError):
@@ -22,7 +17,7 @@ class DivergedError(UserError):
 
 
 class ElsewhereError(UserError):
-    """A `UserError` of another process, which says it to the user: here it only ends the work."""
+    """A `UserError` of another process, which reports it to the user; in this process it only ends the work."""
 
 
 class DamagedCheckpointError(UserError):
@@ -57,21 +52,14 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-@contextmanager
-def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
-    """Say in one line what could not be written, and why.
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, to quote in a message of one line.
 
     Args:
-        path: What the block writes.
-        remedy: What to do about it.
+        error: The exception.
 
-    Yields:
-        For the block.
-
-    Raises:
-        UserError: In the place of an `OSError`, such as that of a full disk.
+    Returns:
+        Its first line that is not blank, without a colon at its end; the exception's type where there is none.
     """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
+    lines = (line.strip().removesuffix(":") for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)

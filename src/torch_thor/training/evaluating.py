@@ -1,4 +1,4 @@
-"""Evaluating what a run has saved, on its own data or on other data."""
+"""Evaluating the checkpoints of a run, on its own data or on other data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,18 @@ from pathlib import Path
 import torch
 
 from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config.recipe import Recipe, override
+from torch_thor.training.checkpoints.finding import TAKEN, find_checkpoints
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.config.recipe_text import override
 from torch_thor.training.config.stored_recipe import read_stored
 from torch_thor.training.engine import parallel
 from torch_thor.training.engine.evaluation import Score, evaluate
 from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import require
 from torch_thor.training.tasks.registry import TASKS
 from torch_thor.training.tasks.task import Metric
 
-KEYS = ("data", "device", "batch_size", "threads")  # what may be said anew: all else made the weights what they are
+KEYS = ("data", "device", "batch_size", "threads")  # what may be changed: all other keys determined the weights
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
     Under `torchrun` the processes share the data; all get the scores of one process, bit for bit.
 
     Args:
-        path: A run folder, a checkpoint, or a folder of checkpoints such as `best`.
+        path: What `find_checkpoints` takes.
         words: `key=value` words, of `KEYS`.
         say: Told, in one line each, what was passed over.
 
@@ -68,17 +69,9 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
 
 
 def _find(path: Path, say: Callable[[str], None]) -> list[checkpoint.Checkpoint]:
-    require(path.exists(), f"{path} does not exist: give a run folder or a checkpoint")
-    if checkpoint.is_checkpoint(path):
-        return [checkpoint.open_checkpoint(path)]
-    if checkpoint.holds_checkpoints(path):
-        return [saved for saved in [checkpoint.newest_whole(path, say)] if saved is not None]
-    recipe = RunFolder(path).stored_recipe(say) if path.is_dir() else None
-    if recipe is None:
-        raise UserError(f"{path} is neither a run folder nor a checkpoint")
-    folders = [RunFolder(path).checkpoints(name) for name in recipe.optimizer]
-    found = [saved for folder in folders if (saved := checkpoint.newest_whole(folder, say)) is not None]
-    require(bool(found), f"{path} holds no checkpoint yet: train it on with --resume")
+    require(path.exists(), f"{path} does not exist: give {TAKEN}")
+    found = find_checkpoints(path, say)
+    require(bool(found), f"{path} is neither a run folder nor a checkpoint: give {TAKEN}")
     return found
 
 
@@ -91,7 +84,7 @@ def _recipe(saved: checkpoint.Checkpoint, words: Sequence[str]) -> Recipe:
     for key in keys:
         require(
             key.split(".")[0] in KEYS,
-            f"{key} is no key of eval, which takes {', '.join(KEYS)} and what is inside of data: the weights are as "
+            f"{key} is not a key of eval, which takes {', '.join(KEYS)} and what is inside of data: the weights are as "
             f"they were trained; leave {key} out",
         )
     stored = read_stored(saved.recipe_text)

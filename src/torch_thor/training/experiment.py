@@ -1,4 +1,4 @@
-"""A recipe from beginning to end: train each optimizer in turn, then report."""
+"""Running a recipe: train with each optimizer in turn, then report."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from torch_thor.training.callbacks.profiling import Profiler
 from torch_thor.training.callbacks.progress import Bar, Display, Lines
 from torch_thor.training.callbacks.tensorboard import TensorBoard
 from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.run_folder import CURVES_FILE, SUMMARY_FILE, RunFolder
+from torch_thor.training.checkpoints.run_folder import RunFolder
+from torch_thor.training.checkpoints.run_paths import CURVES_FILE, SUMMARY_FILE
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.checkpoints.weights import load_weights, with_checksum
 from torch_thor.training.config.recipe import Recipe
@@ -23,9 +24,9 @@ from torch_thor.training.engine import parallel
 from torch_thor.training.engine.averaging import averaged
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.errors import require, writing
-from torch_thor.training.files import write_whole
+from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
+from torch_thor.training.output_files import write_whole, writing
 from torch_thor.training.printing import printer
 from torch_thor.training.reports.refresh_plot import draw_refreshes
 from torch_thor.training.reports.summary import (
@@ -67,7 +68,7 @@ def run_recipe(
     with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
         say = parallel.rank_zero_print(printer(console))
         with parallel.agreed():
-            recipe = with_checksum(recipe)
+            recipe = with_checksum(recipe, say)
             if parallel.is_first() and folder.is_run():
                 lock.take()
             folder.check(recipe, resume=resume, overwrite=overwrite, say=say)
@@ -77,7 +78,7 @@ def run_recipe(
         with parallel.agreed():
             if parallel.is_first():
                 folder.claim(recipe, lock, resume=resume, overwrite=overwrite)
-        # the bars are drawn over and over: into a file they would be no use
+        # bars are redrawn again and again, which is of no use in a file
         hidden = not (parallel.is_first() and console.is_interactive)
         with StopSignal().listening() as stop, Display(console=console, disable=hidden) as display:
             bars = {name: display.add_run(name) for name in recipe.optimizer}
@@ -96,7 +97,7 @@ def run_recipe(
 
 
 def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False) -> Run:
-    """A run of one optimizer, before its first step.
+    """Return a run of one optimizer, before its first step.
 
     Args:
         recipe: The recipe.
@@ -120,7 +121,7 @@ def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False
 
 
 def image_run(recipe: Recipe, optimizer: str, data: DataSet) -> Run:
-    """A run of one optimizer on images that are open already, before its first step.
+    """Return a run of one optimizer on images that are open already, before its first step.
 
     Args:
         recipe: A recipe of image classification.

@@ -1,6 +1,6 @@
-"""One process at a time: a lock on a file, which the operating system lets go when its process dies.
+"""A lock on a file, so that one process at a time writes to a folder; it is released when its process ends.
 
-The file itself stays; it holds who has the lock, for the message that another process gets.
+The file itself remains. It names the process that holds the lock, for the error message of another process.
 """
 
 import contextlib
@@ -11,17 +11,18 @@ from types import TracebackType
 
 from filelock import FileLock, Timeout
 
-from torch_thor.training.errors import UserError, writing
+from torch_thor.training.errors import UserError
+from torch_thor.training.output_files import writing
 
 LOCK_FILE = ".lock"
 
 
 class Lock:
-    """A lock that is taken at once or refused, and let go at the end of the `with` block.
+    """A lock that is taken at once or refused, and released at the end of the `with` block.
 
     Args:
         path: The lock's file.
-        what: What it guards, in the words of an error.
+        what: What it guards, for the error message.
         remedy: What to do where another process has it.
     """
 
@@ -43,6 +44,7 @@ class Lock:
                 self._lock.acquire()
             except Timeout as error:  # an OSError, too
                 raise UserError(f"{self.what} is in use by {self._owner()}: {self.remedy}") from error
+            # in place: the lock is on this very file, and a message cut short does no harm
             self.path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def _owner(self) -> str:

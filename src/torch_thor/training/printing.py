@@ -1,4 +1,4 @@
-"""Text from outside (file names, recipe values, error messages) on a terminal: shown as it is, and doing nothing there.
+"""Printing text from outside (file names, recipe values, error messages) so that it has no effect on the terminal.
 
 A file name may hold what Rich takes for markup and what a terminal takes for a command. Every line and every cell that
 can hold such text goes through here.
@@ -23,13 +23,13 @@ def visible(text: str) -> str:
 
 
 def printer(console: Console) -> Callable[[str], None]:
-    """What says one line, on a console, of plain text.
+    """Make a function that prints one line of plain text on a console.
 
     Args:
         console: Where it goes; above the bars where it has a live display.
 
     Returns:
-        Takes the line.
+        A function of the line.
     """
 
     def say(line: str) -> None:
@@ -39,7 +39,7 @@ def printer(console: Console) -> Callable[[str], None]:
 
 
 def cell(text: str) -> Text:
-    """A cell, heading or title of a table.
+    """Make a cell, heading or title of a table.
 
     Args:
         text: Any text.

@@ -17,7 +17,7 @@ from torch_thor.bench.figures.fisher_norm import (
     norm_changes,
     relative_distance,
 )
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.history import RefreshPoint
 from torch_thor.training.engine.loop import train

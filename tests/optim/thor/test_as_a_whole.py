@@ -149,7 +149,7 @@ def test_warnings_that_are_errors_come_when_the_step_is_over():
     for one in (model, twin):
         backward(one, STREAM[3])
     for one in (optimizer, other):
-        one.curvature["1"].sums()[0].blocks[0, 0, 0] = torch.nan
+        one.curvature["1"].statistics.sums()[0].blocks[0, 0, 0] = torch.nan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="layer '1': its new factors hold NaN"):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import torch_thor.split.choice as choice_module
 from torch_thor import THOR, choose_split_dim
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.statistics import Statistics
 
 
 @pytest.fixture(autouse=True)
@@ -203,13 +203,13 @@ def test_a_vocabulary_is_never_whole(monkeypatch, measured):
     monkeypatch.setattr(parameter_view, "LARGEST", 8)
     monkeypatch.setattr(choice, "LARGEST", 8)
     widest = []
-    really = LayerCurvature.gather
+    really = Statistics.gather
 
-    def gather(layer, *rows, **options):
-        really(layer, *rows, **options)
-        widest.append(max(part.shape[-1] for sums in layer.gathered() for part in sums.parts()))
+    def gather(statistics, *rows, **options):
+        really(statistics, *rows, **options)
+        widest.append(max(part.shape[-1] for sums in statistics.gathered() for part in sums.parts()))
 
-    monkeypatch.setattr(LayerCurvature, "gather", gather)
+    monkeypatch.setattr(Statistics, "gather", gather)
     model = nn.Linear(21, 4)
     optimizer = THOR(model, split_dim="auto")
     F.cross_entropy(model(torch.randn(9, 21)), torch.zeros(9, dtype=torch.long)).backward()

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tiny import listened_to
 from torch_thor import THOR
-from torch_thor.capture.eager import eager_window
+from torch_thor.capture.module_calls import module_calls
 
 STEPS, INTERVAL = 9, 4
 
@@ -35,7 +35,7 @@ def fresh_compiler():
     """Nothing compiled, and no optimizer of another test (one that failed keeps its locals) that waits."""
     torch._dynamo.reset()
     gc.collect()
-    for waiting in [reference() for reference in eager_window._holders.values()]:
+    for waiting in [reference() for reference, _ in module_calls.subscribers.values()]:
         waiting.remove()
     yield
     torch._dynamo.reset()

@@ -1,5 +1,6 @@
 """What is preconditioned and what is not is said by name, for every parameter."""
 
+import inspect
 import warnings
 
 import pytest
@@ -157,6 +158,17 @@ def test_print_shows_it_all():
         "11 x 8",
     ):
         assert word in text
+
+
+def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[1].parameters()}]
+    lines = repr(THOR(groups, model=model, lr=0.1)).splitlines()
+    assert lines[:4] == ["THOR (", "Parameter Group 0", "    lr: 0.2", "    damping: 0.03"]
+    second = lines.index("Parameter Group 1")
+    assert lines[second + 1] == "    lr: 0.1"
+    options = [line.split(":")[0].strip() for line in lines[second + 1 : lines.index(")")]]
+    assert set(options) <= set(inspect.signature(THOR).parameters)
 
 
 def test_curvature_has_the_preconditioned_layers_by_module_name():

@@ -66,7 +66,7 @@ def test_rows_are_there_before_any_backward_pass():
     model = mlp()
     optimizer = THOR(model, **OPTIONS)
     model(STREAM[0][0])
-    assert [layer.rows for layer in optimizer.curvature.values()] == [8, 8, 8]
+    assert [layer.statistics.rows for layer in optimizer.curvature.values()] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("reset", RESETS)
@@ -178,7 +178,7 @@ def test_evaluation_leaves_nothing(context):
             model(torch.full((50, 5), torch.nan, dtype=torch.float64))
 
     evaluate()
-    assert all(layer.rows == 0 for layer in optimizer.curvature.values())
+    assert all(layer.statistics.rows == 0 for layer in optimizer.curvature.values())
     loss = loss_of(model, STREAM[0])
     evaluate()
     loss.backward()
@@ -193,7 +193,7 @@ def test_between_refreshes_no_row_is_gathered():
     train(model, optimizer, STREAM[:1])
     for batch in STREAM[1:3]:
         loss_of(model, batch).backward()
-        assert all(layer.rows == 0 for layer in optimizer.curvature.values())
+        assert all(layer.statistics.rows == 0 for layer in optimizer.curvature.values())
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(A(optimizer), moment(STREAM[0][0]))
@@ -205,7 +205,7 @@ def test_a_layer_that_is_not_due_gathers_nothing_while_others_do():
     optimizer = THOR(groups, model=model, **OPTIONS)
     train(model, optimizer, STREAM[:1])
     loss_of(model, STREAM[1]).backward()
-    assert [layer.rows for layer in optimizer.curvature.values()] == [0, 8, 8]
+    assert [layer.statistics.rows for layer in optimizer.curvature.values()] == [0, 8, 8]
 
 
 def test_a_frozen_layer_gathers_nothing():
@@ -213,7 +213,7 @@ def test_a_frozen_layer_gathers_nothing():
     optimizer = THOR(model, **OPTIONS)
     model[0].requires_grad_(False)
     loss_of(model, STREAM[0]).backward()
-    assert [layer.rows for layer in optimizer.curvature.values()] == [0, 8, 8]
+    assert [layer.statistics.rows for layer in optimizer.curvature.values()] == [0, 8, 8]
 
 
 def test_a_changed_input_has_been_seen_before_it_changed():

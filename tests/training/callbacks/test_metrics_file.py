@@ -58,7 +58,7 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path, loss):
     point = StepPoint(1, loss, 0.1, 0.5, 0.5, False, 4, skipped=True)
     replay(file, small_run(PLAN), History([point]))
     file.close()
-    assert json.loads(file.path.read_text())["loss"] is None  # NaN is no JSON: other readers would refuse the file
+    assert json.loads(file.path.read_text())["loss"] is None  # NaN is not JSON: other readers would refuse the file
     [read] = read_metrics(file.path).steps
     assert math.isnan(read.loss)
     assert {**asdict(read), "loss": 0} == {**asdict(point), "loss": 0}
@@ -75,7 +75,7 @@ def test_what_a_resumed_run_writes_anew_is_on_the_disk_before_it_takes_the_name(
     file = MetricsFile(tmp_path / "m.jsonl")
     file.before_training(small_run(PLAN))
     file.close()
-    assert synced == [tmp_path / "m.writing", "renamed"]
+    assert synced == [tmp_path / ".writing-m.jsonl", "renamed"]
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs a device that is always full")

@@ -12,7 +12,8 @@ from rich.console import Console
 from torch_thor import THOR, intervals
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config.recipe import load_recipe, override, parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import override, parse_recipe, recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.engine.loop import Callback, train
@@ -233,8 +234,8 @@ def test_a_recipe_names_a_preset(name, data):
         ("update_interval=2.5", "update_interval=2.5"),
         ("update_interval=null", "update_interval=None"),
         ("update_interval=[1,2]", "update_interval="),
-        ("update_interval={first: 3}", "kind=None is no schedule: use one of constant, piecewise, geometric"),
-        ("update_interval={kind: linear}", "kind=linear is no schedule"),
+        ("update_interval={first: 3}", "kind=None is not a schedule: use one of constant, piecewise, geometric"),
+        ("update_interval={kind: linear}", "kind=linear is not a schedule"),
         ("update_interval={kind: constant, intervall: 3}", "constant takes interval, not intervall"),
         ("update_interval={kind: geometric, first: 9, last: 3, factor: 2}", "update_interval: last=3"),
         ("trace_thresholds=thor_sotp", "'thor_sotp' is not known; use one of 'thor', 'thor_stop', 'thor_nt'"),

@@ -152,7 +152,7 @@ def test_killed_while_the_best_is_replaced(tmp_path, go, monkeypatch, moment):
             link = os.link
             patch.setattr(os, "link", lambda *a: link(*a) if not calls.append(0) and len(calls) < 4 else die())
         elif moment == "flush":
-            patch.setattr(best, "flush", die)
+            patch.setattr(os, "fsync", die)
         elif moment == "rename":
             patch.setattr(type(tmp_path), "rename", die)
         else:

@@ -16,7 +16,8 @@ from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.checkpoint import open_checkpoint
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.saving import known_record
-from torch_thor.training.config.recipe import load_recipe, override
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import override
 from torch_thor.training.errors import DamagedCheckpointError, UserError
 from torch_thor.training.experiment import run_recipe
 

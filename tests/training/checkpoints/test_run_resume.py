@@ -13,7 +13,8 @@ from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import StoppedError, UserError

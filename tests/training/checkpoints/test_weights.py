@@ -10,10 +10,15 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from command_line import assert_same, newest, state
+from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config.recipe import load_recipe, override
+from torch_thor.training.checkpoints.weights import with_checksum
+from torch_thor.training.checksums import sha256
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import override
 from torch_thor.training.data.in_memory import DataSpec, load_data
 from torch_thor.training.errors import UserError
+from torch_thor.training.evaluating import evaluate_saved
 from torch_thor.training.experiment import image_run as new_run
 from torch_thor.training.experiment import run_recipe
 from torch_thor.training.models import classifiers as models
@@ -129,7 +134,7 @@ def test_what_does_not_fit_is_one_line_and_no_run_is_begun(file, change, words, 
 
 def test_a_file_that_holds_code_is_not_read(file, data):
     torch.save(load_file(file), file.with_suffix(".pt"))
-    with pytest.raises(UserError, match=r"mine.pt is no safetensors file .* safetensors.torch.save_file"):
+    with pytest.raises(UserError, match=r"mine.pt is not a safetensors file .* safetensors.torch.save_file"):
         started([f"weights={file.with_suffix('.pt')}"], data)
 
 
@@ -158,6 +163,36 @@ def test_from_a_checkpoint_of_a_run(file, data):
     (saved / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"is damaged: model\.safetensors"):
         started([f"weights={saved}"], data)
+
+
+def test_the_paths_of_eval_are_those_of_weights(file, data):
+    """A run folder, an optimizer's, its checkpoints, the best ones among them, and a checkpoint itself."""
+    run_recipe(load_recipe("digits", [*WORDS, "seed=3"]), RunFolder(Path("before")), SILENT)
+    saved = newest(Path("before"), "sgd")
+    for path in (saved, saved.parent, saved.parent / "best", saved.parent.parent, Path("before")):
+        found = started([f"weights={path}"], data)
+        (score,) = evaluate_saved(path, ["device=cpu"], pytest.fail)
+        taken = load_file(score.path / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in taken.items()), path
+
+
+def test_a_run_of_several_optimizers_needs_one_to_be_named(file, data):
+    words = [*WORDS, "optimizer=sgd,adamw"]
+    run_recipe(load_recipe("digits", words), RunFolder(Path("before")), SILENT)
+    with pytest.raises(UserError, match=r"of sgd, adamw: choose one, such as weights=before/sgd$"):
+        started(["weights=before"], data)
+    started(["weights=before/sgd"], data)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(file):
+    run_recipe(load_recipe("digits", [*WORDS, "checkpoint_interval=3"]), RunFolder(Path("before")), SILENT)
+    folder = newest(Path("before"), "sgd").parent
+    for path in folder.rglob(f"{newest(Path('before'), 'sgd').name}/model.safetensors"):
+        path.write_bytes(b"damaged")
+    said = []
+    found = with_checksum(load_recipe("digits", [*WORDS, f"weights={folder}"]), said.append)
+    assert any("falling back to the one before" in line for line in said)
+    assert found.weights_sha256 == sha256(newest_whole(folder, lambda _: None).path / "model.safetensors")
 
 
 def test_weights_that_changed_before_an_optimizer_started_are_noticed(file):

@@ -11,8 +11,8 @@ from torch import nn
 
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
+from torch_thor.training.checksums import sealed, sha256
 from torch_thor.training.errors import DamagedCheckpointError, UserError
-from torch_thor.training.files import sealed, sha256
 
 FILES = [checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.RECIPE, checkpoint.MANIFEST]
 

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
 from torch_thor.training.config.keys import key_tables, keys_of
-from torch_thor.training.config.recipe import WHOLE_SETTINGS, Recipe, load_recipe, parse_recipe
+from torch_thor.training.config.recipe import WHOLE_SETTINGS, Recipe
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import parse_recipe
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.optimizers.registry import OPTIMIZERS
 

@@ -8,7 +8,9 @@ from torch import nn
 
 from command_line import assert_same, checkpoints, lines, newest, state
 from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config.recipe import load_recipe, override
+from torch_thor.training.config.lengthening import check_epochs
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.config.recipe_text import override
 from torch_thor.training.errors import UserError
 from torch_thor.training.experiment import run_recipe
 from torch_thor.training.models import classifiers as models
@@ -103,3 +105,10 @@ def test_what_would_have_been_another_run_is_refused_and_nothing_is_touched(tmp_
         run_recipe(override(recipe, [f"epochs={epochs}"]), RunFolder(tmp_path / "run"), SILENT, resume=True)
     assert "\n" not in str(caught.value)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_of_so_many_steps_is_not_lengthened_by_epochs():
+    stored = load_recipe("digits", ["steps=5"])
+    check_epochs(stored, override(stored, ["lr=0.1"]))
+    with pytest.raises(UserError, match="epochs=30: the run ends after steps=5 and not after epochs; leave epochs out"):
+        check_epochs(stored, override(stored, ["epochs=30"]))

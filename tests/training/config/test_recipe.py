@@ -4,15 +4,9 @@ import dataclasses
 
 import pytest
 
-from torch_thor.training.config.recipe import (
-    differences,
-    load_recipe,
-    override,
-    parse_recipe,
-    recipe_list,
-    recipe_names,
-    recipe_yaml,
-)
+from torch_thor.training.config.recipe_files import load_recipe, recipe_list, recipe_names
+from torch_thor.training.config.recipe_text import override, parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_values import differences
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.errors import UserError
 from torch_thor.training.models.classifiers import build_model
@@ -69,7 +63,7 @@ def test_one_optimizer_by_name():
         ("dampin=1", r"dampin .*did you mean damping\?"),
         ("optimizers.thor.dampin=1", r"optimizers\.thor\.dampin .*optimizers\.thor\.damping"),
         ("optimizers.tohr.lr=1", "tohr: no such optimizer"),
-        ("optimizer=tohr", "optimizer=tohr is no optimizer"),
+        ("optimizer=tohr", "optimizer=tohr is not an optimizer"),
         ("optimizer=sgd,sgd", "names one twice"),
         ("optimizer=[]", "optimizer is empty"),
         ("epochs=many", "epochs: .*'many'"),
@@ -88,13 +82,13 @@ def test_one_optimizer_by_name():
         ("eval_epochs=0", "eval_epochs=0"),
         ("threads=0", "threads=0"),
         ("targets=[95]", r"targets=\[95\.0\] must lie in"),
-        ("data.name=mnist", r"data\.name=mnist is no data set"),
-        ("schedule.kind=stpe", "kind=stpe is no schedule"),
+        ("data.name=mnist", r"data\.name=mnist is not a data set"),
+        ("schedule.kind=stpe", "kind=stpe is not a schedule"),
         ("schedule.kind=step", "kind=step needs milestones"),
         ("schedule.horizon_epochs=-1", "horizon_epochs=-1"),
         ("schedule=3", "schedule: "),
         ("epochs=[1", "epochs=.1"),
-        ("=3", "is no override"),
+        ("=3", "is not an override"),
     ],
 )
 def test_wrong_overrides_name_key_and_remedy_in_one_line(word, said):

@@ -7,7 +7,7 @@ import torch
 
 from image_tree import write_tree
 from torch_thor import AGCSGD, LAMB, THOR
-from torch_thor.training.config.recipe import load_recipe, recipe_names
+from torch_thor.training.config.recipe_files import load_recipe, recipe_names
 from torch_thor.training.config.schedules.curves import factor
 from torch_thor.training.data.named import open_data
 from torch_thor.training.data.shards import TrainingOrder

@@ -118,7 +118,7 @@ def test_a_killed_writer_leaves_nothing_that_is_taken_for_a_cache(tree, tmp_path
         patch.setattr("os.fsync", killed)
         with pytest.raises(KeyboardInterrupt):
             opened(folder, tree)
-    assert [name.endswith(".writing") for name in folders(folder)] == [True]
+    assert [name.startswith(".writing-") for name in folders(folder)] == [True]
     source, made = opened(folder, tree)
     assert made
     assert len(folders(folder)) == 1

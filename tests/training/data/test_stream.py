@@ -8,7 +8,7 @@ import torch
 from torchvision.transforms import v2
 
 from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
-from torch_thor.training.data.broken import BrokenImages
+from torch_thor.training.data.broken_images import BrokenImages
 from torch_thor.training.data.decoding import BrokenImageError
 from torch_thor.training.data.folder import list_images
 from torch_thor.training.data.image_set import ImageSet

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from torch_thor.training.config.data_spec import Workers
+from torch_thor.training.data.image_source import MemorySource
 from torch_thor.training.data.reading import raw_loader
-from torch_thor.training.data.source import MemorySource
 
 
 class Whole:

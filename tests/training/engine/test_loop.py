@@ -50,6 +50,23 @@ def test_equals_a_loop_written_out(data):
     assert [point.lr for point in record.steps] == pytest.approx([0.1 * (1 - t / 6) for t in range(6)])
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_length_in_steps_takes_the_place_of_epochs(data, steps):
+    """Less than an epoch of three batches, or one and two thirds; the schedule and the evaluations end with it."""
+    config = RunConfig(epochs=9, steps=steps, batch_size=3, seed=5, schedule=ScheduleSpec("linear"))
+    record = train(run := new(data, config))
+    assert (run.step, run.total_steps, run.done) == (steps, steps, True)
+    assert [point.lr for point in record.steps] == pytest.approx([0.1 * (1 - t / steps) for t in range(steps)])
+    assert record.evaluations[-1].step == steps
+    same = train(new(data, RunConfig(epochs=2, batch_size=3, seed=5)))
+    assert record.steps[0].loss == same.steps[0].loss
+
+
+def test_no_steps_are_refused():
+    with pytest.raises(UserError, match="steps=0 must be 1 or more optimizer steps; null trains for epochs"):
+        RunConfig(steps=0)
+
+
 class Diary(Callback):
     def __init__(self):
         self.lines = []

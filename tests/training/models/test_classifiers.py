@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
@@ -73,8 +73,8 @@ def test_images_that_a_network_cannot_take_are_one_line(name, bundle, said):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("smal-cnn", r"^model=smal-cnn is no network: .*did you mean small-cnn\?.*ours are small-cnn, small-resnet"),
-        ("torchvision:resnet5", r"^model=torchvision:resnet5 is no network: .*did you mean resnet50\?"),
+        ("smal-cnn", r"^model=smal-cnn is not a network: .*did you mean small-cnn\?.*ours are small-cnn, small-resnet"),
+        ("torchvision:resnet5", r"^model=torchvision:resnet5 is not a network: .*did you mean resnet50\?"),
         ("fcn_resnet50", r"^model=fcn_resnet50 does not classify images"),
     ],
 )

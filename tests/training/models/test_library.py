@@ -77,9 +77,12 @@ def test_segmentation_is_no_classifier_but_can_be_built_without_a_pretrained_bac
             r"^resnet5 is neither a torchvision nor a timm model \(did you mean resnet50\?\); or write your own",
         ),
         ("mien", r"did you mean mine\?"),
-        ("torchvision:resnet5", r"^torchvision:resnet5 is no torchvision model \(did you mean resnet50\?\); or write"),
-        ("torchvision:resnet10t", r"is no torchvision model"),
-        ("timm:resnet5", r"^timm:resnet5 is no timm model \(did you mean resnet50\?\); or write"),
+        (
+            "torchvision:resnet5",
+            r"^torchvision:resnet5 is not a torchvision model \(did you mean resnet50\?\); or",
+        ),
+        ("torchvision:resnet10t", r"is not a torchvision model"),
+        ("timm:resnet5", r"^timm:resnet5 is not a timm model \(did you mean resnet50\?\); or write"),
         ("hf-hub:timm/resnet50", r"is neither"),
     ],
 )
@@ -96,7 +99,7 @@ def test_without_timm(monkeypatch):
     for word in ("timm:resnet18", "resnet10t"):
         with pytest.raises(UserError, match=r"pip install 'torch-thor\[timm\]'"):
             find(word)
-    with pytest.raises(UserError, match=r"torchvision:resnet10t is no torchvision model"):
+    with pytest.raises(UserError, match=r"torchvision:resnet10t is not a torchvision model"):
         find("torchvision:resnet10t")
 
 

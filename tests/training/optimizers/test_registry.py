@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import AGCSGD, LAMB
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.in_memory import DataSpec, load_data
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError
@@ -215,7 +215,7 @@ def test_settings_of_another_optimizer_are_refused():
         build_optimizer("sgd", net(), settings("adam"))
     with pytest.raises(UserError, match="not for adam: pass a AdamSettings"):
         build_optimizer("adam", net(), settings("adamw"))
-    with pytest.raises(UserError, match="optimizer=sdg is no optimizer"):
+    with pytest.raises(UserError, match="optimizer=sdg is not an optimizer"):
         build_optimizer("sdg", net())
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.loop import Run, train

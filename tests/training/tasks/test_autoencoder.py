@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.in_memory import DataSpec, load_data
 from torch_thor.training.data.shards import Shard
 from torch_thor.training.engine.evaluation import evaluate
@@ -64,11 +64,11 @@ def test_loss_and_figures_by_hand(task):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("model=small-cnn", "model=small-cnn is no network of task=autoencoder: use deep-autoencoder"),
+        ("model=small-cnn", "model=small-cnn is not a network of task=autoencoder: use deep-autoencoder"),
         ("data.name=cifar10", "data.name=cifar10: task=autoencoder takes one of digits, fashion-mnist"),
         ("label_smoothing=0.1", "label_smoothing=0.1: task=autoencoder has no smoothed labels"),
         ("classes=10", "classes=10: task=autoencoder has no classes"),
-        ("task=autoencode", "task=autoencode is no task: use one of image-classification, autoencoder, char-lm"),
+        ("task=autoencode", "task=autoencode is not a task: use one of image-classification, autoencoder, char-lm"),
         ("targets=[0]", r"targets=\[0\.0\] must be above 0"),
     ],
 )

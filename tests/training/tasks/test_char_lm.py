@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.python_text import WindowOrder, characters, python_text
 from torch_thor.training.data.shards import Shard
 from torch_thor.training.engine.evaluation import evaluate
@@ -109,7 +109,7 @@ def test_the_network_sees_no_character_to_come():
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("model=deep-autoencoder", "model=deep-autoencoder is no network of task=char-lm: use char-transformer"),
+        ("model=deep-autoencoder", "model=deep-autoencoder is not a network of task=char-lm: use char-transformer"),
         ("data.name=fashion-mnist", "data is set: task=char-lm is trained on the text of this Python's own help"),
         ("label_smoothing=0.1", "label_smoothing=0.1: task=char-lm has no smoothed labels"),
     ],

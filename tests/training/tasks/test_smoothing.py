@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.in_memory import DataSpec, load_data
 from torch_thor.training.engine.loop import train
 from torch_thor.training.errors import UserError

@@ -9,11 +9,11 @@ from small_tasks import PaddedRows
 from torch_thor import THOR
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.data.shards import Shard
+from torch_thor.training.engine.batch_trees import split_batch
 from torch_thor.training.engine.evaluation import evaluate
 from torch_thor.training.engine.history import EvalPoint, History
 from torch_thor.training.engine.loop import Run, train
 from torch_thor.training.engine.step import Stepper
-from torch_thor.training.engine.trees import split_batch
 from torch_thor.training.errors import UserError
 from torch_thor.training.tasks.registry import TASKS
 from torch_thor.training.tasks.task import primary

@@ -1,1 +1,1 @@
-"""The paper's figures on data at hand: each measured into raw data that is kept, and drawn from that alone."""
+"""The paper's figures on small data sets: each is measured into raw data, and drawn from these alone."""

@@ -36,7 +36,7 @@ RULE = "lr of the recipe times the square root of batch size over the recipe's"
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """What decides the table.
+    """Choose the settings of the figure.
 
     Args:
         options: The user's.
@@ -61,7 +61,7 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs of the table, the largest batch first: if it does not fit, that is known at once.
+    """Return the runs of the table, the largest batch first: if it does not fit, that is known at once.
 
     Args:
         settings: What decides it.
@@ -78,7 +78,7 @@ def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def scaled(recipe: Mapping[str, Any], optimizer: str, batch_size: int) -> dict[str, Any]:
-    """The settings at a batch size.
+    """Return the settings at a batch size.
 
     Args:
         recipe: Plain values, with what was tuned at its own batch size.
@@ -116,7 +116,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
 
 
 def _targets(raw: RawData) -> list[float]:
-    """The recipe's targets that some run reaches."""
+    """Return the recipe's targets that some run reaches."""
     best = max((top1 for run in raw.runs for top1 in run["evaluations"]["top1"]), default=0.0)
     return [target for target in raw.settings["recipe"]["targets"] if target <= best]
 

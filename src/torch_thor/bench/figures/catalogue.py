@@ -1,4 +1,4 @@
-"""`torch-thor figures`: which figures there are, and when one is measured, gone on with, drawn again or refused."""
+"""`torch-thor figures`: the list of figures, and when one is measured, continued, drawn again or refused."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -20,10 +20,10 @@ from torch_thor.bench.machine import describe_device
 from torch_thor.bench.runner import complete_here, missing
 from torch_thor.bench.stores import key_of
 from torch_thor.training.engine import parallel
-from torch_thor.training.errors import UserError, require, writing
-from torch_thor.training.files import check_place, write_whole
+from torch_thor.training.errors import UserError, require
 from torch_thor.training.lock import LOCK_FILE, Lock
 from torch_thor.training.models.library import nearest
+from torch_thor.training.output_files import check_place, write_whole, writing
 from torch_thor.training.printing import printer
 
 FIGURES: dict[str, Figure] = {
@@ -67,7 +67,7 @@ class FigureJob:
 
 
 def figure_table() -> Table:
-    """The figures there are.
+    """List the figures.
 
     Returns:
         A table for a Rich console.
@@ -117,14 +117,14 @@ def make_figures(
         path = paths[each]
         return _stored(each, path) if redraw else _opened(each, path, options, device, overwrite=overwrite)
 
-    for each in names:  # before the first one is measured: what is wrong with the last is not told hours later
+    for each in names:  # all are checked before the first one is measured, which takes hours
         find(each)
     with writing(out, ANOTHER):
         out.mkdir(parents=True, exist_ok=True)
     for each in names:
         with Lock(out / f".{each}{LOCK_FILE}", f"figure {each} in {out}", f"wait for it, or {ANOTHER}") as lock:
             lock.take()
-            raw = find(each)  # another process may have gone on with it
+            raw = find(each)  # another process may have continued it
             _complete(raw, paths[each], console)
             _show(raw, paths[each], console)
 
@@ -142,13 +142,13 @@ def _show(raw: RawData, path: Path, console: Console) -> None:
 
 
 def _jobs(raw: RawData, console: Console | None = None) -> list[FigureJob]:
-    """The runs that the settings ask for."""
+    """List the runs that the settings require."""
     shown = console or Console(quiet=True)
     return [FigureJob(raw.figure, raw.settings, job, shown) for job in FIGURES[raw.figure].jobs(raw.settings)]
 
 
 def _stored(name: str, path: Path) -> RawData:
-    """The raw data that --redraw draws."""
+    """Read the raw data that --redraw draws."""
     raw = read(path, name)
     if raw is None:
         raise UserError(f"{path} is not there, so there is nothing to draw again: leave out --redraw to measure")
@@ -162,7 +162,7 @@ def _stored(name: str, path: Path) -> RawData:
 
 
 def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: bool) -> RawData:
-    """The raw data to go on with: new ones, or those that are there and were measured in the same way."""
+    """Open the raw data to continue: new ones, or those that exist and were measured with the same settings."""
     figure = FIGURES[name]
     settings = plain(
         figure.settings(Options(**{key: getattr(options, key) for key in figure.takes}), device_of(device))
@@ -189,7 +189,7 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
 
 
 def _complete(raw: RawData, path: Path, console: Console) -> None:
-    """Measure what is missing, one run after the other; each is on the disk before the next one starts."""
+    """Measure the missing runs one after the other; each is on the disk before the next one starts."""
     say = printer(console)
     with _threads_of(raw.settings):
         if not complete_here(_jobs(raw, console), RawFile(raw, path), say=lambda line: say(f"{raw.figure}: {line}")):

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch_thor.bench import markdown
 from torch_thor.bench.drawing import COLOURS, STYLES, draw_band, note, save
 from torch_thor.bench.figures import paper
-from torch_thor.bench.figures.figure import Figure, Options, recipe_of
+from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_title
 from torch_thor.bench.figures.measuring import (
     from_columns,
     median_step,
@@ -31,7 +31,7 @@ SMOOTHED = 25  # steps before each one that its loss is averaged with
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """What decides the curves.
+    """Choose the settings of the figure.
 
     Args:
         options: The user's.
@@ -46,7 +46,7 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs of the figure, seed by seed: a measurement that is cut short has all settings of the first seeds.
+    """Return the runs of the figure, seed by seed: a measurement that is cut short has all settings of the first seeds.
 
     Args:
         settings: What decides it.
@@ -160,12 +160,7 @@ def draw(raw: RawData, path: Path) -> None:
         for row in (0, 1):
             axes[row][column].grid(alpha=0.3)
             axes[row][column].legend()
-    recipe, seeds = raw.settings["recipe"], raw.settings["seeds"]
-    picture.suptitle(
-        f"{recipe['data']['name']}, {recipe['model']}, batch {recipe['batch_size']}, {raw.machine['device']}; "
-        f"mean and range of {len(seeds)} seed{'s' if len(seeds) > 1 else ''}",
-        fontsize=10,
-    )
+    write_title(picture, raw, raw.machine["device"], "mean and range of ")
     note(picture, f"Theirs, another task: {paper.CURVES_NOTE}")
     save(picture, path)
 

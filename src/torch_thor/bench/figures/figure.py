@@ -1,16 +1,20 @@
-"""What a figure is: settings, the runs they ask for, and what is drawn from the raw data alone."""
+"""The definition of a figure: its settings, the runs that these require, and how it is drawn from raw data."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from torch_thor.bench.figures.raw import RawData
-from torch_thor.training.config.recipe import Recipe, load_recipe
+from torch_thor.training.config.recipe import Recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError, require
+
+if TYPE_CHECKING:  # slow to import, and no window is wanted
+    from matplotlib.figure import Figure as Picture
 
 DEFAULT_DATA = "fashion-mnist"
 WHICH_RUNS = ("seeds", "batch_sizes")  # settings that say which runs there are, and not how one is measured
@@ -18,7 +22,7 @@ WHICH_RUNS = ("seeds", "batch_sizes")  # settings that say which runs there are,
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may say of a figure; `None` is the figure's own choice.
+    """The options of a figure; `None` is the figure's own choice.
 
     Args:
         data: The recipe with data, network and tuned settings: `fashion-mnist`, `digits` or a YAML file.
@@ -46,7 +50,7 @@ class Options:
             )
 
     def given(self) -> list[str]:
-        """The options that the user gave.
+        """Return the options that the user gave.
 
         Returns:
             Their names.
@@ -99,7 +103,7 @@ def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def recipe_of(options: Options) -> Recipe:
-    """The recipe that a figure starts from.
+    """Return the recipe that a figure starts from.
 
     Args:
         options: The user's.
@@ -112,7 +116,7 @@ def recipe_of(options: Options) -> Recipe:
 
 
 def device_of(name: str) -> str:
-    """The device in the words of the settings.
+    """Name the device for the settings.
 
     Args:
         name: As a recipe has it.
@@ -121,3 +125,20 @@ def device_of(name: str) -> str:
         A device name; never `auto`.
     """
     return str(resolve_device(name))
+
+
+def write_title(picture: "Picture", raw: RawData, how: str, what: str = "") -> None:
+    """Write above a picture what was trained, how, and with how many seeds.
+
+    Args:
+        picture: The picture.
+        raw: The raw data that it shows.
+        how: Stands after network and batch size.
+        what: Stands before the number of seeds.
+    """
+    recipe, seeds = raw.settings["recipe"], len(raw.settings["seeds"])
+    picture.suptitle(
+        f"{recipe['data']['name']}, {recipe['model']}, batch {recipe['batch_size']}, {how}; "
+        f"{what}{seeds} seed{'s' if seeds > 1 else ''}",
+        fontsize=10,
+    )

@@ -20,7 +20,7 @@ from torch_thor import THOR, intervals
 from torch_thor.bench import markdown
 from torch_thor.bench.drawing import draw_band, note, save
 from torch_thor.bench.figures import paper
-from torch_thor.bench.figures.figure import Figure, Options, recipe_of
+from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_title
 from torch_thor.bench.figures.measuring import recipe_settings, train_run
 from torch_thor.bench.figures.raw import RawData
 from torch_thor.curvature.layer import LayerCurvature
@@ -37,7 +37,7 @@ Factors = tuple[float, list[Tensor], list[Tensor]]  # T, then A and G of each gr
 
 
 def factors_of(layer: LayerCurvature) -> Factors:
-    """The factors that a layer took last, in float64.
+    """Return the factors that a layer took last, in float64.
 
     Args:
         layer: A layer with factors.
@@ -129,7 +129,7 @@ class Norms(Callback):
         self._before = now
 
     def columns(self) -> dict[str, Any]:
-        """What was noted.
+        """Return what was recorded.
 
         Returns:
             `layers`, `step` (of each refresh, from 1), and for each step a list over layers of norms and of distances.
@@ -138,7 +138,7 @@ class Norms(Callback):
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """What decides the figure.
+    """Choose the settings of the figure.
 
     Args:
         options: The user's.
@@ -155,7 +155,7 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs of the figure.
+    """Return the runs of the figure.
 
     Args:
         settings: What decides it.
@@ -196,7 +196,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
 
 
 def norm_changes(norms: Sequence[float]) -> list[float]:
-    """How much a norm changed from one refresh to the next.
+    """Return how much a norm changed from one refresh to the next.
 
     Args:
         norms: Of one layer, refresh by refresh.
@@ -272,13 +272,7 @@ def draw(raw: RawData, path: Path) -> None:
     for axes in (above, middle, below):
         axes.grid(alpha=0.3)
     above.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
-    recipe = raw.settings["recipe"]
-    seeds = len(raw.settings["seeds"])
-    picture.suptitle(
-        f"{recipe['data']['name']}, {recipe['model']}, batch {recipe['batch_size']}, unsplit factors, every layer "
-        f"refreshed; {seeds} seed{'s' if seeds > 1 else ''}",
-        fontsize=10,
-    )
+    write_title(picture, raw, "unsplit factors, every layer refreshed")
     note(picture, f"Theirs, another task: {paper.NORM_NOTE}")
     save(picture, path)
 

@@ -1,4 +1,4 @@
-"""One training for a figure: from the settings in the raw data to a run, from its record to plain values and back."""
+"""One training for a figure: from the settings in the raw data to a run, and its history as plain values."""
 
 import itertools
 import statistics
@@ -11,7 +11,9 @@ import yaml
 from rich.console import Console
 
 from torch_thor.training.callbacks.progress import Bar, Display, Lines
-from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, covers, parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
+from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_values import covers
 from torch_thor.training.data.named import open_data
 from torch_thor.training.engine import history
 from torch_thor.training.engine.history import History as Record
@@ -101,7 +103,7 @@ class Trained:
 
 
 def recipe_settings(recipe: Recipe, optimizers: Sequence[str]) -> dict[str, Any]:
-    """What of a recipe decides the runs of a figure.
+    """Select the keys of a recipe that decide the runs of a figure.
 
     Args:
         recipe: The recipe.
@@ -110,7 +112,7 @@ def recipe_settings(recipe: Recipe, optimizers: Sequence[str]) -> dict[str, Any]
     Returns:
         Its keys without those that each run sets or that change no number; settings of the optimizers named alone.
     """
-    # what trains is what the environment says now; where the data lie may be a secret, and changes nothing
+    # environment variables are resolved now; the folder of the data may be a secret, and changes nothing
     written = {key: text for key, text in recipe.written.items() if covers(FREE_ON_RESUME, key) and key != "epochs"}
     text = recipe_yaml(replace(recipe, written=written))
     keys = {key: value for key, value in yaml.safe_load(text).items() if key not in UNUSED}
@@ -165,7 +167,7 @@ def train_run(
 
 
 def processor_time_counts(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:
-    """Whether a figure shows processor time: on one thread of a CPU it is what a quiet machine takes.
+    """Tell whether a figure shows processor time: on one thread of a CPU it is what a quiet machine takes.
 
     Args:
         settings: With `device`.
@@ -185,13 +187,13 @@ def seconds_of(run: Mapping[str, Any], *, processor: bool) -> list[float]:
         processor: Whether in processor time, or in time on the wall; of training steps alone both.
 
     Returns:
-        Seconds, one a step.
+        Seconds, one number per step.
     """
     return list(run["processor_seconds"] if processor else run["steps"]["seconds"])
 
 
 def median_step(run: Mapping[str, Any], *, refresh: bool, processor: bool) -> float | None:
-    """What a step took.
+    """Return the median time of a step.
 
     Args:
         run: Of the raw data.

@@ -1,4 +1,4 @@
-"""What the authors of THOR report, with where it stands: shown beside our figures, never as ours.
+"""What the authors of THOR report, with its source: shown beside our figures, never as ours.
 
 Their task is ResNet-50 on ImageNet, on 8 to 256 Ascend 910; ours are small, so no number of theirs can be compared with
 one of ours. What has no source that could be read is not here: times of THOR_stop and THOR_NT apart from THOR's, values
@@ -26,7 +26,7 @@ class Reported:
         batch_size: Images a step, over all devices.
         devices: What they trained on.
         epochs: To the accuracy; in words, because some are read off a curve.
-        source: Where it stands.
+        source: Paper, section, table or page.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""The raw data of a figure: one JSON file, whole or not there, that says what it was measured with and on.
+"""The raw data of a figure: one JSON file with the settings and the machine that it was measured with.
 
 A figure is measured run by run, and the file is written anew after each one: a measurement that was interrupted goes on
 with the runs that are missing. `RawFile` is the store of these runs. A checksum tells a file that was cut short or
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_thor.bench.stores import key_of
+from torch_thor.training.checksums import digest
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.files import digest, write_whole
+from torch_thor.training.output_files import write_whole
 
 FORMAT = 1
 DIGITS = 6  # significant ones that a number keeps
@@ -48,7 +49,7 @@ class RawData:
         return next((run for run in self.runs if run["job"] == job), None)
 
     def only(self, jobs: Sequence[Mapping[str, Any]]) -> "RawData":
-        """The same data with some runs alone.
+        """Return the same data with only some of the runs.
 
         Args:
             jobs: Which; each one is done.
@@ -61,7 +62,7 @@ class RawData:
         return replace(self, runs=found)
 
     def chosen(self, **part: Any) -> list[dict[str, Any]]:
-        """The runs that are done of some kind.
+        """Return the finished runs of some kind.
 
         Args:
             **part: What their jobs have in common.
@@ -96,11 +97,11 @@ class RawFile:
 
     @property
     def folder(self) -> Path:
-        """Where the file lies."""
+        """The folder of the file."""
         return self.path.parent
 
     def holds(self, key: str) -> bool:
-        """Whether a run is done.
+        """Tell whether a run is done.
 
         Args:
             key: Of its job, see `stores.key_of`.
@@ -158,7 +159,7 @@ def read(path: Path, figure: str) -> RawData | None:
         raise UserError(f"{path} cannot be read ({error}): {remedy}") from error
     require(
         isinstance(content, dict) and content.get("format") == FORMAT,
-        f"{path} is no raw data of a figure in format {FORMAT}: {remedy}",
+        f"{path} does not hold raw data of a figure in format {FORMAT}: {remedy}",
     )
     parts = {key: value for key, value in content.items() if key not in {"format", "checksum"}}
     require(content.get("checksum") == digest(parts), f"{path} is damaged, its checksum does not fit: {remedy}")
@@ -185,7 +186,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _lines(value: Any) -> str:
-    """A list as one line an item: a file of many runs can be read and compared."""
+    """Write a list with a line per item, so that people can read and compare files of many runs."""
     if not isinstance(value, list):
         return json.dumps(value)
     return "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"

@@ -19,7 +19,7 @@ MODEL, BATCH, PIXELS, SEED = "resnet50", 32, 224, 0
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """What decides the figure.
+    """Choose the settings of the figure.
 
     Args:
         options: The user's.
@@ -40,7 +40,7 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The only run there is.
+    """Return the only run there is.
 
     Args:
         settings: What decides it.
@@ -72,7 +72,7 @@ def _choice(raw: RawData) -> SplitChoice:
 
 
 def table(raw: RawData) -> str:
-    """Both curves.
+    """Return both curves as a table.
 
     Args:
         raw: Complete raw data.

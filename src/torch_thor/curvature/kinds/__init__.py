@@ -1,19 +1,18 @@
-"""What a layer is, to the curvature: one class a kind of layer, and which kind a module is.
+"""The kinds of layers that can be preconditioned, one class per kind, and which kind a module is.
 
-A new kind is a file that says what :class:`Kind` asks, and one line below.
+A new kind is a file with a class that implements :class:`Kind`, and one line below.
 """
 
 from torch import nn
 
-from torch_thor.curvature.kinds.attention import PROJECTIONS, ProjectionKind
 from torch_thor.curvature.kinds.base import Kind, MatrixWeight
 from torch_thor.curvature.kinds.convolution import ConvKind, ConvTransposeKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled, why_not_counted
-from torch_thor.curvature.kinds.experts import fused_experts
 from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind, is_hugging_face_conv1d
-from torch_thor.curvature.kinds.recurrent import RecurrentKind
+from torch_thor.curvature.kinds.projection import ProjectionKind, SequenceCall
 from torch_thor.curvature.kinds.registry import (
     check_weight,
+    has_kind,
     kind_of,
     parameter_names_of,
     register_built_in,
@@ -29,14 +28,13 @@ from torch_thor.curvature.kinds.standardised import (
 )
 
 __all__ = [
-    "PROJECTIONS",
     "Kind",
     "LinearKind",
     "MatrixWeight",
     "ProjectionKind",
-    "RecurrentKind",
+    "SequenceCall",
     "check_weight",
-    "fused_experts",
+    "has_kind",
     "kind_of",
     "parameter_names_of",
     "register_kind",

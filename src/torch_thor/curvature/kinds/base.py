@@ -1,7 +1,7 @@
-"""What every kind of layer answers: its geometry, its rows, and the way between the weight's memory and a matrix.
+"""The interface of all kinds of layers: sizes of the factors, rows of a call, and the weight as a matrix.
 
-Each kind turns a layer's input into the paper's rows ``a`` and the gradient of its output into rows ``g``. Samples are
-``(groups, features, rows)``, features first (see :mod:`torch_thor.curvature.blocks`).
+A kind turns the input of a layer into the rows ``a`` of the paper, and the gradient of its output into the rows ``g``.
+Samples are ``(groups, features, rows)``, features first (see :mod:`torch_thor.curvature.blocks`).
 """
 
 import math
@@ -14,60 +14,54 @@ from torch_thor.curvature.blocks import BlockDiagonal
 
 
 class Kind(Protocol):
-    """A layer's geometry: ``groups`` independent ``(outputs, inputs)`` matrices.
-
-    ``label`` names the kind in :meth:`THOR.coverage`. ``diagonal_input`` says that A is diagonal, whatever the split.
-    ``transposed`` says that :meth:`to_matrix` gives ``(groups, inputs, outputs)``: the weight lies so in memory.
-    ``solves_biases`` says that G is the second moment of the output's own gradient, which is also the bias's.
-    ``routed`` says that each group has rows of its own, some none: T is then in the factors.
-    """
+    """The geometry of a layer: ``groups`` independent matrices ``(outputs, inputs)``, and the rows of their factors."""
 
     @property
     def label(self) -> str:
-        """The kind's name for people."""
+        """The name of the kind in ``optimizer.coverage()``."""
         ...
 
     @property
     def groups(self) -> int:
-        """Independent (A, G) pairs."""
+        """The number of independent pairs (A, G): 1, or the groups of a convolution."""
         ...
 
     @property
     def inputs(self) -> int:
-        """Rows of A."""
+        """The number of rows of A, per group."""
         ...
 
     @property
     def outputs(self) -> int:
-        """Rows of G."""
+        """The number of rows of G, per group."""
         ...
 
     @property
     def diagonal_input(self) -> bool:
-        """Whether A is diagonal."""
+        """Whether A is diagonal, so that no split applies to it."""
         ...
 
     @property
     def transposed(self) -> bool:
-        """Whether inputs come before outputs in the weight's memory."""
+        """Whether the weight has the inputs first, so that :meth:`to_matrix` returns ``(groups, inputs, outputs)``."""
         ...
 
     @property
     def solves_biases(self) -> bool:
-        """Whether biases are solved with G."""
+        """Whether biases are preconditioned with G: it is the second moment of the gradient of the output itself."""
         ...
 
     @property
     def routed(self) -> bool:
-        """Whether each group has rows of its own: experts, and no convolution."""
+        """Whether each group has its own rows, possibly none, so that T is part of the factors (experts)."""
         ...
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return the leading dimension of the layer's input, 1 if it is not batched."""
+        """Return the number of samples in an input: its leading dimension, 1 if it has no batch dimension."""
         ...
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return the leading dimensions of the input, whose every index is a row; none where rows are patches."""
+        """Return the leading dimensions of the input, each index of which is a row; none where rows are patches."""
         ...
 
     def add_inputs_(
@@ -76,15 +70,15 @@ class Kind(Protocol):
         """Add ``Σ a aᵀ`` of one call to the input factor.
 
         Args:
-            a: the input factor, changed in place.
-            x: the layer's input.
+            a: the sum of the input factor, changed in place.
+            x: the input of the layer.
             output: the shape of its output.
-            keep: ``bool``, of the leading dimensions of ``x``: which rows count; None for all. A kind without such
-                rows (a convolution) takes all.
-            most: how many rows are enough, evenly spread (:func:`spacing`); None for all.
+            keep: ``bool``, of shape :meth:`row_shape`, False for rows to leave out; None to take all rows. A kind whose
+                rows are patches takes all.
+            most: a number of evenly spread rows that is enough (:func:`spacing`); None for all.
 
         Returns:
-            The number of rows; that of each group, where they have rows of their own.
+            The number of rows that were added; one number per group if ``routed``.
         """
         ...
 
@@ -92,30 +86,30 @@ class Kind(Protocol):
         """Add ``Σ g gᵀ`` of one call to the output factor.
 
         Args:
-            g: the output factor, changed in place.
-            x: the layer's input.
-            grad: the gradient of the loss with respect to its output.
+            g: the sum of the output factor, changed in place.
+            x: the input of the layer.
+            grad: the gradient of the loss with respect to its output, in the shape of the output.
             keep: as for :meth:`add_inputs_`.
         """
         ...
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as a batch of matrices, a view where memory allows."""
+        """Return a tensor of the weight's shape as matrices, one per group, as a view where its layout allows."""
         ...
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write back what :meth:`to_matrix` gave; nothing to do where it gave a view."""
+        """Copy a changed result of :meth:`to_matrix` back into its tensor; nothing to do where it is a view."""
         ...
 
 
 class MatrixWeight:
-    """The weight is one matrix, as it lies in memory."""
+    """A base class for kinds whose weight is one matrix in its own memory layout."""
 
     solves_biases = True
     routed = False
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as a batch of one matrix.
+        """Return a tensor of the weight's shape as one matrix.
 
         Args:
             tensor: ``(rows, columns)``.
@@ -126,27 +120,27 @@ class MatrixWeight:
         return tensor.contiguous()[None]
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write a matrix back.
+        """Copy a changed matrix back into the tensor that it was made of.
 
         Args:
-            matrix: what :meth:`to_matrix` gave, changed.
-            tensor: what it was given.
+            matrix: a result of :meth:`to_matrix`, whose values have changed.
+            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
         """
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix[0])
 
 
 def spacing(rows: int, most: int | None, period: int = 1) -> int:
-    """Return which rows are enough: every so many of them.
+    """Return the distance between the rows to take, where some rows are enough for a factor.
 
     Args:
-        rows: how many there are.
-        most: how many are enough; None for all.
-        period: rows of one sample (tokens, pixels); the spacing shares no factor with it, so that all places in a
-            sample have their turn.
+        rows: the number of rows.
+        most: the number of rows that is enough; None for all.
+        period: the number of rows of one sample (tokens, pixels). The distance shares no factor with it, so that rows
+            from all places in a sample are taken.
 
     Returns:
-        The spacing, 1 for all rows; at least ``most`` are left.
+        The distance, 1 for all rows; at least ``most`` rows are taken.
     """
     step = 1 if most is None else max(1, rows // max(most, 1))
     while math.gcd(step, period) > 1:
@@ -155,11 +149,11 @@ def spacing(rows: int, most: int | None, period: int = 1) -> int:
 
 
 def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:
-    """Return whether a matrix is a view of a tensor.
+    """Return whether a matrix is a view of the tensor that it was made of.
 
     Args:
-        matrix: what :meth:`Kind.to_matrix` gave.
-        tensor: what it was given.
+        matrix: a result of :meth:`Kind.to_matrix`.
+        tensor: the tensor that was passed to it.
 
     Returns:
         Whether they share memory.

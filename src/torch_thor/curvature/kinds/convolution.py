@@ -1,7 +1,7 @@
-"""Convolutions in one, two and three dimensions, and their transposes: a row of ``a`` is a patch, of ``g`` a pixel.
+"""Convolutions and transposed convolutions in one, two and three dimensions: ``a`` is a patch, ``g`` an output pixel.
 
-Samples come in pieces small enough to stay in cache, because the patches of a convolution repeat every pixel as often
-as the kernel has taps. ``n`` is the number of spatial dimensions, ``*L`` stands for that many sizes.
+Patches are formed in pieces that are small enough to stay in the cache, because they repeat every pixel as often as the
+kernel has taps. In shapes, ``*L`` stands for the spatial sizes.
 """
 
 import math
@@ -16,8 +16,9 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds.base import shares_memory, spacing
 from torch_thor.curvature.kinds.patches import Patches, Reach, evenly_spread
 
-# Patches are written once and read once; a piece that stays in the last-level cache makes that read free.
-# (ResNet-50's 3x3 layers at 56x56, batch 8: 20 ms at once, 3 ms in pieces of one image.) A GPU wants few large pieces.
+# Patches are written once and read once; where a piece stays in the last-level cache, reading it costs next to nothing
+# (3x3 layers of ResNet-50 at 56x56, batch 8: 20 ms as a whole, 3 ms in pieces of one image). A GPU is faster with few
+# large pieces.
 _PIECE_BYTES = {"cpu": 8 * 2**20}
 _PIECE_BYTES_DEVICE = 256 * 2**20
 
@@ -30,8 +31,8 @@ class ConvKind:
 
     Args:
         module: the layer.
-        same: whether it pads its input by itself, as TensorFlow's "SAME" does, so that ``ceil(size / stride)`` pixels
-            come out; ``module.padding`` is then not looked at.
+        same: whether its forward pads the input as TensorFlow's "SAME" does, so that the output has
+            ``ceil(size / stride)`` pixels; ``module.padding`` is then not used.
     """
 
     diagonal_input = False
@@ -53,21 +54,21 @@ class ConvKind:
         self.padding_mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return the number of images, 1 for a single one.
+        """Return the number of images, 1 for an input without a batch dimension.
 
         Args:
             x: ``(N, C, *L)`` or ``(C, *L)``.
 
         Returns:
-            The number of loss terms this input stands for by default.
+            The number of images in the input.
         """
         return x.shape[0] if x.dim() == len(self.kernel) + 2 else 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return no dimensions: a patch has no one place in a sequence.
+        """Return no dimensions: a patch has no single position in a sequence.
 
         Args:
-            x: the input.
+            x: not used.
 
         Returns:
             ``()``.
@@ -77,21 +78,21 @@ class ConvKind:
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Add the patches, a few images at a time; where fewer are enough, those of all images.
+        """Add the patches, a few images at a time; with ``most``, evenly spread patches of all images at once.
 
         Args:
             a: the input factor, changed in place.
             x: ``(N, C_in, *L)`` or ``(C_in, *L)``.
             output: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
             keep: not used.
-            most: how many rows are enough; None for all.
+            most: the number of rows that is enough; None for all.
 
         Returns:
-            The number of rows: images times output pixels, where all are taken.
+            The number of rows: images times output pixels, unless ``most`` leaves some out.
         """
         x, sizes, dtype = self._batched(x), output[-len(self.kernel) :], a.blocks.dtype
         pixels = math.prod(sizes)
-        step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)  # of more, each has other places
+        step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)  # several images differ in position
         if step > 1:
             x, reaches = self._reached(x, sizes)
             few = self._few(x, sizes, step, reaches)
@@ -102,7 +103,7 @@ class ConvKind:
         return len(x) * pixels
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the output's pixels, a few images at a time.
+        """Add the pixels of the gradient of the output, a few images at a time.
 
         Args:
             g: the output factor, changed in place.
@@ -118,36 +119,36 @@ class ConvKind:
         return x[None] if x.dim() < len(self.kernel) + 2 else x
 
     def _samples(self, patches: Tensor) -> Tensor:
-        """Return patches ``(C_in, *kernel, ...)`` as rows of ``a``, ``(groups, inputs, rows)``."""
+        """Return patches ``(C_in, *kernel, ...)`` as rows ``a``, ``(groups, inputs, rows)``."""
         return patches.reshape(self.groups, self.inputs, -1)
 
     def _output_samples(self, grad: Tensor) -> Tensor:
-        """Return the rows of ``g``, ``(groups, outputs, rows)``."""
+        """Return the rows ``g``, ``(groups, outputs, rows)``."""
         return grad.transpose(0, 1).reshape(self.groups, self.outputs, -1)
 
     def _patches(self, x: Tensor, sizes: torch.Size) -> Tensor:
-        """Return every patch, ``(C_in, *kernel, N, *sizes)``: reshape then makes samples with a single copy."""
-        if math.prod(self.kernel) > 1:  # windows of a channels_last image would be gathered number by number
+        """Return all patches, ``(C_in, *kernel, N, *sizes)``, a layout that becomes samples with a single copy."""
+        if math.prod(self.kernel) > 1:  # windows of a channels_last image would be copied number by number
             x = x.contiguous()
         return self._ordered(self._windows(x, sizes))
 
     def _windows(self, x: Tensor, sizes: torch.Size) -> Tensor:
-        """Return every patch as a view of the padded images, in the order of memory."""
+        """Return all patches as a view of the padded images, with their taps in the order of memory."""
         padding = self._same_padding(x, sizes) if self.same else self.padding
         if any(padding):
             x = F.pad(x, padding, mode="constant" if self.same else self.padding_mode)
         return _windows(x, self.kernel, self.dilation, self.stride, sizes)
 
     def _reached(self, x: Tensor, sizes: torch.Size) -> tuple[Tensor, list[Reach]]:
-        """Return images, padded unless with zeros, and what each dimension of the output sees of them."""
+        """Return the images, padded unless with zeros, and the reach of an output pixel in each dimension."""
         padding = self._same_padding(x, sizes) if self.same else self.padding
         if any(padding) and self.padding_mode != "constant" and not self.same:
             x, padding = F.pad(x, padding, mode=self.padding_mode), (0,) * len(padding)
-        before = padding[-2::-2]  # the last dimension comes first, each with what is before it and after
+        before = padding[-2::-2]  # pairs (before, after), the last dimension first
         return x, [Reach(*each) for each in zip(self.kernel, self.stride, self.dilation, before, strict=True)]
 
     def _few(self, x: Tensor, sizes: torch.Size, step: int, reaches: list[Reach]) -> Patches:
-        """Return where one in ``step`` patches of all images lie; those of the latest shape are kept."""
+        """Return the positions of one in ``step`` patches of all images; those of the latest shape are cached."""
         key = (x.shape, sizes, step, x.device)
         if self._kept is None or self._kept[0] != key:
             rows = evenly_spread(len(x), math.prod(sizes), step, x.device)
@@ -155,11 +156,11 @@ class ConvKind:
         return self._kept[1]
 
     def _ordered(self, windows: Tensor) -> Tensor:
-        """Return windows with their taps in the order of the weight's columns."""
+        """Return windows with their taps in the order of the columns of the weight."""
         return windows
 
     def _same_padding(self, x: Tensor, sizes: torch.Size) -> tuple[int, ...]:
-        """Return (before, after) of each dimension, the last first: what these sizes need, the odd pixel at the end."""
+        """Return the padding, (before, after) per dimension, the last first; an odd total has its extra pixel after."""
         padding: list[int] = []
         for i in reversed(range(len(self.kernel))):
             reach = (sizes[i] - 1) * self.stride[i] + self.dilation[i] * (self.kernel[i] - 1) + 1
@@ -168,33 +169,33 @@ class ConvKind:
         return tuple(padding)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as matrices, a group each.
+        """Return a tensor of the weight's shape as matrices, one per group.
 
         Args:
             tensor: ``(C_out, C_in / groups, *kernel)``.
 
         Returns:
-            ``(groups, outputs, inputs)``; a copy for channels_last, where rows of ``flatten(1)`` are no view.
+            ``(groups, outputs, inputs)``; a copy for channels_last, where ``flatten(1)`` is not a view.
         """
         return tensor.reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write a matrix back.
+        """Copy changed matrices back into the tensor that they were made of.
 
         Args:
-            matrix: what :meth:`to_matrix` gave, changed.
-            tensor: what it was given.
+            matrix: a result of :meth:`to_matrix`, whose values have changed.
+            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
         """
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix.view(tensor.shape))
 
 
 class ConvTransposeKind(ConvKind):
-    """``nn.ConvTranspose1d`` to ``3d``: the pixels of the input that one pixel of the output sees.
+    """``nn.ConvTranspose1d`` to ``3d``: ``a`` holds the input pixels that one output pixel depends on.
 
     A transposed convolution is a convolution with the flipped kernel over the input with ``stride - 1`` zeros between
-    its pixels, so its rows are patches of that, in the order (input channel, kernel taps as in the weight). Columns of
-    the weight's matrix follow the same order: ``weight.transpose(0, 1).flatten(1)``, a group at a time.
+    its pixels. Its rows are patches of that, ordered as (input channel, kernel taps as in the weight). The columns of
+    the weight's matrix have the same order: ``weight.transpose(0, 1).flatten(1)``, one group at a time.
 
     Args:
         module: the layer.
@@ -207,11 +208,11 @@ class ConvTransposeKind(ConvKind):
             spread = x.new_zeros(*x.shape[:2], *lengths)
             places = (slice(None), slice(None), *(slice(None, None, s) for s in self.stride))
             spread[places] = x
-        margins: list[int] = []  # last dimension first, as F.pad wants them; negative ones crop
+        margins: list[int] = []  # last dimension first, as F.pad takes them; negative ones crop
         for i in reversed(range(len(self.kernel))):
             reach = self.dilation[i] * (self.kernel[i] - 1)
             before = reach - self.padding[-2 * i - 1]
-            # sizes, not output_padding: forward() takes an output_size of its own
+            # from sizes, not from output_padding, which output_size of forward() overrides
             margins += [before, sizes[i] + reach - before - spread.shape[2 + i]]
         spread = F.pad(spread.contiguous(), margins)
         return _windows(spread, self.kernel, self.dilation, (1,) * len(self.kernel), sizes)
@@ -227,24 +228,24 @@ class ConvTransposeKind(ConvKind):
         return windows.flip(tuple(range(1, 1 + len(self.kernel))))
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as matrices, a group each.
+        """Return a tensor of the weight's shape as matrices, one per group.
 
         Args:
             tensor: ``(C_in, C_out / groups, *kernel)``.
 
         Returns:
-            ``(groups, outputs, inputs)``, a copy unless the kernel has one output channel a group.
+            ``(groups, outputs, inputs)``, a copy unless a group has one output channel.
         """
         taps = math.prod(self.kernel)
         by_group = tensor.reshape(self.groups, self.inputs // taps, self.outputs, taps)
         return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write a matrix back.
+        """Copy changed matrices back into the tensor that they were made of.
 
         Args:
-            matrix: what :meth:`to_matrix` gave, changed.
-            tensor: what it was given.
+            matrix: a result of :meth:`to_matrix`, whose values have changed.
+            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
         """
         if not shares_memory(matrix, tensor):
             taps = math.prod(self.kernel)
@@ -255,7 +256,7 @@ class ConvTransposeKind(ConvKind):
 def _windows(
     x: Tensor, kernel: tuple[int, ...], dilation: tuple[int, ...], stride: tuple[int, ...], sizes: torch.Size
 ) -> Tensor:
-    """Return a view of every window of ``(N, C, *L)``: ``(C, *kernel, N, *sizes)``."""
+    """Return all windows of ``(N, C, *L)`` as a view, ``(C, *kernel, N, *sizes)``."""
     image, channel, *pixel = x.stride()
     return x.as_strided(
         (x.shape[1], *kernel, x.shape[0], *sizes),
@@ -270,13 +271,13 @@ def _windows(
 
 
 def _paddings(module: _Conv | _ConvTranspose) -> tuple[int, ...]:
-    """Return (before, after) of each dimension, the last dimension first, also for "same" and "valid"."""
+    """Return the padding of a layer, (before, after) per dimension, the last first, also for "same" and "valid"."""
     if module.padding == "valid":
         return (0, 0) * len(module.kernel_size)
-    if module.padding == "same":  # an odd total has its extra pixel at the end, as torch has it
+    if module.padding == "same":  # as in torch, an odd total has its extra pixel at the end
         totals = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         return tuple(n for t in reversed(totals) for n in (t // 2, t - t // 2))
-    margins: tuple[int, ...] = module.padding  # type: ignore[assignment]  # no string: those are dealt with
+    margins: tuple[int, ...] = module.padding  # type: ignore[assignment]  # not a string: both are handled above
     return tuple(n for p in reversed(margins) for n in (p, p))
 
 

@@ -1,7 +1,7 @@
-"""``nn.Embedding``: a linear layer on one-hot rows, whose A is the diagonal of token frequencies.
+"""``nn.Embedding``: a linear layer on one-hot rows, whose A is the diagonal matrix of token frequencies.
 
-Subclasses of the model libraries (``GemmaTextScaledWordEmbedding``, ``BartScaledWordEmbedding``) multiply what they
-look up by a number, ``embed_scale``: the gradient of a vector is then that number times the output's.
+Subclasses in model libraries (``GemmaTextScaledWordEmbedding``, ``BartScaledWordEmbedding``) multiply the vectors by a
+number, ``embed_scale``. The gradient of a vector is then that number times the gradient of the output.
 """
 
 from typing import Any
@@ -14,9 +14,9 @@ from torch_thor.curvature.kinds.base import MatrixWeight
 
 
 class EmbeddingKind(MatrixWeight):
-    """``nn.Embedding``: the rows of ``a`` are one-hot, so A = diag(count / R) and no row is ever formed.
+    """``nn.Embedding``: the rows ``a`` are one-hot, so A = diag(count / R), and no row is formed.
 
-    Tokens equal to ``padding_idx`` get no gradient and are no rows.
+    Tokens equal to ``padding_idx`` receive no gradient and are not counted as rows.
 
     Args:
         module: the layer.
@@ -39,26 +39,26 @@ class EmbeddingKind(MatrixWeight):
             x: token indices, any shape.
 
         Returns:
-            The number of loss terms this input stands for by default.
+            The number of samples in the input.
         """
         return x.shape[0] if x.dim() else 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return the shape: every token is a row.
+        """Return the shape of the input: every token is a row.
 
         Args:
             x: token indices, any shape.
 
         Returns:
-            That shape.
+            The shape of ``x``.
         """
         return x.shape
 
     def scale(self) -> Tensor | float:
-        """Return what the vectors are multiplied by.
+        """Return the number that the vectors are multiplied by.
 
         Returns:
-            A number.
+            The number, or a tensor that holds it.
         """
         return 1.0
 
@@ -71,8 +71,8 @@ class EmbeddingKind(MatrixWeight):
             a: the diagonal input factor, changed in place.
             x: token indices, any shape.
             output: not used.
-            keep: of the shape of ``x``, which tokens count; None for all.
-            most: not used: counting is cheap.
+            keep: ``bool``, of the shape of ``x``, False for tokens to leave out; None for all.
+            most: not used, because counting is cheap.
 
         Returns:
             The number of rows.
@@ -90,7 +90,7 @@ class EmbeddingKind(MatrixWeight):
             g: the output factor, changed in place.
             x: token indices, any shape.
             grad: ``(*x.shape, embedding_dim)``.
-            keep: of the shape of ``x``, which tokens count; None for all.
+            keep: ``bool``, of the shape of ``x``, False for tokens to leave out; None for all.
         """
         chosen, rows = self._chosen(x, keep), grad.reshape(-1, self.outputs)
         rows = rows if chosen is None else rows[chosen]
@@ -98,7 +98,7 @@ class EmbeddingKind(MatrixWeight):
             g.add_second_moment_((rows.to(g.blocks.dtype) * self.scale()).mT[None])
 
     def _chosen(self, x: Tensor, keep: Tensor | None) -> Tensor | None:
-        """Return which tokens are rows, ``(tokens,)``; None where all are."""
+        """Return a mask of the tokens that are rows, ``(tokens,)``; None where all of them are."""
         chosen = None if keep is None else keep.reshape(-1)
         if self._padding is None:
             return chosen
@@ -118,33 +118,33 @@ class ScaledEmbeddingKind(EmbeddingKind):
         self._module = module
 
     def scale(self) -> Tensor | float:
-        """Return what the vectors are multiplied by.
+        """Return the number that the vectors are multiplied by.
 
         Returns:
-            ``embed_scale`` as it stands now.
+            The current ``embed_scale``.
         """
         scale: Tensor | float = _scale_of(self._module)
         return scale
 
 
 def why_not_counted(module: nn.Embedding) -> str | None:
-    """Return why the factors of an embedding would be others than those of its gradient.
+    """Return the reason why the factors of an embedding would not be those of its gradient.
 
     Args:
         module: the layer.
 
     Returns:
-        The reason, or None.
+        The reason; None where they are.
     """
     if module.scale_grad_by_freq:
-        return "scale_grad_by_freq divides its gradient by the token counts, which the factors do not know"
+        return "scale_grad_by_freq divides its gradient by the token counts, which the factors do not contain"
     return None
 
 
 def is_scaled(module: nn.Module) -> bool:
     """Return whether a module is an embedding that multiplies by ``embed_scale`` and does nothing else.
 
-    By what it computes and not by its class: it looks a few tokens up.
+    This is decided by what the module computes for a few tokens, not by its class.
 
     Args:
         module: any module.
@@ -156,7 +156,7 @@ def is_scaled(module: nn.Module) -> bool:
         return False
     scale = _scale_of(module)
     alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]
-    # max_norm writes into the weight of what is looked up; a weight on no device, or in pieces, cannot be looked at
+    # With max_norm a lookup changes the weight; a weight on the meta device or in shards has no values to compare.
     if scale is None or not alone or module.max_norm is not None or module.weight.is_meta:
         return False
     if type(module.weight.data) is not Tensor:
@@ -167,13 +167,13 @@ def is_scaled(module: nn.Module) -> bool:
         expected = vectors * (scale.to(vectors.dtype) if isinstance(scale, Tensor) else scale)
         try:
             found = type(module).forward(module, tokens)
-        except (TypeError, ValueError, IndexError, RuntimeError):  # it wants something else than tokens
+        except (TypeError, ValueError, IndexError, RuntimeError):  # its forward needs other arguments
             return False
     return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.equal(found, expected))
 
 
 def _scale_of(module: nn.Module) -> Any:
-    """Return ``embed_scale``, or None where there is no such number."""
+    """Return ``embed_scale``; None where it is missing or not one number."""
     scale = getattr(module, "embed_scale", None)
     is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
     return scale if is_number else None

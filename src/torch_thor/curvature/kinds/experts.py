@@ -1,28 +1,29 @@
-"""Fused experts: E linear layers in one 3-d weight, each of which sees the rows that a router sends it.
+"""Fused experts: E linear layers in one 3-d weight, each of which receives the rows that a router sends to it.
 
     weight (E, out, in), or (E, in, out)        expert e: A_e and G_e of its own R_e rows, T_e = R_e / N
 
-How many rows an expert has differs from step to step and from expert to expert, so there is no one T. What is kept are
+The number of rows differs from step to step and from expert to expert, so there is no single T. The stored factors are
 ``√T_e · A_e`` and ``√T_e · G_e``, for which T is 1: their Kronecker product is ``T_e · (A_e ⊗ G_e)``, and with ``√λ``
-on their diagonals they are ``√T_e`` times the damped factors, so that what is solved is exactly that of E layers.
+added to their diagonals they are ``√T_e`` times the damped factors. The natural gradient therefore equals that of E
+separate layers.
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds.base import shares_memory
 
 
 class ExpertsKind:
-    """The experts of one 3-d weight.
+    """The kind of a 3-d weight that holds one matrix per expert.
 
     Args:
-        weight: ``(E, out, in)``, or ``(E, in, out)`` where ``inputs_first``.
-        inputs_first: how an expert's matrix lies in memory.
+        weight: ``(E, out, in)``, or ``(E, in, out)`` with ``inputs_first``.
+        inputs_first: whether the matrices are ``(in, out)``.
     """
 
     label = "Experts"
@@ -36,7 +37,7 @@ class ExpertsKind:
         self.outputs, self.inputs = weight.shape[:0:-1] if inputs_first else weight.shape[1:]
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return 1: how many rows are sent to an expert says nothing of the loss.
+        """Return 1: the number of rows that are sent to an expert does not depend on the number of loss terms.
 
         Args:
             x: not used.
@@ -47,10 +48,10 @@ class ExpertsKind:
         return 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return no dimensions: a row has left its place in the sequence.
+        """Return no dimensions: behind a router, the position of a row in its sequence is unknown.
 
         Args:
-            x: the input.
+            x: not used.
 
         Returns:
             ``()``.
@@ -60,14 +61,14 @@ class ExpertsKind:
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add the input's rows, as many for each expert.
+        """Add the rows of the input, the same number for each expert.
 
         Args:
             a: the input factors, changed in place.
             x: ``(E, rows, in)``.
             output: not used.
             keep: not used.
-            most: not used: every row counts, since T is in the factors.
+            most: not used: T is part of the factors, so every row counts.
 
         Returns:
             The number of rows of each expert.
@@ -76,7 +77,7 @@ class ExpertsKind:
         return [x.shape[1]] * self.groups
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the rows of the output's gradient, as many for each expert.
+        """Add the rows of the gradient of the output, the same number for each expert.
 
         Args:
             g: the output factors, changed in place.
@@ -93,29 +94,30 @@ class ExpertsKind:
             tensor: ``(E, rows, columns)``.
 
         Returns:
-            The same, contiguous.
+            The same shape, contiguous; a view where the tensor is.
         """
         return tensor.contiguous()
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write matrices back.
+        """Write matrices back into the tensor that they were made of.
 
         Args:
-            matrix: what :meth:`to_matrix` gave, changed.
-            tensor: what it was given.
+            matrix: a result of :meth:`to_matrix`, whose values have changed.
+            tensor: the tensor that was passed to it; changed in place.
         """
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix)
 
 
 class ExpertsCall(ExpertsKind):
-    """One call of some experts.
+    """One call of some experts of a weight.
 
     Args:
-        kind: the experts.
-        which: whose the rows are: one expert's, an index; ``(rows,)``, the expert of each row, in any order; or, where
-            rows are in the order of their experts, how many each has; None: ``x`` is ``(E, rows, in)``.
-        columns: whether input and output have their features in the dimension before the last.
+        kind: the kind of the weight.
+        which: the experts that the rows belong to: the index of one expert; a tensor ``(rows,)`` with the expert of
+            each row, in any order; the number of rows of each expert, where rows are ordered by expert; or None, where
+            the input is ``(E, rows, in)``.
+        columns: whether input and output have their features in the last dimension but one.
     """
 
     def __init__(self, kind: ExpertsKind, which: int | Tensor | Sequence[int] | None, *, columns: bool = False) -> None:
@@ -127,11 +129,11 @@ class ExpertsCall(ExpertsKind):
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add the input's rows.
+        """Add the rows of the input.
 
         Args:
             a: the input factors, changed in place.
-            x: ``(rows, ..., in)``; what lies beyond the experts' last row is no row.
+            x: ``(rows, ..., in)``; rows behind those of the last expert are padding.
             output: not used.
             keep: not used.
             most: not used.
@@ -145,7 +147,7 @@ class ExpertsCall(ExpertsKind):
         return self._add_(a, x, self.inputs)
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the rows of the output's gradient.
+        """Add the rows of the gradient of the output.
 
         Args:
             g: the output factors, changed in place.
@@ -163,7 +165,7 @@ class ExpertsCall(ExpertsKind):
         return tensor.mT if self._columns else tensor
 
     def _add_(self, factor: BlockDiagonal, rows: Tensor, features: int) -> list[int]:
-        """Add to each expert's factor its own rows of ``(rows, ..., features)``; return how many each has."""
+        """Add to each expert's factor its rows of ``(rows, ..., features)``, and return the number of rows of each."""
         which = self._which
         if isinstance(which, int):
             rows = rows.reshape(-1, features)
@@ -182,53 +184,3 @@ class ExpertsCall(ExpertsKind):
             start += count
         inner = math.prod(rows.shape[1:-1])
         return [count * inner for count in counts]
-
-
-def fused_experts(module: nn.Module) -> dict[str, ExpertsKind]:
-    """Find the weights of a module that hold one matrix an expert.
-
-    They are told by what the module says of itself: 3-d parameters of a module that is called experts, or that has an
-    attribute of that name with their number; so a position embedding ``(1, L, d)`` is none.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Their geometry, by the name of the parameter.
-    """
-    counts = {
-        value
-        for name, value in vars(module).items()
-        if "expert" in name.lower() and isinstance(value, int) and not isinstance(value, bool)
-    }
-    weights = {
-        name: p
-        for name, p in module.named_parameters(recurse=False)
-        if p.dim() == 3
-        and len(p) > 1
-        and min(p.shape) > 0
-        and ("expert" in type(module).__name__.lower() or len(p) in counts)
-    }
-    first = _inputs_come_first(module, weights)
-    return {name: ExpertsKind(p, inputs_first=first) for name, p in weights.items()}
-
-
-def _inputs_come_first(module: nn.Module, weights: dict[str, nn.Parameter]) -> bool:
-    """Return how the matrices lie: ``x @ W_e`` is with inputs first, ``F.linear(x, W_e)`` with outputs first.
-
-    Args:
-        module: the experts.
-        weights: theirs, by name.
-
-    Returns:
-        What the module says (``is_transposed``, as transformers has it); else what the shapes of a gated pair say;
-        else False, as ``nn.Linear`` has it.
-    """
-    said = getattr(module, "is_transposed", None)
-    if isinstance(said, bool):
-        return said
-    up, down = weights.get("gate_up_proj"), weights.get("down_proj")
-    if up is None or down is None:
-        return False
-    # (E, hidden, 2 inner) beside (E, inner, hidden)
-    return up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]

@@ -1,4 +1,4 @@
-"""Layers whose rows are the leading indices of their input: ``nn.Linear``, and Hugging Face's ``Conv1D`` (GPT-2)."""
+"""Linear layers, ``nn.Linear`` and Hugging Face's ``Conv1D`` (GPT-2): every leading index of the input is a row."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch_thor.curvature.kinds.base import MatrixWeight, spacing
 
 
 class LinearKind(MatrixWeight):
-    """``nn.Linear``: every leading index is a row.
+    """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight.
 
     Args:
         module: the layer.
@@ -32,12 +32,12 @@ class LinearKind(MatrixWeight):
             x: ``(..., in_features)``.
 
         Returns:
-            The number of loss terms this input stands for by default.
+            The number of samples in the input.
         """
         return x.shape[0] if x.dim() > 1 else 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return the leading dimensions.
+        """Return the leading dimensions of the input.
 
         Args:
             x: ``(..., in_features)``.
@@ -50,14 +50,14 @@ class LinearKind(MatrixWeight):
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Add the input's rows.
+        """Add the rows of the input.
 
         Args:
             a: the input factor, changed in place.
             x: ``(..., in_features)``.
             output: not used.
-            keep: ``(...)``, which rows count; None for all.
-            most: how many rows are enough; None for all.
+            keep: ``bool``, ``(...)``, False for rows to leave out; None for all rows.
+            most: the number of rows that is enough; None for all.
 
         Returns:
             The number of rows.
@@ -69,13 +69,13 @@ class LinearKind(MatrixWeight):
         return len(rows)
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the rows of the output's gradient.
+        """Add the rows of the gradient of the output.
 
         Args:
             g: the output factor, changed in place.
             x: not used.
             grad: ``(..., out_features)``.
-            keep: ``(...)``, which rows count; None for all.
+            keep: ``bool``, ``(...)``, False for rows to leave out; None for all rows.
         """
         rows = _kept(grad.reshape(-1, self.outputs), keep)
         if len(rows):
@@ -103,7 +103,7 @@ class TransposedLinearKind(LinearKind):
 
 
 def is_hugging_face_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is the linear layer of GPT-2, whose weight is ``(in, out)``.
+    """Return whether a module is transformers' ``Conv1D``, the linear layer of GPT-2, whose weight is ``(in, out)``.
 
     Args:
         module: any module.
@@ -111,5 +111,5 @@ def is_hugging_face_conv1d(module: nn.Module) -> bool:
     Returns:
         Whether it is.
     """
-    # by name: transformers is no dependency, and looking must not import it
+    # By name, because transformers is not a dependency and must not be imported here.
     return type(module).__module__.partition(".")[0] == "transformers" and type(module).__name__ == "Conv1D"

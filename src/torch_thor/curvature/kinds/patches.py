@@ -1,4 +1,4 @@
-"""A few patches of a batch of images, read where they lie: neither padded images nor the other patches are formed."""
+"""Reads some patches of a batch of images directly, without forming padded images or the other patches."""
 
 import math
 from collections.abc import Sequence
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The golden ratio, by which places are shifted from image to image: all of them have their turn, evenly.
+# The golden ratio: positions are shifted by it from image to image, so that they are spread evenly over all positions.
 _GOLDEN = (618_034, 1_000_000)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which pixels of the input one pixel of the output sees, in one dimension.
+    """Which pixels of the input one pixel of the output depends on, in one dimension.
 
-    Tap t of output pixel p sees place ``p · stride + t · dilation − before`` of an input that has ``spread − 1`` zeros
-    between its pixels and zeros around it.
+    Tap t of output pixel p reads position ``p · stride + t · dilation − before`` of an input that has ``spread − 1``
+    zeros between its pixels and zeros around it.
 
     Args:
-        kernel: number of taps.
-        stride: input places from one output pixel to the next.
-        dilation: input places from one tap to the next.
-        before: zeros before the first pixel; negative where pixels are cropped.
+        kernel: the number of taps.
+        stride: the distance of neighbouring output pixels, in positions of the input.
+        dilation: the distance of neighbouring taps, in positions of the input.
+        before: the number of zeros before the first pixel; negative where pixels are cropped.
         spread: 1, or the stride of a transposed convolution.
     """
 
@@ -34,16 +34,16 @@ class Reach:
 
 
 def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> Tensor:
-    """Return one in ``step`` patches of a batch, from all images and all places in them.
+    """Return one in ``step`` patches of a batch, from all images and all positions in them.
 
     Args:
-        images: how many images.
-        pixels: patches of an image.
-        step: one in how many.
-        device: where the result lives.
+        images: the number of images.
+        pixels: the number of patches per image.
+        step: the number of patches of which one is taken.
+        device: the device of the result.
 
     Returns:
-        Their numbers, in images one after the other, all different.
+        The indices of the patches in the batch, all different, ordered by image.
     """
     rows = torch.arange(0, images * pixels, step, device=device)
     image = rows // pixels
@@ -52,13 +52,13 @@ def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> 
 
 
 class Patches:
-    """Where some patches of a batch lie in its images; worth keeping for the next batch of the same shape.
+    """The positions of some patches in a batch of images, which can be reused for further batches of the same shape.
 
     Args:
-        rows: which patches, ``(count,)``: numbers in an output of shape ``(N, *sizes)``.
-        lengths: the input's sizes, ``n`` numbers.
-        sizes: the output's, as many.
-        reaches: of each of the dimensions.
+        rows: the indices of the patches in an output of shape ``(N, *sizes)``, ``(count,)``.
+        lengths: the spatial sizes of the input.
+        sizes: the spatial sizes of the output, as many.
+        reaches: one per spatial dimension.
     """
 
     def __init__(self, rows: Tensor, lengths: Sequence[int], sizes: Sequence[int], reaches: Sequence[Reach]) -> None:
@@ -75,8 +75,8 @@ class Patches:
             inside = inside & (at < length)
             pixel = pixel * length + at.clamp_(0, length - 1)
         self._image = (rows // pixels)[:, None]
-        self._pixel = pixel  # (count, taps): of all pixels of the image
-        self._flat = (self._image * math.prod(lengths) + pixel).flatten()  # of all pixels of the batch
+        self._pixel = pixel  # (count, taps), indices into the pixels of one image
+        self._flat = (self._image * math.prod(lengths) + pixel).flatten()  # indices into the pixels of the batch
         self._outside = None if bool(inside.all()) else ~inside[..., None]
 
     def of(self, x: Tensor) -> Tensor:
@@ -86,10 +86,10 @@ class Patches:
             x: ``(N, C, *lengths)``.
 
         Returns:
-            ``(C, *kernel, count)``: a view, whose last dimension is the first in memory.
+            ``(C, *kernel, count)``, a view whose last dimension has the largest stride.
         """
         pixels = x.flatten(2).movedim(1, -1)
-        if pixels.is_contiguous():  # channels_last: a pixel's channels are copied at once
+        if pixels.is_contiguous():  # channels_last: the channels of a pixel are copied together
             found = pixels.flatten(0, 1).index_select(0, self._flat).view(*self._pixel.shape, -1)
         else:
             found = pixels[self._image, self._pixel]

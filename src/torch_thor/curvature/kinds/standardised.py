@@ -1,14 +1,15 @@
-"""Weight-standardised convolutions: timm's ``StdConv2d`` and ``ScaledStdConv2d``, and their like in transformers.
+"""Weight-standardised convolutions: timm's ``StdConv2d`` and ``ScaledStdConv2d``, and ``WeightStandardizedConv2d``.
 
 They convolve with ``Ŵ_i = c_i (W_i − mean W_i)``, ``c_i = gain_i · scale / √(var W_i + ε)``, for each output channel i.
-The gradient of W is that of Ŵ through the standardisation, with ``n_i`` the unit vector along ``W_i − mean W_i``:
+With the unit vector ``n_i`` along ``W_i − mean W_i``, the gradient of W follows from that of Ŵ:
 
     ∇W_i = c_i (P − n_i n_iᵀ) ∇Ŵ_i        P x = x − mean x
 
-(up to ε). P is the same for all channels and c_i a number of each one, so W has rows of its own: with a patch ``a`` and
-the gradient ``g`` of an output pixel, ``a' = P a`` and ``g'_i = c_i g_i``. What is left out is ``n_i n_iᵀ``, which
-differs from channel to channel and has no Kronecker form. It takes away the direction that changes the length of W_i
-alone, on which the output does not depend: on all others ``F = T · (A' ⊗ G')`` holds as it does for any convolution.
+(up to ε). P is the same for all channels, and c_i is one number per channel, so W has rows of its own: with a patch
+``a`` and the gradient ``g`` of an output pixel, ``a' = P a`` and ``g'_i = c_i g_i``. The term ``n_i n_iᵀ`` is left out,
+because it differs from channel to channel and has no Kronecker form. It removes the direction that changes only the
+length of W_i, on which the output does not depend. For all other directions ``F = T · (A' ⊗ G')`` holds as for any
+convolution.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds.convolution import ConvKind
 
-# The packages and classes whose forward is known, by name: none of them is a dependency, and looking imports nothing.
+# Packages and classes whose forward is known, by name, because none of them is a dependency or imported here.
 _CLASSES: Mapping[str, tuple[str, ...]] = {
     "timm": ("StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame"),
     "transformers": ("WeightStandardizedConv2d",),
@@ -29,9 +30,9 @@ _SAME_PADDED: Mapping[str, tuple[str, ...]] = {"timm": ("Conv2dSame",)}
 
 
 class StandardisedConvKind(ConvKind):
-    """A convolution with the standardised weight: patches without their mean, gradients times ``c``.
+    """A convolution with a standardised weight: patches minus their mean, gradients multiplied by ``c``.
 
-    Biases see ``g`` and not ``g'``, so G is not theirs.
+    The gradient of a bias is made of ``g`` and not of ``g'``, so biases are not preconditioned with G.
 
     Args:
         module: the layer.
@@ -42,10 +43,10 @@ class StandardisedConvKind(ConvKind):
     def __init__(self, module: nn.Conv2d) -> None:
         super().__init__(module, same=bool(getattr(module, "same_pad", False) or getattr(module, "pad", None)))
         self.label = _owner_of_forward(module).__name__
-        self._module: Any = module  # eps, gain and scale are the subclasses' own
+        self._module: Any = module  # eps, gain and scale are attributes of the subclasses
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the output's pixels, each channel scaled as the standardisation scales it.
+        """Add the pixels of the gradient of the output, each channel multiplied by its ``c``.
 
         Args:
             g: the output factor, changed in place.
@@ -61,7 +62,7 @@ class StandardisedConvKind(ConvKind):
         return samples - samples.mean(1, keepdim=True)
 
     def _scales(self, dtype: torch.dtype) -> Tensor:
-        """Return ``c`` as the weight stands now, ``(C_out,)``."""
+        """Return ``c`` for the current weight, ``(C_out,)``."""
         module = self._module
         weight = module.weight.detach().to(dtype)
         scales: Tensor = (weight.flatten(1).var(1, correction=0) + module.eps).rsqrt()
@@ -87,7 +88,7 @@ def is_standardised(module: nn.Module) -> bool:
         module: any module.
 
     Returns:
-        Whether it runs the forward of one of them; a subclass that overrides it again does not.
+        Whether it runs the forward of one of these classes; a subclass that overrides it does not.
     """
     return _runs_forward_of(module, _CLASSES)
 
@@ -99,7 +100,7 @@ def is_same_padded(module: nn.Module) -> bool:
         module: any module.
 
     Returns:
-        Whether it runs that forward.
+        Whether it runs the forward of that class.
     """
     return _runs_forward_of(module, _SAME_PADDED)
 
@@ -115,5 +116,5 @@ def _runs_forward_of(module: nn.Module, classes: Mapping[str, tuple[str, ...]]) 
 
 
 def _owner_of_forward(module: nn.Module) -> type[nn.Module]:
-    """Return the class in which a module's forward is written."""
+    """Return the class that defines the forward of a module."""
     return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))

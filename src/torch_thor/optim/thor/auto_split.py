@@ -1,4 +1,4 @@
-"""``split_dim="auto"``: from the word in a parameter group to a number that stands there for good."""
+"""``split_dim="auto"``: it is chosen in the first step, and the number replaces the word in the parameter group."""
 
 import warnings
 from collections.abc import Mapping
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.split import cache
 from torch_thor.split.choice import candidates, choose
 from torch_thor.split.observe import losses_of
@@ -21,15 +20,14 @@ class AutoSplit:
     Args:
         groups: the optimizer's parameter groups.
         layers: its layers, by name.
-        index: knows the group of each.
     """
 
-    def __init__(self, groups: list[Group], layers: Mapping[str, LayerCurvature], index: ParameterIndex) -> None:
+    def __init__(self, groups: list[Group], layers: Mapping[str, LayerCurvature]) -> None:
         self._groups = [group for group in groups if group["split_dim"] == AUTO]
         self._layers: dict[str, LayerCurvature] = {}
         if self._groups:
             trained = {k: one for k, one in layers.items() if one.weight.requires_grad}
-            self._layers = {k: one for k, one in trained.items() if index.group(one.weight)["split_dim"] == AUTO}
+            self._layers = {k: one for k, one in trained.items() if one.weight_view.options["split_dim"] == AUTO}
 
     def from_cache(self, processes: Processes) -> None:
         """Take the number that an earlier training has left for this model, device and version.
@@ -60,7 +58,7 @@ class AutoSplit:
         try:
             losses = {}
             for name, layer in self._layers.items():
-                sums = layer.gathered()
+                sums = layer.statistics.gathered()
                 if sums is not None:
                     losses[name] = losses_of(sums, split_dims, layer)
             choice = choose(self._layers, losses, split_dims) if losses else None
@@ -83,7 +81,7 @@ class AutoSplit:
         for group in self._groups:
             group["split_dim"] = split_dim
         for layer in self._layers.values():
-            layer.cut_gathered()
+            layer.statistics.cut()
         self._groups = []
 
 

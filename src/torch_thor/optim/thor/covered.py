@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import Covered
-from torch_thor.capture.inspection import NOT_TRAINED
+from torch_thor.capture.coverage import NOT_TRAINED, Covered
 from torch_thor.capture.selection import SKIPPED
 from torch_thor.optim.thor.gradient_checks import some
 from torch_thor.optim.thor.parameter_index import ParameterIndex
@@ -25,7 +24,7 @@ def covered_now(entries: Iterable[Covered], parameters: Mapping[str, Tensor], in
         index: knows the layers of each.
 
     Returns:
-        One a parameter, in order.
+        One entry per parameter, in the model's order.
     """
     return [_now(entry, parameters[entry.name], index) for entry in entries if entry.name in parameters]
 

@@ -4,6 +4,10 @@ A schedule is a callable from the step of a refresh, counted from 0, to the numb
 depend on the step alone, so that a resumed run has the schedule it would have had, and their repr says all there is to
 know: it stands in the state dict, from which :meth:`torch_thor.THOR.load_state_dict` makes the schedule again. Any
 function of the step will do as well; it is the program's then, and no checkpoint holds it.
+
+Each parameter group counts its own steps, in the group itself, where every checkpoint sees them: ``group["step"]``
+counts the steps taken, ``group["next_refresh"]`` is the step of the next refresh, and ``group["update_interval"]`` (a
+number, a schedule or any callable) is asked on each refresh for the steps until the next one.
 """
 
 import ast
@@ -14,6 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch_thor.optim.checks import check_interval
+from torch_thor.optim.parameters import Group
+
+UpdateInterval = int | Callable[[int], int]
 
 CALLABLE = "callable"  # what a state dict says of a function
 
@@ -208,3 +215,50 @@ def from_plain(plain: Any) -> Any:
             f"update_interval={plain!r} in the state dict is no schedule of this version, which knows "
             f"{', '.join(_KNOWN)}; set group['update_interval'] in the state dict to a whole number or to one of them"
         ) from error
+
+
+def steps_until_next(interval: Callable[[int], int], step: int) -> int:
+    """Ask a schedule for the way to the next refresh.
+
+    Args:
+        interval: a schedule or any callable.
+        step: the step of a refresh, counted from 0.
+
+    Returns:
+        The steps until the next one, at least 1.
+
+    Raises:
+        ValueError: it gives something else.
+    """
+    return check_interval(f"update_interval({step})", interval(step))
+
+
+def plain_group(group: Group) -> Group:
+    """Return a group as a state dict holds it.
+
+    Args:
+        group: a parameter group.
+
+    Returns:
+        A copy with plain data for its interval.
+    """
+    return {**group, "update_interval": to_plain(group["update_interval"])}
+
+
+def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
+    """Return the interval that holds after a state dict was loaded.
+
+    Args:
+        saved: the group in the state dict.
+        own: what the program gave; it stays where it is a function, or where the saved one was, since no checkpoint
+            holds functions, and where the state dict has no interval.
+
+    Returns:
+        The saved number or schedule, or the program's own.
+
+    Raises:
+        ValueError: the state dict holds a text that is no schedule of this version.
+    """
+    interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
+    of_the_program = callable(own) and to_plain(own) == CALLABLE
+    return own if of_the_program or isinstance(interval, str) else interval

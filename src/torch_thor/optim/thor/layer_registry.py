@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.capture import Capture
@@ -41,6 +42,11 @@ class LayerRegistry:
         self._found: list[Covered] = []
         self.replacement: Inspection | None = None  # what is to be watched from the next step on
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, as far as its first layer tells."""
+        return next(iter(self.layers.values())).weight.device
+
     def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         """Inspect the model, and watch the layers that are found.
 
@@ -62,7 +68,7 @@ class LayerRegistry:
             groups: the optimizer's parameter groups.
             states: its state.
         """
-        removed, computed = self.index.gone(self.model), self.index.computed
+        removed, computed = self.index.removed_modules(self.model), self.index.computed
         if not removed and not computed:
             return
         found = self._inspect_or_raise(groups)
@@ -72,7 +78,7 @@ class LayerRegistry:
             self.warnings.note((name, "gone"), gone_message(name, self._found, found.entries))
         for name in sorted(before - set(found.layers)) if computed else ():
             self.warnings.note((name, "computed"), gone_message(name, self._found, found.entries, computed=True))
-        self.index.survey(self.model)
+        self.index.read_modules(self.model)
         self.index.set_layers(self.layers, found.matrices)
         self.index.update(groups, states)
         self.capture.follow(hooks_of({k: found.layers[k] for k in self.layers}, self.layers))
@@ -96,20 +102,20 @@ class LayerRegistry:
             states: its state.
 
         Returns:
-            An entry per parameter, in the model's order.
+            One entry per parameter, in the model's order.
         """
         self.index.update(groups, states)
-        changed = self.index.gone(self.model) or self.index.computed
+        changed = self.index.removed_modules(self.model) or self.index.computed
         return self._now(self._inspect(groups).entries if changed else self._found)
 
     def report(self, layer: LayerCurvature, what: str) -> None:
-        """Have a layer's trouble told after the step, once for each kind of trouble.
+        """Warn of a problem of a layer after the step, once for each kind of problem.
 
         Args:
             layer: the layer.
             what: a sentence.
         """
-        step = self.index.group(layer.weight)["step"]
+        step = layer.weight_view.options["step"]
         self.warnings.note((layer.name, what), f"THOR, step {step}, layer {layer.name!r}: {what}")
 
     def nothing_found(self, entries: list[Covered]) -> str:
@@ -144,7 +150,7 @@ class LayerRegistry:
     def _watch(self, found: Inspection, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         self.replacement = None
         self._found = found.entries
-        self.index.survey(self.model)
+        self.index.read_modules(self.model)
         known = self._still_there(found)
         self.layers = {
             name: known.get(name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LossScale:
-    """What a GradScaler has told of the step that is being taken.
+    """What is known of a GradScaler in the step that is being taken.
 
     GradScaler hands an optimizer that sets ``_step_supports_amp_scaling`` two tensors as attributes, ``grad_scale`` and
     ``found_inf``, in the place of unscaling and skipping itself: the only way to learn the scale of the captured output
@@ -29,7 +29,7 @@ class LossScale:
 
     @property
     def found_inf(self) -> bool:
-        """Whether the scaler wants the step skipped (a wait for the device, which the scaler would do otherwise)."""
+        """Whether the scaler wants the step skipped (a synchronisation that the scaler would make otherwise)."""
         return self._found_inf is not None and float(self._found_inf) > 0
 
     def unscale_(self, gradients: Iterable[Tensor]) -> None:
@@ -71,7 +71,7 @@ def _calling_scaler() -> torch.amp.GradScaler | None:
     """Return the GradScaler in whose ``step`` we are.
 
     After ``scaler.unscale_(optimizer)`` GradScaler hands over its verdict and no scale (torch 2.9 to 2.15), nor itself,
-    but for a keyword that it deprecates. It is on the call stack all the same, and asking it there spares everybody who
+    but for a keyword that it deprecates. It is on the call stack all the same, and asking it there spares everyone who
     clips gradients an argument that no other optimizer wants.
     """
     frame = inspect.currentframe()

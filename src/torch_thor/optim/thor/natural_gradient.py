@@ -211,9 +211,13 @@ def _unpreconditioned_rows(shares: Sequence[Share], length: int) -> list[slice]:
 
 
 def _add_weight_decay_(part: _Part, directions: list[Tensor]) -> None:
-    chosen = [i for i, decaying in enumerate(part.decaying) if decaying]
-    weights: list[Tensor] = [part.params[i] for i in chosen]
-    torch._foreach_add_([directions[i] for i in chosen], weights, alpha=float(part.group["weight_decay"]))
+    weights: list[Tensor] = []
+    chosen: list[Tensor] = []
+    for parameter, direction, decaying in zip(part.params, directions, part.decaying, strict=True):
+        if decaying:
+            weights.append(parameter)
+            chosen.append(direction)
+    torch._foreach_add_(chosen, weights, alpha=float(part.group["weight_decay"]))
 
 
 def _momentum_step(part: _Part, directions: list[Tensor]) -> None:

@@ -13,24 +13,23 @@ from torch import Tensor, nn
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.process_group import Membership
+from torch_thor.distributed.process_group import ProcessGroupHandle
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.parameters import parameters_of
-from torch_thor.optim.thor import clock
 from torch_thor.optim.thor.auto_split import AutoSplit
 from torch_thor.optim.thor.covered import warn_of_little
+from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
 from torch_thor.optim.thor.options import (
     AUTO,
-    UpdateInterval,
     check_group,
     check_optimizer,
     preset_options,
     with_defaults,
 )
 from torch_thor.optim.thor.persistence import Persistence
-from torch_thor.optim.thor.refresh_step import refresh_layers
+from torch_thor.optim.thor.refresh_step import prepare_next_step, refresh_layers
 from torch_thor.optim.thor.reporting import Reporting
 from torch_thor.optim.thor.sampled_fisher import SampledFisher
 from torch_thor.optim.thor.scale_free import ScaleFree
@@ -59,9 +58,9 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         params: the model; or parameters or parameter groups of it, together with ``model``.
         model: the model, where ``params`` are parameters.
         lr: learning rate, a float or a one-element tensor; None: 0.05 (0.08 with ``scaling="spectral"``). THOR's steps
-            are natural-gradient steps: their length hangs on lr and damping together, and SGD's lr is no guide.
+            are natural-gradient steps: their length depends on lr and damping together, and SGD's lr is no guide.
         damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors; None: 0.03 (spectral: 0.1). Schedule it
-            like lr: it stands in every parameter group. Inverses have the damping of the refresh that made them.
+            like lr: every parameter group holds it. Inverses have the damping of the refresh that made them.
         momentum: μ in [0, 1); None: 0.9 (spectral: 0.8).
         nesterov: step along ``d + μ v`` instead of ``v``; None: False (spectral: True).
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned).
@@ -93,7 +92,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             and task; decoupled weight decay; AdamW for what is not a matrix (:mod:`torch_thor.optim.thor.scale_free`).
             λ is then relative to the mean diagonal of A, and statistics are taken in the forward pass.
         fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
-            drawn from the model's own predictions, of which :meth:`sample_fisher` must be told in each forward pass.
+            drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
         loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
             callable that returns it, or None for the number of samples (the leading dimension of the inputs) in each
             backward pass, summed over the passes of a step. Give it where that is not what the loss averages over
@@ -187,7 +186,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             "scaling": scaling,
             "step": 0,  # the clock of the group, and the step of its next refresh: in the group, where DCP sees them
             "next_refresh": 0,
-            "last_loss_terms": 0,  # N of the latest refresh, for whoever wants to know it
+            "last_loss_terms": 0,  # N of the latest refresh, for information
             "loss_scale": 1.0,  # what gradients are divided by: N where the loss is a sum that was taken for a mean
         }
         defaults = with_defaults(defaults, scaling)
@@ -200,7 +199,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         if only is None:
             warn_of_little(self.coverage(), stacklevel=2)
         if self._processes().count == 1:  # several find a number together, in a step
-            AutoSplit(self.param_groups, registry.layers, registry.index).from_cache(ALONE)
+            AutoSplit(self.param_groups, registry.layers).from_cache(ALONE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -226,7 +225,12 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             refresh_layers(self, inputs)
         if not inputs.state_only:  # from here on nothing raises: a step is taken as a whole or not at all
             self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
-            clock.advance(self, inputs)
+            for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
+                group.update(step=group["step"] + 1, next_refresh=next_refresh)
+            if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
+                prepare_next_step(self, inputs)
+            if self._registry.warnings.pending:
+                self._registry.warnings.issue()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -235,9 +239,11 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        self._registry.capture.discard_with_gradients()
+        capture = self._registry.capture
+        capture.discard_with_gradients()
         super().zero_grad(set_to_none)
-        self._registry.capture.note_gradients()
+        if capture.reached:  # what belongs to a loss that is still to come
+            capture.note_gradients()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -264,11 +270,11 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
     @property
     def process_group(self) -> Any:
         """The processes that train this model together, as given: a group, None for the default one, or False."""
-        return self._membership.group
+        return self._group_handle.group
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        self._membership = Membership(group)
+        self._group_handle = ProcessGroupHandle(group)
 
     def _reset(self) -> None:
         """Start without layers and hooks; to be followed by ``self._registry.find``."""
@@ -281,7 +287,8 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self._checked = {}
 
     def _processes(self) -> Processes:
-        return self._membership.processes(next(iter(self._registry.layers.values())).weight.device)
+        return self._group_handle.processes(self._registry.device)
 
     def _decays(self, parameter: nn.Parameter) -> bool:
-        return self.decay_filter is None or bool(self.decay_filter(self._registry.index.name(parameter), parameter))
+        assert self.decay_filter is not None
+        return bool(self.decay_filter(self._registry.index.name(parameter), parameter))

@@ -1,14 +1,12 @@
 """What a parameter group of THOR may hold, checked once for every group."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_thor.optim.checks import check_interval, in_range, number, require, whole
 from torch_thor.optim.thor.intervals import Geometric
-
-UpdateInterval = int | Callable[[int], int]
 
 FISHERS = ("empirical", "sampled")  # whose labels statistics come from
 AUTO = "auto"  # of kl_clip and max_update_ratio: left out, see with_defaults
@@ -103,7 +101,7 @@ def check_scaling(groups: Sequence[Mapping[str, Any]], scaling: str | None) -> N
             group["scaling"],
             group["scaling"] == scaling,
             f"{scaling!r} in every parameter group, as the optimizer was made",
-            "what the factors are kept as hangs on it: make another optimizer",
+            "the stored factors depend on it: make another optimizer",
         )
 
 

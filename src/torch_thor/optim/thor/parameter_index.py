@@ -2,7 +2,7 @@
 
 Wrappers such as FSDP2 and Accelerate put new parameter objects into modules and groups after the optimizer was made:
 names stay, identities do not. So every step compares what it finds with what it found before
-(:func:`torch_thor.optim.thor.step_inputs.look`), and looks everything up again where that differs.
+(:func:`torch_thor.optim.thor.step_inputs.fingerprint`), and looks everything up again where that differs.
 """
 
 from collections.abc import Mapping
@@ -42,15 +42,16 @@ class ParameterIndex:
         self._names: dict[int, str] = {}
         self.shares_of: dict[int, list[Share]] = {}  # what layers have of a parameter, by its id
         self.matrix_of: dict[int, PlainMatrix] = {}  # how a parameter without factors is a matrix, by its id
-        self.survey(model)
+        self.read_modules(model)
 
-    def survey(self, model: nn.Module) -> None:
+    def read_modules(self, model: nn.Module) -> None:
         """Look up the names of the parameters, and which modules own them.
 
         Args:
             model: the model; it may have new layers.
         """
         self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
+        self.owner_ids = frozenset(map(id, self._owners.values()))
         self.attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
         self.computed: list[str] = []  # modules that have lost a parameter: pruned or parametrised since
         self._groups: dict[int, Group] = {}
@@ -73,7 +74,7 @@ class ParameterIndex:
                 self._shares.setdefault(name, []).append(Share(layer, view, view is layer.weight_view))
 
     def update(self, groups: list[Group], states: Mapping[Tensor, State]) -> None:
-        """Look up today's parameter objects, and hand their state and block size to the layers' views.
+        """Look up today's parameter objects, and hand their state and options to the layers' views.
 
         Args:
             groups: the optimizer's parameter groups.
@@ -95,8 +96,8 @@ class ParameterIndex:
             for share in self._shares.get(name, ()):
                 share.view.bind(states.get(parameter), self._groups.get(id(parameter), {}))
 
-    def gone(self, model: nn.Module) -> list[str]:
-        """Return what is no longer in the model: modules that were replaced or deleted after they were surveyed.
+    def removed_modules(self, model: nn.Module) -> list[str]:
+        """Return the modules that were replaced or deleted since :meth:`read_modules`.
 
         Args:
             model: the model.
@@ -129,7 +130,7 @@ class ParameterIndex:
             The group.
 
         Raises:
-            RuntimeError: it stands in none: a module's parameter was replaced behind the optimizer's back.
+            RuntimeError: it is in none: a module's parameter was replaced without the optimizer's knowledge.
         """
         if id(parameter) not in self._groups:
             raise RuntimeError(
@@ -140,7 +141,7 @@ class ParameterIndex:
         return self._groups[id(parameter)]
 
     def shares(self, parameter: Tensor) -> list[Share]:
-        """Return what precondition a parameter, layer by layer.
+        """Return what preconditions a parameter, layer by layer.
 
         Args:
             parameter: one of today's parameters.

@@ -15,8 +15,8 @@ from torch_thor.optim.checkpoint import (
     options_of,
     restore_tensors,
 )
-from torch_thor.optim.thor import clock
 from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.thor.intervals import loaded_interval, plain_group
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.options import check_group, check_scaling
 
@@ -33,7 +33,7 @@ _COPIED = (
     "skipped_steps",
     "skip",
     "only",
-    "_membership",
+    "_group_handle",
 )
 
 
@@ -81,7 +81,7 @@ class Persistence(torch.optim.Optimizer):
             As :meth:`torch.optim.Optimizer.state_dict`; a schedule stands in it as text.
         """
         state_dict = super().state_dict()
-        return {**state_dict, "param_groups": [clock.plain(group) for group in state_dict["param_groups"]]}
+        return {**state_dict, "param_groups": [plain_group(group) for group in state_dict["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as a whole, or raise and have changed nothing; tensors take the dtype that the model asks for.
@@ -106,7 +106,7 @@ class Persistence(torch.optim.Optimizer):
                 saved = hooked_load(self, super().load_state_dict, state_dict, check_thors)
                 complete_groups(self.param_groups, own)
                 for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
-                    group["update_interval"] = clock.loaded_interval(given, kept["update_interval"])
+                    group["update_interval"] = loaded_interval(given, kept["update_interval"])
                     check_scaling([group], self.scaling)
                     check_group(group)
                 restore_tensors(self.state, self.param_groups, saved)

@@ -1,20 +1,28 @@
-"""A refresh: the statistics of all processes become new factors and inverses of the layers that are due."""
+"""A refresh: gather the statistics of all processes, decide layer by layer, invert what is taken, put it to use.
+
+What is gathered comes from :mod:`torch_thor.capture`; :mod:`torch_thor.curvature.refresh` decides and inverts.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from torch_thor.capture.capture import Absence
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.refresh import Candidate, RefreshEvent, refresh
+from torch_thor.curvature.refresh import Candidate, refresh
 from torch_thor.distributed.statistics import pool
-from torch_thor.optim.thor.auto_split import AutoSplit
-from torch_thor.optim.thor.gradient_checks import check_statistics
+from torch_thor.optim.thor.auto_split import AUTO, AutoSplit
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.state import make_state
-from torch_thor.optim.thor.step_inputs import StepInputs, look
-from torch_thor.optim.thor.summed_loss import looks_summed, message
+from torch_thor.optim.thor.statistics_checks import check_statistics
+from torch_thor.optim.thor.step_inputs import StepInputs, fingerprint
+from torch_thor.optim.thor.summed_loss import rescale_summed_loss
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
+
+_Uncalled = list[
+    tuple[LayerCurvature, str]
+]  # layers whose weight is used without calling them, and what to say of each
 
 
 def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
@@ -27,40 +35,49 @@ def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
     Raises:
         RuntimeError: layers that are due have gradients, and no statistics came of any; nothing has changed.
     """
-    registry, groups, states = thor._registry, thor.param_groups, thor.state
+    registry = thor._registry
     try:
-        uncalled = _gather_statistics(thor, inputs) if inputs.due else []
+        uncalled = _gather(thor, inputs) if inputs.due else []
         if not inputs.fits:
-            make_state(groups, states, registry.index, registry.layers.values(), thor._rule)
+            make_state(thor.param_groups, thor.state, registry.index, registry.layers.values(), thor._rule)
+            thor._fitting = fingerprint(thor.param_groups, thor.state, registry.index)
         if inputs.due and not inputs.state_only:
-            thor._last_refresh = _take_new_factors(thor, inputs, uncalled)
-        thor._fitting = look(groups, states, registry.index)
+            _take_new_factors(thor, inputs, uncalled)
     except BaseException:  # the sums may be half scaled, or half summed
         registry.capture.discard()
         raise
 
 
-def _gather_statistics(thor: "THOR", inputs: StepInputs) -> list[tuple[LayerCurvature, str]]:
+def _gather(thor: "THOR", inputs: StepInputs) -> _Uncalled:
     """Bring the statistics of all processes together, cut them as was chosen, and find the layers without any."""
-    registry = thor._registry
-    auto = AutoSplit(thor.param_groups, registry.layers, registry.index)
-    auto.from_cache(inputs.processes)
-    for layer in inputs.due:
-        layer.scale_outputs_(inputs.output_scale)
-    pool(inputs.processes, inputs.due, registry.capture.reached, registry.capture.inside_transform)
-    uncalled = check_statistics(registry.layers.values(), registry.capture)
-    auto.from_statistics(inputs.processes)
+    registry, capture, auto = thor._registry, thor._registry.capture, None
+    for group in thor.param_groups:
+        if group["split_dim"] == AUTO:
+            auto = AutoSplit(thor.param_groups, registry.layers)
+            auto.from_cache(inputs.processes)
+            break
+    if inputs.output_scale != 1.0:
+        for layer in inputs.due:
+            layer.statistics.scale_outputs_(inputs.output_scale)
+    if inputs.processes.count > 1:
+        pool(inputs.processes, inputs.due, capture.reached, capture.inside_transform)
+    uncalled: _Uncalled = []
+    if not capture.reached.issuperset(inputs.due):
+        uncalled = check_statistics(registry.layers.values(), capture)
+    if auto is not None:
+        auto.from_statistics(inputs.processes)
     return uncalled
 
 
-def _take_new_factors(
-    thor: "THOR", inputs: StepInputs, uncalled: Sequence[tuple[LayerCurvature, str]]
-) -> tuple[RefreshEvent, ...]:
+def _take_new_factors(thor: "THOR", inputs: StepInputs, uncalled: _Uncalled) -> None:
     """Decide on new factors for the layers that are due, and invert what is taken."""
     registry, due, terms = thor._registry, inputs.due, inputs.terms
-    _rescale_summed_loss(thor, inputs)
-    absence = registry.capture.absence(due, [layer for layer, _ in uncalled])
-    events = refresh(
+    if terms and _may_be_summed(thor):
+        rescale_summed_loss(thor, inputs)  # without N no layer was reached: what held before goes on
+    absence = Absence()
+    if not registry.capture.reached.issuperset(due):
+        absence = registry.capture.absence(due, [layer for layer, _ in uncalled])
+    thor._last_refresh = refresh(
         _candidates(registry, due, terms),
         registry.report,
         relative=thor._rule.relative_damping,
@@ -68,59 +85,73 @@ def _take_new_factors(
     )
     for layer, what in uncalled:
         registry.report(layer, what)
-    registry.capture.finish_refresh(due, events, absence)
+    registry.capture.finish_refresh(due, thor._last_refresh, absence)
     if terms:
         for group in thor.param_groups:
             group["last_loss_terms"] = terms
-    return events
+
+
+def _may_be_summed(thor: "THOR") -> bool:
+    """Return whether the loss has been found to be a sum, or that is to be found out now, in the first refresh."""
+    found = refreshed = False
+    for group in thor.param_groups:
+        found = found or group["loss_scale"] != 1.0
+    for layer in thor._registry.layers.values():
+        refreshed = refreshed or layer.refreshes > 0
+    return found or not refreshed
 
 
 def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
-    """Make a candidate of every layer that has rows; their statistics are used up."""
+    """Make a candidate of every layer that has rows; its statistics become the candidate's factors."""
     candidates = []
     for layer in layers:
-        weight, rows = layer.weight, layer.rows
-        if weight.grad is None:
+        options, rows = layer.weight_view.options, layer.statistics.rows
+        if layer.weight.grad is None:
             continue
-        of_groups = layer.fresh_group_terms(terms)
-        factors = layer.fresh_factors(terms)
+        if layer.kind.routed:
+            group_terms, factors = layer.fresh_group_terms(terms), layer.fresh_factors(terms)
+        else:
+            group_terms, factors = None, layer.statistics.means()
         if factors is None:
             if layer in registry.capture.reached:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
                 registry.report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
             continue
-        group = registry.index.group(weight)
-        upper, lower = group["trace_thresholds"]
+        upper, lower = options["trace_thresholds"]
         candidates.append(
             Candidate(
                 layer,
-                group["step"],
+                options["step"],
                 factors,
                 # without G there is nothing for T to weigh
-                rows_per_term=rows / terms if of_groups is None and "G" in layer.sides else 1.0,
-                damping=float(group["damping"]),
+                rows_per_term=rows / terms if group_terms is None and len(factors) > 1 else 1.0,
+                damping=float(options["damping"]),
                 thresholds=(float(upper), float(lower)),
-                decay=float(group["factor_decay"]),
-                group_rows_per_term=of_groups,
+                decay=float(options["factor_decay"]),
+                group_rows_per_term=group_terms,
             )
         )
     return candidates
 
 
-def _rescale_summed_loss(thor: "THOR", inputs: StepInputs) -> None:
-    """Divide gradients and statistics of a summed loss by N; whether it is one, the first refresh decides."""
-    groups, registry, terms = thor.param_groups, thor._registry, inputs.terms
-    if not terms:  # no layer was reached: there is nothing to tell from, and what held before goes on
-        return
-    first = not any(layer.refreshes for layer in registry.layers.values())
-    bounded = any(group["max_update_ratio"] is not None for group in groups)
-    told = thor.loss_reduction == "mean" and thor.fisher == "empirical"  # sampled statistics are not the loss's
-    if first and bounded and told and looks_summed(inputs.due, terms):
-        registry.warnings.note("summed loss", message(terms))
-    elif all(group["loss_scale"] == 1.0 for group in groups):
-        return
-    scale = terms / inputs.processes.count  # ranks have averaged their gradients already
-    for group in groups:
-        group["loss_scale"] = scale
-    for layer in inputs.due:
-        layer.scale_outputs_(1.0 / scale)
+def prepare_next_step(thor: "THOR", inputs: StepInputs) -> None:
+    """Have the next step gather what it will refresh, and drop what a step that was no refresh has gathered.
+
+    Args:
+        thor: the optimizer; its groups have counted the step.
+        inputs: what was known of the step.
+    """
+    registry = thor._registry
+    if inputs.waiting and not inputs.due:
+        registry.capture.finish_step()
+    wanted = []
+    for layer in registry.layers.values():
+        options = layer.weight_view.options
+        if options["step"] >= options["next_refresh"]:
+            wanted.append(layer)
+    if wanted:
+        registry.capture.want(wanted)
+    if registry.replacement is not None:
+        registry.watch_replacement(thor.param_groups, thor.state)
+    else:
+        registry.capture.listen()

@@ -12,6 +12,9 @@ from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.optim.thor.covered import sizes
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 
+# What a parameter group holds beside the options: which parameters, and what step() keeps there.
+NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms", "loss_scale"}
+
 
 class Reporting(torch.optim.Optimizer):
     """Properties and listings of an optimizer with layers."""
@@ -53,7 +56,7 @@ class Reporting(torch.optim.Optimizer):
         """List how each parameter of the model is trained.
 
         Returns:
-            An entry a parameter, in the model's order: kind and factor sizes, or the reason why it has none.
+            One entry per parameter, in the model's order: kind and factor sizes, or the reason why it has none.
         """
         return self._registry.coverage(self.param_groups, self.state)
 
@@ -64,6 +67,14 @@ class Reporting(torch.optim.Optimizer):
         layers = sum(layer.weight.requires_grad for layer in there)
         split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
         return (
-            f"{super().__repr__()}\n{covered:,} of {total:,} trained parameters, in {layers} layers, are "
+            f"{self._options_listed()}\n{covered:,} of {total:,} trained parameters, in {layers} layers, are "
             f"preconditioned:\n{table(entries, split)}"
         )
+
+    def _options_listed(self) -> str:
+        """List the options of each group in the order of the arguments; torch would sort internal keys among them."""
+        lines = [f"{type(self).__name__} ("]
+        for number, group in enumerate(self.param_groups):
+            keys = [key for key in dict.fromkeys((*self.defaults, *group)) if key in group and key not in NO_OPTIONS]
+            lines += [f"Parameter Group {number}", *(f"    {key}: {group[key]}" for key in keys)]
+        return "\n".join((*lines, ")"))

@@ -120,7 +120,7 @@ def _distribution(output: Any, distribution: Predicts, dim: int | None) -> Distr
     return made
 
 
-# validate_args would wait for the device, and sample_fisher() has looked for NaN
+# validate_args would synchronise host and device; sample_fisher() has looked for NaN already
 _NAMED: dict[str, Callable[[Tensor, int | None], Distribution]] = {
     "categorical": lambda logits, dim: Categorical(logits=_classes_last(logits, dim), validate_args=False),
     "bernoulli": lambda logits, _: Bernoulli(logits=logits, validate_args=False),

@@ -10,18 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer_state import make_layer_state, stored_tensors
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.checkpoint import MOMENTS, as_made
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.parameters import Group, States, with_gradient
 from torch_thor.optim.thor.auto_split import AUTO
-from torch_thor.optim.thor.gradient_checks import largest_gradient
+from torch_thor.optim.thor.gradient_checks import numbers_of
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.update_rule import UpdateRule
 
 _NOTHING: Mapping[str, Any] = {}
 
 
-def is_only_asked_for(groups: list[Group], states: States, index: ParameterIndex) -> bool:
+def is_only_asked_for(groups: list[Group], states: States) -> bool:
     """Return whether torch.distributed.checkpoint asks for the state, by a first step in which nothing moves.
 
     That is no step of training, and maybe not every process takes it.
@@ -29,13 +30,13 @@ def is_only_asked_for(groups: list[Group], states: States, index: ParameterIndex
     Args:
         groups: the optimizer's parameter groups.
         states: its state.
-        index: knows the parameters' names.
 
     Returns:
         Whether there is no state yet, lr is 0 and every gradient is.
     """
-    still = not states and not any(float(group["lr"]) for group in groups)
-    return still and largest_gradient(groups, index) == 0
+    if states or any(float(group["lr"]) for group in groups):
+        return False
+    return not any(bool(numbers_of(gradient).any()) for _, _, gradient in with_gradient(groups))
 
 
 def make_state(
@@ -67,7 +68,7 @@ def make_state(
             rule.make_state(index, parameter, state, group)
     index.update(groups, states)
     for layer in layers:
-        layer.materialise()
+        make_layer_state(layer)
 
 
 def conform(
@@ -98,34 +99,32 @@ def conform(
                         f"after a weight was given another shape; weights and optimizer state are as before this step"
                     )
     for layer in layers:
-        group = index.group(layer.weight)
-        _check_cut(layer, group["split_dim"])
+        _check_cut(layer, index.group(layer.weight)["split_dim"])
     for group in groups:
         for parameter in group["params"]:
             _follow(parameter, states.get(parameter))
     for layer in layers:
-        layer.follow_weight()
+        layer.statistics.follow_weight()
 
 
 def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
-    for key, layout in layer.layouts().items():
-        for matrix in (key, f"{key}_inverse"):
-            blocks, tail = layer.stored(matrix)
-            if blocks is None:
-                continue
-            found = (tuple(blocks.shape), None if tail is None else tuple(tail.shape))
-            if found != layout.shapes() or split_dim == AUTO:
-                raise RuntimeError(
-                    f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
-                    f"{blocks.shape[-1]}, and stay so; put the group's split_dim back, or make THOR anew with the "
-                    f"other. Weights and optimizer state are as before this step"
-                )
+    layouts = layer.layouts()
+    for matrix, (blocks, tail) in stored_tensors(layer).items():
+        if blocks is None:
+            continue
+        found = (tuple(blocks.shape), None if tail is None else tuple(tail.shape))
+        if found != layouts[matrix[0]].shapes or split_dim == AUTO:
+            raise RuntimeError(
+                f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
+                f"{blocks.shape[-1]}, and stay so; put the group's split_dim back, or make THOR anew with the "
+                f"other. Weights and optimizer state are as before this step"
+            )
 
 
 def _follow(parameter: Tensor, state: dict[str, Any] | None) -> None:
     dtype = factor_dtype(parameter.dtype)
     for key, value in (state or {}).items():
-        # AdamW's step is a number that stands in a tensor
+        # AdamW's step is a number, stored as a tensor
         if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
             assert state is not None
             state[key] = as_made(value, parameter, dtype)

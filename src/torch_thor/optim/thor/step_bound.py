@@ -31,8 +31,10 @@ def smallest_norm(parameter: Tensor) -> float:
         ``0.03 √rows``, where dimensions of size 1 do not count: a vector has as many rows as numbers, whatever its
         shape, a position embedding ``(1, L, D)`` has L, a scalar has one.
     """
-    rows = next((size for size in parameter.shape if size != 1), 1)
-    return _SMALLEST_SHARE * math.sqrt(rows)
+    for size in parameter.shape:
+        if size != 1:
+            return _SMALLEST_SHARE * math.sqrt(size)
+    return _SMALLEST_SHARE
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:

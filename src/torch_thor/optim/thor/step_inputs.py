@@ -1,52 +1,41 @@
-"""What a step knows before it changes anything, and how several processes come to know the same."""
+"""What a step knows before it changes anything: gathered in one place, into one object.
+
+How several processes come to know the same is in :mod:`torch_thor.optim.thor.shared_inputs`.
+"""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch import distributed as dist
 
+from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.distributed.consistency import agree, check_same_gradients
-from torch_thor.distributed.process_group import LOST
 from torch_thor.optim.parameters import Group, with_gradient
-from torch_thor.optim.thor.clock import next_refreshes
 from torch_thor.optim.thor.gradient_checks import (
-    check_row_mask,
-    doubtful_terms_message,
-    largest_gradient,
+    layout_message,
     nonfinite_message,
     nonfinite_names,
+    numbers_of,
 )
+from torch_thor.optim.thor.intervals import steps_until_next
+from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.loss_scale import LossScale
 from torch_thor.optim.thor.options import check_group, check_loss_terms
 from torch_thor.optim.thor.parameter_index import ParameterIndex
+from torch_thor.optim.thor.shared_inputs import read_together
 from torch_thor.optim.thor.state import conform, is_only_asked_for
+from torch_thor.optim.thor.statistics_checks import check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
 
-# Options that decide what becomes of weights and factors. An interval may be a function: told is what it leads to.
-_OPTIONS = (
-    "lr",
-    "damping",
-    "momentum",
-    "nesterov",
-    "weight_decay",
-    "trace_thresholds",
-    "split_dim",
-    "factor_decay",
-    "kl_clip",
-    "max_update_ratio",
-    "loss_scale",
-    "scaling",
-    "step",
-    "next_refresh",
-)
-# Options that are numbers in no range; what was found right once is right while it stays.
+# Options that are not numbers in a range: a value that was found right stays right until it is replaced.
 _OTHERS = (
     "nesterov",
     "kl_clip",
@@ -66,12 +55,13 @@ class StepInputs:
         due: the layers that refresh, the same on every process, whichever of them has their rows.
         processes: those that decide together: on a refresh step all that train together; else this one alone, because
             then they have the same gradients and nothing else to agree on.
-        fits: whether the state is known to fit the model as it is (:func:`look`).
+        fits: whether the state is known to fit the model as it is (:func:`fingerprint`).
         waiting: whether statistics of some layer are wanted and can come.
         state_only: whether torch.distributed.checkpoint asks for the state, and nothing may move.
         terms: N, of this process; of all of them once they have agreed. 0 where no layer has counted.
         output_scale: what turns this process's output gradients into gradients of one loss term.
-        refreshes: the step of each group's next refresh, as it will stand after this step.
+        next_refreshes: the step of each group's next refresh, as it will be after this step.
+        refreshes_next: whether the next step refreshes a group.
         skipped: the step is not taken.
         counted: it is not taken because a gradient is not finite, which ``skipped_steps`` counts.
         largest: the largest norm of a gradient.
@@ -85,14 +75,15 @@ class StepInputs:
     waiting: bool
     terms: int = 0
     output_scale: float = 1.0
-    refreshes: tuple[int, ...] = ()
+    next_refreshes: tuple[int, ...] = ()
+    refreshes_next: bool = False
     skipped: bool = False
     counted: bool = False
     largest: float = 0.0
     decaying: frozenset[int] = frozenset()
 
 
-def look(groups: Iterable[Group], states: Mapping[Tensor, State], index: ParameterIndex) -> list[Any]:
+def fingerprint(groups: Iterable[Group], states: Mapping[Tensor, State], index: ParameterIndex) -> list[Any]:
     """Return all that the layers' views and the optimizer's state depend on, cheap enough for every step.
 
     Args:
@@ -134,25 +125,27 @@ def collect(thor: "THOR") -> StepInputs:
     """
     groups, states, registry = thor.param_groups, thor.state, thor._registry
     index, capture = registry.index, registry.capture
-    seen = look(groups, states, index)
-    fits = seen == thor._fitting
+    fits = thor._fitting is not None and fingerprint(groups, states, index) == thor._fitting
     if not fits:
         thor._fitting = None  # the views may be given what turns out not to fit
         index.update(groups, states)
-    watching = capture.watching
-    if watching or index.computed:
+    watching, due = capture.watching, []
+    if index.computed or (watching and not index.owner_ids.issubset(map(id, thor.model.modules()))):
         registry.leave_out_removed(groups, states)
-    due: Sequence[LayerCurvature] = ()
+    waiting = False if watching else capture.wanting
     if watching:
-        due = [layer for layer in registry.layers.values() if capture.gathers(layer) and layer.weight.requires_grad]
-    state_only = not states and is_only_asked_for(groups, states, index)
+        for layer in registry.layers.values():
+            phase = capture.phases.get(layer)
+            if phase in GATHERING and layer.weight.requires_grad:
+                due.append(layer)
+                waiting = waiting or phase is Phase.REQUIRED or not layer.uncalled
+    state_only = not states and is_only_asked_for(groups, states)
     processes: Processes = ALONE
-    if not state_only and (due or thor._membership.group == LOST):
-        thor._membership.announce(thor.model)
-        processes = thor._processes()
-    inputs = StepInputs(due, processes, fits, state_only, capture.wanting)
+    if not state_only and (thor._group_handle.is_lost or (due and dist.is_available() and dist.is_initialized())):
+        processes = thor._group_handle.join(thor.model, registry.device)
+    inputs = StepInputs(due, processes, fits, state_only, waiting)
     try:
-        inputs = _read(thor, inputs) if processes.count == 1 else _read_alike(thor, inputs)
+        inputs = _read(thor, inputs) if processes.count == 1 else read_together(thor, inputs, _read)
     except FloatingPointError:
         capture.discard()
         raise
@@ -160,22 +153,6 @@ def collect(thor: "THOR") -> StepInputs:
         capture.discard()
         thor.skipped_steps += inputs.counted
     return inputs
-
-
-def _read_alike(thor: "THOR", inputs: StepInputs) -> StepInputs:
-    """Read, and have all processes raise what one of them found wrong, skip what one skips, and know all loss terms."""
-    read, error, facts = inputs, None, []
-    try:
-        read = _read(thor, inputs)
-        facts = list(_facts(thor, read))
-    except Exception as problem:  # it is raised on every process
-        error = problem
-    rows = agree(inputs.processes, error, facts, [read.terms, read.skipped, read.counted, read.largest])
-    terms, skipped, counted, largest = zip(*rows, strict=True)
-    if any(skipped):
-        return replace(read, skipped=True, counted=any(counted))
-    check_same_gradients(largest)
-    return replace(read, terms=int(sum(terms)))
 
 
 def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
@@ -187,33 +164,47 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
             thor._checked[id(group)] = {name: group[name] for name in _OTHERS}
     if not inputs.fits:
         conform(groups, thor.state, registry.layers.values(), registry.index)
-    refreshes = tuple(next_refreshes(groups))
+    upcoming, refreshes_next = [], False
+    for group in groups:
+        step, due_at, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
+        if step >= due_at:
+            due_at = step + (steps_until_next(interval, step) if callable(interval) else interval)
+        upcoming.append(due_at)
+        refreshes_next = refreshes_next or step + 1 >= due_at
+    inputs = replace(inputs, next_refreshes=tuple(upcoming), refreshes_next=refreshes_next)
     # a GradScaler says by this attribute that it wants to be asked
     scale = None if thor.grad_scaler is None and not hasattr(thor, "found_inf") else LossScale(thor, thor.grad_scaler)
     if scale is not None and scale.found_inf:
-        return replace(inputs, refreshes=refreshes, skipped=True)
-    terms = _loss_terms(thor) if inputs.due or thor.loss_terms is not None else 0
-    sampled = registry.capture.sampler is not None  # gradients of single terms as they are
+        return replace(inputs, skipped=True)
+    sampled = registry.capture.sampler is not None  # their gradients are those of single terms as they are
+    backward, terms = registry.capture.backward, 0
+    given = thor.loss_terms() if callable(thor.loss_terms) else thor.loss_terms
+    if given is not None:
+        terms = check_loss_terms(given)
+    elif inputs.due and (sampled or backward.passes):
+        if backward.first is None:
+            _note_conflicting_terms(registry)
+        terms = backward.loss_terms
     captured = 1.0
-    if scale is not None and not sampled and any(one.rows and "G" in one.sides for one in inputs.due):
+    if scale is not None and not sampled and any(one.statistics.rows and "G" in one.sides for one in inputs.due):
         captured = scale.of_outputs()
     decaying: set[int] = set()
     for group in groups:
-        if group["weight_decay"]:
-            decaying.update(id(p) for p in group["params"] if p.grad is not None and thor._decays(p))
+        for parameter in group["params"] if group["weight_decay"] else ():
+            if parameter.grad is not None and (thor.decay_filter is None or thor._decays(parameter)):
+                decaying.add(id(parameter))
     if scale is not None:
         scale.unscale_(gradient for _, _, gradient in with_gradient(groups))
-    largest = largest_gradient(groups, registry.index)
+    largest = _largest_gradient(groups, registry.index)
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
-            return replace(inputs, refreshes=refreshes, skipped=True, counted=True)
+            return replace(inputs, skipped=True, counted=True)
         raise FloatingPointError(nonfinite_message(groups[0]["step"], nonfinite_names(groups, registry.index)))
-    if inputs.due:
+    if inputs.due and registry.capture.row_mask is not None:
         check_row_mask(registry.layers.values(), registry.capture)
-    output_scale = (terms if thor.loss_reduction == "mean" and not sampled else 1) / captured
+    output_scale = (terms if terms and thor.loss_reduction == "mean" and not sampled else 1) / captured
     return replace(
         inputs,
-        refreshes=refreshes,
         terms=terms,
         output_scale=output_scale,
         largest=largest,
@@ -242,33 +233,43 @@ def _is_usual(thor: "THOR", group: Group) -> bool:
     return in_range and positive and (momentum != 0 or not group["nesterov"])
 
 
-def _loss_terms(thor: "THOR") -> int:
-    given = thor.loss_terms() if callable(thor.loss_terms) else thor.loss_terms
-    if given is not None:
-        return check_loss_terms(given)
-    registry = thor._registry
-    if registry.capture.doubtful_terms:
-        message = doubtful_terms_message(*registry.capture.doubtful_terms)
+def _note_conflicting_terms(registry: LayerRegistry) -> None:
+    conflict = registry.capture.backward.conflicting_loss_terms
+    if conflict is not None:
+        message = conflicting_terms_message(*conflict)
         registry.warnings.note(message, message)
-    return registry.capture.loss_terms
 
 
-def _facts(thor: "THOR", inputs: StepInputs) -> Iterator[str]:
-    """Yield what must be the same on all processes."""
-    yield f"loss_reduction={thor.loss_reduction!r}"
-    yield f"fisher={thor.fisher!r}"
-    sampler = thor._registry.capture.sampler
-    if sampler is not None:
-        yield f"sampled labels: {'yes' if sampler.passes else 'no'}"
-    for i, group in enumerate(thor.param_groups):
-        for name in _OPTIONS:
-            value = group[name]
-            yield f"parameter group {i}: {name}={float(value) if hasattr(value, 'item') else value!r}"
-        # where intervals differ, one rank would wait in a refresh that the others do not take: known one refresh before
-        yield f"parameter group {i}: update_interval makes step {inputs.refreshes[i]} the next refresh"
-    for layer in inputs.due:
-        weight = layer.weight
-        yield (
-            f"layer {layer.name!r}: factors {layer.layouts()}, {weight.dtype}, refreshes={layer.refreshes}, "
-            f"gradient={weight.grad is not None}"
-        )
+def _largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
+    """Return the largest Euclidean norm of a gradient; NaN or inf where one is not finite, or a step could overflow.
+
+    One pass over the gradients and one host–device synchronisation per device: the price of the promise that NaN
+    reaches no weight. A float32 norm that overflows (beyond 1e19) counts as inf, and so does one at which a natural
+    gradient, at most |∇| / λ, could.
+
+    Raises:
+        RuntimeError: a gradient is neither dense nor sparse COO.
+    """
+    batches: dict[tuple[torch.device, bool], list[Tensor]] = {}
+    damping = math.inf
+    for group in groups:
+        damping = min(damping, float(group["damping"]))
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout not in (torch.strided, torch.sparse_coo):
+                raise RuntimeError(layout_message(index.name(parameter), gradient.layout))
+            if gradient.numel():
+                usual = gradient.layout is torch.strided and not gradient.is_complex()
+                numbers = gradient if usual else numbers_of(gradient)
+                batches.setdefault((numbers.device, numbers.dtype == torch.float64), []).append(numbers)
+    largest = 0.0
+    for (_, wide), batch in batches.items():
+        # float16 norms would overflow at 65,504, where the gradients themselves are sound
+        norms = torch._foreach_norm(batch, 2, dtype=torch.float64 if wide else torch.float32)
+        norm = float(torch.stack(norms).max())
+        if not math.isfinite(norm):
+            return norm
+        largest = max(largest, norm)
+    return math.inf if largest / damping > torch.finfo(torch.float32).max else largest

@@ -5,25 +5,25 @@ from collections.abc import Hashable
 
 
 class StepWarnings:
-    """What is to be told after the step."""
+    """The warnings to be issued when the step is complete."""
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
-        self.untold: list[str] = []
+        self.pending: list[str] = []
 
     def note(self, about: Hashable, message: str) -> None:
-        """Have something told, if it has not been.
+        """Add a warning, unless one about the same problem has been added before.
 
         Args:
-            about: what tells it from all else, be the message as it may.
+            about: identifies the problem, whatever the message.
             message: the text.
         """
         if about not in self._known:
             self._known.add(about)
-            self.untold.append(message)
+            self.pending.append(message)
 
-    def tell(self) -> None:
-        """Warn of what was noted; to be called by the optimizer's ``step``."""
-        untold, self.untold = self.untold, []
-        for message in untold:
-            warnings.warn(message, RuntimeWarning, stacklevel=6)  # the caller of step, beyond torch's wrappers
+    def issue(self) -> None:
+        """Issue the warnings that have been added; to be called by the optimizer's ``step``."""
+        pending, self.pending = self.pending, []
+        for message in pending:
+            warnings.warn(message, RuntimeWarning, stacklevel=5)  # the caller of step, beyond torch's wrappers

@@ -16,10 +16,15 @@ are N times that. So the limits are narrow, and what they leave out is trained a
 
 import math
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 
 from torch_thor.curvature.layer import LayerCurvature
+
+if TYPE_CHECKING:
+    from torch_thor.optim.thor.optimizer import THOR
+    from torch_thor.optim.thor.step_inputs import StepInputs
 
 _LARGEST_OF_A_MEAN = (
     10.0  # in the median layer: 0.4 in the VAE, 0.1 to 1 for standardised targets, 1 and less in classifiers
@@ -43,10 +48,10 @@ def looks_summed(layers: Iterable[LayerCurvature], terms: int) -> bool:
     """
     means: list[torch.Tensor] = []
     for layer in layers:
-        sums = layer.gathered()
+        sums = layer.statistics.gathered()
         if sums is not None:
             groups = 1 if layer.kind.routed else layer.kind.groups  # a row of experts is a row of one of them
-            mean = sums[1].group_traces().sum() / (layer.rows * groups * layer.kind.outputs)
+            mean = sums[1].group_traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
             means.append(mean.to(means[0]) if means else mean)
     if terms < 2 or not means:
         return False
@@ -69,3 +74,25 @@ def message(terms: int) -> str:
         f"not their mean, so THOR divides it by {terms}. Average the loss over the batch, or, if it is an average, "
         f"bring its targets to a scale of about 1; THOR(..., **THOR.preset('paper')) takes the loss as it is"
     )
+
+
+def rescale_summed_loss(thor: "THOR", inputs: "StepInputs") -> None:
+    """Divide gradients and statistics of a summed loss by N; whether it is one, the first refresh decides.
+
+    Args:
+        thor: the optimizer.
+        inputs: what is known of the step; some layer was reached.
+    """
+    groups, registry, terms = thor.param_groups, thor._registry, inputs.terms
+    first = not any(layer.refreshes for layer in registry.layers.values())
+    bounded = any(group["max_update_ratio"] is not None for group in groups)
+    comparable = thor.loss_reduction == "mean" and thor.fisher == "empirical"  # sampled statistics are not the loss's
+    if first and bounded and comparable and looks_summed(inputs.due, terms):
+        registry.warnings.note("summed loss", message(terms))
+    elif all(group["loss_scale"] == 1.0 for group in groups):
+        return
+    scale = terms / inputs.processes.count  # ranks have averaged their gradients already
+    for group in groups:
+        group["loss_scale"] = scale
+    for layer in inputs.due:
+        layer.statistics.scale_outputs_(1.0 / scale)

@@ -1,1 +1,1 @@
-"""What watches a training: the metrics file, progress, TensorBoard, the profiler."""
+"""Callbacks of the training loop: the metrics file, progress, TensorBoard, the profiler."""

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from torch_thor.files import whole_file
 from torch_thor.training.engine.history import EvalPoint, History, Point, RefreshPoint, StepPoint, from_lines, to_line
 from torch_thor.training.engine.loop import Callback, Run
-from torch_thor.training.errors import UserError, writing
+from torch_thor.training.errors import UserError
+from torch_thor.training.output_files import writing
 
 
 class MetricsFile(Callback):
@@ -26,18 +28,15 @@ class MetricsFile(Callback):
         self._file: TextIO | None = None
 
     def before_training(self, run: Run) -> None:
-        """Write what the run already knows, then stand ready to append.
+        """Write the points that the run already has, then open the file to append more.
 
         Args:
             run: The training.
         """
         points = run.record.points()
-        temporary = self.path.with_suffix(".writing")
         with writing(self.path):
-            with temporary.open("w", encoding="utf-8") as file:
+            with whole_file(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
                 file.writelines(_line(point) for point in points)
-                _flush(file)  # a checkpoint knows these steps: they must outlive a loss of power too
-            temporary.rename(self.path)
             self._file = self.path.open("a", encoding="utf-8")
 
     def after_step(self, run: Run, point: StepPoint) -> None:
@@ -75,7 +74,7 @@ class MetricsFile(Callback):
             _flush(self._file)
 
     def content(self) -> bytes:
-        """What is in the file, up to the latest `sync`.
+        """Return the content of the file up to the latest `sync`.
 
         Returns:
             Its bytes.
@@ -145,7 +144,7 @@ def parse_metrics(content: bytes, path: Path) -> History:
 
 
 def as_written_now(content: bytes, path: Path) -> bytes:
-    """What this version writes for the lines of an older one.
+    """Convert the lines of an older version to those of this one.
 
     Args:
         content: The bytes of a `metrics.jsonl`.

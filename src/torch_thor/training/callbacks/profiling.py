@@ -1,4 +1,4 @@
-"""A profile of a few steps in the middle of a training, which then goes on: where the time of a step goes."""
+"""A profile of a few steps in the middle of a training, which then continues."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,11 +10,13 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
 
+from torch_thor.files import whole_file
 from torch_thor.training.callbacks.progress import milliseconds
 from torch_thor.training.engine.history import StepPoint
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.engine.refreshes import steps_to_refresh
-from torch_thor.training.errors import UserError, writing
+from torch_thor.training.errors import require
+from torch_thor.training.output_files import MAKE_ROOM, writing
 from torch_thor.training.printing import cell, printer
 
 UNWATCHED = 5  # first steps of the process: they compile, choose kernels and fill caches
@@ -27,8 +29,8 @@ BETWEEN = "between steps"  # evaluation and checkpoints, as the trace calls them
 class Profiler(Callback):
     """Profiles a few steps from the next refresh on, writes a Chrome trace and shows where the time went.
 
-    Where no refresh comes any more, the steps are ordinary ones. To stand last among the callbacks: what the others do
-    is between the steps.
+    Where no refresh comes any more, the steps are ordinary ones. It must be the last of the callbacks: what the others
+    do is between the steps.
 
     Args:
         folder: Where the trace goes, as `steps-00000021-00000026.json`.
@@ -118,15 +120,16 @@ class Profiler(Callback):
         path = self.folder / f"steps-{points[0].step:08d}-{points[-1].step:08d}.json"
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            finished.export_chrome_trace(str(path))
-        if not path.exists():  # it is written in C++, which logs what went wrong, and no more
-            raise UserError(f"{path} cannot be written: make room for it, then go on with --resume")
+            with whole_file(path) as temporary:
+                finished.export_chrome_trace(str(temporary))
+                # written by C++ code, which logs an error and does not raise
+                require(temporary.exists(), f"{path} cannot be written: {MAKE_ROOM}")
         self.console.print(top_operations(finished, points))
         printer(self.console)(f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing")
 
 
 def top_operations(finished: profile, points: list[StepPoint]) -> Table:
-    """Where the time of the steps went.
+    """Make a table of the operations that the steps spent their time in.
 
     Args:
         finished: The profile.

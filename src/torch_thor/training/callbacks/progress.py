@@ -1,4 +1,4 @@
-"""Progress as a person sees it: a live bar in a terminal, printed lines elsewhere."""
+"""Progress of a training: a live bar in a terminal, printed lines elsewhere."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -55,7 +55,7 @@ class Display(Progress):
         return self.add_task(name, start=False, total=None, metric="", figures="")
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """What is drawn.
+        """Yield the parts of the display.
 
         Yields:
             The bars, then the figures of the runs at work.
@@ -103,7 +103,7 @@ class _Watch(Callback):
             self.refresh_durations.append(point.duration)
 
     def _figures(self, run: Run, steps: int) -> str:
-        """The latest steps in words, and what the run has refreshed so far."""
+        """Describe the latest steps, and what the run has refreshed so far."""
         points = run.record.since(run.step - steps).steps
         latest, speed = points[-1], throughput(points)
         refresh = median(self.refresh_durations) if self.refresh_durations else None
@@ -165,7 +165,7 @@ class Bar(_Watch):
         self.display.update(self.task, metric=f"{run.primary.word} {run.primary.text(point.value)}")
 
     def after_training(self, run: Run) -> None:
-        """A run that was good enough before its last step is at its end too.
+        """Show the run as finished, also if it has reached its target before its last step.
 
         Args:
             run: The training.
@@ -225,7 +225,7 @@ class Lines(_Watch):
 
 
 def milliseconds(seconds: float) -> str:
-    """A step's time in words.
+    """Write the time of a step for people.
 
     Args:
         seconds: The time.

@@ -2,7 +2,7 @@
 
 The viewer draws 1000 points of a curve, chosen at random, and hundreds of thousands of steps would make a file of
 hundreds of megabytes. So a point sums up a stretch of steps: `log_interval`, or fewer in trainings so short that a
-curve would have less than `FULL_CURVE` points. Every step stands in `metrics.jsonl`.
+curve would have less than `FULL_CURVE` points. Every step is in `metrics.jsonl`.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch_thor.training.engine.history import EvalPoint
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.engine.throughput import throughput
-from torch_thor.training.errors import writing
+from torch_thor.training.output_files import writing
 
 FULL_CURVE = 2000  # points
 

@@ -1,1 +1,1 @@
-"""What a run leaves on the disk to go on from, and the folder it stands in."""
+"""Checkpoints, the weights that a training starts from, and the folder of a run."""

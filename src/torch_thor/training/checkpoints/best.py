@@ -1,6 +1,6 @@
 """The best checkpoint of a run: the one after the best evaluation, the first of equals.
 
-It stands beside the newest ones as `best/step-00000123`. What was best before goes when it is whole.
+It is kept beside the newest ones as `best/step-00000123`. The one before is removed once it is complete.
 """
 
 import contextlib
@@ -8,14 +8,14 @@ import os
 import shutil
 from pathlib import Path
 
+from torch_thor.files import whole_folder
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.engine.history import History
-from torch_thor.training.errors import writing
-from torch_thor.training.files import flush
+from torch_thor.training.output_files import writing
 
 
 def is_best(record: History, step: int) -> bool:
-    """Whether a step has the best weights so far.
+    """Tell whether a step has the best weights so far.
 
     Args:
         record: The run up to that step.
@@ -36,17 +36,12 @@ def keep(path: Path) -> None:
         path: One of the newest, whole.
     """
     folder = path.parent / checkpoint.BEST
-    final, temporary = folder / path.name, folder / f"{checkpoint.TEMPORARY}{path.name}"
+    final = folder / path.name
     with writing(final):
         folder.mkdir(exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)  # left over from a run that was killed here
-        temporary.mkdir()
-        for file in path.iterdir():
-            _link(file, temporary / file.name)
-        flush(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # the same step again, after falling back past a damaged checkpoint
-        temporary.rename(final)
-        flush(folder)
+        with whole_folder(final) as temporary:
+            for file in path.iterdir():
+                _link(file, temporary / file.name)
     remove_others(final)
 
 
@@ -65,7 +60,7 @@ def catch_up(folder: Path, record: History) -> None:
     """Make the best checkpoint what the record says, where a run was killed before it could.
 
     Args:
-        folder: Where the newest checkpoints stand.
+        folder: The folder of the newest checkpoints.
         record: What the run knows when it begins or goes on.
     """
     if record.best is not None:
@@ -79,4 +74,3 @@ def _link(file: Path, name: Path) -> None:
         os.link(file, name)
         return
     shutil.copyfile(file, name)
-    flush(name)

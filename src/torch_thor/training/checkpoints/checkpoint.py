@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either complete or absent.
 
 A checkpoint is a folder `step-00000123` with
 
@@ -10,7 +10,7 @@ A checkpoint is a folder `step-00000123` with
     manifest.json          the step, the SHA-256 of each file above, and one of its own
 
 It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums. The best one
-of a run stands in a folder of its own, `best`, in the same form. Checkpoints of format 2 have no metrics and no
+of a run is in a folder of its own, `best`, in the same form. Checkpoints of format 2 have no metrics and no
 checksum of the manifest itself; all else in them is checked as here.
 """
 
@@ -29,13 +29,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from torch_thor.training.errors import DamagedCheckpointError, UserError
-from torch_thor.training.files import CHECKSUM, flush, intact, sealed, sha256
+from torch_thor.files import remove_remains, whole_folder
+from torch_thor.training.checksums import CHECKSUM, intact, sealed, sha256
+from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line
 
 FORMAT, UNSEALED_FORMAT = 3, 2
 PREFIX = "step-"
 BEST = "best"
-TEMPORARY = ".writing-"
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
 METRICS, RECIPE, MANIFEST = "metrics.jsonl.gz", "recipe.yaml", "manifest.json"
 
@@ -94,8 +94,7 @@ class Checkpoint:
         try:
             state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({reason})") from error
+            raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({first_line(error)})") from error
         return state
 
 
@@ -114,7 +113,7 @@ def save(
     """Write a checkpoint, then remove the oldest ones before it.
 
     Args:
-        folder: Where checkpoints stand, one folder each.
+        folder: The folder of the checkpoints, which are folders themselves.
         model: The network.
         state: Tensors and plain values, for everything but the weights.
         step: Optimizer steps done.
@@ -131,19 +130,12 @@ def save(
         UserError: If it cannot be written whole; then nothing half-written is left, and older ones are as before.
     """
     final = folder / f"{PREFIX}{step:08d}"
-    temporary = folder / f"{TEMPORARY}{final.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for remains in folder.glob(f"{TEMPORARY}*"):  # by a run that was killed while it wrote
-            shutil.rmtree(remains, ignore_errors=True)
-        temporary.mkdir()
-        _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, metrics, average)
-        if final.exists():  # the same step again, after falling back past a damaged checkpoint
-            shutil.rmtree(final)
-        temporary.rename(final)
-        flush(folder)
+        remove_remains(folder)
+        with whole_folder(final) as temporary:  # it may be there: a run falls back past a damaged checkpoint
+            _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, metrics, average)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
-        shutil.rmtree(temporary, ignore_errors=True)
         reason = _reason(error)
         whole = _newest_first(folder)
         left = f"the newest whole one is {whole[0].name}" if whole else "there is none before it"
@@ -158,11 +150,11 @@ def save(
 
 def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
-    while cause is not None:  # torch speaks of positions in an archive, after the file has told it of a full disk
+    while cause is not None:  # torch reports positions in an archive, where the cause is the error of a full disk
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
-    return str(error).splitlines()[0]
+    return first_line(error)
 
 
 def _write(
@@ -179,7 +171,7 @@ def _write(
         save_model(average, str(folder / AVERAGED))
     with (folder / STATE).open("wb") as file:  # given a path, torch would not say why it could not be written
         torch.save(state, file)
-    for path in folder.glob("*.safetensors"):  # which safetensors lets nobody but their owner read
+    for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
         path.chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
     if metrics is not None:
         (folder / METRICS).write_bytes(gzip.compress(metrics, compresslevel=1, mtime=0))
@@ -187,9 +179,6 @@ def _write(
     sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     manifest = sealed({"format": FORMAT, **about, "sha256": sums})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    for name in (*sums, MANIFEST):
-        flush(folder / name)
-    flush(folder)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -243,10 +232,10 @@ def _manifest(path: Path) -> Mapping[str, Any]:
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that passes its checksums, the best one among them.
+    """Return the newest checkpoint that passes its checksums, the best one among them.
 
     Args:
-        folder: Where checkpoints stand.
+        folder: The folder of the checkpoints.
         say: Told, in one line each, which ones are damaged.
 
     Returns:
@@ -267,7 +256,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
 
 
 def holds_checkpoints(path: Path) -> bool:
-    """Whether a path is a folder in which checkpoints stand.
+    """Tell whether a path is a folder of checkpoints.
 
     Args:
         path: Any path.
@@ -279,7 +268,7 @@ def holds_checkpoints(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path is meant as a checkpoint, whole or not.
+    """Tell whether a path is meant as a checkpoint, whole or not.
 
     Args:
         path: Any path.

@@ -1,9 +1,4 @@
-"""A run's folder: whose it is, what stands in it, and when it may be written to.
-
-recipe.yaml  curves.png  summary.json  .lock
-<optimizer>/metrics.jsonl  <optimizer>/checkpoints/  <optimizer>/tensorboard/  <optimizer>/refreshes.png
-<optimizer>/profile/
-"""
+"""A run's folder: which run it belongs to, and when a training may write to it."""
 
 import shutil
 from collections.abc import Callable
@@ -11,91 +6,33 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch_thor.files import REMAINS
 from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.checkpoints.run_paths import CURVES_FILE, RECIPE_FILE, SUMMARY_FILE, RunPaths
 from torch_thor.training.config.lengthening import check_epochs
-from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, differences
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
+from torch_thor.training.config.recipe_values import differences
 from torch_thor.training.config.stored_recipe import DamagedRecipeError, StoredRecipe, read_stored, stored_text
 from torch_thor.training.config.yaml_text import read_text
-from torch_thor.training.errors import DamagedCheckpointError, UserError, require, writing
-from torch_thor.training.files import check_place, write_whole
+from torch_thor.training.errors import DamagedCheckpointError, UserError, require
 from torch_thor.training.lock import LOCK_FILE, Lock
 from torch_thor.training.optimizers.registry import OPTIMIZERS
-
-RECIPE_FILE = "recipe.yaml"
-CURVES_FILE = "curves.png"
-SUMMARY_FILE = "summary.json"
+from torch_thor.training.output_files import check_place, write_whole, writing
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """Where a run's files are.
+class RunFolder(RunPaths):
+    """A run's folder.
 
     Args:
-        path: The run's folder.
-        parsed: No argument: what its recipe file holds, by its text, so that it is parsed once however often it is
-            looked at.
+        path: The folder.
+        parsed: No argument: the content of its recipe file by its text, so that each text is parsed once.
     """
 
-    path: Path
     parsed: dict[str, StoredRecipe] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def metrics(self, optimizer: str) -> Path:
-        """One optimizer's metrics file.
-
-        Args:
-            optimizer: Its name.
-
-        Returns:
-            The path.
-        """
-        return self.path / optimizer / "metrics.jsonl"
-
-    def checkpoints(self, optimizer: str) -> Path:
-        """One optimizer's checkpoints.
-
-        Args:
-            optimizer: Its name.
-
-        Returns:
-            The path of their folder.
-        """
-        return self.path / optimizer / "checkpoints"
-
-    def tensorboard(self, optimizer: str) -> Path:
-        """One optimizer's event files.
-
-        Args:
-            optimizer: Its name.
-
-        Returns:
-            The path of their folder.
-        """
-        return self.path / optimizer / "tensorboard"
-
-    def profile(self, optimizer: str) -> Path:
-        """One optimizer's traces of a few steps, for `--profile`.
-
-        Args:
-            optimizer: Its name.
-
-        Returns:
-            The path of their folder.
-        """
-        return self.path / optimizer / "profile"
-
-    def refreshes(self, optimizer: str) -> Path:
-        """The picture of what one optimizer refreshed.
-
-        Args:
-            optimizer: Its name.
-
-        Returns:
-            The path.
-        """
-        return self.path / optimizer / "refreshes.png"
-
     def lock(self) -> Lock:
-        """The lock of whoever writes to the folder.
+        """Return the lock that the process writing to the folder holds.
 
         Returns:
             The lock, not taken yet.
@@ -104,7 +41,7 @@ class RunFolder:
         return Lock(self.path / LOCK_FILE, what, "wait for it, end it, or choose another folder with --out")
 
     def stored_recipe(self, say: Callable[[str], None] = lambda _: None) -> Recipe | None:
-        """The recipe that this folder was made with.
+        """Return the recipe that this folder was made with.
 
         Args:
             say: Told, in one line, if the file is damaged and a checkpoint's copy takes its place.
@@ -118,7 +55,7 @@ class RunFolder:
     def _stored(self, say: Callable[[str], None]) -> StoredRecipe | None:
         file = self.path / RECIPE_FILE
         if not self.is_run():
-            if self.path.exists() and (not self.path.is_dir() or any(p.name != LOCK_FILE for p in self.path.iterdir())):
+            if self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
                 raise UserError(f"{self.path} is not a run folder and not empty: choose another with --out")
             return None
         try:
@@ -140,7 +77,7 @@ class RunFolder:
         return stored
 
     def is_run(self) -> bool:
-        """Whether the folder holds a run, whole or not.
+        """Tell whether the folder holds a run, whole or not.
 
         Returns:
             True if there is a recipe or a checkpoint.
@@ -226,3 +163,8 @@ class RunFolder:
             RECIPE_FILE,
         ):  # the recipe last: until then the folder is known as ours
             (self.path / name).unlink(missing_ok=True)
+
+
+def _is_foreign(path: Path) -> bool:
+    # whether a file in a folder without a recipe shows that the folder is used for something else
+    return path.name != LOCK_FILE and not path.name.startswith(REMAINS)

@@ -1,4 +1,4 @@
-"""When to save, what a checkpoint of a run holds, and how a run goes on from it."""
+"""When checkpoints are saved, what they contain, and how a run is resumed from one."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ class Checkpoints(Callback):
     """Saves every so many steps, at the end, when a signal asks to stop, and what is best so far.
 
     Args:
-        folder: Where checkpoints stand.
+        folder: The folder of the checkpoints.
         metrics: The metrics file, flushed before each checkpoint.
         stop: The signal.
         interval: Steps between checkpoints; `None` saves after each epoch.
@@ -127,7 +127,7 @@ class Checkpoints(Callback):
 
 
 def capture_state(run: Run) -> dict[str, object]:
-    """Everything but the weights that decides how a run goes on; every process must call it.
+    """Return everything but the weights that the rest of a run depends on; every process must call it.
 
     Args:
         run: The training.
@@ -152,7 +152,7 @@ def capture_state(run: Run) -> dict[str, object]:
 
 
 def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> None:
-    """Put a run where a checkpoint left it.
+    """Load a checkpoint into a run, so that it continues from there.
 
     It then goes on bit for bit, as long as the machine, the number of processes and `torch.get_num_threads()` are the
     same: sums in floating point depend on how they are divided. On another number of processes it sees the same
@@ -189,7 +189,7 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
 
 
 def known_record(saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> History:
-    """What a run had measured when a checkpoint was written.
+    """Return what a run had measured when a checkpoint was written.
 
     The checkpoint's own copy decides: the file beside it, which a resumed run goes on to write anew, has no checksum.
 

@@ -1,7 +1,7 @@
-"""Weights to start a training from: a safetensors file, or a checkpoint of a run."""
+"""The weights that a training starts from: those of a safetensors file, or of a checkpoint of a run."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.selection import self_and_parents
 from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.checkpoints.finding import TAKEN, find_checkpoints
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.errors import UserError, require
 
@@ -19,18 +20,19 @@ SHOWN = 3  # names in a message
 COUNTERS = "num_batches_tracked"  # BatchNorm's, which its running averages do without, and many files too
 
 
-def with_checksum(recipe: Recipe) -> Recipe:
+def with_checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> Recipe:
     """Write down which weights a recipe starts from.
 
     Args:
         recipe: A recipe.
+        say: Told, in one line each, which damaged checkpoints were passed over.
 
     Returns:
         The recipe with the SHA-256 of its weights; as it is where it has one already, or starts from none.
     """
     if recipe.weights is None or recipe.weights_sha256 is not None:
         return recipe
-    path = _file(recipe.weights)
+    path = _file(recipe.weights, say)
     return replace(recipe, weights_sha256=_checksum(path))
 
 
@@ -45,7 +47,7 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
         UserError: If the weights are not there, not those that the run started from, or of another network.
     """
     assert recipe.weights is not None
-    path = _file(recipe.weights)
+    path = _file(recipe.weights, lambda _: None)  # `with_checksum` has said it
     found = _checksum(path)
     require(
         found == (recipe.weights_sha256 or found),
@@ -56,7 +58,7 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
         given = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"weights={recipe.weights} is no safetensors file ({error}): write one with safetensors.torch.save_file"
+            f"weights={recipe.weights} is not a safetensors file ({error}): write one with safetensors.torch.save_file"
         ) from error
     own = model.state_dict()
     left_out = _left_out([*own, *given], recipe.weights_except)
@@ -65,16 +67,18 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
     model.load_state_dict(given, strict=False)  # what it would be strict about has been looked at
 
 
-def _file(word: str) -> Path:
+def _file(word: str, say: Callable[[str], None]) -> Path:
     path = Path(word).expanduser()
-    if checkpoint.is_checkpoint(path):
-        return checkpoint.open_checkpoint(path).path / checkpoint.WEIGHTS
+    if path.is_file():
+        return path
+    found = find_checkpoints(path, say)
+    require(bool(found), f"weights={word} is neither a safetensors file nor a checkpoint: give a file, or {TAKEN}")
+    names = [saved.optimizer for saved in found]
     require(
-        path.is_file(),
-        f"weights={word} is neither a safetensors file nor a checkpoint of a run (RUN/OPTIMIZER/checkpoints/step-...): "
-        f"give one of them",
+        len(found) == 1,
+        f"weights={word} holds checkpoints of {', '.join(names)}: choose one, such as weights={path / names[0]}",
     )
-    return path
+    return found[0].path / checkpoint.WEIGHTS
 
 
 def _checksum(path: Path) -> str:
@@ -98,7 +102,7 @@ def _left_out(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
 
 
 def _check_fit(own: dict[str, Tensor], given: dict[str, Tensor], left_out: set[str], recipe: Recipe) -> None:
-    # a weight of several names stands in a file of ours under one of them
+    # a checkpoint has a weight of several names under one of them
     known = {own[name].data_ptr() for name in given if name in own and own[name].numel()}
     missing = [
         name

@@ -1,4 +1,4 @@
-"""What a recipe says of its data: which set, where it lies, and how its images are read."""
+"""The settings of the data in a recipe: which data set, its folder, and how its images are read."""
 
 from dataclasses import dataclass, field
 
@@ -85,7 +85,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which data set, where it lies, and how it is read.
+    """Which data set, its folder, and how it is read.
 
     Args:
         name: digits or fashion-mnist (held in memory, as they are); cifar10 or cifar100; or image-folder:
@@ -123,7 +123,7 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         names = (*IN_MEMORY, *CIFAR_SETS, FOLDER, *TEXTS)
-        require(self.name in names, f"data.name={self.name} is no data set: use one of {', '.join(names)}")
+        require(self.name in names, f"data.name={self.name} is not a data set: use one of {', '.join(names)}")
         require(
             self.transform is None or self.name not in (*IN_MEMORY, *TEXTS),
             f"data.transform is set: {self.name} is trained on as it is; leave data.transform=null",

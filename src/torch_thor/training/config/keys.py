@@ -1,4 +1,4 @@
-"""The keys of a recipe with type, default and meaning, read off the classes that hold them."""
+"""The keys of a recipe with type, default and meaning, taken from the classes that define them."""
 
 import inspect
 import re
@@ -37,7 +37,7 @@ class Key:
 
 
 def keys_of(kind: type) -> list[Key]:
-    """The keys that a class of settings holds.
+    """Return the keys that a class of settings holds.
 
     Args:
         kind: A dataclass whose documentation says what each of its fields means.
@@ -69,7 +69,7 @@ def key_tables() -> Iterator[Table]:
 def _table(title: str, keys: list[Key]) -> Table:
     table = Table("key", "type", "default", "meaning", title=title, title_justify="left")
     table.columns[0].no_wrap = True
-    for key in keys:  # texts: what is in brackets is no markup
+    for key in keys:  # texts: what is in brackets is not markup
         table.add_row(*(Text(part) for part in (key.name, key.type, key.default, key.meaning)))
     return table
 

@@ -1,7 +1,8 @@
-"""When a resumed run may be given more epochs than it was started with.
+"""When a resumed run may have more epochs than it was started with.
 
-A schedule that ends with the training has been another one from the first step on in a longer training. A schedule that
-does not know the training's length, or has a horizon of its own, is the same, and so is every step that was taken.
+A schedule that ends with the training has other values from the first step on if the training is longer. A schedule
+that does not depend on the training's length, or has a horizon of its own, has the same values, so the steps taken so
+far are those of the longer training.
 """
 
 from torch_thor.training.config.recipe import Recipe
@@ -17,6 +18,11 @@ def check_epochs(stored: Recipe, recipe: Recipe) -> None:
     """
     if recipe.epochs == stored.epochs:
         return
+    require(
+        recipe.steps is None,
+        f"epochs={recipe.epochs}: the run ends after steps={recipe.steps} and not after epochs; leave epochs out, or "
+        f"start another run with --out",
+    )
     require(
         recipe.epochs > stored.epochs,
         f"epochs={recipe.epochs} is less than the run's {stored.epochs}: --resume can lengthen a run, not shorten it; "

@@ -1,4 +1,4 @@
-"""What the loop needs to know: a script builds a `RunConfig` by hand, a recipe is one with more keys."""
+"""The settings of the training loop: a script makes a `RunConfig`, and a recipe is a `RunConfig` with more keys."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ MOST_SEED = 2**63 - 1  # torch's generators take 64 bits, and each process adds 
 
 
 def check_seed(said: str, seed: int) -> None:
-    """Refuse a seed that torch has no room for.
+    """Refuse a seed that is out of the range of torch's generators.
 
     Args:
         said: What the user wrote before it.
@@ -24,10 +24,12 @@ def check_seed(said: str, seed: int) -> None:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long, how large, how often.
+    """Length, batch size, precision and evaluations of a training.
 
     Args:
         epochs: Passes over the training set.
+        steps: Optimizer steps of the training, in the place of `epochs`; they may be less than an epoch and need not be
+            whole epochs. `None` trains for `epochs`.
         batch_size: Samples a step, on all processes together: images, or windows of a text. What is left over at the
             end of an epoch is left out.
         seed: Decides the initial weights, and with the epoch's number the order of the data.
@@ -43,13 +45,14 @@ class RunConfig:
         loss_scale: With fp16: what the loss is multiplied by before backward; `None` finds it as training goes on.
         accumulation: Parts that the batch of a step is computed in, one after the other, to save memory.
         compile: Whether `torch.compile` compiles the network.
-        ema_decay: Share of the old average that an exponential moving average of the weights keeps a step (0.9999 is
+        ema_decay: Share of the old average that an exponential moving average of the weights keeps per step (0.9999 is
             usual); it is evaluated beside the weights. `None` keeps no average.
         stop_at: Value of the task's primary metric (top-1 accuracy, in (0, 1], of a classifier) at which training ends,
             of the averaged weights where there are any; `None` trains to the end.
     """
 
     epochs: int = 1
+    steps: int | None = None
     batch_size: int = 128
     seed: int = 0
     label_smoothing: float = 0.0
@@ -68,6 +71,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.epochs >= 1, f"epochs={self.epochs} must be 1 or more")
+        require(
+            self.steps is None or self.steps >= 1,
+            f"steps={self.steps} must be 1 or more optimizer steps; null trains for epochs",
+        )
         require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
         check_seed("seed=", self.seed)
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")

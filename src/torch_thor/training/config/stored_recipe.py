@@ -1,4 +1,4 @@
-"""A recipe as a run keeps it: with a checksum, with `${oc.env:NAME}` unresolved, and a digest of what that stood for.
+"""The recipe in a run folder: with a checksum, with `${oc.env:NAME}` unresolved, and digests of resolved values.
 
 The first lines are comments, so that the file is still a recipe for `torch-thor train FILE.yaml`:
 
@@ -14,7 +14,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe, covers, flat_values, parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
+from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
+from torch_thor.training.config.recipe_values import covers, flat_values, is_inside
 from torch_thor.training.errors import UserError, require
 
 _SEAL = re.compile(r"# sha256 ([0-9a-f]{64}): of all lines below this one\n")
@@ -40,7 +42,7 @@ class StoredRecipe:
     sealed: bool
 
     def unchanged(self, recipe: Recipe) -> list[str]:
-        """The keys whose values were resolved, and are in a recipe what they were then.
+        """Return the keys whose values were resolved, and are in a recipe what they were then.
 
         Args:
             recipe: The recipe to go on with.
@@ -66,7 +68,7 @@ class StoredRecipe:
 
 
 def stored_text(recipe: Recipe) -> str:
-    """What is written into a run folder and into each checkpoint.
+    """Return what is written into a run folder and into each checkpoint.
 
     Args:
         recipe: The recipe as run.
@@ -107,7 +109,7 @@ def read_stored(text: str) -> StoredRecipe:
 
 def _digests(recipe: Recipe, keys: Iterable[str]) -> dict[str, str]:
     values = flat_values(recipe)
-    inside = {key: {one: values[one] for one in values if f"{one}.".startswith(f"{key}.")} for key in keys}
+    inside = {key: {one: values[one] for one in values if is_inside(one, key)} for key in keys}
     return {key: _sha256(json.dumps(part, sort_keys=True, default=str)) for key, part in inside.items()}
 
 

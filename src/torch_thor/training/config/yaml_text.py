@@ -1,4 +1,4 @@
-"""YAML from a user's hand: read as plain data, and never more of it than a recipe can need.
+"""Reading YAML that a user has written: as plain data, and no more of it than a recipe can need.
 
 A few aliases of aliases stand for billions of values, and an alias may stand for what it is itself in. Such a text is
 refused before it is expanded.

@@ -23,13 +23,15 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
+from torch_thor.files import remove_remains, whole_folder
+from torch_thor.training.checksums import intact, sealed, sha256
 from torch_thor.training.config.data_spec import Workers
 from torch_thor.training.data.decoding import BrokenImageError
 from torch_thor.training.data.folder import FolderSource
 from torch_thor.training.data.reading import raw_loader
 from torch_thor.training.data.transforms import EvaluationTransform
-from torch_thor.training.errors import UserError, writing
-from torch_thor.training.files import flush, intact, sealed, sha256
+from torch_thor.training.errors import UserError
+from torch_thor.training.output_files import writing
 
 FORMAT = 2  # in the key: a cache of format 1, without checksums, is stale
 IMAGES, INDEX = "images.u8", "index.json"
@@ -121,7 +123,7 @@ def open_cache(
     Of several processes on a machine one makes it while the others wait.
 
     Args:
-        folder: Where caches lie; made if it is missing.
+        folder: The folder of the caches; made if it is missing.
         source: The evaluation images.
         crop: What is done to each.
         workers: The processes that decode.
@@ -143,7 +145,8 @@ def open_cache(
             except _UnusableError as error:
                 if error.said:
                     say(f"the cache {final} is damaged ({error.said}): it is made anew")
-                for stale in folder.glob(f"{what}-*"):  # also what a killed process left behind
+                remove_remains(folder, f"{what}-*")
+                for stale in folder.glob(f"{what}-*"):
                     shutil.rmtree(stale)
                 broken = _make(final, source, crop, workers, say)
     return CachedSource(source, final, crop.size, broken)
@@ -169,7 +172,7 @@ def _read(final: Path, size: int) -> dict[int, str]:
     except OSError as error:
         raise _UnusableError(f"{error.strerror}: {error.filename}") from error
     except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"{INDEX} is no JSON") from error
+        raise _UnusableError(f"{INDEX} is not JSON") from error
     return {int(number): str(reason) for number, reason in index["broken"].items()}
 
 
@@ -184,13 +187,28 @@ def _make(
             f"{free / 1e9:.1f} GB free: {ANOTHER}"
         )
     say(f"{source.root}: decoding {count} images into {final} ({count * pixels / 1e9:.1f} GB), once")
-    temporary = final.with_name(f"{final.name}.writing")
-    temporary.mkdir()
-    with (temporary / IMAGES).open("wb") as file:  # torch would let nobody but its owner read it
-        file.truncate(count * pixels)
+    with whole_folder(final) as temporary:
+        broken = _decode(temporary / IMAGES, source, crop, workers)
+        index = {
+            "format": FORMAT,
+            "root": str(source.root),
+            "size": crop.size,
+            "resize": crop.resize,
+            "broken": {str(number): reason for number, reason in broken.items()},
+            "sha256": sha256(temporary / IMAGES),
+        }
+        (temporary / INDEX).write_text(json.dumps(sealed(index), indent=1) + "\n", encoding="utf-8")
+    return broken
+
+
+def _decode(file: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers) -> dict[int, str]:
+    # write the pixels of all images; returns the broken ones, with the reason
+    count, pixels = len(source.labels), crop.size * crop.size * 3
+    with file.open("wb") as empty:  # a file made by torch could be read by its owner only
+        empty.truncate(count * pixels)
         if hasattr(os, "posix_fallocate"):  # a disk that fills up later would kill a process that writes to its memory
-            os.posix_fallocate(file.fileno(), 0, count * pixels)
-    images = torch.from_file(str(temporary / IMAGES), shared=True, size=count * pixels, dtype=torch.uint8)
+            os.posix_fallocate(empty.fileno(), 0, count * pixels)
+    images = torch.from_file(str(file), shared=True, size=count * pixels, dtype=torch.uint8)
     rows = images.view(count, crop.size, crop.size, 3)
     broken: dict[int, str] = {}
     parts = [range(first, min(first + BATCH, count)) for first in range(0, count, BATCH)]
@@ -199,19 +217,6 @@ def _make(
         broken.update(batch.broken)
         kept = [index for index in part if index not in broken]
         rows[kept] = batch.images.permute(0, 2, 3, 1)
-    with (temporary / IMAGES).open("rb+") as file:
-        os.fsync(file.fileno())
-    index = {
-        "format": FORMAT,
-        "root": str(source.root),
-        "size": crop.size,
-        "resize": crop.resize,
-        "broken": {str(number): reason for number, reason in broken.items()},
-        "sha256": sha256(temporary / IMAGES),
-    }
-    (temporary / INDEX).write_text(json.dumps(sealed(index), indent=1) + "\n", encoding="utf-8")
-    flush(temporary / INDEX)
-    temporary.rename(final)
     return broken
 
 

@@ -6,8 +6,8 @@ from urllib.error import URLError
 import torch
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from torch_thor.training.data.source import MemorySource
-from torch_thor.training.errors import UserError
+from torch_thor.training.data.image_source import MemorySource
+from torch_thor.training.errors import UserError, first_line
 
 SETS: dict[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 
@@ -30,7 +30,7 @@ def open_cifar(name: str, root: Path, *, download: bool) -> tuple[MemorySource, 
     try:
         train, evaluation = (kind(str(root), train=part, download=download) for part in (True, False))
     except (RuntimeError, URLError, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(":.")
+        reason = first_line(error).removesuffix(".")
         place = root / kind.base_folder
         remedy = (
             "check the network, or unpack the archive there"

@@ -1,4 +1,4 @@
-"""Bytes of an image file to an RGB tensor. What a file is, its content says: a name with the wrong ending is no matter.
+"""Decoding image files to RGB tensors. The format is taken from the content of a file, not from its name.
 
 Pillow reads every header: the format, the size (more than 179 million pixels are taken for damage, before any memory is
 asked for) and, of a PNG, the checksums of all its parts. JPEG is then decoded by torchvision, in two thirds of Pillow's
@@ -52,7 +52,7 @@ def decode_rgb(content: bytes) -> Tensor:
             kind = image.format
             image.verify()  # of PNG alone Pillow verifies anything; the image cannot be decoded after it
         if kind == "EPS":  # Pillow would have Ghostscript run the file, which is a program
-            raise BrokenImageError("PostScript is no image format that is read")
+            raise BrokenImageError("PostScript is not an image format that is read")
         if kind in {"JPEG", "MPO"}:
             try:
                 return _jpeg(content)

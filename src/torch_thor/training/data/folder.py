@@ -1,6 +1,6 @@
 """Folders of images, a sub-folder for each class: finding the splits, listing the files, and checking both.
 
-ImageNet-2012 stands as `train/` and `val/`, or as `ilsvrc/` and `ilsvrc_eval/`; any other image set in that shape is
+ImageNet-2012 has `train/` and `val/`, or as `ilsvrc/` and `ilsvrc_eval/`; any other image set in that shape is
 read alike. Classes are numbered by their sorted folder names and files sorted within them, as
 `torchvision.datasets.ImageFolder` does, so that pretrained weights keep their meaning.
 """
@@ -176,7 +176,7 @@ def open_evaluation_folder(root: Path, say: Callable[[str], None]) -> FolderSour
         say: Told, in one line, which classes are empty.
 
     Returns:
-        The images. Where the folder of the training images stands there too, it has the same classes.
+        The images. Where the folder of the training images exists too, it has the same classes.
 
     Raises:
         UserError: If there is no evaluation folder, or no image in it.

@@ -19,7 +19,7 @@ def read_image(path: Path) -> bytes:
     """Read one image file.
 
     Args:
-        path: Where it lies; a link is followed.
+        path: Its path; a link is followed.
 
     Returns:
         The whole content.

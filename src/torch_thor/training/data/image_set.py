@@ -1,4 +1,4 @@
-"""From what a recipe says of its images to the streams that a training needs."""
+"""Making the streams of a training from the settings of its images."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from torch_thor.training.config.data_spec import FOLDER, DataSpec
-from torch_thor.training.data.broken import BrokenImages
+from torch_thor.training.data.broken_images import BrokenImages
 from torch_thor.training.data.cache import Uncropped, open_cache
 from torch_thor.training.data.cifar import open_cifar
 from torch_thor.training.data.folder import FolderSource, open_evaluation_folder, open_folders
+from torch_thor.training.data.image_source import ImageSource
 from torch_thor.training.data.loader import ImageLoader
 from torch_thor.training.data.reading import Crop
 from torch_thor.training.data.shards import BatchOrder, EvaluationOrder, Shard, TrainingOrder, WholeBatches
-from torch_thor.training.data.source import ImageSource
 from torch_thor.training.data.stream import Streams, TrainingStream
 from torch_thor.training.data.transforms import EvaluationTransform, Normalize, TrainingTransform
 from torch_thor.training.data.workers import check_workers

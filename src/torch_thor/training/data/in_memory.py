@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_thor.training.config.data_spec import DataSpec
 from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches, epoch_order
 from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, TrainingStream
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 DIGITS_TEST_SHARE = 0.2
@@ -51,17 +51,17 @@ class DataBundle:
 
     @property
     def device(self) -> torch.device:
-        """Where the images stand."""
+        """The device that the images are on."""
         return self.train_images.device
 
     def to(self, device: torch.device) -> "DataBundle":
-        """The same data on another device.
+        """Return the same data on another device.
 
         Args:
             device: Where to put it.
 
         Returns:
-            A bundle whose tensors stand on `device`.
+            A bundle whose tensors are on `device`.
         """
         moved = [t.to(device) for t in (self.train_images, self.train_labels, self.test_images, self.test_labels)]
         return DataBundle(moved[0], moved[1], moved[2], moved[3], self.classes)
@@ -167,9 +167,8 @@ def _find_fashion_mnist(spec: DataSpec) -> Path:
     try:
         FashionMNIST(str(root), train=True, download=True)
     except (RuntimeError, URLError, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(":")
         raise UserError(
-            f"Fashion-MNIST is not in {looked} and could not be downloaded ({reason}): "
+            f"Fashion-MNIST is not in {looked} and could not be downloaded ({first_line(error)}): "
             "check the network, or set data.root to the folder that holds its four files"
         ) from error
     return root / "FashionMNIST" / "raw"
@@ -179,7 +178,7 @@ def read_idx(folder: Path, name: str) -> Tensor:
     """Read one file of the MNIST family, plain or gzipped, without unpacking it to disk.
 
     Args:
-        folder: Where the file lies.
+        folder: The folder of the file.
         name: Its name, without `.gz`.
 
     Returns:

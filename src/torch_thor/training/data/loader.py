@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from torch_thor.training.config.data_spec import Workers
-from torch_thor.training.data.broken import BrokenImages
+from torch_thor.training.data.broken_images import BrokenImages
+from torch_thor.training.data.image_source import ImageSource
 from torch_thor.training.data.reading import Crop, Key, raw_loader
 from torch_thor.training.data.shards import BatchOrder
-from torch_thor.training.data.source import ImageSource
 from torch_thor.training.data.transforms import Normalize
 from torch_thor.training.errors import UserError
 
@@ -52,7 +52,7 @@ class ImageLoader:
         return self.batches()
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch.
+        """Yield the batches of an epoch.
 
         Only one iteration can be under way: a new one ends the one before.
 

@@ -1,4 +1,4 @@
-"""The data that a recipe names, in memory or read while training goes on."""
+"""Opening the data set that a recipe names, in memory or read during the training."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A text that every Python carries: its language reference, as `help()` shows it; and windows of it as batches.
+"""The text of Python's own help, the language reference as `help()` shows it, and windows of it as batches.
 
 Another Python version has another text, so losses compare within one version only.
 """
@@ -33,7 +33,7 @@ def python_text() -> str:
 
 
 def characters() -> tuple[Tensor, Tensor]:
-    """The text as numbers.
+    """Return the text as numbers.
 
     Returns:
         Training and held-out characters, (n,) each, int64, in [0, SYMBOLS).
@@ -76,7 +76,7 @@ class WindowOrder(TrainingOrder):
     positions: int = field(default=1, kw_only=True)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        """The batches of an epoch.
+        """Yield the batches of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.

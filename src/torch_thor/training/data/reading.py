@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from torch_thor.training.config.data_spec import Workers
 from torch_thor.training.data.decoding import BrokenImageError
-from torch_thor.training.data.source import ImageSource
+from torch_thor.training.data.image_source import ImageSource
 from torch_thor.training.data.workers import MORE_SHARED_MEMORY, DeathWatch, start_worker
 from torch_thor.training.errors import UserError
 
@@ -127,7 +127,7 @@ def raw_loader(
         crop: What is done to each.
         batches: Asked for its keys anew in each iteration.
         workers: The processes.
-        pin_memory: Whether batches lie in page-locked memory, from where a GPU fetches them while it computes.
+        pin_memory: Whether batches are in page-locked memory, from which a GPU copies them while it computes.
 
     Returns:
         An iterable of `RawBatch`.

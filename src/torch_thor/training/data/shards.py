@@ -20,7 +20,7 @@ from torch_thor.training.errors import require
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """The order of the training images in one epoch.
+    """Return the order of the training images in one epoch.
 
     Args:
         count: Images in the training set.
@@ -73,7 +73,7 @@ class BatchOrder(Protocol):
         ...
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        """The batches of an epoch.
+        """Return the batches of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -130,7 +130,7 @@ class TrainingOrder:
         return self.batch_size // self.shard.world_size
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        """The batches of an epoch.
+        """Yield the batches of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -178,7 +178,7 @@ class WholeBatches:
         return sum(len(batch) for batch in self.epoch(0))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        """The batches of an epoch.
+        """Yield the batches of an epoch.
 
         Args:
             epoch: Makes no difference.
@@ -229,7 +229,7 @@ class EvaluationOrder:
         return sum(len(part) for part in self._parts())
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
-        """The batches of an epoch.
+        """Yield the batches of an epoch.
 
         Args:
             epoch: Makes no difference.

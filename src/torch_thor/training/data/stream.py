@@ -1,6 +1,6 @@
-"""Training batches without end, with a position that a checkpoint can hold; and what a training reads.
+"""Endless streams of training batches with a position that a checkpoint can save, and streams of evaluation batches.
 
-The loop knows no more of data than what stands here: trees of tensors, on the device.
+This is the whole interface between the loop and the data: trees of tensors, on the device.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class BatchLoader(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch.
+        """Return the batches of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -39,7 +39,7 @@ class BatchLoader(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has found out about its samples.
+        """Return what it has found out about its samples.
 
         Returns:
             Plain values.
@@ -47,7 +47,7 @@ class BatchLoader(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what another loader knew.
+        """Continue with what another loader has found out.
 
         Args:
             state: From `state_dict`.
@@ -75,7 +75,7 @@ class MemoryLoader:
         return self.batches()
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch.
+        """Yield the batches of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
@@ -88,7 +88,7 @@ class MemoryLoader:
             yield self.take(torch.tensor(numbers, dtype=torch.int64, device=self._device))
 
     def take(self, numbers: Tensor) -> Batch:
-        """The samples of a batch.
+        """Return the samples of a batch.
 
         Args:
             numbers: Which, (n,), int64.
@@ -99,7 +99,7 @@ class MemoryLoader:
         return tree_map(lambda tensor: tensor[numbers], self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: what is in memory is whole.
+        """Return nothing: samples in memory are complete.
 
         Returns:
             An empty mapping.
@@ -107,7 +107,7 @@ class MemoryLoader:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take up.
+        """Ignore the state: there is nothing to continue.
 
         Args:
             state: From `state_dict`.
@@ -150,7 +150,7 @@ class TrainingStream:
             yield from self
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in.
+        """Return the position, and the data, batch size and seed that it belongs to.
 
         Returns:
             Plain values.
@@ -182,7 +182,7 @@ class TrainingStream:
 
 @dataclass(frozen=True)
 class Streams:
-    """What a training reads, of one rank.
+    """The batches that one rank reads.
 
     Args:
         train: Training batches.
@@ -208,7 +208,7 @@ class EvaluationSet(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where batches stand."""
+        """The device that batches are on."""
         ...
 
     def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:

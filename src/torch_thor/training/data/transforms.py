@@ -19,7 +19,7 @@ from torch_thor.training.data.decoding import MAX_PIXELS, BrokenImageError
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """The seed of one image's crop.
+    """Return the seed of one image's crop.
 
     Args:
         seed: The run's seed.

@@ -1,4 +1,4 @@
-"""The processes that read images: whom they obey, that none outlives its training, and what is said when one dies."""
+"""The processes that read images: their signals, their end with the training, and the error when one of them dies."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""A network's metrics on what it is evaluated on, over all processes."""
+"""Evaluating a network over all processes."""
 
 import math
 from collections.abc import Iterable, Mapping

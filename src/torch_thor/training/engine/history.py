@@ -52,7 +52,7 @@ class EvalPoint:
     higher_is_better: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        """A metric by its name; of averaged weights that there are none of, `None`."""
+        """Return a metric by its name; `None` for a metric of averaged weights where there are none."""
         if name.startswith("_") or name in self.__dataclass_fields__:  # what copies ask for before there are any
             raise AttributeError(name)
         own = name.removeprefix(AVERAGED)
@@ -67,7 +67,7 @@ class EvalPoint:
         return (self.metrics if self.averaged is None else self.averaged)[self.primary]
 
     def reaches(self, target: float) -> bool:
-        """Whether the primary metric is as good as a target.
+        """Tell whether the primary metric is as good as a target.
 
         Args:
             target: A value of that metric.
@@ -118,7 +118,7 @@ class History:
     refreshes: list[RefreshPoint] = field(default_factory=list)
 
     def first_reaching(self, target: float) -> EvalPoint | None:
-        """The first evaluation whose primary metric is `target` or better.
+        """Return the first evaluation whose primary metric is `target` or better.
 
         Args:
             target: A value of that metric.
@@ -134,16 +134,16 @@ class History:
         return max(self.evaluations, key=lambda point: point.quality, default=None)
 
     def median_terms_per_second(self) -> float | None:
-        """The median throughput of steps that refreshed nothing, waiting for data included.
+        """Return the median throughput of steps that refreshed nothing, waiting for data included.
 
         Returns:
-            Loss terms a second, or `None` if no such step is known.
+            Loss terms per second, or `None` if no such step is known.
         """
         rates = [p.terms / p.duration for p in self.steps if not p.refresh and p.terms and p.duration]
         return median(rates) if rates else None
 
     def waiting_share(self) -> float:
-        """How much of the steps' time went by waiting for data.
+        """Compute the share of the steps' time that was spent waiting for data.
 
         Returns:
             A share in [0, 1].
@@ -152,7 +152,7 @@ class History:
         return sum(point.waited for point in self.steps) / seconds if seconds else 0.0
 
     def median_duration(self, *, refresh: bool) -> float | None:
-        """The median seconds of a step.
+        """Return the median seconds of a step.
 
         Args:
             refresh: Whether to look at the steps that refreshed curvature, or at the others.
@@ -164,7 +164,7 @@ class History:
         return median(durations) if durations else None
 
     def up_to(self, step: int) -> "History":
-        """The part of the record that a checkpoint at `step` knows.
+        """Return the part of the record that a checkpoint at `step` knows.
 
         Args:
             step: Optimizer steps done.
@@ -179,7 +179,7 @@ class History:
         )
 
     def since(self, step: int) -> "History":
-        """The part of the record that is newer than a step.
+        """Return the part of the record that is newer than a step.
 
         Args:
             step: Optimizer steps done.
@@ -190,7 +190,7 @@ class History:
         return History(_after(self.steps, step), _after(self.evaluations, step), _after(self.refreshes, step))
 
     def points(self) -> list[Point]:
-        """Everything in the order in which it happened.
+        """Return everything in the order in which it happened.
 
         Returns:
             For each step its own point, then its refreshes, then its evaluation.
@@ -205,7 +205,7 @@ def _after(points: list[Kind], step: int) -> list[Kind]:
 
 
 def to_line(point: Point) -> dict[str, Any]:
-    """A point as it stands in `metrics.jsonl`.
+    """Write a point as a line of `metrics.jsonl`.
 
     Args:
         point: A step, a refresh of a layer or an evaluation.
@@ -283,7 +283,7 @@ def _number(value: float | None) -> float:
 
 
 def to_columns(kind: str, points: Sequence[Point], metrics: Sequence[str]) -> dict[str, list[Any]]:
-    """Points of one kind, a list for each of their fields: a fraction of what a mapping for each point takes.
+    """Write points of one kind as a list for each field, which is much smaller than a mapping for each point.
 
     Args:
         kind: A key of `KINDS`.

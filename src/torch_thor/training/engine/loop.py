@@ -17,7 +17,7 @@ from torch_thor.training.tasks.task import Batch, Task, primary
 
 
 class Run:
-    """A training in progress: what callbacks see.
+    """A training in progress, as callbacks see it.
 
     Args:
         model: The network, on its device.
@@ -42,7 +42,7 @@ class Run:
         self.streams = task.open_data(parallel.shard())
         self.stepper = Stepper(model, optimizer, task, config)
         self.steps_per_epoch = len(self.streams.train)
-        self.total_steps = self.steps_per_epoch * config.epochs
+        self.total_steps = config.steps or self.steps_per_epoch * config.epochs
         self.schedules = {"lr": config.schedule, "damping": config.damping_schedule}
         for key, schedule in self.schedules.items():
             schedule_step.check(optimizer, key, schedule, self.steps_per_epoch, self.total_steps)
@@ -64,7 +64,7 @@ class Run:
 
 
 class Callback:
-    """Something that watches a run. Every method may be left as it is."""
+    """The base class of what observes a run; every method does nothing unless it is overridden."""
 
     def before_training(self, run: Run) -> None:
         """Called once; `run.step` is above 0 when a run is resumed.
@@ -113,11 +113,11 @@ class Callback:
 
 
 def train(run: Run, callbacks: Sequence[Callback] = ()) -> History:
-    """Train from `run.step` to the end of the last epoch, or to the target that ends it.
+    """Train from `run.step` to the last step of the training, or to the target that ends it.
 
     Args:
         run: A new training, or one that a checkpoint was loaded into.
-        callbacks: Told what happens, in this order.
+        callbacks: Called at each event, in this order.
 
     Returns:
         The loss at every step, what every refresh decided, and the metrics of every evaluation.

@@ -1,4 +1,4 @@
-"""Training on several processes, as `torchrun` starts them: who they are, and what they tell each other.
+"""Training on several processes, as `torchrun` starts them: their ranks and their communication.
 
 Without `torchrun` there is one process, and nothing here communicates.
 """
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
-from torch_thor.training.errors import ElsewhereError, UserError
+from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
 
 def resolve_device(name: str) -> torch.device:
@@ -38,8 +38,7 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise UserError(f"device={name} cannot be used ({reason}): try device=cpu or device=auto") from error
+        raise UserError(f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto") from error
     return device
 
 
@@ -69,7 +68,7 @@ def processes(device: torch.device) -> Iterator[None]:
         device: This process's.
 
     Yields:
-        While the group stands.
+        While the group exists.
     """
     if not dist.is_torchelastic_launched() or dist.is_initialized():
         yield
@@ -96,7 +95,7 @@ def shard() -> Shard:
 
 
 def local_processes() -> int:
-    """How many training processes run on this machine.
+    """Return how many training processes run on this machine.
 
     Returns:
         The number; 1 without `torchrun`.
@@ -105,7 +104,7 @@ def local_processes() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes files and talks.
+    """Tell whether this process is the one that writes files and prints.
 
     Returns:
         True on rank 0, and without `torchrun`.

@@ -34,7 +34,7 @@ class Precision:
         self._skipped_in_a_row = 0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context of a forward pass.
+        """Return the context of a forward pass.
 
         Returns:
             Autocast to the chosen precision; nothing for fp32.
@@ -82,7 +82,7 @@ class Precision:
         return taken
 
     def state_dict(self) -> dict[str, object]:
-        """The scale.
+        """Return the scale.
 
         Returns:
             Plain values; empty without a scale.

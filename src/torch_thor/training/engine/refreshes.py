@@ -1,4 +1,4 @@
-"""What THOR has refreshed, as the application records it; first-order optimizers have nothing to say here."""
+"""The refreshes of THOR as the application records them; other optimizers have none."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch_thor.training.engine.history import RefreshPoint
 
 
 def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, LayerCurvature]:
-    """The layers whose curvature an optimizer keeps.
+    """Return the layers whose curvature an optimizer keeps.
 
     Args:
         optimizer: Any optimizer.
@@ -23,7 +23,7 @@ def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, LayerCurvatur
 
 
 def refresh_points(optimizer: torch.optim.Optimizer, step: int) -> list[RefreshPoint]:
-    """What the step just done decided about the curvature.
+    """Return what the latest step decided about the curvature.
 
     Args:
         optimizer: Any optimizer.
@@ -50,7 +50,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def refresh_due(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the coming step gathers statistics, whatever the trace rule then does with them.
+    """Tell whether the coming step gathers statistics, whatever the trace rule then does with them.
 
     Args:
         optimizer: Any optimizer.
@@ -62,7 +62,7 @@ def refresh_due(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_to_refresh(optimizer: torch.optim.Optimizer) -> int | None:
-    """How many steps come before the next one that gathers statistics.
+    """Return how many steps come before the next one that gathers statistics.
 
     Args:
         optimizer: Any optimizer.

@@ -1,4 +1,4 @@
-"""How a schedule reaches an optimizer, and when it does not fit the training."""
+"""Setting an optimizer's learning rate and damping from their schedules, and checking that these fit the training."""
 
 import torch
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch_thor.optim import THOR
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.engine import parallel
+from torch_thor.training.engine.batch_trees import split_batch
 from torch_thor.training.engine.precision import Precision
-from torch_thor.training.engine.trees import split_batch
 from torch_thor.training.errors import DivergedError
 from torch_thor.training.tasks.task import Batch, Loss, Task
 
@@ -43,7 +43,7 @@ class Stepper:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, config: RunConfig) -> None:
         self.optimizer, self.task, self.config = optimizer, task, config
-        self._informed = _Informed(optimizer, config.seed) if isinstance(optimizer, THOR) else None
+        self._thor = _ThorInputs(optimizer, config.seed) if isinstance(optimizer, THOR) else None
         self.network = parallel.wrap(model, task.device)
         if config.compile:
             self.network = torch.compile(self.network)  # type: ignore[assignment]
@@ -65,17 +65,17 @@ class Stepper:
         loss = torch.zeros((), device=self.task.device)
         parts = [(part, self.task.terms(part)) for part in split_batch(batch, self.config.accumulation)]
         whole = sum(terms.number for _, terms in parts)
-        if self._informed is not None:
-            self._informed.of_step(whole)
+        if self._thor is not None:
+            self._thor.of_step(whole)
         for number, (part, terms) in enumerate(parts, 1):
             last = number == len(parts)
             with nullcontext() if last else parallel.without_averaging(self.network):
-                if self._informed is not None:
-                    self._informed.before_forward(terms.row_mask)
+                if self._thor is not None:
+                    self._thor.before_forward(terms.row_mask)
                 with self.precision.autocast():
                     found = self.task.loss(self.network, part)
-                    if self._informed is not None:
-                        self._informed.after_forward(found)
+                    if self._thor is not None:
+                        self._thor.after_forward(found)
                     share = found.mean * (terms.number / whole)
                 self.precision.backward(share)
             loss += share.detach()
@@ -84,7 +84,7 @@ class Stepper:
         except FloatingPointError as error:  # THOR refuses a gradient that is not finite
             raise DivergedError(f"step {step}: {error}") from error
         self.optimizer.zero_grad()
-        # waits for the device: the step is timed, and its loss is recorded
+        # host-device synchronisation: the step is timed, and its loss is recorded
         weighted, count = parallel.total([loss.item() * whole, float(whole)], self.task.device)
         value = weighted / count
         if not math.isfinite(value) and taken:
@@ -95,8 +95,8 @@ class Stepper:
         return StepResult(value, int(count), not taken)
 
 
-class _Informed:
-    """THOR, told of each step what its task knows; what the user has set stays as it is.
+class _ThorInputs:
+    """Tells THOR the loss terms and the row mask of each step; values that the user has set stay as they are.
 
     Args:
         optimizer: The optimizer.
@@ -109,7 +109,7 @@ class _Informed:
         self._mask: Tensor | None = None
 
     def of_step(self, terms: int) -> None:
-        """Tell it the loss terms of a step, where the scale of output gradients matters.
+        """Set the number of loss terms of a step, where the scale of output gradients matters.
 
         Args:
             terms: Of all parts, on this process.
@@ -120,7 +120,7 @@ class _Informed:
             self.optimizer.loss_terms = self._terms = terms
 
     def before_forward(self, mask: Tensor | None) -> None:
-        """Tell it which rows of a forward pass count.
+        """Set which rows of a forward pass count.
 
         Args:
             mask: As THOR takes it; `None` is all.
@@ -129,7 +129,7 @@ class _Informed:
             self.optimizer.row_mask = self._mask = mask
 
     def after_forward(self, loss: Loss) -> None:
-        """Have it draw labels from what was predicted, if that is what its statistics come from.
+        """Have THOR draw labels from the predictions, if its statistics come from these.
 
         Args:
             loss: Of the forward pass, not differentiated yet.

@@ -1,4 +1,4 @@
-"""How fast a stretch of training went, and where its time went."""
+"""Throughput over some steps of a training, and the share of their time that was spent waiting for data."""
 
 import math
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models.library import LibraryModel, find_model
 
 
@@ -106,7 +106,7 @@ def small_cnn(in_channels: int, classes: int) -> nn.Module:
 
 
 def cifar_resnet18(in_channels: int, classes: int) -> nn.Module:
-    """ResNet-18 of torchvision with the stem of He et al. 2016, section 4.2, for images of 32 x 32.
+    """Build torchvision's ResNet-18 with the stem of He et al. 2016, section 4.2, for images of 32 x 32.
 
     A 3 x 3 convolution of stride 1 and no pooling in the place of 7 x 7, stride 2, and pooling, which would leave an
     image of 8 x 8 to the first stage.
@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no network to train.
+    """Refuse what is not a network to train.
 
     Args:
         name: As `build_model` takes it.
@@ -148,7 +148,7 @@ def check_name(name: str) -> None:
     try:
         found = _in_library(name)
     except UserError as error:
-        raise UserError(f"model={name} is no network: {error}") from error
+        raise UserError(f"model={name} is not a network: {error}") from error
     found.check_classifier()
 
 
@@ -193,9 +193,9 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
     try:
         scores = model.eval()(images)
     except (RuntimeError, ValueError, AssertionError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"model={name} does not take the data's images ({size}): {line}; use another model, or other data"
+            f"model={name} does not take the data's images ({size}): {first_line(error)}; use another model, or other "
+            "data"
         ) from error
     finally:
         model.train(training)

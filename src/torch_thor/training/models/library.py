@@ -1,4 +1,4 @@
-"""Networks of torchvision and timm by name, with random weights: pretrained ones are never fetched.
+"""Networks of torchvision and timm by name, with random weights; pretrained weights are never downloaded.
 
 A name is `torchvision:NAME`, `timm:NAME`, or bare: torchvision's where both know it.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 
 TORCHVISION, TIMM = "torchvision:", "timm:"
 BUILD_ERRORS = (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
@@ -87,8 +87,7 @@ class LibraryModel:
                 options["weights_backbone"] = None  # the default is pretrained, whatever `weights` says
             built = torchvision.models.get_model(self.name, weights=None, **options)
         except BUILD_ERRORS as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(f"{self.word} could not be built: {line}") from error
+            raise UserError(f"{self.word} could not be built: {first_line(error)}") from error
         return built
 
 
@@ -117,19 +116,19 @@ def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
         known += theirs
         require(
             not word.startswith(TORCHVISION),
-            f"{word} is no torchvision model{nearest(name, theirs)}; {otherwise}",
+            f"{word} is not a torchvision model{nearest(name, theirs)}; {otherwise}",
         )
     name = word.removeprefix(TIMM)
     try:
         import timm
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{word} is no torchvision model{nearest(name, known)}, and timm, which may know it, is missing: install "
-            f"it with `pip install 'torch-thor[timm]'`"
+            f"{word} is not a torchvision model{nearest(name, known)}, and timm, which may know it, is missing: "
+            "install it with `pip install 'torch-thor[timm]'`"
         ) from error
     if timm.is_model(name):
         return LibraryModel(word, TIMM, name)
-    which = "no timm model" if word.startswith(TIMM) else "neither a torchvision nor a timm model"
+    which = "not a timm model" if word.startswith(TIMM) else "neither a torchvision nor a timm model"
     raise UserError(f"{word} is {which}{nearest(name, [*known, *timm.list_models()])}; {otherwise}")
 
 

@@ -17,7 +17,7 @@ from torch_thor.training.optimizers.muon import MuonAdamW
 from torch_thor.training.optimizers.settings import OptimizerSettings, settings_dict, settings_of
 from torch_thor.training.optimizers.thor import SpectralSettings, THORSettings, interval_of, thresholds_of
 
-# torch's 0.001 without momentum is what nobody trains an image classifier with
+# torch's default, 0.001 without momentum, does not train an image classifier
 SGD_DEFAULTS = {"lr": 0.1, "momentum": 0.9}
 
 
@@ -94,7 +94,7 @@ OPTIMIZERS: dict[str, Entry] = {
 
 
 def default_settings() -> dict[str, OptimizerSettings]:
-    """The settings of every optimizer, untuned.
+    """Return the settings of every optimizer, untuned.
 
     Returns:
         One settings object for each key of `OPTIMIZERS`.
@@ -116,7 +116,7 @@ def build_optimizer(name: str, model: nn.Module, settings: OptimizerSettings | N
     Raises:
         UserError: If the optimizer refuses its settings, or the model.
     """
-    require(name in OPTIMIZERS, f"optimizer={name} is no optimizer: use one of {', '.join(OPTIMIZERS)}")
+    require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
     entry = OPTIMIZERS[name]
     settings = entry.settings() if settings is None else settings
     require(

@@ -1,9 +1,8 @@
-"""The settings of an optimizer in a recipe, read off the optimizer: names and defaults from its signature, meanings
-from its documentation.
+"""The settings of an optimizer in a recipe: names and defaults from its signature, meanings from its documentation.
 
 What a recipe has otherwise is said where the optimizer is registered: `betas` are two keys, and what no training needs
 (`foreach`, `capturable`, ...) is none.
-"""  # noqa: D205
+"""
 
 import inspect
 import math
@@ -73,7 +72,7 @@ def settings_of(
     Args:
         name: The class's.
         optimizer: Its signature and its documentation are read.
-        module: Where the class stands under this name.
+        module: The module that has the class under this name.
         without: Arguments that are no keys, beside those of `NO_SETTINGS`.
         rules: Keys whose values `RULES` checks; the optimizer checks the others when it is made.
         check: What else is checked.
@@ -135,7 +134,7 @@ def _default(value: Any, kind: Any) -> Any:
 
 
 def documented_arguments(documented: Any) -> dict[str, str]:
-    """What a class says of its arguments, in torch's form or in Google's.
+    """Read the descriptions of arguments in a docstring, in torch's form or in Google's.
 
     Args:
         documented: The class.

@@ -1,4 +1,4 @@
-"""The settings of THOR in a recipe, and what is built from those that may be of more than one type."""
+"""The settings of THOR in a recipe, among them those that may be of more than one type."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -86,7 +86,7 @@ def interval_of(value: Any) -> Any:
     kind = str(value.get("kind"))
     require(
         kind in INTERVALS,
-        f"update_interval.kind={kind} is no schedule: use one of {', '.join(INTERVALS)}, as in {EXAMPLE}",
+        f"update_interval.kind={kind} is not a schedule: use one of {', '.join(INTERVALS)}, as in {EXAMPLE}",
     )
     try:
         return INTERVALS[kind](**arguments)

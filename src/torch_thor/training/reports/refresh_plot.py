@@ -1,10 +1,11 @@
-"""What the trace rule did, as a picture: which layer took, kept or stopped when, and the traces that it looked at."""
+"""A picture of the decisions of the trace rule per layer and step, and of the traces that they depend on."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch_thor.training.engine.history import History, RefreshPoint
+from torch_thor.training.reports.pictures import save_picture
 
 COLOURS = {"update": "#0072b2", "keep": "#d3e4f2", "stop": "#bbbbbb", "failed": "#d55e00"}  # told apart by all eyes
 MEANING = {
@@ -51,12 +52,10 @@ def draw_refreshes(record: History, layers: Sequence[str], path: Path) -> None:
     traces.grid(alpha=0.3)
     if len(layers) <= MOST_IN_LEGEND:
         traces.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
-    temporary = path.with_suffix(".writing.png")
-    figure.savefig(temporary, dpi=100)
-    temporary.rename(path)
+    save_picture(figure, path, dpi=100)
 
 
 def _spans(points: Sequence[RefreshPoint], end: int) -> Iterator[tuple[int, int]]:
-    """Where each decision holds: start and length in steps, up to the layer's next one."""
+    """Return where each decision holds: start and length in steps, up to the layer's next one."""
     for start, following in itertools.pairwise([*(point.step for point in points), end]):
         yield start, following - start

@@ -1,4 +1,4 @@
-"""`torch-thor split-dim`: measure, print the tables, write the figure and the numbers."""
+"""`torch-thor split-dim`: measure the choice of a split dimension, print its tables, write its figure and numbers."""
 
 import json
 import math
@@ -15,9 +15,10 @@ from torch_thor import __version__
 from torch_thor.split.choice import SplitChoice, choose_split_dim
 from torch_thor.training.config.run_config import check_seed
 from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.errors import UserError, require, writing
-from torch_thor.training.files import check_place, write_whole
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.output_files import check_place, write_whole, writing
 from torch_thor.training.printing import cell, printer, visible
+from torch_thor.training.reports.pictures import save_picture
 from torch_thor.training.reports.split_subject import load_subject, sample_images
 
 FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
@@ -44,7 +45,7 @@ def report_split_dim(
         device: As a recipe has it.
         batch: Images of the sample.
         pixels: Their height and width.
-        data: A folder of images, None for the photographs that are at hand.
+        data: A folder of images, `None` for the photographs that scikit-learn contains.
         seed: Of weights and crops.
         overwrite: Replace figure and numbers that are there.
 
@@ -84,7 +85,7 @@ def measure_split_dim(
         device: As a recipe has it.
         batch: Images of the sample.
         pixels: Their height and width.
-        data: A folder of images, None for the photographs that are at hand.
+        data: A folder of images, `None` for the photographs that scikit-learn contains.
         seed: Of weights and crops.
 
     Returns:
@@ -105,10 +106,9 @@ def measure_split_dim(
     try:
         choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{word} could not be measured: {line} (other --pixels or --batch may do, or FILE.py:FUNCTION that returns "
-            f"(model, sample_batch, loss_fn))"
+            f"{word} could not be measured: {first_line(error)} (other --pixels or --batch may do, or "
+            "FILE.py:FUNCTION that returns (model, sample_batch, loss_fn))"
         ) from error
     numbers = {
         "model": word,
@@ -138,13 +138,13 @@ def verdict(choice: SplitChoice) -> str:
 
 
 def choice_table(choice: SplitChoice) -> Table:
-    """Both curves as numbers.
+    """Make a table of both curves.
 
     Args:
         choice: The choice.
 
     Returns:
-        A table, one row a candidate.
+        A table with a row per candidate.
     """
     table = Table(title=f"Split dimension on {choice.device}", title_justify="left")
     for heading in ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: all inverses once", ""):
@@ -158,13 +158,13 @@ def choice_table(choice: SplitChoice) -> Table:
 
 
 def loss_table(choice: SplitChoice) -> Table:
-    """What each layer loses of its spectral norms at the chosen split.
+    """Make a table of what each layer loses of its spectral norms at the chosen split.
 
     Args:
         choice: The choice.
 
     Returns:
-        A table, one row a layer.
+        A table with a row per layer.
     """
     table = Table("layer", title=f"Loss of spectral norm at split_dim={choice.split_dim}", title_justify="left")
     table.add_column("A", justify="right")
@@ -210,6 +210,4 @@ def draw_choice(
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center")
-    temporary = path.with_suffix(".writing.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.rename(path)
+    save_picture(figure, path)

@@ -1,4 +1,4 @@
-"""What `torch-thor split-dim` looks at: a model by name or from a file, and a sample batch of real images."""
+"""What `torch-thor split-dim` measures: a model by name or from a file, and a sample batch of real images."""
 
 import importlib.util
 import random
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.training.errors import UserError, require
+from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models.library import find_model
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
@@ -61,7 +61,7 @@ def _from_file(word: str, path: Path, function: str) -> Subject:
         spec.loader.exec_module(module)
         returned = getattr(module, function)()
     except Exception as error:
-        raise UserError(f"{word} failed: {type(error).__name__}: {_first_line(error)}") from error
+        raise UserError(f"{word} failed: {type(error).__name__}: {first_line(error)}") from error
     parts = returned if isinstance(returned, tuple) else (returned,)
     require(
         1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module),
@@ -112,7 +112,7 @@ def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Any],
 
         found = [Image.fromarray(image) for image in load_sample_images().images]
         return found, "crops of the two photographs in scikit-learn (--data takes yours)"
-    require(folder.is_dir(), f"--data {folder} is no folder: give one with images in it")
+    require(folder.is_dir(), f"--data {folder} is not a folder: give one with images in it")
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
     require(len(paths) >= count, f"--data {folder} holds {len(paths)} images: give --batch {len(paths) or 1} or less")
     images = []
@@ -120,9 +120,5 @@ def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Any],
         try:
             images.append(to_pil_image(decode_rgb(read_image(path))))
         except BrokenImageError as error:
-            raise UserError(f"{path} cannot be read as an image: {_first_line(error)}") from error
+            raise UserError(f"{path} cannot be read as an image: {first_line(error)}") from error
     return images, f"crops of {count} images of {folder}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no message"])[0]

@@ -1,4 +1,4 @@
-"""What a person looks at when training is over: a table and the curves."""
+"""The summary of a run: a table of its results and a picture of its curves."""
 
 import math
 from collections import Counter
@@ -13,6 +13,7 @@ from rich.table import Table
 from torch_thor.training.engine.history import AVERAGED, EvalPoint, History
 from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.printing import cell
+from torch_thor.training.reports.pictures import save_picture
 from torch_thor.training.tasks.task import Metric, primary
 
 SMOOTHING = 0.9  # the training loss is drawn as a running average with this decay
@@ -56,7 +57,7 @@ class Summary:
 
 
 def refreshed_layers(optimizer: torch.optim.Optimizer, record: History) -> tuple[Refreshed, ...]:
-    """What was refreshed, layer by layer.
+    """Count the refreshes of each layer.
 
     Args:
         optimizer: Any optimizer.
@@ -73,7 +74,7 @@ def refreshed_layers(optimizer: torch.optim.Optimizer, record: History) -> tuple
 
 
 def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Table:
-    """The final table: one column for each optimizer.
+    """Make the final table, with a column for each optimizer.
 
     Args:
         summaries: The runs, of one task.
@@ -118,7 +119,7 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
 
 
 def refresh_table(summary: Summary) -> Table:
-    """What the trace rule did, layer by layer.
+    """Make a table of what the trace rule did per layer.
 
     Args:
         summary: A run with curvature.
@@ -167,13 +168,11 @@ def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
         for row in (0, 1):
             axes[row][column].grid(alpha=0.3)
             axes[row][column].legend()
-    temporary = path.with_suffix(".writing.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.rename(path)
+    save_picture(figure, path)
 
 
 def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
-    """One run's results, for programs.
+    """Return the results of a run as plain values.
 
     Args:
         summary: The run.

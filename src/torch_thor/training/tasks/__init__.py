@@ -1,1 +1,1 @@
-"""What a training is about: a task is a network, its data, its loss and its metrics."""
+"""Tasks: a task is a network, its data, its loss and its metrics."""

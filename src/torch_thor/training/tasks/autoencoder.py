@@ -1,4 +1,4 @@
-"""The classic problem of the K-FAC literature: a deep autoencoder of small images.
+"""A deep autoencoder of small images, the standard problem of the K-FAC literature.
 
 It is trained on the cross-entropy of the pixels, summed over those of an image (Martens and Grosse 2015, section 13),
 and judged by the squared error of its reconstructions. A loss term is an image.
@@ -7,7 +7,7 @@ and judged by the squared error of its reconstructions. A loss term is an image.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, 
 from torch_thor.training.errors import require
 from torch_thor.training.models.autoencoder import deep_autoencoder
 from torch_thor.training.tasks.checks import check_not_images
+from torch_thor.training.tasks.in_memory import InMemoryTask
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
 if TYPE_CHECKING:  # a recipe asks its task what it may say
@@ -30,7 +31,7 @@ MODELS = ("deep-autoencoder",)
 MOST_HELD_OUT = 2000  # images of the test set that are evaluated on
 
 
-class Autoencoder:
+class Autoencoder(InMemoryTask):
     """A network that reconstructs images; a batch is their pixels, (n, pixels), in [0, 1].
 
     Args:
@@ -46,11 +47,12 @@ class Autoencoder:
     )
 
     def __init__(self, train: Tensor, held_out: Tensor, config: RunConfig) -> None:
-        self.train, self.held_out, self.config = train, held_out, config
+        super().__init__(train, config)
+        self.held_out = held_out
 
     @classmethod
     def check(cls, recipe: Recipe) -> None:
-        """Refuse what this task has no use for.
+        """Refuse settings that this task does not use.
 
         Args:
             recipe: The recipe.
@@ -64,14 +66,14 @@ class Autoencoder:
     @classmethod
     def open(
         cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
-    ) -> Autoencoder:
+    ) -> Self:
         """Load the images.
 
         Args:
             recipe: The recipe.
             device: Where batches go.
-            say: Not needed: the images are whole or an error.
-            report: Nor this.
+            say: Not called: the images are complete, or loading them raises an error.
+            report: Not called either.
 
         Returns:
             The task.
@@ -81,23 +83,6 @@ class Autoencoder:
         images = (data.train_images, data.test_images[:MOST_HELD_OUT])
         train, held_out = (((x.flatten(1) - low) / (high - low)).to(device) for x in images)
         return cls(train, held_out, recipe)
-
-    @classmethod
-    def open_saved(
-        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]
-    ) -> Autoencoder:
-        """Load the images: pixels are scaled by the training images, so those are needed too.
-
-        Args:
-            recipe: The recipe.
-            device: Where batches go.
-            say: Not needed.
-            changed: Makes no difference.
-
-        Returns:
-            The task.
-        """
-        return cls.open(recipe, device, say, say)
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
@@ -118,11 +103,6 @@ class Autoencoder:
             f"it on data like those",
         )
         return recipe
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches stand."""
-        return self.train.device
 
     def build_model(self) -> nn.Module:
         """Build the network with torch's global random numbers (seed them first).
@@ -168,7 +148,7 @@ class Autoencoder:
         return Terms(len(batch))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The cross-entropy of pixels, summed over an image, as a mean over images.
+        """Return the cross-entropy of pixels, summed over an image, as a mean over images.
 
         Args:
             model: The network.
@@ -195,14 +175,6 @@ class Autoencoder:
             "loss": _cross_entropy(logits, batch),
             "squared_error": (torch.sigmoid(logits) - batch).square().sum(1).sum(),
         }
-
-    def metrics(self) -> Sequence[Metric]:
-        """Name what an evaluation gives.
-
-        Returns:
-            Loss and squared error, which decides.
-        """
-        return self.METRICS
 
 
 def _cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:

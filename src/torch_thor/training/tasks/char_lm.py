@@ -1,10 +1,10 @@
-"""A language model of characters, on a text that every Python carries. A loss term is a predicted character."""
+"""A character language model, trained on the text of Python's own help. A loss term is a predicted character."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, 
 from torch_thor.training.errors import require
 from torch_thor.training.models.char_transformer import CharTransformer
 from torch_thor.training.tasks.checks import check_not_images
+from torch_thor.training.tasks.in_memory import InMemoryTask
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
 if TYPE_CHECKING:  # a recipe asks its task what it may say
@@ -28,7 +29,7 @@ CONTEXT = 64  # characters of a window
 EVALUATION_BATCH = 64  # windows
 
 
-class CharLM:
+class CharLM(InMemoryTask):
     """A network that predicts characters; a batch is (characters, next characters), (n, CONTEXT) each, int64.
 
     Args:
@@ -50,13 +51,13 @@ class CharLM:
     )
 
     def __init__(self, train: Tensor, held_out: Tensor, config: RunConfig) -> None:
-        self.train, self.config = train, config
+        super().__init__(train, config)
         starts = torch.arange(0, len(held_out) - CONTEXT - 1, CONTEXT, device=held_out.device)
         self.held_out = windows(held_out, starts, CONTEXT)
 
     @classmethod
     def check(cls, recipe: Recipe) -> None:
-        """Refuse what this task has no use for.
+        """Refuse settings that this task does not use.
 
         Args:
             recipe: The recipe.
@@ -70,14 +71,14 @@ class CharLM:
     @classmethod
     def open(
         cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
-    ) -> CharLM:
+    ) -> Self:
         """Read the text.
 
         Args:
             recipe: The recipe.
             device: Where batches go.
-            say: Not needed: every Python has the text.
-            report: Nor this.
+            say: Not called: every Python has the text.
+            report: Not called either.
 
         Returns:
             The task.
@@ -86,23 +87,8 @@ class CharLM:
         return cls(train, held_out, recipe)
 
     @classmethod
-    def open_saved(cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]) -> CharLM:
-        """Read the text.
-
-        Args:
-            recipe: The recipe.
-            device: Where batches go.
-            say: Not needed.
-            changed: Makes no difference.
-
-        Returns:
-            The task.
-        """
-        return cls.open(recipe, device, say, say)
-
-    @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """There is one text only.
+        """Return the recipe as it is: there is one text only.
 
         Args:
             trained: The recipe of the training.
@@ -113,11 +99,6 @@ class CharLM:
             The recipe to evaluate with.
         """
         return recipe
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches stand."""
-        return self.train.device
 
     def build_model(self) -> nn.Module:
         """Build the network with torch's global random numbers (seed them first).
@@ -171,7 +152,7 @@ class CharLM:
         return Terms(batch[1].numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The mean cross-entropy of the next characters.
+        """Return the mean cross-entropy of the next characters.
 
         Args:
             model: The network.
@@ -195,11 +176,3 @@ class CharLM:
         """
         scores = model(batch[0]).flatten(0, 1)
         return {"loss": functional.cross_entropy(scores, batch[1].flatten(), reduction="sum")}
-
-    def metrics(self) -> Sequence[Metric]:
-        """Name what an evaluation gives.
-
-        Returns:
-            Loss, which decides, and perplexity.
-        """
-        return self.METRICS

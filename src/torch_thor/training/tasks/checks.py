@@ -1,4 +1,4 @@
-"""What the tasks beside image classification refuse in a recipe."""
+"""Settings that all tasks other than image classification refuse in a recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # a recipe asks its task what it may say
 
 
 def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
-    """Refuse another task's network, and what only a classifier of images has a use for.
+    """Refuse another task's network, and settings that only an image classifier uses.
 
     Args:
         recipe: The recipe.
@@ -21,7 +21,7 @@ def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
     task = recipe.task
     require(
         recipe.model in models,
-        f"model={recipe.model} is no network of task={task}: use {', '.join(models)}",
+        f"model={recipe.model} is not a network of task={task}: use {', '.join(models)}",
     )
     check_no_classes(recipe)
 

@@ -118,7 +118,7 @@ class ImageClassification:
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Read other images as the network was trained, unless the user says how.
+        """Read other images in the way that the network was trained with, unless the user chooses another one.
 
         Args:
             trained: The recipe of the training.
@@ -143,7 +143,7 @@ class ImageClassification:
 
     @property
     def device(self) -> torch.device:
-        """Where batches stand."""
+        """The device that batches are on."""
         return self.data.device
 
     def build_model(self) -> nn.Module:
@@ -193,7 +193,7 @@ class ImageClassification:
         return Terms(len(batch[1]))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The mean cross-entropy against smoothed labels.
+        """Return the mean cross-entropy against smoothed labels.
 
         Args:
             model: The network.

@@ -33,7 +33,7 @@ def check_smoothing(smoothing: float, form: str, outputs: int) -> None:
 
 
 def training_loss(scores: Tensor, labels: Tensor, smoothing: float, form: str) -> Tensor:
-    """The mean cross-entropy against smoothed labels.
+    """Return the mean cross-entropy against smoothed labels.
 
     Args:
         scores: (n, K).

@@ -1,7 +1,7 @@
-"""What the loop needs to know of what it trains: a network, its data, its loss, and how good it is.
+"""The interface between the training loop and a task: its network, its data, its loss and its metrics.
 
 A batch is a tree of tensors (tuples, lists, mappings), whose leaves have the samples in their first dimension. The loop
-moves, splits and counts batches without a look inside; only their task knows what they hold.
+moves, splits and counts batches; only the task knows what they contain.
 
 The loss of a step is a mean over N loss terms: images for a classifier, predicted characters for a language model. A
 task gives means and not sums, because the mean is what a network is trained on, and dividing a sum afterwards would
@@ -82,7 +82,7 @@ class Metric:
     over: str | None = None
 
     def text(self, value: float) -> str:
-        """A value as a person reads it.
+        """Write a value for people.
 
         Args:
             value: The value.
@@ -109,7 +109,7 @@ class Metric:
 
 
 def primary(metrics: Sequence[Metric]) -> Metric:
-    """The metric that decides.
+    """Find the primary metric.
 
     Args:
         metrics: A task's.
@@ -131,7 +131,7 @@ class EvaluationTask(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where batches stand, and the network has to."""
+        """The device that batches are on, and that the network must be on."""
         ...
 
     def build_model(self) -> nn.Module:

@@ -79,7 +79,7 @@ SHAPES: dict[str, Callable[[ScheduleSpec, Moment], float]] = {
 
 
 def factor(spec: ScheduleSpec, step: int, steps_per_epoch: int, total_steps: int, final: float | None = None) -> float:
-    """The factor for one step.
+    """Return the factor for one step.
 
     Args:
         spec: The schedule; one that `check` let through.

@@ -1,4 +1,4 @@
-"""The settings of a schedule, as a recipe states them."""
+"""The settings of a schedule in a recipe."""
 
 import math
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class ScheduleSpec:
     horizon_steps: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.kind in SHAPES, f"kind={self.kind} is no schedule: use one of {', '.join(SHAPES)}")
+        require(self.kind in SHAPES, f"kind={self.kind} is not a schedule: use one of {', '.join(SHAPES)}")
         require(0 <= self.warmup_epochs < math.inf, f"warmup_epochs={self.warmup_epochs} must be 0 or more")
         require(
             0 <= self.final <= 1,
@@ -87,7 +87,7 @@ class ScheduleSpec:
         return self.kind in BOUNDED and self.horizon_epochs is None and self.horizon_steps is None
 
     def horizon(self, steps_per_epoch: int, total_steps: int) -> float:
-        """Where the schedule ends.
+        """Return where the schedule ends.
 
         Args:
             steps_per_epoch: Optimizer steps in one epoch.

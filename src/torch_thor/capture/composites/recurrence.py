@@ -1,71 +1,52 @@
-"""Makes the projections of recurrent layers visible, whose fused kernels give no gradient of a gate.
+"""The recurrence of recurrent layers, computed step by step, because torch's fused kernels give no gradient of a gate.
 
-On a refresh step, and only then, what ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells compute is computed step by
-step, with the projections of input and hidden state as linear layers. The numbers are the same up to the order of
-rounding, whatever the module has of layers, directions, projections and packed sequences; dropout between layers draws
-the same masks on a CPU, and others from cuDNN's own generator on a GPU.
+On a step that gathers statistics, what ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells compute is computed step by
+step, with the projections of the input and of the hidden state as linear layers. This holds for any number of layers
+and directions, for output projections (``proj_size``) and for packed sequences. The numbers are equal except for the
+order of rounding. Dropout between layers draws the same masks on a CPU; on a GPU cuDNN uses a generator of its own, so
+the masks differ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-Watch = Callable[[str, int, Tensor, Tensor], None]
+ReportCall = Callable[[str, int, Tensor, Tensor], None]
 Cell = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 
-_FORWARDS = (
-    nn.LSTM.forward,
-    nn.GRU.forward,
-    nn.RNN.forward,
-    nn.LSTMCell.forward,
-    nn.GRUCell.forward,
-    nn.RNNCell.forward,
-)
 
-
-def unrolls(module: nn.Module) -> bool:
-    """Return whether a module is a recurrent layer whose projections can be seen.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Whether it is one of torch's recurrent layers or cells, or a subclass that runs its forward.
-    """
-    return isinstance(module, nn.RNNBase | nn.RNNCellBase) and type(module).forward in _FORWARDS
-
-
-class OpenRecurrence(TorchFunctionMode):
+class RecurrenceMode(TorchFunctionMode):
     """While it is active, recurrent functions run step by step.
 
     Args:
-        names: the names of the weights, in the order in which the function gets them.
-        watch: called with the name of a weight, the number of sequences, its input and its output or what has the
-            gradient of its output; sequences are batch first, ``(N, L, features)``, packed ones ``(rows, features)``.
+        names: the names of the weights, in the order in which the function receives them; not used for cells.
+        report: called with the name of a weight, the number of sequences, the input of its linear layer, and a tensor
+            whose gradient is that of the output. Sequences are batch first, ``(N, L, features)``; packed sequences are
+            ``(rows, features)``.
     """
 
-    def __init__(self, names: Sequence[str], watch: Watch) -> None:
+    def __init__(self, names: Sequence[str], report: ReportCall) -> None:
         super().__init__()
         self._names = list(names)
-        self._watch = watch
+        self._report = report
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Replace the recurrent functions; leave every other one alone.
+        """Compute recurrent functions step by step; call every other function as it is.
 
         Args:
             func: the function.
-            types: unused.
-            args: its arguments.
+            types: not used.
+            args: its positional arguments.
             kwargs: its keyword arguments.
 
         Returns:
-            Its result.
+            The function's result.
         """
         name = getattr(func, "__name__", "")
         cell = _CELLS.get(name.removesuffix("_cell"))
@@ -75,7 +56,7 @@ class OpenRecurrence(TorchFunctionMode):
         run = self._one_step if name.endswith("_cell") else self._sequences
         if not torch.is_autocast_enabled(device) or (device == "cpu" and name != "lstm"):
             return run(cell, *args)
-        # these autocast runs from end to end in its own precision; the others operation by operation, as it will here
+        # autocast runs these functions as a whole in its dtype; all others operation by operation, as happens here too
         with torch.autocast(device, enabled=False):
             return run(cell, *_cast(args, torch.get_autocast_dtype(device)))
 
@@ -91,15 +72,14 @@ class OpenRecurrence(TorchFunctionMode):
     ) -> Any:
         states = list(state) if isinstance(state, tuple | list) else [state]
         from_input, from_hidden = F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh)
-        self._watch("weight_ih", len(x), x, from_input)
-        self._watch("weight_hh", len(x), states[0], from_hidden)
+        self._report("weight_ih", len(x), x, from_input)
+        self._report("weight_hh", len(x), states[0], from_hidden)
         new = cell(from_input, from_hidden, states)
         return new if len(new) > 1 else new[0]
 
     def _sequences(self, cell: Cell, *args: Any) -> tuple[Tensor, ...]:
-        packed = isinstance(
-            args[3], list | tuple
-        )  # (data, batch_sizes, state, weights, ...) or (x, state, weights, ...)
+        # the arguments are data, batch_sizes, state, weights, ... for packed sequences, else x, state, weights, ...
+        packed = isinstance(args[3], list | tuple)
         x, sizes, state, flat, *options = args if packed else (args[0], None, *args[1:])
         has_bias, layers, dropout, training, bidirectional = options[:5]
         batch_first = not packed and bool(options[5])
@@ -116,7 +96,7 @@ class OpenRecurrence(TorchFunctionMode):
                 place = layer * directions + direction
                 mine = slice(place * size, (place + 1) * size)
                 start = [one[place] for one in states]
-                run = _Run(self._names[mine], flat[mine], has_bias, self._watch)
+                run = _Run(self._names[mine], flat[mine], has_bias, self._report)
                 y, final = run.over(cell, x, counts, start, backwards=direction == 1)
                 outputs.append(y)
                 finals.append(final)
@@ -129,26 +109,26 @@ class OpenRecurrence(TorchFunctionMode):
 
 
 class _Run:
-    """One layer in one direction."""
+    """One layer of the recurrence in one direction."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[Tensor], has_bias: bool, watch: Watch) -> None:
+    def __init__(self, names: Sequence[str], weights: Sequence[Tensor], has_bias: bool, report: ReportCall) -> None:
         self._names = names
         self._ih, self._hh = weights[:2]
         self._b_ih: Tensor | None = weights[2] if has_bias else None
         self._b_hh: Tensor | None = weights[3] if has_bias else None
         self._hr = weights[-1] if len(weights) % 2 else None
         self._trained = any(w.requires_grad for w in weights)
-        self._watch = watch
+        self._report = report
 
     def over(
         self, cell: Cell, x: Tensor, counts: Sequence[int] | None, start: list[Tensor], *, backwards: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs, as ``x`` is laid out, and the last states."""
-        # packed rows are in the order of time, those of the longest sequences first: counts[t] of them at time t
+        """Return the outputs, in the layout of ``x``, and the final states."""
+        # packed rows are ordered by time step, the longest sequences first: counts[t] rows belong to step t
         per_step = [len(x)] * x.shape[1] if counts is None else list(counts)
         batch = len(x) if counts is None else per_step[0]
         gates = F.linear(x, self._ih, self._b_ih)
-        self._watch(self._names[0], batch, x, gates)
+        self._report(self._names[0], batch, x, gates)
         inputs = gates.unbind(1) if counts is None else gates.split(per_step)
         hidden = _Probe(gates.shape, gates, per_step, self._trained)
         projected = None
@@ -166,27 +146,27 @@ class _Run:
             states = [torch.cat([a, b[n:]]) if n < len(b) else a for a, b in zip(new, states, strict=True)]
         for name, probe in ((self._names[1], hidden), (self._names[-1], projected)):
             if probe is not None:
-                self._watch(name, batch, probe.inputs(), probe.zeros)
+                self._report(name, batch, probe.inputs(), probe.zeros)
         return (torch.stack(outputs, 1) if counts is None else torch.cat(outputs)), states
 
 
 class _Probe:
-    """Zeros that are added to the outputs of all steps, so that one tensor has the gradients of all of them."""
+    """Zeros that are added to the outputs of all time steps, so that one tensor receives all their gradients."""
 
     def __init__(self, shape: Sequence[int], like: Tensor, per_step: list[int], trained: bool) -> None:
-        # a frozen layer's output needs no gradient, and gets none through these
+        # the output of a frozen layer must not require a gradient because of these zeros
         self.zeros = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=trained)
         self._is_batch = len(shape) == 3
         self._steps = self.zeros.unbind(1) if self._is_batch else self.zeros.split(per_step)
         self._inputs = [like] * len(per_step)
 
     def see(self, t: int, x: Tensor, y: Tensor) -> Tensor:
-        """Take note of the input of a step, and return its output."""
+        """Record the input of a time step, and return its output with the zeros added."""
         self._inputs[t] = x.detach()
         return y + self._steps[t]
 
     def inputs(self) -> Tensor:
-        """Return the inputs of all steps, laid out as the zeros."""
+        """Return the inputs of all time steps, in the layout of the zeros."""
         return torch.stack(self._inputs, 1) if self._is_batch else torch.cat(self._inputs)
 
 
@@ -218,7 +198,7 @@ def _drop(x: Tensor, dropout: float, training: bool) -> Tensor:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return arguments with their floating-point tensors in a dtype."""
+    """Return arguments with their floating-point tensors converted to a dtype."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     return type(value)(_cast(one, dtype) for one in value) if isinstance(value, list | tuple) else value

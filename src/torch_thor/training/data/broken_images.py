@@ -1,4 +1,4 @@
-"""What happens to images that cannot be read: each is named once, left out, counted, and too many are an error.
+"""Images that cannot be read: each is reported once, left out and counted, and too many of them are an error.
 
 Nothing takes the place of a broken image: its batch is smaller by one. Workers send what they could not read along with
 the batch, and the count is kept where batches arrive, so it does not depend on the number of workers.
@@ -45,7 +45,7 @@ class BrokenImages:
 
         Args:
             index: Its number in the set.
-            path: Where it lies.
+            path: Its path.
             reason: Why it cannot be read.
             images: Images in the epoch, on this process.
 
@@ -64,7 +64,7 @@ class BrokenImages:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to count on and to name nothing twice.
+        """Return what a resumed run needs to continue the count and to report no image twice.
 
         Returns:
             Plain values.

@@ -1,4 +1,4 @@
-"""Where images come from: the one interface that reading, caching and sharding are written against."""
+"""The interface of sources of images, which reading, caching and sharding use."""
 
 from typing import Protocol
 
@@ -34,7 +34,7 @@ class ImageSource(Protocol):
             index: In [0, N).
 
         Returns:
-            Its path, or what stands for one.
+            Its path, or a name in the place of one.
         """
         ...
 

@@ -1,0 +1,94 @@
+"""The entry of :meth:`THOR.coverage` for one parameter, made from what the inspection of the model has found."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from torch_thor.capture.composites import composite_of
+from torch_thor.capture.coverage import NOT_TRAINED, Covered
+from torch_thor.capture.layers import Layer
+from torch_thor.capture.owners import Owner
+from torch_thor.curvature.kinds import parameter_names_of, why_not
+
+
+@dataclass
+class Reasons:
+    """Why parameters are not preconditioned.
+
+    Args:
+        of_parameters: the reason, by the ``id`` of the parameter; it counts where the parameter is in no layer.
+        of_modules: the reason, by the name of a module that the user has left out.
+        notes: what to say of a preconditioned parameter, by its ``id``: the layers with rows of it that are left out.
+    """
+
+    of_parameters: dict[int, str]
+    of_modules: Mapping[str, str] = field(default_factory=dict)
+    notes: dict[int, list[str]] = field(default_factory=dict)
+
+    def leave_out(self, layer: Layer, reason: str) -> None:
+        """Record that the user has left out a layer.
+
+        Args:
+            layer: the layer.
+            reason: which argument left it out.
+        """
+        for view in (layer.weight, *layer.biases):
+            key = id(view.parameter)
+            self.of_parameters.setdefault(key, reason)
+            self.notes.setdefault(key, []).append(f"plain momentum for {layer.name!r}: {reason}")
+
+
+def entry_of(
+    name: str, parameter: nn.Parameter, owners: Sequence[Owner], layers: Iterable[Layer], reasons: Reasons
+) -> Covered:
+    """Return the entry of a parameter.
+
+    Args:
+        name: its name in the model.
+        parameter: the parameter.
+        owners: its owners, at least one.
+        layers: the layers that are preconditioned.
+        reasons: why other parameters are not.
+
+    Returns:
+        The entry, with plain momentum for what is not preconditioned.
+    """
+    shape, owner, others = tuple(parameter.shape), owners[0], owners[1:]
+    as_weight = [layer for layer in layers if layer.weight.parameter is parameter]
+    as_bias = [layer for layer in layers if any(b.parameter is parameter for b in layer.biases)]
+    if as_weight or as_bias:
+        found = as_weight or as_bias
+        kind = found[0].kind
+        sizes = (kind.inputs, kind.outputs) if as_weight else (kind.outputs,)
+        notes = [f"shared with {', '.join(repr(o.name) for o in others)}"] if others else []
+        note = "; ".join(notes + reasons.notes.get(id(parameter), [])) or None
+        return Covered(name, shape, kind.label, sizes, kind.groups * len(found), note=note)
+    reason = reasons.of_parameters.get(id(parameter)) or reasons.of_modules.get(owner.module_name)
+    reason = reason or (None if others else _why_tied(owner, layers)) or _why_plain(owner, is_shared=bool(others))
+    return Covered(name, shape, type(owner.module).__name__, reason=reason, trained=reason != NOT_TRAINED)
+
+
+def _why_tied(bias: Owner, layers: Iterable[Layer]) -> str | None:
+    """Return the reason for the bias of a decoder whose weight is preconditioned as that of an embedding."""
+    weight = getattr(bias.module, parameter_names_of(bias.module)[0], None)
+    tied = [layer.name for layer in layers if bias.attribute == bias.bias and layer.weight.parameter is weight]
+    return f"the weight of its layer is preconditioned as that of {tied[0]!r}, which has another G" if tied else None
+
+
+def _why_plain(owner: Owner, *, is_shared: bool) -> str:
+    """Return the reason for a parameter of which nothing more special is known."""
+    module, label = owner.module, type(owner.module).__name__
+    if isinstance(module, nn.utils.parametrize.ParametrizationList):
+        return "the weight is computed from it (a parametrization): its gradient is not the weight's"
+    if is_shared:
+        return "shared by several modules"
+    composite, _ = composite_of(module)
+    if composite is not None:
+        return f"belongs to no layer inside {label}"
+    reason = why_not(module)
+    if reason is not None:
+        return reason
+    if owner.attribute == owner.bias:
+        return "the weight of its layer is not preconditioned"
+    return f"not the weight or bias of {label}"

@@ -1,0 +1,56 @@
+"""Finds what is registered for a module: for its class, for a parent class whose methods it runs, or by a test."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
+
+
+class Registered(Protocol):
+    """What can be registered for a class of modules."""
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """The methods that a subclass may not override, because the registration depends on what they compute."""
+        ...
+
+    @property
+    def why_not(self) -> Callable[[Any], str | None]:
+        """Returns the reason why the registration does not hold for a module of the class, or None."""
+        ...
+
+
+_R = TypeVar("_R", bound=Registered)
+
+
+def registered_for(
+    module: nn.Module, classes: Mapping[type[nn.Module], _R], found: Sequence[tuple[Callable[[nn.Module], bool], _R]]
+) -> tuple[_R | None, str | None]:
+    """Return what is registered for a module, and whether it holds.
+
+    A subclass counts as its nearest registered parent as long as it computes what the parent computes: one that
+    overrides ``forward`` (a weight-standardised convolution, a quantised layer) may use its weights in another way.
+
+    Args:
+        module: any module.
+        classes: what is registered for classes.
+        found: tests, and what is registered for the modules that pass them; used where no class decides.
+
+    Returns:
+        The registration, None where there is none for the module; and the reason why there is none or why it does not
+        hold, None if it holds.
+    """
+    own = type(module)
+    parent = next((cls for cls in own.__mro__ if cls in classes), None)
+    if parent is not None and _runs_methods_of(own, parent, classes[parent].fixed):
+        return classes[parent], classes[parent].why_not(module)
+    for passes, registration in found:
+        if passes(module):
+            return registration, registration.why_not(module)
+    if parent is None:
+        return None, f"no curvature for {own.__name__}"
+    return classes[parent], f"{own.__name__} overrides the forward of {parent.__name__}"
+
+
+def _runs_methods_of(own: type, parent: type, names: Sequence[str]) -> bool:
+    return all(getattr(own, name) is getattr(parent, name) for name in names)

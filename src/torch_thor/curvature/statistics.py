@@ -1,0 +1,161 @@
+"""The fresh statistics of one layer: sums over the rows of this step, which belong to no checkpoint and die with it."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.curvature.precision import factor_dtype, ieee_float32
+
+Factors = tuple[BlockDiagonal, ...]  # one per side, in the order of LayerCurvature.sides
+
+
+class Statistics:
+    """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows that have come in this step, and how many rows these are.
+
+    Args:
+        kind: the layer's geometry.
+        weight: its weight.
+        layouts: returns how its factors are cut, the layout of each side.
+    """
+
+    def __init__(self, kind: Kind, weight: ParameterView, layouts: Callable[[], Mapping[str, BlockLayout]]) -> None:
+        self._weight, self._layouts = weight, layouts
+        self._sums: Factors | None = None
+        self.rows = 0  # R of this step so far
+        self.group_rows = [0] * kind.groups if kind.routed else []  # of each group, where they have rows of their own
+
+    # ---- adding rows --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather(
+        self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None, instead_of: Tensor | None = None
+    ) -> None:
+        """Add the rows of one forward and backward pass through the layer.
+
+        Args:
+            kind: the geometry of the module that ran: where modules share the weight, each has its own.
+            x: its input.
+            g: the gradient of the loss with respect to its output, as autograd gives it.
+            keep: which rows count, of the leading dimensions of ``x``; None for all.
+            instead_of: the gradient that this call has given its rows with before, where another loss of the same
+                forward pass has added to it; None for a call that is new.
+        """
+        if not x.numel() or not g.numel():  # an empty batch has no rows
+            return
+        x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
+        with ieee_float32(x.device.type):
+            if instead_of is None:
+                rows = kind.add_inputs_(a_sum, x, g.shape, keep)
+                self.rows += rows if isinstance(rows, int) else self._count_groups(rows)
+                kind.add_outputs_(g_sum, x, g, keep)
+                return
+            old = g_sum.with_parts([torch.zeros_like(p) for p in g_sum.parts()])
+            kind.add_outputs_(old, x, instead_of, keep)
+            kind.add_outputs_(g_sum, x, g, keep)
+            for part, old_part in zip(g_sum.parts(), old.parts(), strict=True):
+                part.sub_(old_part)
+
+    @torch.no_grad()
+    def gather_inputs(self, kind: Kind, x: Tensor, output: torch.Size, keep: Tensor | None, most: int) -> None:
+        """Add the rows of one forward pass through the layer, for a layer that has A alone.
+
+        Args:
+            kind: the geometry of the module that ran.
+            x: its input.
+            output: the shape of its output.
+            keep: which rows count, of the leading dimensions of ``x``; None for all.
+            most: how many rows are enough.
+        """
+        if x.numel() and output.numel():
+            (a_sum,) = self.sums()
+            with ieee_float32(x.device.type):
+                rows = kind.add_inputs_(a_sum, x.detach(), output, keep, most)
+            self.rows += rows if isinstance(rows, int) else self._count_groups(rows)
+
+    def _count_groups(self, rows: list[int]) -> int:
+        self.group_rows = [n + more for n, more in zip(self.group_rows, rows, strict=True)]
+        return sum(rows)
+
+    def scale_outputs_(self, scale: float) -> None:
+        """Turn the gathered output gradients into gradients of one loss term.
+
+        Args:
+            scale: what they are multiplied by (N for a mean).
+        """
+        if self._sums is not None and len(self._sums) > 1:
+            for part in self._sums[1].parts():
+                # in two factors, because scale² of a scaled half-precision loss can leave the range of float32
+                part.mul_(scale).mul_(scale)
+
+    # ---- what has come ------------------------------------------------------------------------------------------
+
+    def sums(self) -> Factors:
+        """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far; what is added to them counts.
+
+        Returns:
+            The sums, one per side, zeros before the first row.
+        """
+        if self._sums is None:
+            view, sums = self._weight, []
+            weight = view.module._parameters.get(view.attribute)
+            like = view.parameter if weight is None else weight
+            for layout in self._layouts().values():
+                sums.append(BlockDiagonal.zeros(layout, dtype=factor_dtype(like.dtype), device=like.device))
+            self._sums = tuple(sums)
+        return self._sums
+
+    def gathered(self) -> Factors | None:
+        """Return the sums of this step so far.
+
+        Returns:
+            The sums, or None where no row has come.
+        """
+        return self._sums if self.rows else None
+
+    def have_gradients(self) -> bool:
+        """Return whether some row of this step so far has a gradient that is not zero; of a layer without G, any row.
+
+        Returns:
+            Whether there is one (a host–device synchronisation).
+        """
+        return self._sums is not None and any(bool(part.any()) for part in self._sums[-1].parts())
+
+    def means(self) -> Factors | None:
+        """Return A and G, the means over this step's rows, and forget the rows.
+
+        Returns:
+            One factor per side, in the memory of the sums; None where no row has come.
+        """
+        sums, rows = self._sums, self.rows
+        self.forget()
+        if sums is None or not rows:
+            return None
+        for factor in sums:
+            for part in factor.parts():
+                part.div_(rows)
+        return sums
+
+    def forget(self) -> None:
+        """Drop the statistics of this step."""
+        self._sums, self.rows = None, 0
+        if self.group_rows:
+            self.group_rows = [0] * len(self.group_rows)
+
+    # ---- following the layer ------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Cut the sums anew, after the split dimension has become smaller."""
+        if self._sums is not None:
+            layouts = self._layouts().values()
+            self._sums = tuple(one.cut(layout.block) for one, layout in zip(self._sums, layouts, strict=True))
+
+    def follow_weight(self) -> None:
+        """Move the sums to the weight's device and precision, where it was converted after they were gathered."""
+        if self._sums is not None:
+            weight = self._weight.parameter
+            device, dtype = weight.device, factor_dtype(weight.dtype)
+            self._sums = tuple(one.with_parts([part.to(device, dtype) for part in one.parts()]) for one in self._sums)

@@ -1,0 +1,118 @@
+"""Statistics that are wrong, or that have not come where a refresh needs them: what is raised and what is reported."""
+
+from collections.abc import Collection
+
+from torch_thor.capture.capture import Capture
+from torch_thor.capture.phases import Phase
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim.thor.gradient_checks import some
+
+
+def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None:
+    """Refuse a row mask that fits no layer.
+
+    Args:
+        layers: the preconditioned layers.
+        capture: gathers their statistics, and forgets them where this raises.
+
+    Raises:
+        RuntimeError: statistics came, and the mask fits no layer.
+    """
+    mask = capture.row_mask
+    if mask is None or capture.mask_taken or not any(layer.statistics.rows for layer in layers):
+        return
+    capture.discard()
+    raise RuntimeError(
+        f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading dimensions of the layers' "
+        f"inputs, (N, L); set it before each forward pass, and to None where there is no padding"
+    )
+
+
+def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> list[tuple[LayerCurvature, str]]:
+    """Refuse a refresh whose statistics never came, on any process, with the cause.
+
+    Args:
+        layers: the preconditioned layers.
+        capture: gathers their statistics, and forgets them where this raises.
+
+    Returns:
+        The layers that have a gradient and no statistics while others have theirs, and what to say of each: their
+        weights are used without calling them.
+
+    Raises:
+        RuntimeError: layers that are due have gradients, and none has statistics.
+    """
+    required = [layer for layer in layers if capture.phase(layer) is Phase.REQUIRED]
+    silent = [layer for layer in required if layer not in capture.reached and layer.weight_view.has_gradient()]
+    inside = capture.inside_transform
+    if not silent or any(layer in capture.reached for layer in layers):
+        return [
+            (layer, _uncalled_message(layer, layer.name in inside, capture.sampler is not None)) for layer in silent
+        ]
+    names = some([layer.name for layer in silent if layer.name in inside])
+    sampler, called, nonfinite = capture.sampler, False, False
+    if sampler is not None:
+        called, nonfinite = sampler.passes > 0, sampler.nonfinite
+    capture.discard()
+    if names:
+        raise RuntimeError(
+            f"layers {names} ran inside a torch.func transform, where their statistics cannot be seen; take "
+            f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
+        )
+    if sampler is not None:
+        raise RuntimeError(_unsampled(called, nonfinite))
+    raise RuntimeError(
+        f"layers {some([layer.name for layer in silent])} have gradients and no statistics, and so has every other "
+        f"layer, because their forward was not seen: the gradients were not made by loss.backward() (or before THOR "
+        f"was made), a compiled or copied model ran in the place of the one that THOR has, or the weights were used "
+        f"without calling the modules. Call the modules, or leave the layers out with skip="
+    )
+
+
+def _uncalled_message(layer: LayerCurvature, inside_transform: bool, sampled: bool) -> str:
+    cause = "its weight is used without calling the module"
+    if inside_transform:
+        cause = "it ran inside a torch.func transform, where they cannot be seen"
+    elif sampled:
+        cause = "the output given to sample_fisher() does not depend on it, or its module is not called"
+    then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
+    return (
+        f"it has a gradient and no statistics: {cause}. It {then} from now on, unless statistics come in a later "
+        f"refresh; skip= leaves it out from the start"
+    )
+
+
+def conflicting_terms_message(number: int, last: int) -> str:
+    """Return the text of the warning for a number of loss terms that the layers do not agree on.
+
+    Args:
+        number: N, as taken from a backward pass.
+        last: what the layer nearest to the loss saw.
+
+    Returns:
+        The message.
+    """
+    return (
+        f"THOR takes N = {number} for the number of loss terms of a backward pass, from the leading dimension of the "
+        f"layers' inputs, while the last layer's input has {last}. If the loss averages over another number (predicted "
+        f"tokens, groups of rows), set loss_terms; loss_terms={number} confirms this one"
+    )
+
+
+def _unsampled(called: bool, nonfinite: bool) -> str:
+    if nonfinite and not called:
+        return (
+            "the output given to sample_fisher() held NaN or inf where the loss does not, so no labels could be drawn "
+            "from it; give the part of it that the loss depends on"
+        )
+    if not called:
+        return (
+            'this step refreshes, and fisher="sampled" has no statistics for it: call optimizer.sample_fisher(output) '
+            "in each step, between the forward pass and loss.backward(), with what the model returned; or make the "
+            'optimizer with fisher="empirical"'
+        )
+    return (
+        "the output given to sample_fisher() depends on no layer that waits for statistics: it was computed by a "
+        "compiled or copied model in the place of the one that THOR has, or before THOR was made. Give what this model "
+        "returned in this step"
+    )

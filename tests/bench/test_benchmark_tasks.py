@@ -1,0 +1,111 @@
+"""The benchmarks' tasks train through the application's loop, and give the numbers that were recorded before."""
+
+import importlib
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_thor.bench.machine import describe
+from torch_thor.training.data.in_memory import DEBIAN_FASHION_MNIST
+from torch_thor.training.engine.loop import Callback
+from torch_thor.training.engine.loop import train as train_run
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results" / "scale_free"
+NUMBER = 20  # first steps that are compared
+SAME = ("processor", "python", "torch")  # what the bits of a run depend on
+RECORDED = [
+    "classifier-sgd-lr0.2-seed0",
+    "classifier-thor-lr0.08-seed0",
+    "autoencoder-sgd-lr0.008-seed0",
+    "autoencoder-thor-lr0.08-seed0",
+    "language-sgd-lr0.1-momentum0.8-seed0",
+    "language-thor-lr0.08-seed0",
+]
+
+pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="recorded results are in the repository alone")
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("tasks")
+
+
+class StopAt(Callback):
+    """Ends a training before its schedule does."""
+
+    class Reached(Exception):
+        """The step is done."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def at_boundary(self, run):
+        if run.step == self.step:
+            raise self.Reached
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_first_losses_and_first_evaluation_are_those_that_were_recorded(tasks, name):
+    recorded = json.loads((RESULTS / f"{name}.json").read_text())
+    if recorded["task"] == "language" and recorded["text"] != tasks.text_checksum():
+        pytest.skip("another Python version has another text")
+    if recorded["task"] != "language" and not DEBIAN_FASHION_MNIST.exists():
+        pytest.skip("needs Debian's package dataset-fashion-mnist")
+    setting = importlib.import_module("contenders").Setting(
+        recorded["optimizer"], recorded["lr"], recorded.get("momentum")
+    )
+    benchmark = tasks.TASKS[recorded["task"]]
+    run = tasks.new_run(benchmark, recorded["seed"], setting.make)
+    with pytest.raises(StopAt.Reached):
+        train_run(run, [StopAt(max(NUMBER, benchmark.eval_interval))])
+    losses = [round(point.loss, 5) for point in run.record.steps][:NUMBER]
+    first = run.record.evaluations[0]
+    assert first.step == recorded["evaluations"][0][0]
+    if all(describe()[key] == recorded["machine"][key] for key in SAME):
+        assert losses == recorded["loss"][:NUMBER]
+        assert round(first.value, 5) == recorded["evaluations"][0][1]
+    else:
+        assert losses[:10] == pytest.approx(recorded["loss"][:10], rel=1e-3)
+
+
+def test_one_generator_draws_the_order_of_all_epochs(tasks):
+    order = tasks.OneShuffle(10, 4, 7)
+    generator = torch.Generator().manual_seed(7)
+    for epoch in range(3):
+        whole = torch.randperm(10, generator=generator).tolist()
+        assert list(order.epoch(epoch)) == [whole[:4], whole[4:8]]
+        assert list(order.epoch(epoch, 1)) == [whole[4:8]]
+
+
+def test_one_generator_draws_the_windows_of_all_epochs(tasks):
+    order = tasks.OneDraw(12, 4, 7, positions=700)
+    generator = torch.Generator().manual_seed(7)
+    drawn = [torch.randint(700, (4,), generator=generator).tolist() for _ in range(9)]
+    assert [list(order.epoch(epoch)) for epoch in range(3)] == [drawn[:3], drawn[3:6], drawn[6:]]
+    assert list(order.epoch(1, 2)) == drawn[5:6]
+
+
+def test_the_orders_are_those_that_were_recorded(tasks):
+    """The first three samples of two batches, with seed 10: at the beginning of epoch 0, and of epoch 1 but one."""
+    images, windows = tasks.OneShuffle(60_000, 128, 10), tasks.OneDraw(5584, 16, 10, positions=357_362)
+    firsts = [batch[:3] for order in (images, windows) for batch in itertools.islice(order.epoch(0), 2)]
+    assert firsts[:2] == [[16937, 30792, 31904], [54597, 27147, 35106]]
+    assert firsts[2:] == [[51197, 239825, 145794], [165920, 42794, 255534]]
+    assert [batch[:3] for batch in itertools.islice(images.epoch(1, 1), 2)] == [
+        [15731, 19673, 13858],
+        [58375, 38702, 25737],
+    ]
+
+
+def test_a_loss_that_does_not_come_back_ends_the_training(tasks):
+    setting = importlib.import_module("contenders").Setting("sgd", 100.0)
+    outcome = tasks.train(replace(tasks.TASKS["language"], steps=30), 0, setting.make)
+    assert outcome["failure"].startswith("step 3: loss 2")  # finite, and too much
+    assert len(outcome["loss"]) == 3
+    assert outcome["evaluations"] == []

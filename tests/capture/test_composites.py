@@ -1,0 +1,363 @@
+"""Composite modules: several layers in one forward, registered by the user; and the how-to page that explains them."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+from torch.overrides import TorchFunctionMode
+
+from tiny import batches, train, weights
+from torch_thor import THOR, register_kind
+from torch_thor.capture import CompositeHook, InnerLayer, register_composite
+from torch_thor.capture.composites import registry
+from torch_thor.capture.inspection import inspect_model
+from torch_thor.capture.module_hooks import hooks_of
+from torch_thor.curvature import LinearKind, ParameterView, ProjectionKind
+from torch_thor.curvature.kinds import registry as kinds
+from torch_thor.curvature.layer import LayerCurvature
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "register-kind.md"
+
+
+@pytest.fixture(autouse=True)
+def _registered_for_one_test(monkeypatch):
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+    monkeypatch.setattr(kinds, "_classes", dict(kinds._classes))
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers in one fused weight, the second on the output of the first."""
+
+    def __init__(self, width=5):
+        super().__init__()
+        self.fused = nn.Parameter(torch.randn(2 * width, width, dtype=torch.float64) / 2)
+        self.offsets = nn.Parameter(torch.randn(2 * width, dtype=torch.float64))
+
+    def forward(self, x):
+        first, second = self.fused.chunk(2)
+        a, b = self.offsets.chunk(2)
+        return F.linear(torch.tanh(F.linear(x, first, a)), second, b)
+
+
+def layers_of(module):
+    size = module.fused.shape[1]
+    for i, name in enumerate(("first", "second")):
+        rows = slice(i * size, (i + 1) * size)
+        weight, bias = (ParameterView(module, attribute, rows) for attribute in ("fused", "offsets"))
+        yield InnerLayer(name, ProjectionKind(weight.of(module.fused), "TwoLayers"), weight, [bias], f"{name}_")
+
+
+class LinearCalls(TorchFunctionMode):
+    def __init__(self, report):
+        super().__init__()
+        self.report = report
+        self.names = ["first", "second"]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        if func is F.linear:
+            self.report(self.names.pop(0), args[0], y)
+        return y
+
+
+class Hook(CompositeHook):
+    def mode(self, report):
+        return LinearCalls(report)
+
+
+def network(inner):
+    return nn.Sequential(nn.Linear(5, 5, dtype=torch.float64), inner, nn.Linear(5, 3, dtype=torch.float64))
+
+
+def fused_and_separate():
+    """The same network twice: as a composite module, and as two modules in its place."""
+    register_composite(TwoLayers, layers_of, Hook)
+    model = network(TwoLayers())
+    one, two = (nn.Linear(5, 5, dtype=torch.float64) for _ in range(2))
+    twin = network(nn.Sequential(one, nn.Tanh(), two))
+    with torch.no_grad():
+        for i in (0, 2):
+            twin[i].load_state_dict(model[i].state_dict())
+        for i, linear in enumerate((one, two)):
+            linear.weight.copy_(model[1].fused.chunk(2)[i])
+            linear.bias.copy_(model[1].offsets.chunk(2)[i])
+    return model, twin
+
+
+@pytest.mark.parametrize(
+    ("options", "skipped", "twins_skipped"),
+    [
+        ({"update_interval": 3, "kl_clip": 1e-3}, [], []),
+        ({"scaling": "spectral"}, [], []),
+        ({"update_interval": 2, "kl_clip": None}, ["1.second"], ["1.2"]),
+    ],
+    ids=["paper", "scale-free", "skip"],
+)
+def test_it_is_trained_as_separate_layers_are(options, skipped, twins_skipped):
+    """With bounds on the step that do not differ between one parameter and two."""
+    model, twin = fused_and_separate()
+    optimizer = THOR(model, split_dim=4, skip=skipped, **options)
+    assert set(optimizer.curvature) == {"0", "1.first", "1.second", "2"} - set(skipped)
+    train(model, optimizer, batches(7))
+    train(twin, THOR(twin, split_dim=4, skip=twins_skipped, **options), batches(7))
+    torch.testing.assert_close(model[0].weight, twin[0].weight)
+    torch.testing.assert_close(model[1].fused, torch.cat([twin[1][0].weight, twin[1][2].weight]))
+    torch.testing.assert_close(model[1].offsets, torch.cat([twin[1][0].bias, twin[1][2].bias]))
+
+
+def entries_of(model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that little of such a small model is preconditioned
+        return {entry.name: entry for entry in THOR(model, **options).coverage()}
+
+
+def test_coverage():
+    register_composite(TwoLayers, layers_of, Hook)
+    model = network(TwoLayers())
+    model[1].extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    entries = entries_of(model)
+    fused, offsets = entries["1.fused"], entries["1.offsets"]
+    assert (fused.kind, fused.factor_sizes, fused.groups, fused.note) == ("TwoLayers", (5, 5), 2, None)
+    assert (offsets.kind, offsets.factor_sizes, offsets.groups) == ("TwoLayers", (5,), 2)
+    assert entries["1.extra"].reason == "belongs to no layer inside TwoLayers"
+    assert entries_of(model, skip="1.first")["1.offsets"].note == "plain momentum for '1.first': left out by skip="
+    assert entries_of(model, skip="1")["1.offsets"].reason == "left out by skip="
+
+
+class Named(TwoLayers):
+    """Computes what its parent computes."""
+
+
+class Doubled(TwoLayers):
+    """Does not."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_subclasses_count_while_they_run_its_forward():
+    assert entries_of(network(TwoLayers()))["1.fused"].reason == "no curvature for TwoLayers"
+    register_composite(TwoLayers, layers_of, Hook)
+    assert entries_of(network(Named()))["1.fused"].preconditioned
+    assert entries_of(network(Doubled()))["1.fused"].reason == "Doubled overrides the forward of TwoLayers"
+
+
+class Holder(nn.Module):
+    """Uses the weight of a child that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 5, dtype=torch.float64)
+
+    def forward(self, x):
+        return F.linear(x, self.inner.weight, self.inner.bias)
+
+
+@pytest.mark.parametrize("with_children", [True, False])
+def test_children_that_are_not_called(with_children):
+    def layers(module):
+        kind = ProjectionKind(module.inner.weight, "Holder")
+        biases = [ParameterView(module.inner, "bias")]
+        yield InnerLayer("first", kind, ParameterView(module.inner, "weight"), biases)
+
+    register_composite(Holder, layers, Hook, with_children=with_children)
+    model = network(Holder())
+    optimizer = THOR(model)
+    assert set(optimizer.curvature) == {"0", "1.first" if with_children else "1.inner", "2"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without: the layer is not called
+        train(model, optimizer, batches(1))
+    assert optimizer.curvature["1.first" if with_children else "1.inner"].refreshes == int(with_children)
+
+
+def test_loss_terms_are_counted_on_steps_without_statistics():
+    """By default from the first argument and the output, also where the argument is passed by name."""
+    register_composite(TwoLayers, layers_of, Hook)
+    seen = []
+
+    class Watcher:
+        gathers = staticmethod(lambda layer: False)
+
+        def watch(self, layer, kind, x, output):
+            seen.append((layer.name, kind.loss_terms(x), tuple(output.shape)))
+
+    module = TwoLayers()
+    found = inspect_model(module, module.parameters()).layers
+    layers = {n: LayerCurvature(n, one.kind, one.weight, one.biases, one.prefix) for n, one in found.items()}
+    (hook,) = hooks_of(found, layers)
+    x = torch.randn(6, 5, dtype=torch.float64)
+    for args, kwargs in (((x,), {}), ((), {"x": x}), ((), {})):
+        hook.leave(Watcher(), args, kwargs, module(x))
+    assert seen == [("first", 6, (6, 5)), ("second", 6, (6, 5))] * 2
+
+
+# ---- weights that are computed, biases without a layer, and two registrations for one weight -------------------------
+
+
+@pytest.mark.parametrize("change", [prune.identity, lambda m, name: parametrizations.weight_norm(m, name)])
+@pytest.mark.parametrize("where", ["in_proj_weight", "out_proj"])
+def test_an_attention_whose_weight_is_computed_from_others(where, change):
+    """The projections that it has left are preconditioned; the others are trained plainly, and so are their biases."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+            self.last = nn.Linear(4, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.last(self.attention(x, x, x, need_weights=False)[0])
+
+    model = Model()
+    if where == "out_proj":
+        change(model.attention.out_proj, "weight")
+    else:
+        change(model.attention, where)
+    entries = entries_of(model)
+    computed, kept = ("in_proj", "out_proj") if where == "in_proj_weight" else ("out_proj", "in_proj")
+    separator = {"in_proj": "_", "out_proj": "."}
+    bias = entries[f"attention.{computed}{separator[computed]}bias"]
+    assert bias.reason == "the weight of its layer is not preconditioned"
+    assert entries[f"attention.{kept}{separator[kept]}weight"].preconditioned
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer = THOR(model)
+    before = weights(model)
+    train(model, optimizer, [(torch.randn(6, 2, 4).double(), torch.randint(3, (6, 2)))])
+    assert all(layer.refreshes == 1 for layer in optimizer.curvature.values())
+    after = weights(model)
+    assert not any(torch.equal(before[name], after[name]) for name in before if not name.endswith("bias"))
+
+
+@pytest.mark.parametrize(
+    ("module", "weight", "bias"),
+    [
+        (nn.LSTM(4, 4), "weight_ih_l0", "bias_ih_l0"),
+        (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
+        (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
+    ],
+)
+def test_the_bias_of_a_weight_that_is_not_trained(module, weight, bias):
+    model = nn.ModuleDict({"m": module, "last": nn.Linear(9, 9)})
+    trained = [p for p in model.parameters() if p is not module.get_parameter(weight)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        entries = {entry.name: entry for entry in THOR(trained, model=model).coverage()}
+    assert entries[f"m.{bias}"].reason == "the weight of its layer is not preconditioned"
+
+
+def test_a_weight_has_one_layer_where_a_kind_is_registered_for_what_looks_like_experts():
+    class PooledExperts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 3, 5))
+
+        def forward(self, x):
+            return x @ self.weight.flatten(0, 1).T
+
+    class Kind(LinearKind):
+        label, inputs, outputs = "Pooled", 5, 6
+
+        def __init__(self, module):
+            pass
+
+        def to_matrix(self, tensor):
+            return tensor.reshape(1, 6, 5)
+
+    register_kind(PooledExperts, Kind)
+    assert set(THOR(nn.Sequential(PooledExperts(), nn.Linear(6, 3))).curvature) == {"0", "1"}
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (
+            (TwoLayers(), layers_of, Hook),
+            TypeError,
+            r"module_type=TwoLayers\(\) must be a class of torch.nn.Module; give",
+        ),
+        (
+            (TwoLayers, 3, Hook),
+            TypeError,
+            "layers=3 must be callable with a module of class TwoLayers; pass a function",
+        ),
+        ((TwoLayers, layers_of, None), TypeError, "hook=None must be callable with a module of class TwoLayers"),
+        (
+            (nn.LSTM, layers_of, Hook),
+            ValueError,
+            "LSTM is registered already, and a class is registered once; register",
+        ),
+        ((nn.Linear, layers_of, Hook), ValueError, "Linear is registered already, and a class is registered once"),
+    ],
+)
+def test_what_cannot_be_registered(arguments, error, match):
+    with pytest.raises(error, match=match):
+        register_composite(*arguments)
+
+
+def layer(module, **changes):
+    weight = changes.pop("weight", ParameterView(module, "fused", slice(0, 5)))
+    made = {"name": "first", "kind": ProjectionKind(torch.zeros(5, 5), "TwoLayers"), "weight": weight}
+    return InnerLayer(**{**made, **changes})
+
+
+@pytest.mark.parametrize(
+    ("layers", "match"),
+    [
+        (
+            lambda m: [layer(m), layer(m, prefix="b_")],
+            "layer 'first', registered for TwoLayers, has the name of another layer of the module; give each",
+        ),
+        (
+            lambda m: [layer(m), layer(m, name="b", weight=ParameterView(m, "fused", slice(5, 10)))],
+            "layer 'b', registered for TwoLayers, has the prefix '', as another layer of the same parameter has; give",
+        ),
+        (
+            lambda m: [layer(m, weight=ParameterView(m, "fsued"))],
+            "has the weight 'fsued', and the module has no parameter of that name; correct the name",
+        ),
+        (
+            lambda m: [layer(m, weight=ParameterView(m, "fused"))],
+            r"says groups=1, outputs=5, inputs=5 of a weight of shape \(10, 5\): .* the weight's 50 numbers",
+        ),
+        (
+            lambda m: [layer(m, biases=[ParameterView(m, "offsets")])],
+            r"solves_biases=True of a bias of shape \(10,\): a bias has a number for each of the 5 outputs",
+        ),
+        (lambda m: [layer(m, kind=object())], "layer 'first', registered for TwoLayers, has no loss_terms, row_shape"),
+    ],
+)
+def test_layers_that_do_not_fit_their_module(layers, match):
+    register_composite(TwoLayers, layers, Hook)
+    with pytest.raises(ValueError, match=match):
+        THOR(network(TwoLayers()))
+
+
+# ---- the page that explains it ---------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_how_to_page_run(capsys):
+    """Both examples, as printed; then their model is trained, and has the factors of linear layers."""
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(code, names)
+    assert capsys.readouterr().out == "['0', '2', '1.up', '1.down']\n"
+    model, optimizer = names["model"], names["optimizer"]
+    inputs = []
+    model[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    before = weights(model)
+    train(model, optimizer, batches(1, size=12, features=8, classes=4, dtype=torch.float32))
+    (x,) = inputs
+    gate, value = (x @ before["1.up"].T).chunk(2, -1)
+    for name, rows in (("1.up", x), ("1.down", F.silu(gate) * value)):
+        assert optimizer.curvature[name].refreshes == 1
+        torch.testing.assert_close(optimizer.curvature[name].factors()[0], rows.T @ rows / 12)
+    assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())

@@ -1,0 +1,99 @@
+"""Files and folders that are complete or absent, whatever happens while they are written."""
+
+import errno
+import os
+
+import pytest
+
+from torch_thor.files import REMAINS, remove_remains, whole_file, whole_folder, write_text
+from torch_thor.training.errors import first_line
+
+
+def contents(folder):
+    return {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    write_text(tmp_path / "a.txt", "old")
+    with whole_file(tmp_path / "a.txt") as temporary:
+        assert temporary.suffix == ".txt"  # by which libraries choose the format
+        temporary.write_text("né")
+        assert contents(tmp_path)["a.txt"] == "old"
+    assert contents(tmp_path) == {"a.txt": "né"}
+
+
+@pytest.mark.parametrize("moment", ["block", "fsync", "rename"])
+def test_an_error_leaves_the_file_that_was_there(tmp_path, monkeypatch, moment):
+    write_text(tmp_path / "a.txt", "old")
+    if moment == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    elif moment == "rename":
+        monkeypatch.setattr(type(tmp_path), "rename", full)
+    with pytest.raises(OSError, match="No space left"), whole_file(tmp_path / "a.txt") as temporary:  # noqa: PT012
+        temporary.write_text("half")
+        if moment == "block":
+            full()
+    assert contents(tmp_path) == {"a.txt": "old"}
+
+
+def test_each_writer_of_a_shared_file_has_a_name_of_its_own(tmp_path):
+    path = tmp_path / "a.json"
+    with whole_file(path, shared=True) as first:
+        with whole_file(path, shared=True) as second:
+            assert first != second
+            first.write_text("1")
+            second.write_text("2")
+        assert contents(tmp_path)["a.json"] == "2"
+    assert contents(tmp_path) == {"a.json": "1"}
+
+
+def test_a_folder_is_replaced_as_a_whole_over_the_remains_of_a_killed_writer(tmp_path):
+    folder = tmp_path / "folder"
+    for content in ("old", "new"):
+        remains = tmp_path / f"{REMAINS}folder"
+        remains.mkdir()
+        write_text(remains / "half", "of another")
+        with whole_folder(folder) as temporary:
+            assert list(temporary.iterdir()) == []
+            write_text(temporary / content, content)
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+        assert contents(folder) == {content: content}
+
+
+def test_an_error_leaves_the_folder_that_was_there(tmp_path):
+    folder = tmp_path / "folder"
+    with whole_folder(folder) as temporary:
+        write_text(temporary / "a", "old")
+    with pytest.raises(OSError, match="No space left"), whole_folder(folder) as temporary:  # noqa: PT012
+        write_text(temporary / "a", "half")
+        full()
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    assert contents(folder) == {"a": "old"}
+
+
+def test_remains_are_removed_by_the_name_that_they_were_to_have(tmp_path):
+    for name in (".writing-a-1", "a-2", ".writing-b"):
+        write_text(tmp_path / name, "")
+    (tmp_path / ".writing-a-3").mkdir()
+    remove_remains(tmp_path, "a-*")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-b", "a-2"]
+    remove_remains(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a-2"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (RuntimeError("\n  failed:\n  because"), "failed"),
+        (AssertionError(), "AssertionError"),
+        (ValueError("\n"), "ValueError"),
+        (KeyError("key"), "'key'"),
+    ],
+)
+def test_the_first_line_of_an_error(error, line):
+    assert first_line(error) == line
