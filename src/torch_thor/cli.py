@@ -285,6 +285,37 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 @app.command(
+    help="""Write a trained network as another library reads it.
+
+A network of `task: masked-lm` becomes a folder that `from_pretrained` of transformers reads, tokenizer included.
+
+Example:
+
+- `torch-thor export runs/bert-tiny/thor --out bert-tiny`, then `AutoModel.from_pretrained("bert-tiny")`
+"""
+)
+def export(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A checkpoint, or an optimizer's folder in a run.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    form: Annotated[str, typer.Option("--format", help="transformers")] = "transformers",
+    averaged: Annotated[bool, typer.Option("--averaged", help="Take the averaged weights.")] = False,
+) -> None:
+    """Write a trained network as another library reads it.
+
+    Args:
+        path: A checkpoint, or what holds those of one optimizer.
+        out: The folder to write.
+        form: What reads it.
+        averaged: Take the averaged weights.
+    """
+    from torch_thor.training.exporting import export as export_saved
+
+    export_saved(path, out, form, _complain, averaged=averaged)
+
+
+@app.command(
     "split-dim",
     help="""Choose THOR's split dimension for a model on this device.
 

@@ -8,7 +8,7 @@ import transformers
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.training.config.recipe import load_recipe
+from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.shards import Shard
 from torch_thor.training.engine.evaluation import evaluate
 from torch_thor.training.errors import UserError

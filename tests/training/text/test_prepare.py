@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from dumps import article, dump, write_dump
+from torch_thor.training.checksums import sha256
 from torch_thor.training.errors import UserError
-from torch_thor.training.files import sha256
 from torch_thor.training.text import prepare as module
 from torch_thor.training.text import sources
 from torch_thor.training.text.arrow_files import read_table

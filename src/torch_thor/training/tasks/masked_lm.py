@@ -143,6 +143,26 @@ class MaskedLM:
         """
         return recipe
 
+    def tokenizer(self) -> Any:
+        """Return the tokenizer as transformers has it.
+
+        Returns:
+            A `PreTrainedTokenizerFast`.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        from torch_thor.training.text.wordpiece import CLASS, MASK, PAD, SEPARATOR, UNKNOWN
+
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=self.held_out.corpus.tokenizer(),
+            model_max_length=self.recipe.data.text.length,
+            unk_token=UNKNOWN,
+            pad_token=PAD,
+            cls_token=CLASS,
+            sep_token=SEPARATOR,
+            mask_token=MASK,
+        )
+
     def build_model(self) -> nn.Module:
         """Build the network with torch's global random numbers (seed them first).
 

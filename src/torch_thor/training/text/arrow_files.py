@@ -1,11 +1,10 @@
 """Tables on the disk as uncompressed Arrow IPC files: written whole or not at all, read by mapping them to memory."""
 
-import os
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.errors import writing
-from torch_thor.training.files import flush
+from torch_thor.files import whole_file
+from torch_thor.training.output_files import writing
 
 REMEDY = "make room for it, then give the same command again: what is finished stays"
 
@@ -22,12 +21,13 @@ def write_table(path: Path, columns: dict[str, Any], types: dict[str, Any]) -> N
 
     schema = pa.schema(list(types.items()))
     table = pa.table({name: pa.array(columns[name], type=types[name]) for name in types}, schema=schema)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
-    with writing(path, REMEDY):
-        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            writer.write_table(table)
-        flush(temporary)
-        temporary.rename(path)
+    with (
+        writing(path, REMEDY),
+        whole_file(path) as temporary,
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
+        writer.write_table(table)
 
 
 def read_table(path: Path) -> Any:

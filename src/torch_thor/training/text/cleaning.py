@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.files import write_whole
+from torch_thor.training.output_files import write_whole
 from torch_thor.training.text.arrow_files import REMEDY, read_table, write_table
 from torch_thor.training.text.document import Document, Fault
 from torch_thor.training.text.sources import Unit

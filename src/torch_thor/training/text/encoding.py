@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.files import sha256
+from torch_thor.training.checksums import sha256
 from torch_thor.training.text.arrow_files import read_table, write_table
 from torch_thor.training.text.cleaning import documents_file
 

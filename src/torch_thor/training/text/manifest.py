@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch_thor.training.checksums import intact, sealed, sha256
 from torch_thor.training.errors import require
-from torch_thor.training.files import intact, sealed, sha256, write_whole
+from torch_thor.training.output_files import write_whole
 from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.encoding import ShardReport
 

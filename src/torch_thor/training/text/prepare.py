@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from torch_thor import __version__
+from torch_thor.training.checksums import sha256
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.files import check_place, sha256, write_whole
+from torch_thor.training.output_files import check_place, write_whole
 from torch_thor.training.printing import printer
 from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.cleaning import CleanReport, clean_unit, sentences_of, stored_report
