@@ -10,7 +10,7 @@ from torch import nn
 
 from comparing import assert_same_weights, compare
 from reference import ReferenceTHOR
-from tiny import CONVOLUTIONS, assert_same_bits, batches, conv_model, cross_entropy, mlp, train, weights
+from tiny import CONVOLUTIONS, assert_same, batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
 
@@ -161,7 +161,7 @@ def test_loss_terms_counted_as_a_tensor():
     optimizers = THOR(models[0], loss_terms=12), THOR(models[1], loss_terms=lambda: torch.ones(12).bool().sum())
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, batches(3))
-    assert_same_bits(weights(models[0]), weights(models[1]))
+    assert_same(weights(models[0]), weights(models[1]))
     assert optimizers[0].curvature["0"].rows_per_term != 1.0, "the default would do the same"
 
 

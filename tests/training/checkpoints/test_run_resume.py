@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from tiny import assert_same
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.run_folder import RunFolder
@@ -80,23 +81,6 @@ def go(folder, recipe, name, data, *, resume=False, stop_at=None):
     finally:
         metrics.close()
     return run
-
-
-def assert_same(a, b, where=""):
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{index}]")
-    else:
-        assert a == b, where
 
 
 def untimed(record):

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 from torch import nn
 
-from command_line import assert_same, checkpoints, lines, newest, state
+from command_line import checkpoints, lines, newest, state
+from tiny import assert_same
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.config.recipe import load_recipe, override
 from torch_thor.training.errors import UserError

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from command_line import assert_same, state
+from command_line import state
+from tiny import assert_same
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
