@@ -38,6 +38,7 @@ def test_help(run, words, said):
     assert said in out
 
 
+@pytest.mark.pictures
 def test_train_compares_and_writes_everything(run, tmp_path):
     code, out, err = run("train", "epochs=2", "targets=[0.3,1.0]")
     assert (code, err) == (0, "")
@@ -287,6 +288,7 @@ def mine(tmp_path):
     return tmp_path
 
 
+@pytest.mark.pictures
 def test_split_dim_prints_tables_and_writes_figure_and_numbers(run, mine):
     code, out, err = run("split-dim", "mine.py:net", "--batch", 4, "--pixels", 24, "--device", "cpu", "--out", "mine")
     assert (code, err) == (0, "")

@@ -212,7 +212,7 @@ main()
 @pytest.mark.parametrize("importing", ["typer", "torch", "torch_thor.training.experiment", "sklearn.datasets"])
 def test_ctrl_c_in_the_first_seconds_is_one_line(tmp_path, importing):
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    process = start(tmp_path, importing, *QUICK, script=tmp_path / "interrupted.py")
+    process = start(tmp_path, importing, *QUICK, script=tmp_path / "interrupted.py", cold=True)
     code, out, err = finish(process)
     assert (code, out) == (130, "")
     assert err == "torch-thor: stopped by Ctrl-C; a run that has a checkpoint goes on with --resume\n"

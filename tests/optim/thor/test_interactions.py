@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_sampled_fisher import fixed
-from test_state import assert_same_state, round_trip
+from test_state import round_trip
 from test_state_of_inner_layers import STREAM, build
 from torch import nn
 from torch.nn import functional as F
@@ -194,7 +194,7 @@ def test_a_run_whose_loss_is_a_sum_resumes(stop):
     second.load_state_dict(saved[1])
     train_summed(models[2], second, stream[stop:], 2.0 * size)
     assert_same(weights(models[2]), weights(models[0]))
-    assert_same_state(second, whole)
+    assert_same(second.state_dict(), whole.state_dict())
     train_summed(models[3], mean, stream, 2.0)
     assert mean.param_groups[0]["loss_scale"] == 1.0
     assert_close(models[3], models[0])

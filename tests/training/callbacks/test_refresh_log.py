@@ -95,6 +95,7 @@ def test_numbers_that_json_lacks_are_null(data):
 # ------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.pictures
 def test_the_command_draws_a_picture_and_draws_it_again(tmp_path):
     """A run that is resumed knows all its refreshes, also those of the process before."""
     recipe = load_recipe("digits", [*WORDS, "epochs=1"])
@@ -171,6 +172,7 @@ def test_picture_shows_every_decision_where_it_held(tmp_path, monkeypatch):
     assert traces.get_yscale() == "log"
 
 
+@pytest.mark.pictures
 def test_picture_of_very_many_layers(tmp_path):
     """No names that nobody can read, and a size that a screen takes."""
     layers = [f"layer{i}" for i in range(200)]
