@@ -142,12 +142,6 @@ def build(name, count, batch=5):
     return model, [(x(), cross_entropy(torch.randint(3, labels))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_one_step(name):
-    model, stream = build(name, 1)
-    compare(model, stream, forward=by_parts, reference_options={"layers": attentions}, **SETTINGS["plain"])
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps(name, settings):

@@ -77,7 +77,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("stop", [0, 2, 3, 5])
+@pytest.mark.parametrize("stop", [2, 3, 5])  # tokens of one kind have been seen from step 3 on
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resume_is_never_having_stopped(name, stop):
     whole, first, second = build(), build(), build()

@@ -60,7 +60,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stop", range(STEPS))
+@pytest.mark.parametrize("stop", [1, 3, 5])  # after a refresh, before one, after some layers have stopped
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resume_is_never_having_stopped(name, stop):
     whole, first, second = build(), build(), build()
