@@ -209,7 +209,7 @@ main()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
-@pytest.mark.parametrize("importing", ["typer", "torch", "torch_thor.training.experiment", "sklearn.datasets"])
+@pytest.mark.parametrize("importing", ["typer", "torch", "sklearn.datasets"])
 def test_ctrl_c_in_the_first_seconds_is_one_line(tmp_path, importing):
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
     process = start(tmp_path, importing, *QUICK, script=tmp_path / "interrupted.py", cold=True)

@@ -38,9 +38,7 @@ def flip(place):
 
 DAMAGE = {
     "first byte": flip(lambda size: 0),
-    "early byte": flip(lambda size: size // 10),
     "middle byte": flip(lambda size: size // 2),
-    "late byte": flip(lambda size: size * 9 // 10),
     "last byte": flip(lambda size: size - 1),
     "cut short": lambda content: content[: len(content) // 2],
     "one byte less": lambda content: content[:-1],

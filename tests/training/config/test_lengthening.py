@@ -38,8 +38,7 @@ def noisy(monkeypatch):
 
 
 ALLOWED = {
-    "warmed_up": ["schedule.kind=constant", "schedule.warmup_epochs=1.5"],
-    "step": ["schedule={kind: step, milestones: [1, 2], gamma: 0.3}"],
+    "step": ["schedule={kind: step, milestones: [1, 2], gamma: 0.3, warmup_epochs: 1.5}"],
     "horizon": ["schedule={kind: cosine, horizon_epochs: 4}", "damping_schedule={kind: thor-damping, rate: 0.5}"],
     "thor": [
         "schedule={kind: thor-lr, decay: 2, decay_epochs: 2, horizon_epochs: 5}",
