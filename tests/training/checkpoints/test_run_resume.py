@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 
+from resuming import Noisy, go
 from tiny import assert_same
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.checkpoint import newest_whole
@@ -23,27 +23,6 @@ from torch_thor.training.experiment import run_recipe
 from torch_thor.training.models import classifiers as models
 
 STEPS_PER_EPOCH = 6
-
-
-class Noisy(nn.Module):
-    """Batch statistics and dropout: running averages and random numbers matter."""
-
-    def __init__(self, in_channels, classes):
-        super().__init__()
-        self.body = models.BasicBlock(in_channels, 4, stride=2)
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(64, classes)
-
-    def forward(self, images):
-        return self.head(self.drop(self.body(images).flatten(1)))
-
-
-class StopAt(Callback):
-    def __init__(self, step, stop):
-        self.step, self.stop = step, stop
-
-    def after_step(self, run, point):
-        self.stop.received = point.step == self.step
 
 
 @pytest.fixture(scope="module")
@@ -63,23 +42,6 @@ def recipe(monkeypatch):
         "optimizers.thor.lr=0.005",
     ]
     return load_recipe("digits", words)
-
-
-def go(folder, recipe, name, data, *, resume=False, stop_at=None):
-    run = new_run(recipe, name, data)
-    stop = StopSignal()
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    if resume:
-        torch.manual_seed(999)  # another process: nothing of the first one's random numbers is left
-        restore(run, newest_whole(folder / "checkpoints", pytest.fail), metrics.path, pytest.fail)
-    checkpoints = Checkpoints(
-        folder / "checkpoints", metrics, stop, interval=5, keep=2, optimizer=name, recipe=recipe_yaml(recipe)
-    )
-    try:
-        train(run, [StopAt(stop_at, stop), metrics, checkpoints])
-    finally:
-        metrics.close()
-    return run
 
 
 def untimed(record):
@@ -106,9 +68,8 @@ def test_a_resumed_run_draws_the_labels_of_the_one_that_never_stopped(tmp_path, 
 
 
 def assert_resumes(tmp_path, recipe, data, name, stop_at):
-    whole = go(tmp_path / "whole", recipe, name, data) if (tmp_path / "whole").mkdir() is None else None
+    whole = go(tmp_path / "whole", recipe, name, data)
     random = torch.get_rng_state()
-    (tmp_path / "cut").mkdir()
     with pytest.raises(StoppedError, match=f"step {stop_at}"):
         go(tmp_path / "cut", recipe, name, data, stop_at=stop_at)
     resumed = go(tmp_path / "cut", recipe, name, data, resume=True)
@@ -128,7 +89,6 @@ class Killed(Callback):
 
 
 def test_killed_without_warning_goes_on_from_the_checkpoint_before(tmp_path, recipe, data):
-    (tmp_path / "whole").mkdir()
     whole = go(tmp_path / "whole", recipe, "sgd", data)
     run = new_run(recipe, "sgd", data)
     metrics = MetricsFile(tmp_path / "metrics.jsonl")

@@ -1,27 +1,14 @@
 """`--resume epochs=N`: the longer run is, bit for bit, the one that had N epochs from the start; or one clear error."""
 
 import pytest
-from torch import nn
 
 from command_line import assert_refused, checkpoints, contents, lines, newest, state
+from resuming import Noisy
 from tiny import assert_same
 from torch_thor.training.models import classifiers as models
 
 STEPS_PER_EPOCH = 11  # of digits, at 128 images a step
 WORDS = ["model=noisy", "batch_size=128", "eval_interval=7", "device=cpu", "optimizers.thor.update_interval=6"]
-
-
-class Noisy(nn.Module):
-    """Batch statistics and dropout: running averages and random numbers matter."""
-
-    def __init__(self, in_channels, classes):
-        super().__init__()
-        self.body = models.BasicBlock(in_channels, 4, stride=2)
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(64, classes)
-
-    def forward(self, images):
-        return self.head(self.drop(self.body(images).flatten(1)))
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +88,9 @@ def test_a_run_that_was_stopped_on_its_way_may_be_lengthened(train, tmp_path):
         (["schedule={kind: cosine, horizon_epochs: 2.5}"], 3, ["horizon_epochs=2.5 is shorter than the training"]),
     ],
 )
-def test_what_would_have_been_another_run_is_refused_and_nothing_is_touched(run, train, tmp_path, schedules, epochs, said):
+def test_what_would_have_been_another_run_is_refused_and_nothing_is_touched(
+    run, train, tmp_path, schedules, epochs, said
+):
     short = ["eval_interval=1", "stop_at=0.0001"]  # one step will do
     train("digits", "optimizer=thor", "lr=0.01", "epochs=2", *WORDS, *schedules, *short, "--out", "run")
     before = contents(tmp_path / "run")
