@@ -1,25 +1,22 @@
 """A resumed run equals one that never stopped, bit for bit, wherever it stopped."""
 
-import io
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
+from command_line import assert_refused, checkpoints, newest
 from resuming import Noisy, go
 from tiny import assert_same
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
 from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.config.recipe import load_recipe, recipe_yaml
+from torch_thor.training.config.recipe import load_recipe, parse_recipe, recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import StoppedError, UserError
 from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.experiment import run_recipe
 from torch_thor.training.models import classifiers as models
 
 STEPS_PER_EPOCH = 6
@@ -106,24 +103,21 @@ def test_killed_without_warning_goes_on_from_the_checkpoint_before(tmp_path, rec
     assert untimed(read_metrics(metrics.path)) == untimed(whole.record)
 
 
-def test_what_changes_no_step_may_change_on_resume(tmp_path):
-    words = ["optimizer=thor", "epochs=2", "batch_size=128"]
-    silent = Console(file=io.StringIO())
-    run_recipe(load_recipe("digits", words), RunFolder(tmp_path / "whole"), silent)
-    run_recipe(load_recipe("digits", [*words, "stop_at=0.05"]), RunFolder(tmp_path / "cut"), silent)
-    cut = RunFolder(tmp_path / "cut")
-    assert newest_whole(cut.checkpoints("thor"), pytest.fail).step == 11
-    changed = [*words, "stop_at=null", "targets=[0.5]", "keep_checkpoints=5", "data.workers.count=7"]
-    run_recipe(load_recipe("digits", changed), cut, silent, resume=True)
-    assert cut.stored_recipe() == load_recipe("digits", changed)
-    both = [newest_whole(RunFolder(path).checkpoints("thor"), pytest.fail) for path in (tmp_path / "whole", cut.path)]
-    assert [saved.step for saved in both] == [22, 22]
-    assert (
-        both[0].path.joinpath("model.safetensors").read_bytes()
-        == both[1].path.joinpath("model.safetensors").read_bytes()
-    )
-    with pytest.raises(UserError, match=r"other settings \(label_smoothing: 0.0 -> 0.1\)"):
-        run_recipe(load_recipe("digits", [*changed, "label_smoothing=0.1"]), cut, silent, resume=True)
+def test_what_changes_no_step_may_change_on_resume(run, tmp_path):
+    words = ["train", "digits", "optimizer=thor", "epochs=2", "batch_size=128"]
+    assert run(*words, "--out", "whole")[0] == 0
+    assert run(*words, "stop_at=0.05", "--out", "cut")[0] == 0
+    assert checkpoints(tmp_path / "cut", "thor")[-1] == 11
+    changed = ["stop_at=null", "targets=[0.5]", "keep_checkpoints=5", "data.workers.count=7"]
+    assert run("train", "--resume", *changed, "--out", "cut")[0] == 0
+    stored = parse_recipe((tmp_path / "cut/recipe.yaml").read_text(), "digits", [])
+    assert stored == load_recipe("digits", [*words[2:], *changed])
+    both = [newest(tmp_path / folder, "thor") for folder in ("whole", "cut")]
+    assert [path.name for path in both] == ["step-00000022"] * 2
+    weights = [path.joinpath("model.safetensors").read_bytes() for path in both]
+    assert weights[0] == weights[1]
+    refused = run("train", "--resume", "label_smoothing=0.1", "--out", "cut")
+    assert_refused(refused, "other settings (label_smoothing: 0.0 -> 0.1)")
 
 
 def test_metrics_that_lost_steps_come_back_from_the_checkpoint(tmp_path, recipe, data):
