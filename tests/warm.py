@@ -58,7 +58,10 @@ def _become(folder, environment, words, out, err):
     for connection, number in ((out, 1), (err, 2)):
         os.dup2(connection.fileno(), number)
         connection.close()
-    for name, number, options in (("stdout", 1, {}), ("stderr", 2, {"line_buffering": True})):
+    for name, number, options in (
+        ("stdout", 1, {}),
+        ("stderr", 2, {"line_buffering": True, "errors": "backslashreplace"}),
+    ):
         stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), encoding="utf-8", **options)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
