@@ -141,6 +141,14 @@ def alive(pid):
         return False
 
 
+def assert_ends(pid, timeout=20):
+    """A process ends by itself; it closes its files a moment before it counts as ended."""
+    deadline = time.monotonic() + timeout
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.01)
+
+
 def checkpoints(run, optimizer):
     """Steps of the checkpoints of one optimizer, sorted."""
     return sorted(int(path.name[5:]) for path in (run / optimizer / "checkpoints").glob("step-*"))

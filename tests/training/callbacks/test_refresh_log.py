@@ -74,9 +74,9 @@ def test_numbers_that_json_lacks_are_null(data):
     class Poison(Callback):
         def after_step(self, run, point):
             if point.step == 2:  # before the pass of step 3, whose statistics then hold NaN
-                layer = run.optimizer.curvature["conv1"]
-                gather = layer.gather
-                layer.gather = lambda kind, x, *rest, **named: gather(kind, x * torch.nan, *rest, **named)
+                statistics = run.optimizer.curvature["conv1"].statistics
+                gather = statistics.gather
+                statistics.gather = lambda kind, x, *rest, **named: gather(kind, x * torch.nan, *rest, **named)
 
     with pytest.warns(RuntimeWarning, match="NaN"):
         train(run, [Poison()])
