@@ -1,5 +1,6 @@
 """The command line as a user meets it: results, one-line errors with exit code 2, and Ctrl-C."""
 
+import functools
 import gzip
 import json
 import signal
@@ -215,18 +216,24 @@ def test_a_truncated_checkpoint(run, finished):
     assert run("eval", newest)[0] == 0
 
 
+def _has_others(folder, before):
+    return checkpoints(folder, "thor") != before
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_a_signal_then_resumed_equals_never_stopped(run, tmp_path, number):
+def test_stopped_by_signals_then_resumed_equals_never_stopped(run, tmp_path):
     words = ["train", "digits", "optimizer=thor", "batch_size=4", "epochs=1", "checkpoint_interval=20", "lr=1e-4"]
-    process = start(tmp_path, *words, "--out", "stopped")
-    wait_for(process, lambda: checkpoints(tmp_path / "stopped", "thor"), "checkpoint", pause=0.01)
-    process.send_signal(number)
-    code, _, err = finish(process)
-    assert code == 130
-    assert "go on with: torch-thor train digits --resume --out stopped" in err
-    assert "Traceback" not in err
-    assert checkpoints(tmp_path / "stopped", "thor")[-1] < 359
+    for number, more in ((signal.SIGINT, []), (signal.SIGTERM, ["--resume"])):
+        there = checkpoints(tmp_path / "stopped", "thor") if more else []
+        process = start(tmp_path, *words, *more, "--out", "stopped")
+        run_on = functools.partial(_has_others, tmp_path / "stopped", there)
+        wait_for(process, run_on, "checkpoint", pause=0.01)
+        process.send_signal(number)
+        code, _, err = finish(process)
+        assert code == 130
+        assert "go on with: torch-thor train digits --resume --out stopped" in err
+        assert "Traceback" not in err
+        assert checkpoints(tmp_path / "stopped", "thor")[-1] < 359
     assert run("train", "digits", "--resume", "--out", "stopped")[0] == 0
     assert run(*words, "--out", "whole")[0] == 0
     name = "thor/checkpoints/step-00000359"

@@ -39,7 +39,7 @@ def printed(run):
 
 @pytest.fixture
 def little(monkeypatch):
-    """The tasks on a little of their data: twelve steps an epoch of 16 samples."""
+    """The tasks on a little of their data: six steps an epoch of 16 samples."""
     from torch_thor.training.tasks import autoencoder, char_lm
 
     load, text = autoencoder.load_data, char_lm.characters
@@ -47,11 +47,11 @@ def little(monkeypatch):
     def some_images(spec):
         data = load(spec)
         return DataBundle(
-            data.train_images[:200], data.train_labels[:200], data.test_images[:50], data.test_labels[:50], 10
+            data.train_images[:100], data.train_labels[:100], data.test_images[:50], data.test_labels[:50], 10
         )
 
     monkeypatch.setattr(autoencoder, "load_data", some_images)
-    monkeypatch.setattr(char_lm, "characters", lambda: (text()[0][:12_800], text()[1][:1500]))
+    monkeypatch.setattr(char_lm, "characters", lambda: (text()[0][:6_400], text()[1][:1500]))
 
 
 @pytest.mark.parametrize(
@@ -59,14 +59,14 @@ def little(monkeypatch):
     [("autoencoder", ["loss", "squared_error"], "images"), ("char-lm", ["loss", "perplexity"], "characters")],
 )
 def test_tasks_train_resume_and_report(printed, little, tmp_path, recipe, metrics, unit):
-    words = ("train", recipe, "batch_size=16", "eval_interval=6", "checkpoint_interval=6", "keep_checkpoints=9")
+    words = ("train", recipe, "batch_size=16", "eval_interval=3", "checkpoint_interval=3", "keep_checkpoints=9")
     words += ("schedule.kind=constant", "optimizers.thor.update_interval=5", "accumulation=2", "ema_decay=0.5")
     out = printed(*words, "epochs=2", "--out", "whole")
     primary = load_recipe(recipe).optimizer and (metrics[0] if recipe == "char-lm" else metrics[1])
     for name in ("thor", "sgd"):
-        assert checkpoints(tmp_path / "whole", name) == [6, 12, 18, 24]
+        assert checkpoints(tmp_path / "whole", name) == [3, 6, 9, 12]
         evaluations = lines(tmp_path / "whole", name, "eval")
-        assert [one["step"] for one in evaluations] == [6, 12, 18, 24]
+        assert [one["step"] for one in evaluations] == [3, 6, 9, 12]
         assert all(one[key] > 0 and one[f"averaged_{key}"] > 0 for one in evaluations for key in metrics)
         assert {(one["primary"], one["higher_is_better"]) for one in evaluations} == {(primary, False)}
         assert evaluations[-1][primary] < evaluations[0][primary]
@@ -77,8 +77,8 @@ def test_tasks_train_resume_and_report(printed, little, tmp_path, recipe, metric
         tags = set(board.Tags()["scalars"])
         assert {f"test/{metrics[1]}", f"averaged/{metrics[1]}", "train/loss", f"train/{unit}_per_second"} <= tags
     assert f"{unit} a second, ordinary steps" in out
-    assert f"{unit}/s" in printed("train", recipe, *words[2:], "log_interval=6", "epochs=1", "--out", "half")
-    shutil.rmtree(tmp_path / "half/thor/checkpoints/step-00000012")
+    assert f"{unit}/s" in printed("train", recipe, *words[2:], "log_interval=3", "epochs=1", "--out", "half")
+    shutil.rmtree(tmp_path / "half/thor/checkpoints/step-00000006")
     printed("train", recipe, *words[2:], "epochs=2", "--out", "half", "--resume")
     for name in ("thor", "sgd"):
         own, whole = (lines(tmp_path / folder, name) for folder in ("half", "whole"))
@@ -94,7 +94,7 @@ def test_tasks_train_resume_and_report(printed, little, tmp_path, recipe, metric
 
 
 def test_a_target_ends_a_run_that_gets_below_it(printed, little, tmp_path):
-    words = ("train", "autoencoder", "optimizer=sgd", "lr=0.001", "batch_size=16", "eval_interval=6", "epochs=3")
+    words = ("train", "autoencoder", "optimizer=sgd", "lr=0.001", "batch_size=16", "eval_interval=3", "epochs=3")
     printed(*words, "schedule.kind=constant", "--out", "whole")
     values = [line["squared_error"] for line in lines(tmp_path / "whole", "sgd", "eval")]
     assert values == sorted(values, reverse=True)
