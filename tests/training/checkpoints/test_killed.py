@@ -77,11 +77,11 @@ def kill(process, run, kind, chance):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the workers")
-def test_killed_at_eight_random_moments_equals_never_stopped(tmp_path):
+def test_killed_at_five_random_moments_equals_never_stopped(tmp_path):
     write_tree(tmp_path / "data")
     succeed(tmp_path, *WORDS, "--out", "whole")
     chance = random.Random(4)
-    kinds = ["starting"] * 2 + ["writing"] * 3 + ["between"] * 3
+    kinds = ["starting"] + ["writing"] * 2 + ["between"] * 2
     chance.shuffle(kinds)
     run, workers, half_written = tmp_path / "killed", [], 0
     for kind in kinds:

@@ -32,13 +32,16 @@ def train(run):
 
 
 ALLOWED = {
-    "step": ["schedule={kind: step, milestones: [1, 2], gamma: 0.3, warmup_epochs: 1.5}"],
     "horizon": ["schedule={kind: cosine, horizon_epochs: 4}", "damping_schedule={kind: thor-damping, rate: 0.5}"],
     "thor": [
         "schedule={kind: thor-lr, decay: 2, decay_epochs: 2, horizon_epochs: 5}",
         "damping_schedule={kind: polynomial, end: 0.01, horizon_steps: 60}",
     ],
-    "no_damping": ["optimizer=sgd", "schedule.kind=constant", "damping_schedule={kind: linear, final: 0.5}"],
+    "no_damping": [
+        "optimizer=sgd",
+        "schedule={kind: step, milestones: [1, 2], gamma: 0.3, warmup_epochs: 1.5}",
+        "damping_schedule={kind: linear, final: 0.5}",
+    ],
 }
 
 
