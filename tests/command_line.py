@@ -1,4 +1,4 @@
-"""The real command in processes of its own, alone or under `torchrun`; whatever hangs is killed and reported."""
+"""The command line: in this process, or in processes of its own, alone or under `torchrun`, killed where they hang."""
 
 import contextlib
 import json
@@ -9,7 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
+
+import warm
+from tiny import assert_same
+from torch_thor.cli import main
 
 PATIENCE = 600  # seconds, for what never comes: starting takes a few, a busy machine makes them many
 
@@ -24,16 +29,48 @@ IMAGES = (
 )
 
 
-def start(folder, *words, ranks=None, script=None):
-    """`torch-thor WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes the command's place."""
-    command = [sys.executable]
-    if ranks is not None:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "torch_thor"] if script is None else [str(script)]
+def call(monkeypatch, capsys, *words):
+    """`torch-thor WORDS` in this process, which has imported torch already: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    return stopped.value.code or 0, out, err
+
+
+def assert_refused(result, *said):
+    """The command has ended with exit code 2 and one line that says all of `said`."""
+    code, _, err = result
+    assert code == 2, err
+    assert err.startswith("torch-thor: ")
+    assert err.count("\n") == 1
+    for words in said:
+        assert words in err
+
+
+def contents(folder):
+    """The bytes of every file below a folder, by path."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def start(folder, *words, ranks=None, script=None, cold=False):
+    """`torch-thor WORDS` in a folder, or as many as `ranks` under `torchrun`; `script` takes the command's place.
+
+    The processes are forked from one that has imported the application (warm.py); `cold` ones are fresh interpreters,
+    and their `torchrun` is the real one.
+    """
+    command = ["-m", "torch_thor"] if script is None else [script]
+    command = [str(word) for word in (*command, *words)]
     # threads as in this process: sums depend on their number
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "COLUMNS": "500"}
+    if warm.AVAILABLE and not cold:
+        if ranks is not None:
+            return warm.WarmRanks(command, folder, environment, ranks)
+        return warm.WarmProcess(command, folder, environment)
+    if ranks is not None:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
     return subprocess.Popen(
-        [*command, *(str(word) for word in words)],
+        [sys.executable, *command],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -58,9 +95,9 @@ def finish(process, timeout=PATIENCE):
     return process.returncode, out, err
 
 
-def command(folder, *words, ranks=None, script=None, timeout=PATIENCE):
+def command(folder, *words, timeout=PATIENCE, **options):
     """Run to the end: (exit code, stdout, stderr)."""
-    return finish(start(folder, *words, ranks=ranks, script=script), timeout)
+    return finish(start(folder, *words, **options), timeout)
 
 
 def succeed(folder, *words, **options):
@@ -104,6 +141,14 @@ def alive(pid):
         return False
 
 
+def assert_ends(pid, timeout=20):
+    """A process ends by itself; it closes its files a moment before it counts as ended."""
+    deadline = time.monotonic() + timeout
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.01)
+
+
 def checkpoints(run, optimizer):
     """Steps of the checkpoints of one optimizer, sorted."""
     return sorted(int(path.name[5:]) for path in (run / optimizer / "checkpoints").glob("step-*"))
@@ -127,24 +172,6 @@ def state(checkpoint):
     content = torch.load(checkpoint / "state.pt", weights_only=True)
     del content["seconds"]
     return content
-
-
-def assert_same(a, b, where="state"):
-    """Two trees of tensors and plain values are the same, bit for bit."""
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{index}]")
-    else:
-        assert a == b, where
 
 
 def assert_same_runs(left, right, *optimizers):

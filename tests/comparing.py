@@ -22,6 +22,16 @@ def assert_same_weights(model, reference, step, rtol=1e-8):
         )
 
 
+def assert_same_steps(model, optimizer, reference, stream, rtol=1e-8):
+    """Both take the same steps: all weights agree after each."""
+    for step, (x, loss) in enumerate(stream):
+        loss(model(*x) if isinstance(x, tuple) else model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step((x, loss))
+        assert_same_weights(model, reference, step, rtol)
+
+
 def compare(model, stream, *, forward=by_stages, reference_options=None, thor_options=None, rtol=1e-8, **options):
     """Both optimizers take the same steps; all weights agree after each. Returns (THOR, reference).
 
@@ -32,12 +42,7 @@ def compare(model, stream, *, forward=by_stages, reference_options=None, thor_op
     reference = ReferenceTHOR(model, forward=forward, **{**options, **(reference_options or {})})
     optimizer = THOR(model, **options, **(thor_options or {}))
     start = [p.detach().clone() for p in model.parameters()]
-    for step, (x, loss) in enumerate(stream):
-        loss(model(*x) if isinstance(x, tuple) else model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step, rtol)
+    assert_same_steps(model, optimizer, reference, stream, rtol)
     assert all(not p.requires_grad or not p.equal(old) for p, old in zip(model.parameters(), start, strict=True))
     return optimizer, reference
 

@@ -1,14 +1,39 @@
-"""Shared by all tests: one thread (two cores are shared by many processes) and a fixed seed."""
+"""Shared by all tests: one thread (two cores serve many processes), a fixed seed, the command line, pictures."""
+
+import base64
+import functools
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from matplotlib.figure import Figure
+
+from command_line import call
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("torch_thor", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("torch_thor")
 
+BLANK = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
+)  # a PNG of one pixel
+
+
+@pytest.fixture(autouse=True)
+def blank_pictures(request, monkeypatch):
+    """Saved pictures are blank, unless a test is marked `pictures`: drawing takes longer than a small training."""
+    if "pictures" not in request.keywords:
+        monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(BLANK))
+
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Call the command line in an empty folder: `run(*words)` gives (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    return functools.partial(call, monkeypatch, capsys)

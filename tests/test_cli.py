@@ -1,50 +1,21 @@
 """The command line as a user meets it: results, one-line errors with exit code 2, and Ctrl-C."""
 
+import functools
 import gzip
 import json
-import os
 import signal
 import struct
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from command_line import assert_refused, checkpoints, contents, finish, start, wait_for
 from torch_thor import __version__
-from torch_thor.cli import main
 
 QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "device=cpu"]
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call the command line in an empty folder; gives (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return call
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def assert_refused(result, said):
-    code, _, err = result
-    assert code == 2
-    assert err.startswith("torch-thor: ")
-    assert err.count("\n") == 1
-    assert said in err
 
 
 def test_version(run):
@@ -68,6 +39,7 @@ def test_help(run, words, said):
     assert said in out
 
 
+@pytest.mark.pictures
 def test_train_compares_and_writes_everything(run, tmp_path):
     code, out, err = run("train", "epochs=2", "targets=[0.3,1.0]")
     assert (code, err) == (0, "")
@@ -244,31 +216,24 @@ def test_a_truncated_checkpoint(run, finished):
     assert run("eval", newest)[0] == 0
 
 
-def start(tmp_path, *words):
-    command = [sys.executable, "-m", "torch_thor", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as in this process: sums depend on the number of threads
-    return subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def _has_others(folder, before):
+    return checkpoints(folder, "thor") != before
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_a_signal_then_resumed_equals_never_stopped(run, tmp_path, number):
+def test_stopped_by_signals_then_resumed_equals_never_stopped(run, tmp_path):
     words = ["train", "digits", "optimizer=thor", "batch_size=4", "epochs=1", "checkpoint_interval=20", "lr=1e-4"]
-    process = start(tmp_path, *words, "--out", "stopped")
-    deadline = time.monotonic() + 600  # for what never comes, however busy the machine is
-    while not list((tmp_path / "stopped").glob("thor/checkpoints/step-*")):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 130
-    assert "go on with: torch-thor train digits --resume --out stopped" in err
-    assert "Traceback" not in err
-    steps = sorted(int(path.name[5:]) for path in (tmp_path / "stopped/thor/checkpoints").glob("step-*"))
-    assert steps[-1] < 359
+    for number, more in ((signal.SIGINT, []), (signal.SIGTERM, ["--resume"])):
+        there = checkpoints(tmp_path / "stopped", "thor") if more else []
+        process = start(tmp_path, *words, *more, "--out", "stopped")
+        run_on = functools.partial(_has_others, tmp_path / "stopped", there)
+        wait_for(process, run_on, "checkpoint", pause=0.01)
+        process.send_signal(number)
+        code, _, err = finish(process)
+        assert code == 130
+        assert "go on with: torch-thor train digits --resume --out stopped" in err
+        assert "Traceback" not in err
+        assert checkpoints(tmp_path / "stopped", "thor")[-1] < 359
     assert run("train", "digits", "--resume", "--out", "stopped")[0] == 0
     assert run(*words, "--out", "whole")[0] == 0
     name = "thor/checkpoints/step-00000359"
@@ -330,6 +295,7 @@ def mine(tmp_path):
     return tmp_path
 
 
+@pytest.mark.pictures
 def test_split_dim_prints_tables_and_writes_figure_and_numbers(run, mine):
     code, out, err = run("split-dim", "mine.py:net", "--batch", 4, "--pixels", 24, "--device", "cpu", "--out", "mine")
     assert (code, err) == (0, "")

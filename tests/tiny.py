@@ -1,5 +1,7 @@
 """Small models and data, by name, for the tests of the optimizer and of the curvature."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -98,12 +100,32 @@ def weights(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_same_bits(left, right):
-    """Two name -> tensor mappings are identical."""
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert value.dtype == right[name].dtype, name
-        assert torch.equal(value, right[name]), f"{name} differs by {(value - right[name]).abs().max()}"
+def assert_same(left, right, where="it"):
+    """Two trees of mappings, sequences, tensors and plain values are identical, tensors to the last bit."""
+    if isinstance(left, torch.Tensor):
+        assert isinstance(right, torch.Tensor), where
+        assert left.dtype == right.dtype, where
+        assert torch.equal(left, right), f"{where} differs by {largest_difference(left, right)}"
+    elif isinstance(left, Mapping):
+        assert isinstance(right, Mapping), where
+        assert left.keys() == right.keys(), where
+        for key, value in left.items():
+            assert_same(value, right[key], f"{where}.{key}")
+    elif isinstance(left, list | tuple):
+        assert type(left) is type(right), where
+        assert len(left) == len(right), where
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            assert_same(*pair, f"{where}[{index}]")
+    else:
+        assert type(left) is type(right), where
+        assert left == right, where
+
+
+def largest_difference(left, right):
+    """What a failed comparison of two tensors says."""
+    if left.shape != right.shape:
+        return f"its shape: {tuple(left.shape)} and {tuple(right.shape)}"
+    return (left.double() - right.double()).abs().max().item()
 
 
 def listened_to(model):

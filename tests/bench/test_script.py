@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from command_line import alive, descendants, finish, start, wait_for
+from command_line import assert_ends, descendants, finish, start, wait_for
 from torch_thor.bench import script
 from torch_thor.bench.stores import Folder
 from torch_thor.training.errors import UserError
@@ -89,7 +89,7 @@ def test_ctrl_c_leaves_what_is_done(comparison, tmp_path):
     assert code == 130
     assert out.splitlines()[-1].startswith("stopped by Ctrl-C: what is done is kept")
     assert err == ""
-    assert not alive(slow)
+    assert_ends(slow)
     assert kept(tmp_path) == ["first.json", "other.json"]
 
 
@@ -100,7 +100,7 @@ def test_a_job_does_not_outlive_a_runner_that_is_killed(comparison, tmp_path):
     slow = int(pid.read_text())
     os.kill(process.pid, signal.SIGKILL)
     finish(process)  # the job holds its standard output: this ends when the job has ended
-    assert not alive(slow)
+    assert_ends(slow)
 
 
 def test_a_result_that_cannot_be_written_is_one_line(monkeypatch, tmp_path):

@@ -7,13 +7,14 @@ new processes.
 
 import contextlib
 import datetime
-import multiprocessing
 import time
 import traceback
 from multiprocessing.connection import wait
 
 import torch
 from torch import distributed as dist
+
+import warm
 
 # How long nothing may come: generous, so that no test hangs on how busy the machine is. What waits for something waits
 # for the thing itself, and goes on at once when it is there; the limits are for what will never come.
@@ -54,7 +55,7 @@ class Ranks:
         self.count = 0
 
     def start(self):
-        context = multiprocessing.get_context("spawn")
+        context = warm.context()
         for rank in range(self.most):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from joined import alone, assert_same_training, copies, digest, mean_loss, network, parallel, share, stream, train
-from tiny import assert_same_bits
+from tiny import assert_same
 from torch_thor import THOR, intervals
 from torch_thor.curvature import refresh
 
@@ -134,7 +134,7 @@ def faulty(rank, world, name):
     if rank == 0 and "rank 0" not in str(raised.value):
         assert str(raised.value).startswith("on rank 1: ") or "differ between ranks" in str(raised.value)
     after = copies(model, optimizer)
-    assert_same_bits(before[0], after[0])
+    assert_same(before[0], after[0])
     assert before[1]["state"] == after[1]["state"] == {}
     optimizer.zero_grad()
     optimizer.row_mask = optimizer.loss_terms = None
@@ -163,7 +163,7 @@ def changed_between(rank, world):
     with pytest.raises(RuntimeError, match=r"rank 0 has .*makes step 6 the next refresh.*rank 1 has .*makes step 7"):
         optimizer.step()
     after = copies(model, optimizer)
-    assert_same_bits(before[0], after[0])
+    assert_same(before[0], after[0])
     assert str(before[1]) == str(after[1])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
+from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import AGCSGD, LAMB
 
 # options that leave nothing at its default, so that a lost one shows
@@ -99,7 +99,7 @@ def test_maximize_is_descent_on_the_negative(name):
         for one in (optimizer, other):
             one.step()
             one.zero_grad()
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 @each
@@ -121,7 +121,7 @@ def test_closure_comes_first_with_gradients(name):
         expected.backward()
         assert other.step() is None
         other.zero_grad()
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 @each
@@ -141,7 +141,7 @@ def test_parameters_without_gradient_or_numbers_are_passed_over(name):
     optimizer.add_param_group({"params": [model[4].hollow]})
     before = weights(model)
     optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
     for p in (*model[0].parameters(), model[4].hollow):
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -160,7 +160,7 @@ def test_sparse_gradients_are_refused_before_anything_moves(name, foreach):
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"'3\.weight' has a gradient of layout torch\.sparse_coo.*sparse=False"):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
 
 
 @each
@@ -209,7 +209,7 @@ def test_accelerate(name):
         optimizer.step()
         optimizer.zero_grad()
     train(twin, other, STREAM)
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 # ---------------------------------------------------------------------------------------- state
@@ -236,7 +236,7 @@ def test_resume_is_never_having_stopped(name, stop, dtype):
     kinds = {k: v.dtype for k, v in optimizer.state[first[0].weight].items()}
     assert {k: v.dtype for k, v in resumed.state[second[0].weight].items()} == kinds
     train(second, resumed, stream[stop:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 @each
@@ -268,9 +268,9 @@ def test_copies_go_on_by_themselves(name, how):
         other, twin = copy.deepcopy((optimizer, model))
     still = weights(twin)
     train(model, optimizer, STREAM[2:])
-    assert_same_bits(weights(twin), still)
+    assert_same(weights(twin), still)
     train(twin, other, STREAM[2:])
-    assert_same_bits(weights(twin), weights(model))
+    assert_same(weights(twin), weights(model))
     assert other.excluded == optimizer.excluded != ()
     twin.append(nn.Linear(3, 3))
     other.add_param_group({"params": twin[5].parameters()})
@@ -307,7 +307,7 @@ def test_distributed_checkpoint_round_trip(name, options, stop, tmp_path):
         second, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options
     )
     train(second, resumed, STREAM[stop:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 @each
@@ -323,7 +323,7 @@ def test_replaced_parameters_keep_their_treatment(name):
             module._parameters[key] = swapped[id(p)]
     train(model, optimizer, STREAM)
     train(twin, other, STREAM)
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 # ------------------------------------------------------------------------- groups and what is apart
@@ -349,7 +349,7 @@ def test_groups_have_options_of_their_own(name):
         for other in others:
             other.step()
         twin.zero_grad()
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 @each

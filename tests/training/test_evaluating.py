@@ -1,16 +1,15 @@
 """`torch-thor eval`: data that moved, other data, the evaluation images alone, several processes, all digits."""
 
+import functools
 import json
 import shutil
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from command_line import IMAGES, command, lines
+from command_line import IMAGES, assert_refused, call, command, lines
 from image_tree import write_tree
-from torch_thor.cli import main
 from torch_thor.training.config.data_spec import CIFAR, ImageTransform
 from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.config.recipe_text import recipe_yaml
@@ -20,14 +19,6 @@ from torch_thor.training.evaluating import _recipe
 
 WORDS = ("train", "digits", *IMAGES, "data.workers.count=0", "data.root=data", "model=small-resnet", "optimizer=sgd")
 WORDS += ("batch_size=4", "epochs=1", "lr=0.05", "ema_decay=0.5", "--out", "run")
-
-
-def call(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    out, err = capsys.readouterr()
-    return stopped.value.code or 0, out, err
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +35,9 @@ def trained(tmp_path_factory):
 def run(monkeypatch, capsys, tmp_path, trained):
     """Call the command line in a folder with the trained run and its images in moved/."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "500")
     shutil.copytree(trained / "run", tmp_path / "run")
     shutil.copytree(trained / "data", tmp_path / "moved")
-    return lambda *words: call(words, monkeypatch, capsys)
-
-
-def assert_refused(result, said):
-    code, out, err = result
-    assert (code, out) == (2, "")
-    assert err.startswith("torch-thor: ")
-    assert err.count("\n") == 1
-    assert said in err
+    return functools.partial(call, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("names", [("val",), ("ilsvrc_eval",), ("train", "val")])

@@ -6,15 +6,11 @@ import signal
 
 import pytest
 
-from command_line import PATIENCE, checkpoints, command, finish, start, succeed, wait_for
+from command_line import PATIENCE, checkpoints, command, contents, finish, start, succeed, wait_for
 from torch_thor.training.errors import UserError
 from torch_thor.training.lock import Lock
 
 WORDS = ("train", "digits", "optimizer=sgd", "batch_size=8", "checkpoint_interval=10", "device=cpu", "--out", "run")
-
-
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def complaints(err):

@@ -157,8 +157,7 @@ def _terms_of(calls: Sequence[Call]) -> LossTerms:
     """Return N of a pass: what all calls say alike, as nearly always, else what the rule makes of them."""
     number = calls[0].loss_terms
     for call in calls:
-        dims = call.dims
-        if call.loss_terms != number or call.embedding or (len(dims) > 1 and dims[0] != number):
+        if call.loss_terms != number or call.embedding:
             return loss_terms_of_pass(calls)
     return LossTerms(number, calls[-1].layer, number)
 

@@ -80,7 +80,7 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
             else:
                 result.matrix.tail = own
             first = last
-    if highest and any(torch.stack(highest).tolist()):  # the only host–device synchronisation for all of them
+    if highest and any(torch.stack(highest).tolist()):  # one host–device synchronisation for all batches
         for members, level in zip(batches.values(), levels, strict=True):
             _note_raises(members, level)
     return results

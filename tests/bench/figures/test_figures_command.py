@@ -1,39 +1,30 @@
 """`torch-thor figures` as typed: lists, results, and one-line errors with exit code 2."""
 
+import functools
 import os
-import sys
 
 import pytest
 
-from torch_thor.cli import main
+from command_line import assert_refused
 from torch_thor.training.lock import Lock
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Call the command line in an empty folder; gives (exit code, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["torch-thor", "figures", *(str(word) for word in words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return call
+def figures(run):
+    """Call `torch-thor figures` in an empty folder; gives (exit code, stdout, stderr)."""
+    return functools.partial(run, "figures")
 
 
-def test_list_names_the_figures(run):
-    code, out, _ = run("--list")
+def test_list_names_the_figures(figures):
+    code, out, _ = figures("--list")
     assert code == 0
     for name in ("curves", "fisher-norm", "split-dim", "batch-sizes", "all"):
         assert name in out
 
 
-def test_one_command_makes_a_figure(run, tmp_path):
+def test_one_command_makes_a_figure(figures, tmp_path):
     words = ("batch-sizes", "--data", "digits", "--epochs", "1", "--batch-sizes", "512", "--device", "cpu")
-    code, out, err = run(*words)
+    code, out, err = figures(*words)
     assert (code, err) == (0, "")
     assert "Theirs, not ours" in out
     made = {path.name for path in (tmp_path / "runs" / "figures").glob("[!.]*")}
@@ -71,29 +62,21 @@ def test_one_command_makes_a_figure(run, tmp_path):
         "model",
     ],
 )
-def test_bad_words_are_one_line(run, words, said):
-    code, _, err = run(*words)
-    assert code == 2
-    assert err.startswith("torch-thor: ")
-    assert err.count("\n") == 1
-    assert said in err
+def test_bad_words_are_one_line(figures, words, said):
+    assert_refused(figures(*words), said)
 
 
-def test_a_file_is_no_folder(run, tmp_path):
+def test_a_file_is_no_folder(figures, tmp_path):
     taken = tmp_path / "taken"
     taken.write_text("mine")
-    code, _, err = run("curves", "--out", taken)
-    assert code == 2
-    assert "is a file: choose another folder with --out" in err
+    assert_refused(figures("curves", "--out", taken), "is a file: choose another folder with --out")
     assert taken.read_text() == "mine"
 
 
-def test_two_processes_do_not_measure_the_same_figure(run, tmp_path):
+def test_two_processes_do_not_measure_the_same_figure(figures, tmp_path):
     (tmp_path / "out").mkdir()
     with Lock(tmp_path / "out" / ".curves.lock", "it", "wait") as lock:
         lock.take()
-        code, _, err = run("curves", "--data", "digits", "--out", "out")
-    assert code == 2
-    assert f"torch-thor: figure curves in out is in use by process {os.getpid()} on " in err
-    assert err.count("\n") == 1
+        refused = figures("curves", "--data", "digits", "--out", "out")
+    assert_refused(refused, f"torch-thor: figure curves in out is in use by process {os.getpid()} on ")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".curves.lock"]

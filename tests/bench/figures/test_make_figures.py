@@ -224,6 +224,7 @@ def test_split_dim_from_beginning_to_end(tmp_path):
     assert "drawn again" in make("split-dim", out, options)
 
 
+@pytest.mark.pictures
 def test_all_makes_each(tmp_path, monkeypatch):
     network = tmp_path / "network.py"
     network.write_text(NETWORK)

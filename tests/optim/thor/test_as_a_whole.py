@@ -5,10 +5,9 @@ import warnings
 
 import pytest
 import torch
-from test_state import assert_same_state
 from torch import nn
 
-from tiny import assert_same_bits, batches, cross_entropy, train, weights
+from tiny import assert_same, batches, cross_entropy, train, weights
 from torch_thor import THOR
 from torch_thor.curvature import refresh
 
@@ -47,7 +46,7 @@ def backward(model, batch):
 
 
 def assert_untouched(model, optimizer, before):
-    assert_same_bits(weights(model), before[0])
+    assert_same(weights(model), before[0])
     after = optimizer.state_dict()
     assert str(after["param_groups"]) == str(before[1]["param_groups"])
     assert after["state"].keys() == before[1]["state"].keys()
@@ -133,14 +132,14 @@ def test_out_of_memory_in_a_refresh(where, steps, mode, monkeypatch):
             optimizer.step()
     if steps:
         assert_untouched(model, optimizer, before)
-    assert_same_bits(weights(model), before[0])
+    assert_same(weights(model), before[0])
     assert all(layer.due and optimizer._registry.capture.gathers(layer) for layer in optimizer.curvature.values())
     assert not optimizer.last_refresh
     optimizer.zero_grad()
     train(model, optimizer, STREAM[steps:])
     train(twin, other, STREAM[steps:])
-    assert_same_bits(weights(model), weights(twin))
-    assert_same_state(optimizer, other)
+    assert_same(weights(model), weights(twin))
+    assert_same(optimizer.state_dict(), other.state_dict())
 
 
 def test_warnings_that_are_errors_come_when_the_step_is_over():
@@ -157,8 +156,8 @@ def test_warnings_that_are_errors_come_when_the_step_is_over():
     with pytest.warns(RuntimeWarning, match="layer '1'") as caught:
         other.step()
     assert caught[0].filename == __file__
-    assert_same_bits(weights(model), weights(twin))
-    assert_same_state(optimizer, other)
+    assert_same(weights(model), weights(twin))
+    assert_same(optimizer.state_dict(), other.state_dict())
 
 
 # --------------------------------------------------------------------------- what is changed between steps
@@ -211,8 +210,8 @@ def test_a_model_that_is_converted_takes_its_state_along(mode, steps, momentum):
     stream = [(x.double(), labels) for x, labels in STREAM[steps:]]
     train(model, optimizer, stream)
     train(twin, other, stream)
-    assert_same_bits(weights(model), weights(twin))
-    assert_same_state(optimizer, other)
+    assert_same(weights(model), weights(twin))
+    assert_same(optimizer.state_dict(), other.state_dict())
     model.float()
     train(model, optimizer, STREAM)
     for state in optimizer.state.values():
@@ -248,13 +247,13 @@ def test_momentum_of_another_shape_is_named(mode):
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"'4.weight' has shape \(6, 7\), and its 'momentum_buffer' has \(7, 6\)"):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
     optimizer.state[model[4].weight]["momentum_buffer"] = buffer
     optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, STREAM[2:])
     train(twin, other, STREAM[1:])
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_a_weight_that_is_replaced_is_named_before_anything_moves():
@@ -264,7 +263,7 @@ def test_a_weight_that_is_replaced_is_named_before_anything_moves():
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"'4\.weight' is in none of the optimizer's parameter groups"):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -312,7 +311,7 @@ def test_a_head_that_was_replaced_is_said_once_and_no_longer_listed(steps):
     assert "not trained, are head.0.weight, head.0.bias" in message
     assert "add_param_group" in message
     assert set(optimizer.curvature) == {"body"}
-    assert_same_bits(weights(model.head), still)
+    assert_same(weights(model.head), still)
     assert optimizer.curvature["body"].refreshes >= 3
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same_bits, batches, mlp, train, weights
+from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
 
 
@@ -22,7 +22,7 @@ def test_patterns_are_the_callable_that_they_describe(scaling):
     filters = ["-*.bias", lambda name, parameter: not name.endswith(".bias")]
     for model, one in zip(models, filters, strict=True):
         train(model, THOR(model, lr=0.01, weight_decay=0.3, decay_filter=one, scaling=scaling), batches(3))
-    assert_same_bits(*(weights(model) for model in models))
+    assert_same(*(weights(model) for model in models))
 
 
 def test_names_modules_and_exceptions():
@@ -55,7 +55,7 @@ def test_a_copy_keeps_its_patterns(copied):
     other = copied(optimizer)
     train(model, optimizer, batches(3)[1:])
     train(other.model, other, batches(3)[1:])
-    assert_same_bits(weights(model), weights(other.model))
+    assert_same(weights(model), weights(other.model))
 
 
 def test_a_layer_that_is_added_later_is_looked_at_too():

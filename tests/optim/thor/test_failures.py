@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same_bits, batches, cross_entropy, mlp, train, weights
+from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
 STREAM = batches(6, dtype=torch.float32)
@@ -38,12 +38,12 @@ def test_nonfinite_gradient_raises_before_anything_changes(bad, value):
     spoil(model, value)
     with pytest.raises(FloatingPointError, match=r"2\.weight"):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
     assert str(optimizer.state_dict()) == str(state)
     optimizer.zero_grad()
     train(model, optimizer, STREAM[bad:])
     train(twin, other, STREAM)
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_message_names_the_step_and_the_way_out():
@@ -73,7 +73,7 @@ def test_nonfinite_gradient_skipped_and_counted(bad):
         train(model, optimizer, [(x, labels)])
     train(twin, other, STREAM)
     assert optimizer.skipped_steps == 2
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
@@ -92,7 +92,7 @@ def test_refused_step_drops_its_statistics(nonfinite):
         parameter.grad.zero_()
     train(model, optimizer, STREAM[1:3])
     train(twin, other, STREAM[1:3])
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_nonfinite_gradient_of_a_plain_parameter():
@@ -103,7 +103,7 @@ def test_nonfinite_gradient_of_a_plain_parameter():
     before = weights(model)
     with pytest.raises(FloatingPointError, match=r"1\.bias"):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
 
 
 # ---------------------------------------------------------------------------- factors that are not finite
@@ -308,7 +308,7 @@ def test_gradient_set_by_hand_on_a_refresh_step_is_an_error():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(RuntimeError, match=r"layers 0, 2, 4 have gradients and no statistics.*skip="):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
     assert not optimizer.state
     optimizer.zero_grad()
     train(model, optimizer, STREAM[:1])
@@ -344,7 +344,7 @@ def test_no_gradient_at_all_is_no_trouble():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
 
 
 def test_backward_that_raises_leaves_a_working_optimizer():
@@ -368,7 +368,7 @@ def test_backward_that_raises_leaves_a_working_optimizer():
     optimizer.zero_grad()
     train(model, optimizer, STREAM[:3])
     train(twin, other, STREAM[:3])
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_forward_that_raises_leaves_a_working_optimizer():
@@ -378,7 +378,7 @@ def test_forward_that_raises_leaves_a_working_optimizer():
         model(torch.randn(3, 9))
     train(model, optimizer, STREAM[:3])
     train(twin, other, STREAM[:3])
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def step(model, optimizer):

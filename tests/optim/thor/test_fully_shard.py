@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import warm
 from torch_thor import AGCSGD, LAMB, adaptive_clip_grad_
 
 
@@ -56,4 +57,6 @@ def worker(rank, store):
 
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tmp_path):
-    torch.multiprocessing.spawn(worker, (str(tmp_path / "store"),), nprocs=2)  # raises what a worker raises
+    start_method = warm.context().get_start_method()
+    # raises what a worker raises
+    torch.multiprocessing.start_processes(worker, (str(tmp_path / "store"),), nprocs=2, start_method=start_method)

@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from comparing import assert_same_weights, compare
 from reference import ReferenceTHOR, attention_by_hand, attention_layers
-from tiny import assert_same_bits, batches, cross_entropy
+from tiny import assert_same, batches, cross_entropy
 from torch_thor import THOR
 
 
@@ -142,12 +142,6 @@ def build(name, count, batch=5):
     return model, [(x(), cross_entropy(torch.randint(3, labels))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_one_step(name):
-    model, stream = build(name, 1)
-    compare(model, stream, forward=by_parts, reference_options={"layers": attentions}, **SETTINGS["plain"])
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps(name, settings):
@@ -217,7 +211,7 @@ def test_norms_are_sgd_with_momentum(norm):
         for optimizer in (thor, sgd):
             optimizer.step()
             optimizer.zero_grad()
-    assert_same_bits({n: p.detach() for n, p in plain.items()}, {n: t.detach() for n, t in twins.items()})
+    assert_same({n: p.detach() for n, p in plain.items()}, {n: t.detach() for n, t in twins.items()})
     reasons = {entry.name: entry.reason for entry in thor.coverage()}
     assert all("normalisation layer" in reasons[name] for name in plain)
 

@@ -7,7 +7,7 @@ import transformers
 from test_hugging_face import gpt2
 from torch.utils.data import DataLoader, Dataset
 
-from tiny import assert_same_bits, batches, cross_entropy, mlp, weights
+from tiny import assert_same, batches, cross_entropy, mlp, weights
 from torch_thor import THOR
 
 OPTIONS = {"update_interval": 3, "trace_thresholds": (0.0, 0.0)}
@@ -53,7 +53,7 @@ def test_lightning_steps_as_the_plain_loop(accumulation, tmp_path):
             (cross_entropy(labels)(plain.net(x)) / accumulation).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_same_bits(weights(module), weights(plain))
+    assert_same(weights(module), weights(plain))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -64,7 +64,7 @@ def test_lightning_resumes(tmp_path):
     _, trainer = fit(tmp_path, stream, 5)
     trainer.save_checkpoint(tmp_path / "five.ckpt")
     resumed, _ = fit(tmp_path, stream, 10, ckpt_path=tmp_path / "five.ckpt", weights_only=True)
-    assert_same_bits(weights(resumed), weights(whole))
+    assert_same(weights(resumed), weights(whole))
 
 
 class Sentences(Dataset):
@@ -98,4 +98,4 @@ def test_the_trainer_accumulates_and_resumes(tmp_path):
     assert {layer.refreshes for layer in optimizer.curvature.values()} == {3}
     assert optimizer.param_groups[0]["last_loss_terms"] == 4
     resumed, _ = fit("other", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    assert_same_bits(weights(resumed), weights(whole))
+    assert_same(weights(resumed), weights(whole))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tiny import assert_same_bits, batches, mlp, train, weights
+from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
 
 STREAM = batches(9)
@@ -108,8 +108,8 @@ def test_resumed_and_copied_while_it_is_pruned():
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for one, its_optimizer in ((model, optimizer), (twin, other), (third, resumed)):
         train(one, its_optimizer, STREAM[4:])
-    assert_same_bits(weights(model), weights(twin))
-    assert_same_bits(weights(model), weights(third))
+    assert_same(weights(model), weights(twin))
+    assert_same(weights(model), weights(third))
 
 
 def test_new_parameters_are_in_no_group():
@@ -140,4 +140,4 @@ def test_all_layers_pruned_is_the_documented_error():
     before = weights(model)
     with pytest.raises(ValueError, match=r"no layer to precondition.*SGD"):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tiny import assert_same_bits, batches, train, weights
+from tiny import assert_same, batches, train, weights
 from torch_thor import THOR
 
 STEPS = 8
@@ -68,29 +68,8 @@ def in_dtype(stream, dtype):
     return [(x.to(dtype), labels) for x, labels in stream]
 
 
-def assert_same_state(left, right):
-    """Everything in both optimizers is identical: tensors by bits and dtype, the rest by value."""
-
-    def same(one, two, where):
-        assert type(one) is type(two), where
-        if isinstance(one, torch.Tensor):
-            assert one.dtype == two.dtype, where
-            assert torch.equal(one, two), where
-        elif isinstance(one, dict):
-            assert one.keys() == two.keys(), where
-            for key in one:
-                same(one[key], two[key], f"{where}.{key}")
-        elif isinstance(one, list):
-            assert len(one) == len(two), where
-            for index, pair in enumerate(zip(one, two, strict=True)):
-                same(*pair, f"{where}.{index}")
-        else:
-            assert one == two, where
-
-    same(left.state_dict(), right.state_dict(), "state_dict")
-
-
-@pytest.mark.parametrize("stop", range(STEPS))
+# With intervals of two and three: before any step, after a refresh, before one, and after some layers have stopped.
+@pytest.mark.parametrize("stop", [0, 1, 3, 5])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resume_is_never_having_stopped(name, stop):
     whole = build()
@@ -107,8 +86,8 @@ def test_resume_is_never_having_stopped(name, stop):
     second.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     train(second, resumed, STREAM[stop:])
-    assert_same_bits(weights(second), weights(whole))
-    assert_same_state(resumed, whole_optimizer)
+    assert_same(weights(second), weights(whole))
+    assert_same(resumed.state_dict(), whole_optimizer.state_dict())
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
@@ -129,7 +108,7 @@ def test_resume_in_other_dtypes(dtype, stop):
         for key, value in state.items():
             assert not isinstance(value, torch.Tensor) or value.dtype == wide, key
     train(second, optimizers[2], stream[stop:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 class Reshaping(nn.Module):
@@ -166,7 +145,7 @@ def test_resume_after_the_first_layer_has_stopped(stop):
     train(second, resumed, STREAM[stop:])
     assert whole_optimizer.curvature["first"].stopped
     assert resumed.curvature["second"].rows_per_term == 3
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 @pytest.mark.parametrize("stop", [1, 2])
@@ -181,8 +160,8 @@ def test_resume_with_grouped_convolutions_and_last_blocks(stop):
     second.load_state_dict(saved["model"])
     optimizers[2].load_state_dict(saved["optimizer"])
     train(second, optimizers[2], STREAM[stop:])
-    assert_same_bits(weights(second), weights(whole))
-    assert_same_state(optimizers[2], optimizers[0])
+    assert_same(weights(second), weights(whole))
+    assert_same(optimizers[2].state_dict(), optimizers[0].state_dict())
 
 
 class Late(nn.Module):
@@ -240,8 +219,8 @@ def test_resume_with_a_layer_that_a_refresh_has_not_reached(reached, stop, how, 
     for p, q in zip(twin.parameters(), model.parameters(), strict=True):
         p.grad = None if q.grad is None else q.grad.clone()  # zeros, which momentum goes on with, are in no checkpoint
     assert steps(twin, resumed, NUMBERED[stop:]) == wanted[stop:]
-    assert_same_bits(weights(twin), weights(whole))
-    assert_same_state(resumed, whole_optimizer)
+    assert_same(weights(twin), weights(whole))
+    assert_same(resumed.state_dict(), whole_optimizer.state_dict())
 
 
 def test_a_checkpoint_of_a_version_that_did_not_keep_who_is_idle():
@@ -255,8 +234,8 @@ def test_a_checkpoint_of_a_version_that_did_not_keep_who_is_idle():
     resumed.load_state_dict(saved)
     train(model, optimizer, STREAM[2:])
     train(twin, resumed, STREAM[2:])
-    assert_same_bits(weights(twin), weights(model))
-    assert_same_state(resumed, optimizer)
+    assert_same(weights(twin), weights(model))
+    assert_same(resumed.state_dict(), optimizer.state_dict())
 
 
 def test_resume_with_schedulers():
@@ -279,7 +258,7 @@ def test_resume_with_schedulers():
     for one, state in zip(second, saved, strict=True):
         one.load_state_dict(state)
     steps(*second, STREAM[4:])
-    assert_same_bits(weights(second[0]), weights(whole[0]))
+    assert_same(weights(second[0]), weights(whole[0]))
 
 
 def test_saved_state_is_a_snapshot():
@@ -378,10 +357,10 @@ def assert_independent_and_equal(model, optimizer, twin, twin_optimizer):
     """Both go on by themselves to the same weights, and neither moves the other."""
     still = weights(twin)
     train(model, optimizer, STREAM[4:])
-    assert_same_bits(weights(twin), still)
+    assert_same(weights(twin), still)
     train(twin, twin_optimizer, STREAM[4:])
-    assert_same_bits(weights(twin), weights(model))
-    assert_same_state(optimizer, twin_optimizer)
+    assert_same(weights(twin), weights(model))
+    assert_same(optimizer.state_dict(), twin_optimizer.state_dict())
     assert all(p in set(twin.parameters()) for group in twin_optimizer.param_groups for p in group["params"])
     assert not set(twin.parameters()) & set(model.parameters())
 
@@ -420,7 +399,7 @@ def test_copy_of_the_model_alone_is_just_a_model(how):
         train(model, optimizer, [(x, labels)])
         twin(100 * x).square().mean().backward()
         train(plain, other, [(x, labels)])
-    assert_same_bits(weights(model), weights(plain))
+    assert_same(weights(model), weights(plain))
     again = THOR(twin)  # and it can be given an optimizer of its own
     train(twin, again, STREAM[4:6])
     assert again.curvature["0"].refreshes == 1
@@ -435,7 +414,7 @@ def test_whole_model_saved_with_its_hooks():
     torch.save(model, file)
     file.seek(0)
     twin = torch.load(file, weights_only=False)
-    assert_same_bits(weights(twin), weights(model))
+    assert_same(weights(twin), weights(model))
     assert b"curvature" not in pickle.dumps(model) or len(pickle.dumps(model)) < 20_000
 
 
@@ -479,7 +458,7 @@ def test_distributed_checkpoint_round_trip(options, momentum, stop, tmp_path):
         options=options,
     )
     train(second, optimizers[2], STREAM[stop:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 def wide():
@@ -507,7 +486,7 @@ def test_distributed_checkpoint_of_wide_layers(scaling, memory_format, tmp_path)
     assert_same_layout(optimizer, resumed)
     train(whole, optimizer, stream[2:])
     train(second, resumed, stream[2:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 def assert_same_layout(left, right):
@@ -534,7 +513,7 @@ def test_state_that_comes_back_with_other_strides_is_put_in_ours():
     assert_same_layout(optimizer, resumed)
     train(whole, optimizer, stream[1:])
     train(second, resumed, stream[1:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -549,7 +528,7 @@ def test_distributed_checkpoint_with_a_callable_interval(options):
     second.load_state_dict(first.state_dict())
     set_optimizer_state_dict(second, optimizers[2], copy.deepcopy(state), options=options)
     train(second, optimizers[2], STREAM[4:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 @pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
@@ -574,7 +553,7 @@ def test_distributed_checkpoint_with_groups(options):
     assert [group["damping"] for group in resumed.param_groups] == [0.07, 0.03]
     train(whole, whole_optimizer, STREAM[4:])
     train(second, resumed, STREAM[4:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 def test_distributed_checkpoint_keeps_factors_float32(tmp_path):
@@ -588,7 +567,7 @@ def test_distributed_checkpoint_keeps_factors_float32(tmp_path):
     for state in optimizers[2].state.values():
         assert all(v.dtype == torch.float32 for v in state.values() if isinstance(v, torch.Tensor))
     train(second, optimizers[2], stream[4:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))
 
 
 @pytest.mark.filterwarnings("error")
@@ -602,12 +581,12 @@ def test_asking_a_fresh_optimizer_for_its_state_is_no_step(momentum, tensor_lr):
     before = weights(model)
     state = get_optimizer_state_dict(model, optimizer)
     assert set(state["state"]) >= {"0.weight", "3.weight", "5.weight"}
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
     assert all(curvature.refreshes == 0 for curvature in optimizer.curvature.values())
     train(model, optimizer, STREAM)
     train(twin, other, STREAM)
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_constructor_of_accelerate_loads_the_fresh_state_back():
@@ -617,4 +596,4 @@ def test_constructor_of_accelerate_loads_the_fresh_state_back():
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, STREAM)
     train(twin, other, STREAM)
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))

@@ -5,12 +5,12 @@ import pickle
 
 import pytest
 import torch
-from test_state import assert_same_state, round_trip
+from test_state import round_trip
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from tiny import assert_same_bits, train, weights
+from tiny import assert_same, train, weights
 from torch_thor import THOR
 
 STEPS = 6
@@ -60,7 +60,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stop", range(STEPS))
+@pytest.mark.parametrize("stop", [1, 3, 5])  # after a refresh, before one, after some layers have stopped
 @pytest.mark.parametrize("name", SETTINGS)
 def test_resume_is_never_having_stopped(name, stop):
     whole, first, second = build(), build(), build()
@@ -71,8 +71,8 @@ def test_resume_is_never_having_stopped(name, stop):
     second.load_state_dict(saved[0])
     optimizers[2].load_state_dict(saved[1])
     train(second, optimizers[2], STREAM[stop:])
-    assert_same_bits(weights(second), weights(whole))
-    assert_same_state(optimizers[2], optimizers[0])
+    assert_same(weights(second), weights(whole))
+    assert_same(optimizers[2].state_dict(), optimizers[0].state_dict())
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
@@ -88,8 +88,8 @@ def test_copy_of_both_goes_on(how, steps):
     assert twin.decoder.weight is twin.embedding.weight
     train(model, optimizer, STREAM[steps:])
     train(twin, twin_optimizer, STREAM[steps:])
-    assert_same_bits(weights(twin), weights(model))
-    assert_same_state(twin_optimizer, optimizer)
+    assert_same(weights(twin), weights(model))
+    assert_same(twin_optimizer.state_dict(), optimizer.state_dict())
 
 
 def test_copy_of_the_model_on_a_refresh_step_has_no_hooks_that_work():
@@ -101,7 +101,7 @@ def test_copy_of_the_model_on_a_refresh_step_has_no_hooks_that_work():
             twin(batch[0]).square().mean().backward()
         train(model, optimizers[0], [batch])
         train(plain, optimizers[1], [batch])
-    assert_same_bits(weights(model), weights(plain))
+    assert_same(weights(model), weights(plain))
     again = THOR(twin)
     train(twin, again, STREAM[3:4])
     assert all(curvature.refreshes == 1 for curvature in again.curvature.values())
@@ -187,4 +187,4 @@ def test_distributed_checkpoint_round_trip(options, stop, tmp_path):
         options=options,
     )
     train(second, optimizers[2], STREAM[stop:])
-    assert_same_bits(weights(second), weights(whole))
+    assert_same(weights(second), weights(whole))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from comparing import assert_same_weights, compare
+from comparing import assert_same_steps, assert_same_weights, compare
 from reference import ReferenceTHOR
-from tiny import CONVOLUTIONS, assert_same_bits, batches, conv_model, cross_entropy, mlp, train, weights
+from tiny import CONVOLUTIONS, assert_same, batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
 
@@ -135,12 +135,7 @@ def test_any_perceptron(widths, batch, split_dim, bias, nesterov, damping, facto
     }
     reference = ReferenceTHOR(model, **options)
     optimizer = THOR(model, **options)
-    for step, (x, loss) in enumerate(labelled(4, batch)):
-        loss(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step)
+    assert_same_steps(model, optimizer, reference, labelled(4, batch))
 
 
 def test_linear_with_several_leading_dimensions():
@@ -161,7 +156,7 @@ def test_loss_terms_counted_as_a_tensor():
     optimizers = THOR(models[0], loss_terms=12), THOR(models[1], loss_terms=lambda: torch.ones(12).bool().sum())
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, batches(3))
-    assert_same_bits(weights(models[0]), weights(models[1]))
+    assert_same(weights(models[0]), weights(models[1]))
     assert optimizers[0].curvature["0"].rows_per_term != 1.0, "the default would do the same"
 
 
@@ -303,12 +298,7 @@ def test_groups_with_their_own_options():
         update_interval=2,
     )
     assert [group["damping"] for group in optimizer.param_groups] == [0.5, 0.03]
-    for step, (x, loss) in enumerate(labelled(6)):
-        loss(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step)
+    assert_same_steps(model, optimizer, reference, labelled(6))
 
 
 def test_bias_in_another_group_than_its_weight():
@@ -325,12 +315,7 @@ def test_bias_in_another_group_than_its_weight():
         weight_decay=0.3,
         update_interval=2,
     )
-    for step, (x, loss) in enumerate(labelled(6)):
-        loss(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step)
+    assert_same_steps(model, optimizer, reference, labelled(6))
 
 
 def test_clip_takes_all_groups_together():
@@ -347,12 +332,7 @@ def test_clip_takes_all_groups_together():
         kl_clip=1e-2,
         momentum=0.0,
     )
-    for step, (x, loss) in enumerate(labelled(4)):
-        loss(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step)
+    assert_same_steps(model, optimizer, reference, labelled(4))
 
 
 def test_lr_and_damping_scheduled_by_hand():
@@ -380,12 +360,7 @@ def test_frozen_layer_stays_and_the_others_go_on(frozen):
     model.get_submodule(frozen).requires_grad_(False)
     before = model.get_submodule(frozen).weight.clone()
     reference, optimizer = ReferenceTHOR(model, update_interval=2), THOR(model, update_interval=2)
-    for step, (x, loss) in enumerate(labelled(4)):
-        loss(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step)
+    assert_same_steps(model, optimizer, reference, labelled(4))
     assert torch.equal(model.get_submodule(frozen).weight, before)
     assert frozen not in optimizer.curvature or optimizer.curvature[frozen].refreshes == 0
 
@@ -405,12 +380,7 @@ def test_frozen_bias_with_a_trained_weight():
 
 def compare_partly_frozen(model):
     reference, optimizer = ReferenceTHOR(model, update_interval=2), THOR(model, update_interval=2)
-    for step, (x, loss) in enumerate(labelled(4)):
-        loss(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step)
+    assert_same_steps(model, optimizer, reference, labelled(4))
 
 
 def test_backward_for_some_parameters_only():
@@ -539,12 +509,7 @@ def test_in_place_activations():
     plain.load_state_dict(model.state_dict())
     stream = [(torch.randn(3, 2, 5, 5).double(), cross_entropy(torch.tensor([0, 1, 2]))) for _ in range(4)]
     reference, optimizer = ReferenceTHOR(plain, update_interval=2), THOR(model, update_interval=2)
-    for step, (x, loss) in enumerate(stream):
-        loss(model(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step((x, loss))
-        assert_same_weights(model, reference, step)
+    assert_same_steps(model, optimizer, reference, stream)
 
 
 def test_input_that_is_written_over_after_the_layer():

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from models import zoo
 from summed import regression, stream, summed
-from tiny import assert_same_bits, weights
+from tiny import assert_same, weights
 from torch_thor import THOR
 
 TOLD = "looks like a sum over the 64 loss terms"
@@ -67,7 +67,7 @@ def test_a_sum_is_trained_as_its_mean_bit_for_bit(name):
     assert optimizer.param_groups[0]["loss_scale"] == 64
     assert its_optimizer.param_groups[0]["loss_scale"] == 1
     assert events == its_events
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 @pytest.mark.parametrize("size", [48, 100])
@@ -81,7 +81,7 @@ def test_any_number_of_terms(size):
 def test_micro_batches_are_one_sum():
     (model, optimizer, _), (twin, _, _) = both(list(stream(5)), micro=4, update_interval=2)
     assert optimizer.param_groups[0]["loss_scale"] == 64
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_a_scaled_sum():
@@ -89,14 +89,14 @@ def test_a_scaled_sum():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     (model, optimizer, _), (twin, _, _) = both(list(stream(4)), scaler=scaler, update_interval=2)
     assert optimizer.param_groups[0]["loss_scale"] == 64
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_refreshes_follow_the_batch_size():
     sizes = [64, 32, 128, 32]
     (model, optimizer, _), (twin, _, _) = both(list(stream(4, sizes)), update_interval=1)
     assert optimizer.param_groups[0]["loss_scale"] == 32
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
     model = regression()
     optimizer = THOR(model)  # between refreshes N is that of the latest
     with pytest.warns(RuntimeWarning, match=TOLD):
@@ -326,7 +326,7 @@ def test_resumed_bit_for_bit():
         warnings.simplefilter("error")
         fit(model, optimizer, batches[2:])
         fit(twin, its_optimizer, batches[2:])
-    assert_same_bits(weights(twin), weights(model))
+    assert_same(weights(twin), weights(model))
 
 
 def test_state_of_a_version_that_did_not_know_it():

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from tiny import assert_same_bits, batches, cross_entropy, listened_to, train, weights
+from tiny import assert_same, batches, cross_entropy, listened_to, train, weights
 from torch_thor import THOR
 
 STREAM = batches(8)
@@ -56,7 +56,7 @@ def test_the_layer_takes_plain_steps_and_the_others_their_own(options):
     left_out = THOR(twin, skip="middle", trace_thresholds=(0.0, 0.0), **options)
     messages = caught(train, model, optimizer, STREAM)
     train(twin, left_out, STREAM)
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
     assert len(messages) == 1
     assert "'middle'" in messages[0]
     assert "without calling" in messages[0]
@@ -105,7 +105,7 @@ def test_a_resumed_run_knows(steps, how):
     assert set(reasons(other)) == {"middle.weight", "middle.bias"}
     assert not caught(train, twin, other, STREAM[steps:])
     train(model, optimizer, STREAM[steps:])
-    assert_same_bits(weights(model), weights(twin))
+    assert_same(weights(model), weights(twin))
 
 
 def test_state_of_an_earlier_version_loads():
@@ -178,7 +178,7 @@ def test_no_statistics_at_all_are_an_error_with_the_cause(made):
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"layers first, middle, last have gradients and no statistics.*skip="):
         optimizer.step()
-    assert_same_bits(weights(model), before)
+    assert_same(weights(model), before)
     assert not optimizer.state
     optimizer.zero_grad()
     model.calls = True

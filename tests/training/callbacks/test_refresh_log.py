@@ -11,7 +11,6 @@ from rich.console import Console
 
 from torch_thor import THOR, intervals
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
-from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.config.recipe_text import override, parse_recipe, recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
@@ -19,7 +18,6 @@ from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import UserError
 from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.experiment import run_recipe
 from torch_thor.training.reports.refresh_plot import COLOURS, draw_refreshes
 from torch_thor.training.reports.summary import Summary, as_json, refresh_table, refreshed_layers, summary_table
 
@@ -76,9 +74,9 @@ def test_numbers_that_json_lacks_are_null(data):
     class Poison(Callback):
         def after_step(self, run, point):
             if point.step == 2:  # before the pass of step 3, whose statistics then hold NaN
-                layer = run.optimizer.curvature["conv1"]
-                gather = layer.gather
-                layer.gather = lambda kind, x, *rest, **named: gather(kind, x * torch.nan, *rest, **named)
+                statistics = run.optimizer.curvature["conv1"].statistics
+                gather = statistics.gather
+                statistics.gather = lambda kind, x, *rest, **named: gather(kind, x * torch.nan, *rest, **named)
 
     with pytest.warns(RuntimeWarning, match="NaN"):
         train(run, [Poison()])
@@ -96,23 +94,21 @@ def test_numbers_that_json_lacks_are_null(data):
 # ------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_draws_a_picture_and_draws_it_again(tmp_path):
+@pytest.mark.pictures
+def test_the_command_draws_a_picture_and_draws_it_again(run, tmp_path):
     """A run that is resumed knows all its refreshes, also those of the process before."""
-    recipe = load_recipe("digits", [*WORDS, "epochs=1"])
-    [first] = run_recipe(recipe, RunFolder(tmp_path), Console(file=io.StringIO()))
-    picture = tmp_path / "thor" / "refreshes.png"
+    assert run("train", "digits", *WORDS, "epochs=1", "--out", "run")[0] == 0
+    picture, summary = tmp_path / "run/thor/refreshes.png", (tmp_path / "run/summary.json").read_text()
     drawn = picture.read_bytes()
     assert drawn[:4] == b"\x89PNG"
     picture.unlink()
-    [again] = run_recipe(recipe, RunFolder(tmp_path), Console(file=io.StringIO()), resume=True)
+    assert run("train", "--resume", "--out", "run")[0] == 0
     assert picture.read_bytes() == drawn
-    assert again == first
+    assert (tmp_path / "run/summary.json").read_text() == summary
 
 
-def test_first_order_runs_have_no_picture(tmp_path):
-    run_recipe(
-        load_recipe("digits", ["optimizer=sgd", "epochs=1"]), RunFolder(tmp_path / "run"), Console(file=io.StringIO())
-    )
+def test_first_order_runs_have_no_picture(run, tmp_path):
+    assert run("train", "digits", "optimizer=sgd", "epochs=1", "--out", "run")[0] == 0
     assert not list(tmp_path.rglob("refreshes.png"))
     assert (tmp_path / "run" / "curves.png").exists()
 
@@ -172,6 +168,7 @@ def test_picture_shows_every_decision_where_it_held(tmp_path, monkeypatch):
     assert traces.get_yscale() == "log"
 
 
+@pytest.mark.pictures
 def test_picture_of_very_many_layers(tmp_path):
     """No names that nobody can read, and a size that a screen takes."""
     layers = [f"layer{i}" for i in range(200)]

@@ -1,25 +1,21 @@
 """Every file that a resumed run reads, damaged in every way: named, and the run goes on as if nothing had happened."""
 
-import io
 import json
 import os
 import shutil
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
+from command_line import assert_refused, contents, succeed
 from torch_thor.training.callbacks.metrics_file import read_metrics
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.checkpoint import open_checkpoint
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.saving import known_record
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import override
 from torch_thor.training.errors import DamagedCheckpointError, UserError
-from torch_thor.training.experiment import run_recipe
 
 WORDS = ["optimizer=thor", "epochs=3", "batch_size=479", "eval_interval=3", "keep_best=false", "ema_decay=0.5"]
 WORDS += ["checkpoint_interval=3", "keep_checkpoints=2", "device=cpu"]
@@ -39,9 +35,7 @@ def flip(place):
 
 DAMAGE = {
     "first byte": flip(lambda size: 0),
-    "early byte": flip(lambda size: size // 10),
     "middle byte": flip(lambda size: size // 2),
-    "late byte": flip(lambda size: size * 9 // 10),
     "last byte": flip(lambda size: size - 1),
     "cut short": lambda content: content[: len(content) // 2],
     "one byte less": lambda content: content[:-1],
@@ -53,19 +47,8 @@ DAMAGE = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    run_recipe(load_recipe("digits", WORDS), RunFolder(folder), Console(file=io.StringIO()))
+    succeed(folder.parent, "train", "digits", *WORDS, "--out", folder)
     return folder
-
-
-def resume(folder):
-    """As the command line does it: (what was printed, what the run refused)."""
-    said = Console(file=io.StringIO(), width=500)
-    try:
-        stored = RunFolder(folder).stored_recipe()
-        run_recipe(override(stored, []), RunFolder(folder), said, resume=True)
-    except UserError as error:
-        return said.file.getvalue(), str(error)
-    return said.file.getvalue(), None
 
 
 def untimed(path):
@@ -87,15 +70,14 @@ END_TO_END = [(file, "middle byte") for file in FILES] + [(file, "missing") for 
 
 
 @pytest.mark.parametrize(("file", "damage"), END_TO_END)
-def test_damage_is_named_and_the_run_ends_as_it_would_have(finished, tmp_path, file, damage):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    harm(run / file, damage)
-    printed, refused = resume(run)
-    assert refused is None
-    assert_same_end(run, finished)
-    notices = [line for line in printed.splitlines() if str(run / file) in line or (run / file).name in line]
-    assert notices, printed
+def test_damage_is_named_and_the_run_ends_as_it_would_have(run, finished, tmp_path, monkeypatch, file, damage):
+    monkeypatch.setenv("COLUMNS", "500")
+    shutil.copytree(finished, tmp_path / "run")
+    harm(tmp_path / "run" / file, damage)
+    code, out, err = run("train", "--resume", "--out", "run")
+    assert code == 0, err
+    assert_same_end(tmp_path / "run", finished)
+    assert [line for line in (out + err).splitlines() if file.rpartition("/")[2] in line], out
 
 
 def harm(path, damage):
@@ -161,17 +143,17 @@ def test_a_recipe_without_a_checksum_is_compared_with_the_checkpoint(finished, t
 
 
 @pytest.mark.parametrize("file", ["thor/metrics.jsonl", "recipe.yaml"])
-def test_nothing_whole_to_go_on_from_is_refused_and_nothing_changes(finished, tmp_path, file):
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    (run / file).write_bytes(DAMAGE["middle byte"]((run / file).read_bytes()))
-    for weights in run.glob("thor/checkpoints/*/model.safetensors"):
+def test_nothing_whole_to_go_on_from_is_refused_and_nothing_changes(run, finished, tmp_path, file):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    harm(folder / file, "middle byte")
+    for weights in folder.glob("thor/checkpoints/*/model.safetensors"):
         weights.unlink()
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
-    _, refused = resume(run)
-    assert "damaged" in refused
-    assert "\n" not in refused
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"} == before
+    (folder / ".lock").unlink(missing_ok=True)  # which names the process
+    before = contents(folder)
+    assert_refused(run("train", "--resume", "--out", "run"), "damaged")
+    (folder / ".lock").unlink(missing_ok=True)  # which names the process
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize(

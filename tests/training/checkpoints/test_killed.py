@@ -56,7 +56,7 @@ def kill(process, run, kind, chance):
         return [Path(top) / name for top, names, _ in folders for name in names if name.startswith(".writing-")]
 
     if kind == "starting":
-        time.sleep(chance.uniform(0, 3))
+        time.sleep(chance.uniform(0, 1))
     else:
         for _ in range(chance.randint(1, 3)):
             before = seen()
@@ -77,11 +77,11 @@ def kill(process, run, kind, chance):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the workers")
-def test_killed_at_ten_random_moments_equals_never_stopped(tmp_path):
+def test_killed_at_five_random_moments_equals_never_stopped(tmp_path):
     write_tree(tmp_path / "data")
     succeed(tmp_path, *WORDS, "--out", "whole")
     chance = random.Random(4)
-    kinds = ["starting"] * 2 + ["writing"] * 4 + ["between"] * 4
+    kinds = ["starting"] + ["writing"] * 2 + ["between"] * 2
     chance.shuffle(kinds)
     run, workers, half_written = tmp_path / "killed", [], 0
     for kind in kinds:

@@ -9,7 +9,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
-from command_line import assert_same, newest, state
+from command_line import newest, state
+from tiny import assert_same
 from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.weights import with_checksum

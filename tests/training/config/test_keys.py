@@ -45,15 +45,16 @@ def test_every_key_of_a_recipe_is_listed():
 
 @pytest.mark.parametrize("prefix", INSIDE)
 def test_keys_have_type_default_and_meaning(prefix):
-    plain = parse_recipe("data: {name: image-folder, transform: {size: 224}}", "plain", [])
+    text = "data: {name: image-folder, transform: {size: 224}}"
+    plain, defaults = parse_recipe(text, "plain", []), []
     for key in keys_of(INSIDE[prefix]):
         assert key.type
         assert len(key.meaning) > 7, key
         assert "`" not in key.meaning
         if key.default != "see below" and f"{prefix}{key.name}" not in ("data.name", "data.transform", "name"):
             value = key.default.replace("0.75, 1.333", "0.75, 1.3333333333333333")  # it is shown rounded
-            text = "data: {name: image-folder, transform: {size: 224}}"
-            assert parse_recipe(text, "plain", [f"{prefix}{key.name}={value}"]) == plain, key
+            defaults.append(f"{prefix}{key.name}={value}")
+    assert parse_recipe(text, "plain", defaults) == plain
 
 
 def test_types_are_words():

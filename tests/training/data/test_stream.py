@@ -7,6 +7,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from tiny import assert_same
 from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
 from torch_thor.training.data.broken_images import BrokenImages
 from torch_thor.training.data.decoding import BrokenImageError
@@ -27,13 +28,6 @@ def opened(root, workers=0, batch_size=4, seed=1, shard=None, say=None, max_brok
     spec = DataSpec(root=str(root), workers=Workers(count=workers), max_broken=max_broken, **options)
     say = say if say is not None else lambda _: None
     return ImageSet(spec, CPU, say).open(batch_size=batch_size, seed=seed, shard=shard or Shard())
-
-
-def equal(one, other):
-    assert len(one) == len(other)
-    for (images, labels), (other_images, other_labels) in zip(one, other, strict=True):
-        assert torch.equal(images, other_images)
-        assert torch.equal(labels, other_labels)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ def test_epochs_differ(three_epochs):
 def test_the_number_of_workers_changes_nothing(imagenet, three_epochs, workers):
     stream = opened(imagenet, workers=workers).train
     for epoch in three_epochs:  # the workers persist from one to the next
-        equal(list(stream), epoch)
+        assert_same(list(stream), epoch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -91,14 +85,14 @@ def test_a_resumed_stream_goes_on_bit_for_bit(imagenet, three_epochs, workers, c
     resumed = opened(imagenet, workers=2 - workers).train
     resumed.load_state_dict(state)
     rest = [batch for _ in range(3 - consumed // 4) for batch in resumed]
-    equal(rest, whole[consumed:])
+    assert_same(rest, whole[consumed:])
     assert (resumed.epoch, resumed.batch) == (3, 0)
 
 
 def test_an_iteration_that_was_left_goes_on(imagenet, three_epochs):
     stream = opened(imagenet, workers=2).train
     first = next(iter(stream))  # the workers have read ahead by now
-    equal([first, *stream], three_epochs[0])
+    assert_same([first, *stream], three_epochs[0])
 
 
 def test_the_state_is_plain_values(imagenet):
@@ -151,7 +145,7 @@ def test_evaluation_starts_anew_after_a_stop(imagenet):
     loader = opened(imagenet, workers=1, batch_size=3).evaluation
     whole = list(loader)
     next(iter(loader))
-    equal(list(loader), whole)
+    assert_same(list(loader), whole)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -53,7 +53,7 @@ def assert_same_training(run, record, whole, whole_record, rtol, atol):
 
 
 @pytest.mark.parametrize("maker", list(MAKERS))
-@pytest.mark.parametrize(("batch_size", "parts"), [(10, 2), (10, 3), (10, 4), (10, 10), (5, 4), (7, 2)])
+@pytest.mark.parametrize(("batch_size", "parts"), [(10, 3), (10, 10), (5, 4), (7, 2)])
 def test_parts_equal_the_whole_in_float64(maker, batch_size, parts):
     whole, whole_record = trained(maker, batch_size=batch_size)
     run, record = trained(maker, batch_size=batch_size, accumulation=parts)

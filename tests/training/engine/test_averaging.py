@@ -5,33 +5,19 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from command_line import assert_same, state
-from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
+from command_line import state
+from resuming import Noisy, go
+from tiny import assert_same
+from torch_thor.training.callbacks.metrics_file import read_metrics
 from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import recipe_yaml
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.evaluation import evaluate
 from torch_thor.training.engine.loop import Callback, train
 from torch_thor.training.errors import StoppedError
 from torch_thor.training.experiment import image_run as new_run
 from torch_thor.training.models import classifiers as models
-
-
-class Noisy(nn.Module):
-    """Running averages, dropout, and a buffer of whole numbers."""
-
-    def __init__(self, in_channels, classes):
-        super().__init__()
-        self.body = models.BasicBlock(in_channels, 4, stride=2)
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(64, classes)
-
-    def forward(self, images):
-        return self.head(self.drop(self.body(images).flatten(1)))
 
 
 @pytest.fixture(scope="module")
@@ -103,33 +89,8 @@ def test_the_average_is_evaluated_beside_the_weights(recipe, data):
     assert point.value == point.averaged_top1
 
 
-class StopAt(Callback):
-    def __init__(self, step, stop):
-        self.step, self.stop = step, stop
-
-    def after_step(self, run, point):
-        self.stop.received = point.step == self.step
-
-
-def go(folder, recipe, name, data, *, resume=False, stop_at=None):
-    folder.mkdir(exist_ok=True)
-    run = new_run(recipe, name, data)
-    stop, metrics = StopSignal(), MetricsFile(folder / "metrics.jsonl")
-    if resume:
-        torch.manual_seed(999)
-        restore(run, newest_whole(folder / "checkpoints", pytest.fail), metrics.path, pytest.fail)
-    saver = Checkpoints(
-        folder / "checkpoints", metrics, stop, interval=5, keep=9, optimizer=name, recipe=recipe_yaml(recipe)
-    )
-    try:
-        train(run, [StopAt(stop_at, stop), metrics, saver])
-    finally:
-        metrics.close()
-    return run
-
-
-@pytest.mark.parametrize("name", ["sgd", "thor"])
-@pytest.mark.parametrize("stop_at", [1, 7])
+# the average and the loss scale know nothing of the optimizer: each stop is with one of them
+@pytest.mark.parametrize(("name", "stop_at"), [("sgd", 1), ("thor", 7)])
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,10 +1,8 @@
 """Under `torchrun` the same command trains data-parallel: what N processes do is what one does."""
 
 import json
-import os
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import rank_script
-from command_line import (
-    IMAGES,
-    checkpoints,
-    command,
-    descendants,
-    finish,
-    lines,
-    newest,
-    start,
-    succeed,
-    wait_for,
-)
+import warm
+from command_line import IMAGES, checkpoints, command, finish, lines, newest, start, succeed, wait_for
 from image_tree import write_tree
 
 pytestmark = [
@@ -87,10 +75,9 @@ def digits(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_digits_equal_one_process(digits, count):
-    one, many = digits / "one", digits / f"many-{count}"
-    out = succeed(digits, *DIGITS, "--out", many, ranks=count)
+def test_digits_equal_one_process(digits):
+    one, many = digits / "one", digits / "many"
+    out = succeed(digits, *DIGITS, "--out", many, ranks=2, cold=True)
     for optimizer in ("sgd", "adamw", "thor"):
         assert_same_training(one, many, optimizer)
         assert events(one, optimizer) == events(many, optimizer) == 1
@@ -106,21 +93,7 @@ def test_images_equal_one_process(pictures):
     assert_same_training(pictures / "one", pictures / "two", "momentum")
 
 
-def ranks_of(launcher):
-    """Process ids of the training processes by their rank."""
-    found = {}
-    for pid in descendants(launcher.pid):
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:
-            continue
-        if int(parent) == launcher.pid:
-            found.update({int(word[5:]): pid for word in variables if word.startswith(b"RANK=")})
-    return found
-
-
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find the ranks")
+@pytest.mark.skipif(not warm.AVAILABLE, reason="needs the process ids of the ranks")
 def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
     words = ["train", "digits", *PICTURES, "optimizer=momentum", "batch_size=4", "epochs=80", "lr=0.0005"]
     words += ["ema_decay=0.99", "checkpoint_interval=7", "eval_epochs=40"]
@@ -130,7 +103,7 @@ def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
         before = checkpoints(run, "momentum")[-1:] or [0]
         process = start(pictures, *words, "--out", "stopped", *more, ranks=count)
         wait_for(process, lambda: checkpoints(run, "momentum")[-1:] > before, "new checkpoint")
-        os.kill(process.pid if whom is None else ranks_of(process)[whom], signal.SIGTERM)
+        (process if whom is None else process.ranks[whom]).send_signal(signal.SIGTERM)
         code, out, err = finish(process)
         assert code != 0
         said = [line for line in err.splitlines() if line.startswith("torch-thor")]
@@ -160,7 +133,7 @@ main()
 def test_what_one_process_cannot_do_ends_all(pictures):
     (pictures / "main.py").write_text(ELSEWHERE)
     words = ["train", "digits", *PICTURES, "optimizer=sgd", "batch_size=4", "epochs=2", "--out", "run"]
-    code, _, err = command(pictures, *words, ranks=2, script=pictures / "main.py")
+    code, _, err = command(pictures, *words, ranks=2, script=pictures / "main.py", cold=True)
     assert code != 0
     said = [line for line in err.splitlines() if line.startswith("torch-thor")]
     assert said == [

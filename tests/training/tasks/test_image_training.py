@@ -1,16 +1,15 @@
 """A folder of images from the command line: results, what goes wrong before and while it trains, and evaluation."""
 
+import functools
 import json
 import os
 import shutil
-import sys
 
 import pytest
 import torch
 
-from command_line import IMAGES, assert_same_runs, checkpoints, lines
+from command_line import IMAGES, assert_refused, assert_same_runs, call, checkpoints, lines
 from image_tree import write_tree
-from torch_thor.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 WORDS = ("train", "digits", *IMAGES, "data.workers.count=0", "data.root=data", "model=small-resnet", "optimizer=sgd")
@@ -21,25 +20,8 @@ WORDS += ("batch_size=4", "epochs=2", "lr=0.05", "ema_decay=0.5")
 def run(monkeypatch, capsys, tmp_path):
     """Call the command line in a folder that holds the small ImageNet; gives (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "500")
     write_tree(tmp_path / "data")
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["torch-thor", *(str(word) for word in words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return call
-
-
-def assert_refused(result, said):
-    code, _, err = result
-    assert code == 2
-    assert err.startswith("torch-thor: ")
-    assert err.count("\n") == 1
-    assert said in err
+    return functools.partial(call, monkeypatch, capsys)
 
 
 def test_trains_and_counts_what_it_read(run, tmp_path):

@@ -47,66 +47,68 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
     For linear layers, convolutions (1d to 3d, transposed, grouped), embeddings and the projections of
     ``nn.MultiheadAttention``: ``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹`` with the empirical Fisher's factors
     A (input) and G (output gradient of one loss term); biases are solved with G alone. Then weight decay
-    (``+ weight_decay · W``), the bound on the step, and momentum as :class:`torch.optim.SGD` has it. Everything else,
-    normalisation layers among it, is trained by SGD with momentum under the same bound; :meth:`coverage` lists what
-    each parameter gets. The model is not changed, and the training loop is the usual one.
+    (``+ weight_decay · W``), the bound on the step, and momentum as in :class:`torch.optim.SGD` are applied. All other
+    parameters, including those of normalisation layers, are trained by SGD with momentum under the same bound;
+    :meth:`coverage` lists the treatment of each parameter. Neither the model nor the training loop has to be changed.
 
-    Make it before a wrapper replaces the parameters: build the model, ``THOR(model)``, then DDP.
+    Create the optimizer before a wrapper replaces the parameters: build the model, ``THOR(model)``, then DDP.
     ``torch.compile`` may come before or after; steps that gather statistics run eagerly, all others compiled.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
         model: the model, where ``params`` are parameters.
-        lr: learning rate, a float or a one-element tensor; None: 0.05 (0.08 with ``scaling="spectral"``). THOR's steps
-            are natural-gradient steps: their length depends on lr and damping together, and SGD's lr is no guide.
+        lr: learning rate, a float or a one-element tensor; None: 0.05 (0.08 with ``scaling="spectral"``). The length
+            of a natural-gradient step depends on lr and damping together, so a learning rate of SGD does not transfer.
         damping: λ > 0; ``√(λ/T)`` is added to the diagonal of both factors; None: 0.03 (spectral: 0.1). Schedule it
             like lr: every parameter group holds it. Inverses have the damping of the refresh that made them.
         momentum: μ in [0, 1); None: 0.9 (spectral: 0.8).
         nesterov: step along ``d + μ v`` instead of ``v``; None: False (spectral: True).
         weight_decay: added to the natural gradient as ``weight_decay · W`` (so it is not preconditioned).
-        decay_filter: which parameters decay: ``(name, parameter) -> bool``; or a pattern or a list of them, as
-            :mod:`fnmatch` has them, with a minus in front for what does not: ``["*.weight", "-*norm*"]``; None: all.
-        update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals`, or any callable, from
-            the step of a refresh (counted from 0) to the steps until the next. The first step refreshes. It stands in
-            each parameter group and may be changed there: the next refresh asks it. None: 100 (spectral:
+        decay_filter: which parameters decay: ``(name, parameter) -> bool``; or one or more patterns of
+            :mod:`fnmatch`, where a leading minus excludes: ``["*.weight", "-*norm*"]``; None: all.
+        update_interval: steps between refreshes; or a schedule of :mod:`torch_thor.intervals` or any callable, from
+            the step of a refresh (counted from 0) to the number of steps until the next. The first step refreshes. The
+            option may be changed in each parameter group and is read at the next refresh. None: 100 (spectral:
             ``Geometric(1, 50, factor=1.5)``, every step at first and every 50th from step 98 on).
-        trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh a layer whose trace changed by more than
-            ω1 takes new factors, by less than ω2 stops for good, else keeps what it has. ``(0, 0)`` takes them always.
+        trace_thresholds: ``(ω1, ω2)``, section 3.2 of the paper: on a refresh, a layer whose trace changed by more
+            than ω1 takes new factors; by less than ω2, it stops for good; otherwise it keeps its factors. ``(0, 0)``
+            always takes new ones.
         split_dim: block size of the factors (section 3.3), None for full factors. ``"auto"`` chooses it for this model
-            and device in the first step (:func:`torch_thor.choose_split_dim`, from that step's statistics), keeps the
-            choice in the user's cache and finds it there the next time. The number then stands in the parameter group.
+            and device in the first step (:func:`torch_thor.choose_split_dim`, from the statistics of that step),
+            writes it into the parameter group, and stores it in the user's cache for the next time.
             With ``scaling="spectral"`` it is also the number of rows that are orthogonalised together.
-        factor_decay: weight of the old factors in a running average; 0, as the paper has it, keeps the latest only.
+        factor_decay: weight of the old factors in a running average; 0, as in the paper, uses the latest only.
             None: 0 (spectral: 0.5).
         kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al., ICLR
-            2017). Left out, ``max_update_ratio`` bounds the step in its place. None: no bound at all, as the paper has
-            it, unless ``max_update_ratio`` is given.
-        loss_reduction: ``"mean"`` where the loss is the mean over the mini-batch's loss terms, ``"sum"`` where it is
+            2017). If it is not given, ``max_update_ratio`` bounds the step instead. None: no bound, as in the paper,
+            unless ``max_update_ratio`` is given.
+        loss_reduction: ``"mean"`` if the loss is the mean over the loss terms of the mini-batch, ``"sum"`` if it is
             their sum.
-        max_update_ratio: r; a step ``lr · d`` of a parameter, before momentum, is at most r times as long as the
-            parameter, ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`). Left out:
-            0.01 (spectral: None, its steps have a length of their own), or None where ``kl_clip`` is given. None: no
-            bound.
+        max_update_ratio: r; before momentum, the step ``lr · d`` of a parameter is at most r times as long as the
+            parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`). Default:
+            0.01, or None if ``kl_clip`` is given or the scaling is spectral (which fixes the length of each step).
+            None: no bound.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
-            the inverse of A alone, orthogonalised and given a norm of its own, so that lr means the same on every layer
-            and task; decoupled weight decay; AdamW for what is not a matrix (:mod:`torch_thor.optim.thor.scale_free`).
-            λ is then relative to the mean diagonal of A, and statistics are taken in the forward pass.
-        fisher: whose labels statistics come from. ``"empirical"``: those of the training loss. ``"sampled"``: labels
+            the inverse of A alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for
+            every layer and task; decoupled weight decay; AdamW for parameters that are not matrices
+            (:mod:`torch_thor.optim.thor.scale_free`). λ is then relative to the mean diagonal of A, and statistics are
+            taken in the forward pass.
+        fisher: the labels that the statistics use. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
-        loss_terms: N, over how many terms the loss of ONE step averages (all micro-batches together): a number, a
-            callable that returns it, or None for the number of samples (the leading dimension of the inputs) in each
-            backward pass, summed over the passes of a step. Give it where that is not what the loss averages over
+        loss_terms: N, the number of terms that the loss of one step averages over, all micro-batches together: a
+            number, a callable that returns it, or None for the number of samples (the leading dimension of the inputs)
+            in each backward pass, summed over the passes of a step. Set it if the loss averages over something else
             (tokens, padding); ``optimizer.loss_terms = n`` may be set any time before ``step``.
-        skip: layers to leave to SGD with momentum: names or patterns as :mod:`fnmatch` has them (a module's name means
-            every layer inside it), or a callable ``(name, module) -> bool``.
-        only: layers to keep, in the same words; the rest is left to SGD with momentum.
-        nonfinite: what a NaN or inf in a gradient does: ``"raise"`` FloatingPointError, or ``"skip"`` the step and
-            count it in ``skipped_steps``. Either way nothing has changed.
-        grad_scaler: the gradient scaler, needed only where it is not a ``torch.amp.GradScaler`` and gradients are
-            unscaled before ``scaler.step(optimizer)``: else THOR finds out by itself how what it captures is scaled.
-        process_group: the processes that train this model together and average its gradients, as DDP does: their
+        skip: layers that SGD with momentum trains instead: names or patterns of :mod:`fnmatch` (the name of a module
+            stands for every layer inside it), or a callable ``(name, module) -> bool``.
+        only: layers to precondition, given in the same way; SGD with momentum trains all others.
+        nonfinite: what happens if a gradient holds NaN or inf: ``"raise"`` FloatingPointError, or ``"skip"`` the step
+            and count it in ``skipped_steps``. In both cases nothing has changed.
+        grad_scaler: the gradient scaler, needed only if it is not a ``torch.amp.GradScaler`` and gradients are
+            unscaled before ``scaler.step(optimizer)``; otherwise THOR detects the scale of the gradients by itself.
+        process_group: the processes that train this model together and average its gradients, as DDP does; their
             statistics are averaged on refresh steps. None: the default group, if ``torch.distributed`` is initialised
-            by the time of a step; False: none, every process trains a model of its own.
+            by the time of a step; False: none, so that every process trains a model of its own.
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing

@@ -1,0 +1,189 @@
+"""Processes that start at once: forked from one that has imported what the application needs, and done nothing else.
+
+A fresh interpreter takes some seven seconds of a core to import torch and the rest. What is tested of a process seldom
+is its imports; where it is (`cold=True` in command_line.py), and where a system cannot fork, a fresh one is started.
+"""
+
+import atexit
+import contextlib
+import io
+import multiprocessing
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+
+# torch._dynamo is what the first optimizer imports, the others are what training and its reports need
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.utils.tensorboard",
+    "torch_thor.training.experiment",
+    "torch_thor.cli",
+    "torchvision.transforms.v2",
+    "sklearn.datasets",
+    "matplotlib.figure",
+    "PIL.JpegImagePlugin",
+    "pydantic.type_adapter",
+)
+AVAILABLE = sys.platform == "linux"  # elsewhere libraries do not bear a fork
+GRACE = 60  # seconds that the other ranks have to end when one has failed
+
+
+def context():
+    """The start method of warm processes; the process that they are forked from has one thread."""
+    if not AVAILABLE:
+        return multiprocessing.get_context("spawn")
+    found = multiprocessing.get_context("forkserver")
+    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MPLBACKEND")}
+    os.environ.update(OMP_NUM_THREADS="1", MPLBACKEND="Agg")
+    try:
+        found.set_forkserver_preload(list(PRELOADED))
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+    return found
+
+
+def _become(folder, environment, words, out, err):
+    """In the new process: run `python WORDS` as a fresh interpreter would."""
+    os.setsid()
+    for connection, number in ((out, 1), (err, 2)):
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    for name, number, options in (
+        ("stdout", 1, {}),
+        ("stderr", 2, {"line_buffering": True, "errors": "backslashreplace"}),
+    ):
+        stream = io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), encoding="utf-8", **options)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    multiprocessing.current_process()._config["daemon"] = False  # it may have workers
+    multiprocessing.set_start_method(None, force=True)  # theirs is the system's again
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        if words[0] == "-m":
+            sys.argv = list(words[1:])
+            sys.path.insert(0, str(folder))
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends a process without
+
+
+class WarmProcess:
+    """`python WORDS` in a folder: what is used of `subprocess.Popen`, for a process that is forked."""
+
+    def __init__(self, words, folder, environment):
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+        self._ours = [ours for ours, _ in pipes]
+        arguments = (str(folder), environment, [str(word) for word in words], *(theirs for _, theirs in pipes))
+        # a daemon: if a test ends without it, so does the process
+        self._process = context().Process(target=_become, args=arguments, daemon=True)
+        self._process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout=None):
+        """(stdout, stderr), once it and all that holds these has ended."""
+        found = read_all(self._ours, timeout)
+        self._process.join(timeout)
+        return tuple(content.decode(errors="replace") for content in found)
+
+
+def read_all(connections, timeout=None, watch=lambda: None):
+    """All that is written to pipes until every writer has closed them; `watch` is called now and then."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    found = {connection: b"" for connection in connections}
+    with selectors.DefaultSelector() as selector:
+        for connection in connections:
+            if not connection.closed:
+                selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            watch()
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a warm process", timeout)
+            for key, _ in selector.select(0.1):
+                if chunk := os.read(key.fd, 1 << 16):
+                    found[key.fileobj] += chunk
+                else:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+    return list(found.values())
+
+
+class WarmRanks:
+    """`torchrun --nproc-per-node` for warm processes: the environment of its ranks, and one that fails ends all."""
+
+    def __init__(self, words, folder, environment, count):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = {
+            **environment,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "warm",
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
+        }
+        self.ranks = [
+            WarmProcess(words, folder, {**environment, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))})
+            for rank in range(count)
+        ]
+        self.pid = self.ranks[0].pid
+        self._failed_at = None
+
+    @property
+    def returncode(self):
+        return self.poll()
+
+    def poll(self):
+        """None while a rank runs; then the exit code of one that has failed, or 0."""
+        codes = [rank.poll() for rank in self.ranks]
+        failed = [code for code in codes if code]
+        if failed and None in codes:
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() > self._failed_at + GRACE:
+                self.send_signal(signal.SIGKILL)
+        return None if None in codes else (failed or [0])[0]
+
+    def send_signal(self, number):
+        """To all ranks, as torchrun passes on what it is sent."""
+        for rank in self.ranks:
+            if rank.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.send_signal(number)
+
+    def communicate(self, timeout=None):
+        """(stdout, stderr) of all ranks."""
+        found = read_all([ours for rank in self.ranks for ours in rank._ours], timeout, self.poll)
+        for rank in self.ranks:
+            rank._process.join(timeout)
+        texts = [content.decode(errors="replace") for content in found]
+        return "".join(texts[0::2]), "".join(texts[1::2])
