@@ -12,6 +12,7 @@ from torch_thor.training.config.recipe import WHOLE_SETTINGS, Recipe
 from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.config.recipe_text import parse_recipe
 from torch_thor.training.config.schedules.spec import ScheduleSpec
+from torch_thor.training.config.text_spec import TextSpec
 from torch_thor.training.optimizers.registry import OPTIMIZERS
 
 INSIDE = {
@@ -19,6 +20,7 @@ INSIDE = {
     "data.": DataSpec,
     "data.transform.": ImageTransform,
     "data.workers.": Workers,
+    "data.text.": TextSpec,
     "schedule.": ScheduleSpec,
     "damping_schedule.": ScheduleSpec,
     **{f"optimizers.{name}.": entry.settings for name, entry in OPTIMIZERS.items()},

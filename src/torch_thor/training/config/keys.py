@@ -14,6 +14,7 @@ from rich.text import Text
 from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
 from torch_thor.training.config.recipe import WHOLE_SETTINGS, Recipe
 from torch_thor.training.config.schedules.spec import ScheduleSpec
+from torch_thor.training.config.text_spec import TextSpec
 from torch_thor.training.optimizers.registry import OPTIMIZERS
 
 TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
@@ -60,6 +61,7 @@ def key_tables() -> Iterator[Table]:
     yield _table("data.KEY: what is trained on", keys_of(DataSpec))
     yield _table("data.transform.KEY: crops of images", keys_of(ImageTransform))
     yield _table("data.workers.KEY: the processes that read images", keys_of(Workers))
+    yield _table("data.text.KEY: examples of a masked language model", keys_of(TextSpec))
     yield _table("schedule.KEY and damping_schedule.KEY", keys_of(ScheduleSpec))
     for name, entry in OPTIMIZERS.items():
         title = f"optimizers.{name}.KEY, or KEY alone for every optimizer that is trained with"

@@ -1,10 +1,12 @@
 """Masked language models of transformers, with random weights: BERT in its usual sizes, or any by its config file."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_thor.training.errors import UserError, require
 
@@ -88,3 +90,27 @@ def build(name: str, vocab_size: int, length: int, pad: int) -> nn.Module:
         f"model={name} has {positions} positions, and examples have {length} tokens: lower data.text.length",
     )
     return model
+
+
+@contextmanager
+def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
+    """Let a network compute scores of some tokens alone.
+
+    The scores are a product with the whole vocabulary: for small networks most of a step, and only masked tokens need
+    them. The network itself stays as it is; a hook selects the inputs of its output layer.
+
+    Args:
+        model: A masked language model of transformers, or the distributed wrapper around one. A compiled network does
+            not notice the hook.
+        rows: Numbers of the tokens, counted through the whole batch: int64, (tokens,).
+
+    Yields:
+        While in the context, the network's logits are (tokens, vocabulary) instead of (batch, length, vocabulary).
+    """
+    inner: Any = getattr(model, "module", model)
+    output_layer: nn.Module = inner.get_output_embeddings()
+    hook = output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1)[rows],))
+    try:
+        yield
+    finally:
+        hook.remove()

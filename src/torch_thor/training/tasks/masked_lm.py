@@ -263,11 +263,17 @@ class MaskedLM:
         inputs: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask")}
         if self.held_out.pairs:
             inputs["token_type_ids"] = batch["token_type_ids"]
-        output = model(**inputs)
-        chosen = batch["labels"] >= 0
+        rows = (batch["labels"] >= 0).flatten().nonzero()[:, 0]
+        if self.recipe.compile:
+            output = model(**inputs)
+        else:
+            with models.scored_tokens(model, rows):
+                output = model(**inputs)
         scores = output.prediction_logits if self.held_out.pairs else output.logits
         following = output.seq_relationship_logits if self.held_out.pairs else None
-        return scores[chosen], batch["labels"][chosen], following
+        if scores.dim() == 3:  # of all tokens
+            scores = scores.flatten(0, 1)[rows]
+        return scores, batch["labels"].flatten()[rows], following
 
 
 def _maker(recipe: Recipe, side: str, say: Callable[[str], None]) -> PairMaker:
