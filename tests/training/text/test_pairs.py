@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from torch_thor.training.text import Preparation, prepare
 
 from dumps import dump, write_dump
-from torch_thor.training.data.shards import Shard, TrainingOrder
-from torch_thor.training.errors import UserError
-from torch_thor.training.text import sources
-from torch_thor.training.text.corpus import Corpus
-from torch_thor.training.text.loader import PairLoader
-from torch_thor.training.text.manifest import Settings
-from torch_thor.training.text.pairs import IGNORED, Masking, PairMaker
-from torch_thor.training.text.prepare import Preparation, prepare
-from torch_thor.training.text.wordpiece import load_tokenizer
+from torch_thor.training import UserError
+from torch_thor.training.data import Shard, TrainingOrder
+from torch_thor.training.text import Corpus, Masking, PairLoader, PairMaker, Settings, load_tokenizer, sources
+from torch_thor.training.text.pairs import IGNORED
 
 LENGTH = 64
 

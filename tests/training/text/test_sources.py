@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from dumps import dump, write_dump
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
 from torch_thor.training.text import sources, text_files
 from torch_thor.training.text.sources import find_sources, python_documents, units_of
 from torch_thor.training.text.text_files import html_paragraphs, paragraphs_of

@@ -9,17 +9,16 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from torch_thor.training.text import Preparation, prepare
 
 from dumps import article, dump, write_dump
+from torch_thor.training import UserError
 from torch_thor.training.checksums import sha256
-from torch_thor.training.errors import UserError
-from torch_thor.training.text import prepare as module
-from torch_thor.training.text import sources
+from torch_thor.training.text import Manifest, Settings, load_tokenizer, sources
+from torch_thor.training.text import preparing as module
 from torch_thor.training.text.arrow_files import read_table
 from torch_thor.training.text.encoding import spans
-from torch_thor.training.text.manifest import Manifest, Settings
-from torch_thor.training.text.prepare import Preparation, prepare
-from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer
+from torch_thor.training.text.wordpiece import SPECIAL
 
 SETTINGS = Settings(vocab_size=300, lengths=(32, 64), held_out=0.1)
 
