@@ -18,10 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_thor.bench import markdown, script
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.numbers import running_mean, steps_to
-from torch_thor.bench.stores import Folder, write_tables
+from torch_thor.bench import Folder, draw_band, markdown, running_mean, script, steps_to, write_tables
+from torch_thor.bench.drawing import save
 
 STORE = Folder(Path(__file__).parent / "results" / "fashion_mnist")
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "fashion_mnist.png"
@@ -65,7 +63,7 @@ class Training:
         Returns:
             The raw data.
         """
-        from torch_thor.bench.recipes import train_recipe
+        from torch_thor.bench import train_recipe
 
         interval = 10**6 if self.seed == TUNING_SEED else EVAL_INTERVAL
         name, changed = VARIANTS.get(self.optimizer, (self.optimizer, []))

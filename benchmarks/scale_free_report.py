@@ -10,10 +10,8 @@ from contenders import USUAL_MOMENTUM
 from scale_free import CONTESTS, PLAIN, SEEDS, STORE, THOR_LR, TUNING_SEED, Contest, Training, confirmation, tuning
 from scale_free_time import OUT as STEP_TIMES
 from tasks import TASKS
-from torch_thor.bench import markdown
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.numbers import steps_to
-from torch_thor.bench.stores import write_tables
+from torch_thor.bench import draw_band, markdown, steps_to, write_tables
+from torch_thor.bench.drawing import save
 
 PICTURES = Path(__file__).parents[1] / "docs" / "images"
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch_thor.training.config.data_spec import CIFAR, IMAGENET, DataSpec, ImageTransform, Workers
     from torch_thor.training.config.text_spec import TextSpec
     from torch_thor.training.data.decoding import BrokenImageError, decode_rgb
-    from torch_thor.training.data.folder import FolderSource, list_images, open_folders
+    from torch_thor.training.data.folder import FolderSource, list_images, open_evaluation_folder, open_folders
     from torch_thor.training.data.image_set import EvaluationImages, ImageSet
     from torch_thor.training.data.image_source import ImageSource, MemorySource
     from torch_thor.training.data.in_memory import DataBundle, load_data
@@ -70,6 +70,7 @@ __all__ = [
     "load_data",
     "open_data",
     "open_evaluation",
+    "open_evaluation_folder",
     "open_folders",
     "raw_loader",
 ]
@@ -78,7 +79,7 @@ _MODULES = {
     "torch_thor.training.config.data_spec": ("CIFAR", "IMAGENET", "DataSpec", "ImageTransform", "Workers"),
     "torch_thor.training.config.text_spec": ("TextSpec",),
     "torch_thor.training.data.decoding": ("BrokenImageError", "decode_rgb"),
-    "torch_thor.training.data.folder": ("FolderSource", "list_images", "open_folders"),
+    "torch_thor.training.data.folder": ("FolderSource", "list_images", "open_evaluation_folder", "open_folders"),
     "torch_thor.training.data.image_set": ("EvaluationImages", "ImageSet"),
     "torch_thor.training.data.image_source": ("ImageSource", "MemorySource"),
     "torch_thor.training.data.in_memory": ("DataBundle", "load_data"),
