@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_thor.bench import Folder, draw_band, markdown, running_mean, script, steps_to, write_tables
-from torch_thor.bench.drawing import save
+from torch_thor.bench import Folder, drawing, markdown, running_mean, script, steps_to, write_tables
 
 STORE = Folder(Path(__file__).parent / "results" / "fashion_mnist")
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "fashion_mnist.png"
@@ -164,7 +163,7 @@ def draw(path: Path) -> None:
         runs = [run.result() for run in there(optimizer)]
         steps = [step for step, _, _ in runs[0]["evaluations"]]
         series = [[top1 for _, top1, _ in run["evaluations"]] for run in runs]
-        draw_band(left, steps, series, label=optimizer, middle=statistics.median)
+        drawing.draw_band(left, steps, series, label=optimizer, middle=statistics.median)
         losses = [statistics.fmean(values) for values in zip(*(run["loss"] for run in runs), strict=True)]
         right.plot(range(1, len(losses) + 1), running_mean(losses, SMOOTHED), label=optimizer)
     target = statistics.median(run.final() for run in confirmation("sgd"))
@@ -172,7 +171,7 @@ def draw(path: Path) -> None:
     left.set(xlabel="step", ylabel="test accuracy", ylim=(0.78, 0.93), title="Fashion-MNIST, small ResNet, batch 128")
     left.legend(loc="lower right")
     right.set(xlabel="step", ylabel=f"training loss, mean of {SMOOTHED} steps", yscale="log")
-    save(figure, path)
+    drawing.save(figure, path)
 
 
 def main() -> None:

@@ -79,10 +79,11 @@ def inside(module, name):
     """The module that an import looks into; `None` for what is public, and for other libraries."""
     if module.split(".")[0] != "torch_thor" or f"{module}:{name}" == COMMAND_LINE:
         return None
-    if exists(f"{module}.{name}"):
-        module, name = f"{module}.{name}", None
-    is_public = module in PACKAGES and (name is None or name in public_names(module))
-    return None if is_public else module
+    if module in PACKAGES and (name is None or name in public_names(module)):
+        return None
+    if not exists(f"{module}.{name}"):
+        return module
+    return None if f"{module}.{name}" in PACKAGES else f"{module}.{name}"
 
 
 def looked_into(path):

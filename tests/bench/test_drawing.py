@@ -6,8 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from torch_thor.bench import draw_band
-from torch_thor.bench.drawing import save
+from torch_thor.bench.drawing import draw_band, save
 
 SERIES = [[1.0, 2.0], [2.0, 3.0], [6.0, 10.0]]
 

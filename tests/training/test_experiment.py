@@ -158,14 +158,18 @@ def test_a_recipe_that_cannot_start_leaves_the_folder_alone(tmp_path):
 
 
 def test_reading_recipes_imports_no_library_of_models_or_images():
-    script = (
-        "import sys\n"
-        "from torch_thor.training import load_recipe, override\n"
-        f"for name in {recipe_names()!r}:\n"
-        "    override(load_recipe(name), ['epochs=3'])\n"
-        "load_recipe('digits', ['model=timm:vit_tiny_patch16_224'])\n"
-        "print([name for name in ('torchvision', 'timm', 'sklearn', 'PIL') if name in sys.modules])\n"
-    )
+    script = f"""
+import sys
+from torch_thor.training import Callback, Run, RunConfig, Task, UserError, load_recipe, override, train
+from torch_thor.training.data import DataBundle, load_data
+from torch_thor.training.models import build_model
+from torch_thor.training.tasks import ImageClassification, MaskedLM
+for name in {recipe_names()!r}:
+    override(load_recipe(name), ["epochs=3"])
+load_recipe("digits", ["model=timm:vit_tiny_patch16_224"])
+libraries = ("torchvision", "timm", "sklearn", "PIL", "transformers", "matplotlib", "tensorboard", "pyarrow")
+print([name for name in libraries if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from torch_thor.bench.drawing import draw_band
+    from torch_thor.bench import drawing, markdown, script
     from torch_thor.bench.machine import describe, describe_device
     from torch_thor.bench.numbers import running_mean, steps_to
     from torch_thor.bench.recipes import train_recipe
@@ -20,11 +20,13 @@ __all__ = [
     "complete_here",
     "describe",
     "describe_device",
-    "draw_band",
+    "drawing",
     "key_of",
+    "markdown",
     "median_ratio",
     "missing",
     "running_mean",
+    "script",
     "steps_to",
     "take_turns",
     "train_recipe",
@@ -34,7 +36,6 @@ __all__ = [
 ]
 
 _MODULES = {
-    "torch_thor.bench.drawing": ("draw_band",),
     "torch_thor.bench.machine": ("describe", "describe_device"),
     "torch_thor.bench.numbers": ("running_mean", "steps_to"),
     "torch_thor.bench.recipes": ("train_recipe",),
@@ -44,4 +45,4 @@ _MODULES = {
 }
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _MODULES)
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES, ("drawing", "markdown", "script"))
