@@ -1,7 +1,7 @@
-"""Masked-language-model pretraining of a two-layer BERT: THOR in both forms against tuned LAMB, AdamW, Muon and SOAP.
+r"""Masked-language-model pretraining of a two-layer BERT: THOR in both forms against tuned LAMB, AdamW, Muon and SOAP.
 
     apt-get install -y anarchism python3.11-doc perl-doc
-    torch-thor prepare /usr/share/doc/anarchism/html /usr/share/doc/python3.11/html /usr/share/perl/5.36.0/pod \\
+    torch-thor prepare /usr/share/doc/anarchism/html /usr/share/doc/python3.11/html /usr/share/perl/5.36.0/pod \
         --out corpora/debian --vocab-size 8192 --seq-len 64,128
     python benchmarks/bert.py --corpus corpora/debian  # what is missing under results/bert, then tables
     python benchmarks/bert.py --table                  # tables and the picture alone, from the raw data
