@@ -62,7 +62,7 @@ class RunFolder(RunPaths):
             require(file.is_file(), f"{file} is missing")
             text = read_text(file)
             stored = self.parsed[text] = self.parsed.get(text) or read_stored(text)
-            copy = None if stored.sealed else self._copy()
+            copy = None if stored.has_checksum else self._copy()
             if copy is not None:
                 changed = differences(copy[1].recipe, stored.recipe, but=FREE_ON_RESUME)
                 require(not changed, f"it is not that of {copy[0].path}: {'; '.join(changed)}")
