@@ -8,8 +8,8 @@ import re
 import torch
 import yaml
 
-from torch_thor.training.checkpoints.checkpoint import FORMAT
-from torch_thor.training.checksums import sealed, sha256
+from torch_thor.training.checkpoints.manifest import FORMAT
+from torch_thor.training.checksums import add_checksum, sha256
 
 
 def _lines(text):
@@ -50,4 +50,4 @@ def write_as_older_version(run, optimizer):
         assert old["format"] == FORMAT
         sums = {name: sha256(path / name) for name in old["sha256"]}
         values = {key: value for key, value in old.items() if key != "checksum"} | {"sha256": sums}
-        (path / "manifest.json").write_text(json.dumps(sealed(values), indent=2) + "\n")
+        (path / "manifest.json").write_text(json.dumps(add_checksum(values), indent=2) + "\n")

@@ -156,7 +156,7 @@ def finished(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (QUICK, "holds a run already"),
+        (QUICK, "contains a run already"),
         (["train", "fashion-mnist", "data.download=false"], "belongs to recipe digits, not fashion-mnist"),
         (["train", "fashion-mnist", "--resume"], "belongs to recipe digits"),
         (["train", "fashion-mnist", "--overwrite"], "belongs to recipe digits"),
@@ -212,7 +212,7 @@ def test_a_truncated_checkpoint(run, finished):
     code, out, _ = run("train", "--resume", "--out", "mine")
     assert code == 0
     assert "falling back" in out
-    assert "goes on from step 16 of 22" in out
+    assert "continues from step 16 of 22" in out
     assert run("eval", newest)[0] == 0
 
 
@@ -231,7 +231,7 @@ def test_stopped_by_signals_then_resumed_equals_never_stopped(run, tmp_path):
         process.send_signal(number)
         code, _, err = finish(process)
         assert code == 130
-        assert "go on with: torch-thor train digits --resume --out stopped" in err
+        assert "continue with: torch-thor train digits --resume --out stopped" in err
         assert "Traceback" not in err
         assert checkpoints(tmp_path / "stopped", "thor")[-1] < 359
     assert run("train", "digits", "--resume", "--out", "stopped")[0] == 0

@@ -92,7 +92,7 @@ def test_names_of_files_do_nothing_on_the_terminal(run, tmp_path):
     metrics.write_text("")
     code, out, err = run("train", "--resume", "--out", NASTY)
     assert code == 0
-    assert f"{shown}/sgd/metrics.jsonl is cut short" in out
+    assert f"{shown}/sgd/metrics.jsonl is truncated" in out
     weights = next((tmp_path / NASTY).glob("sgd/checkpoints/*/model.safetensors"))
     weights.write_bytes(b"")
     _, _, err = run("eval", NASTY)
@@ -215,5 +215,5 @@ def test_ctrl_c_in_the_first_seconds_is_one_line(tmp_path, importing):
     process = start(tmp_path, importing, *QUICK, script=tmp_path / "interrupted.py", cold=True)
     code, out, err = finish(process)
     assert (code, out) == (130, "")
-    assert err == "torch-thor: stopped by Ctrl-C; a run that has a checkpoint goes on with --resume\n"
+    assert err == "torch-thor: stopped by Ctrl-C; a run that has a checkpoint can be continued with --resume\n"
     assert [path.name for path in tmp_path.iterdir()] == ["interrupted.py"]

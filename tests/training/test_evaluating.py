@@ -90,8 +90,14 @@ def test_a_damaged_image_is_told_and_not_counted(run, tmp_path):
         (["data.rot=moved"], "there is no key data.rot (did you mean data.root?)"),
         (["data.root"], "'data.root' is not an override: write key=value"),
         (["data.name=digits", "data.transform=null"], "does not hold the weights of this network"),
-        (["data.name=cifar10", "data.root=nowhere", "data.download=false"], "cifar10 is not whole in nowhere"),
-        (["data.root=run"], "data.root=run must hold val/ or ilsvrc_eval/, with a folder for each class; it holds sgd"),
+        (
+            ["data.name=cifar10", "data.root=nowhere", "data.download=false"],
+            "cifar10 is missing or incomplete in nowhere",
+        ),
+        (
+            ["data.root=run"],
+            "data.root=run must contain val/ or ilsvrc_eval/, with a folder for each class; it contains sgd",
+        ),
         (["data.root=null"], "image-folder needs the folder that holds val/"),
     ],
 )

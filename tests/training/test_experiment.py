@@ -206,7 +206,7 @@ def test_a_run_of_an_older_version_goes_on_bit_for_bit(printed, tmp_path):
     write_as_older_version(tmp_path / "old", "thor")
     assert "task" not in (tmp_path / "old/recipe.yaml").read_text()
     out = printed(*words, "epochs=2", "--out", "old", "--resume")
-    assert "thor: goes on from step 22 of 44" in out
+    assert "thor: continues from step 22 of 44" in out
     assert "damaged" not in out
     shutil.rmtree(tmp_path / "whole/thor/checkpoints/step-00000033")  # the one that only the uninterrupted run keeps
     shutil.rmtree(tmp_path / "old/thor/checkpoints/step-00000033")
@@ -223,5 +223,5 @@ def test_lines_that_were_written_anew_are_no_damage(printed, tmp_path):
     shutil.rmtree(tmp_path / "old/sgd/checkpoints/step-00000044")
     shutil.rmtree(tmp_path / "old/sgd/checkpoints/best")
     out = printed("train", "digits", "--out", "old", "--resume")
-    assert "goes on from step 22 of 44" in out
+    assert "continues from step 22 of 44" in out
     assert "damaged" not in out

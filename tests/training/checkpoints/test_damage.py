@@ -13,15 +13,15 @@ from command_line import assert_refused, contents, succeed
 from torch_thor.training.callbacks.metrics_file import read_metrics
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.checkpoint import open_checkpoint
+from torch_thor.training.checkpoints.manifest import AVERAGED, MANIFEST, METRICS, RECIPE, STATE, WEIGHTS
 from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.checkpoints.saving import known_record
+from torch_thor.training.checkpoints.saving import record_of
 from torch_thor.training.errors import DamagedCheckpointError, UserError
 
 WORDS = ["optimizer=thor", "epochs=3", "batch_size=479", "eval_interval=3", "keep_best=false", "ema_decay=0.5"]
 WORDS += ["checkpoint_interval=3", "keep_checkpoints=2", "device=cpu"]
 NEWEST = "thor/checkpoints/step-00000009"
-IN_CHECKPOINT = [checkpoint.WEIGHTS, checkpoint.AVERAGED, checkpoint.STATE, checkpoint.METRICS]
-IN_CHECKPOINT += [checkpoint.RECIPE, checkpoint.MANIFEST]
+IN_CHECKPOINT = [WEIGHTS, AVERAGED, STATE, METRICS, RECIPE, MANIFEST]
 FILES = ["recipe.yaml", "thor/metrics.jsonl", *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT)]
 
 
@@ -57,7 +57,7 @@ def untimed(path):
 
 
 def assert_same_end(run, whole):
-    for name in (checkpoint.WEIGHTS, checkpoint.AVERAGED):
+    for name in (WEIGHTS, AVERAGED):
         left, right = (load_file(folder / NEWEST / name) for folder in (run, whole))
         assert left.keys() == right.keys()
         assert all(left[key].equal(right[key]) for key in left)
@@ -93,7 +93,7 @@ def test_a_damaged_part_of_a_checkpoint_is_named(finished, tmp_path, name, damag
     path = tmp_path / "step-00000009"
     shutil.copytree(finished / NEWEST, path)
     harm(path / name, damage)
-    if (name, damage) == (checkpoint.MANIFEST, "one byte less"):  # the newline at its end
+    if (name, damage) == (MANIFEST, "one byte less"):  # the newline at its end
         assert open_checkpoint(path) == replace(open_checkpoint(finished / NEWEST), path=path)
         return
     with pytest.raises(DamagedCheckpointError, match=rf"{path} is damaged: .*{name}"):
@@ -109,7 +109,7 @@ def test_a_damaged_recipe_is_named_and_a_checkpoints_copy_takes_its_place(finish
     assert folder.stored_recipe(heard.append) == before
     [said] = heard
     assert str(folder.path / "recipe.yaml") in said
-    assert f"the copy in {folder.path / NEWEST} takes its place" in said
+    assert f"the copy in {folder.path / NEWEST} is used instead" in said
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -117,10 +117,10 @@ def test_a_damaged_metrics_file_is_named_and_a_checkpoints_copy_takes_its_place(
     metrics, heard = tmp_path / "metrics.jsonl", []
     shutil.copy(finished / "thor/metrics.jsonl", metrics)
     saved = open_checkpoint(finished / NEWEST)
-    before = known_record(saved, metrics, pytest.fail)
+    before = record_of(saved, metrics, pytest.fail)
     assert before == read_metrics(metrics)
     harm(metrics, damage)
-    assert known_record(saved, metrics, heard.append) == before
+    assert record_of(saved, metrics, heard.append) == before
     [said] = heard
     assert str(metrics) in said
     assert f"the copy in {finished / NEWEST}" in said
@@ -164,7 +164,7 @@ def test_a_manifest_of_wrong_types_is_damage(finished, tmp_path, content):
     path = tmp_path / "step-00000009"
     shutil.copytree(finished / NEWEST, path)
     (path / "manifest.json").write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(UserError, match=r"manifest.json is not whole$|has format"):
+    with pytest.raises(UserError, match=r"manifest.json is truncated or altered$|has format"):
         open_checkpoint(path)
 
 
@@ -189,7 +189,7 @@ def test_wrong_values_in_a_manifest_are_damage_with_and_without_a_checksum(finis
 
 def test_a_renamed_checkpoint_is_not_taken_for_a_newer_one(finished, tmp_path):
     shutil.copytree(finished / NEWEST, tmp_path / "step-00000099")
-    with pytest.raises(UserError, match="step-00000099 is damaged: it holds step 9"):
+    with pytest.raises(UserError, match="step-00000099 is damaged: it contains step 9"):
         open_checkpoint(tmp_path / "step-00000099")
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
-from torch_thor.training.checksums import sealed, sha256
+from torch_thor.training.checkpoints.checkpoint import newest_undamaged, open_checkpoint
+from torch_thor.training.checkpoints.manifest import MANIFEST, RECIPE, STATE, WEIGHTS
+from torch_thor.training.checksums import add_checksum, sha256
 from torch_thor.training.errors import DamagedCheckpointError, UserError
 
-FILES = [checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.RECIPE, checkpoint.MANIFEST]
+FILES = [WEIGHTS, STATE, RECIPE, MANIFEST]
 
 
 def save(folder, step, keep=5):
@@ -26,7 +27,7 @@ def save(folder, step, keep=5):
 
 def test_round_trip(tmp_path):
     path, model = save(tmp_path, 7)
-    saved = newest_whole(tmp_path, pytest.fail)
+    saved = newest_undamaged(tmp_path, pytest.fail)
     assert (saved.path, saved.step, saved.optimizer, saved.recipe_text) == (path, 7, "sgd", "seed: 7\n")
     assert saved.load_state() == {"optimizer": {}, "step": 7}
     other = nn.Linear(3, 2)
@@ -35,8 +36,8 @@ def test_round_trip(tmp_path):
 
 
 def test_no_checkpoint_is_none(tmp_path):
-    assert newest_whole(tmp_path, pytest.fail) is None
-    assert newest_whole(tmp_path / "nothing", pytest.fail) is None
+    assert newest_undamaged(tmp_path, pytest.fail) is None
+    assert newest_undamaged(tmp_path / "nothing", pytest.fail) is None
 
 
 def test_the_newest_ones_are_kept(tmp_path):
@@ -66,9 +67,9 @@ def test_killed_while_writing_leaves_the_old_one_whole(tmp_path, monkeypatch, mo
             patch.setattr(os, "fsync", lambda fd: die() if left.append(left.pop() - 1) or left[0] == 0 else really(fd))
         with pytest.raises(SystemExit):
             save(tmp_path, 2)
-    assert newest_whole(tmp_path, pytest.fail).path == old
+    assert newest_undamaged(tmp_path, pytest.fail).path == old
     new, _ = save(tmp_path, 2)  # the remains are no obstacle
-    assert newest_whole(tmp_path, pytest.fail).path == new
+    assert newest_undamaged(tmp_path, pytest.fail).path == new
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -101,7 +102,7 @@ def test_damage_is_noticed_and_the_one_before_is_taken(tmp_path, name, damage):
     with pytest.raises(DamagedCheckpointError, match="step-00000002 is damaged"):
         open_checkpoint(new)
     said = []
-    assert newest_whole(tmp_path, said.append).path == old
+    assert newest_undamaged(tmp_path, said.append).path == old
     assert len(said) == 1
     assert "step-00000002" in said[0]
     assert "falling back" in said[0]
@@ -110,9 +111,9 @@ def test_damage_is_noticed_and_the_one_before_is_taken(tmp_path, name, damage):
 def test_all_damaged_is_an_error(tmp_path):
     for step in (1, 2):
         path, _ = save(tmp_path, step)
-        (path / checkpoint.WEIGHTS).write_bytes(b"")
+        (path / WEIGHTS).write_bytes(b"")
     with pytest.raises(DamagedCheckpointError, match="every checkpoint"):
-        newest_whole(tmp_path, lambda line: None)
+        newest_undamaged(tmp_path, lambda line: None)
 
 
 def test_loading_runs_no_code(tmp_path):
@@ -121,11 +122,11 @@ def test_loading_runs_no_code(tmp_path):
             return (os.mkdir, (str(tmp_path / "evil"),))
 
     path, _ = save(tmp_path, 1)
-    (path / checkpoint.STATE).write_bytes(pickle.dumps({"optimizer": Evil()}, protocol=2))
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    (path / STATE).write_bytes(pickle.dumps({"optimizer": Evil()}, protocol=2))
+    manifest = json.loads((path / MANIFEST).read_text())
     del manifest["checksum"]
-    manifest["sha256"][checkpoint.STATE] = sha256(path / checkpoint.STATE)  # a forger can do sums too
-    (path / checkpoint.MANIFEST).write_text(json.dumps(sealed(manifest)))
+    manifest["sha256"][STATE] = sha256(path / STATE)  # a forger can do sums too
+    (path / MANIFEST).write_text(json.dumps(add_checksum(manifest)))
     with pytest.raises(DamagedCheckpointError, match="cannot be loaded"):
         open_checkpoint(path).load_state()
     assert not (tmp_path / "evil").exists()
@@ -135,6 +136,6 @@ def test_weights_of_another_network_are_refused(tmp_path):
     path, _ = save(tmp_path, 1)
     for other in (nn.Linear(4, 2), nn.Linear(3, 2, bias=False)):
         with pytest.raises(
-            UserError, match=r"does not hold the weights of this network \((size mismatch for weight|Unexpected key)"
+            UserError, match=r"does not contain the weights of this network \((size mismatch for weight|Unexpected key)"
         ):
             open_checkpoint(path).load_weights(other)

@@ -54,7 +54,7 @@ def test_a_file_that_went_away_is_broken(tree):
 
 def test_missing_splits(tree):
     (tree / "val").rename(tree / "validation")
-    refused(tree, "must hold train/ and val/ or ilsvrc/ and ilsvrc_eval/.* it holds train, validation")
+    refused(tree, "must contain train/ and val/ or ilsvrc/ and ilsvrc_eval/.* it contains train, validation")
     refused(tree / "nowhere", "nowhere is not a folder")
     (tree / "empty").mkdir()
     refused(tree / "empty", "no folders")

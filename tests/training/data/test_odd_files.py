@@ -55,14 +55,14 @@ def disk(path):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (pipe, "a named pipe, no file"),
-        (listening, "a socket, no file"),
-        (endless, "a device, no file"),
-        (terminal, "a device, no file"),
-        (link_to_a_pipe, "a named pipe, no file"),
+        (pipe, "a named pipe, not a file"),
+        (listening, "a socket, not a file"),
+        (endless, "a device, not a file"),
+        (terminal, "a device, not a file"),
+        (link_to_a_pipe, "a named pipe, not a file"),
         (circle, os.strerror(errno.ELOOP)),
         (nowhere, "No such file or directory"),
-        (disk, "1099.5 GB are too many for an image"),
+        (disk, "1099.5 GB are too much for an image"),
     ],
 )
 def test_what_is_no_file_is_a_broken_image_and_never_opened(tree, make, reason, monkeypatch):

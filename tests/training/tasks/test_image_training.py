@@ -126,7 +126,7 @@ def test_more_workers_than_cores_is_one_warning(run, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     code, out, err = run(*WORDS, "data.workers.count=2", "epochs=1")
     assert (code, err) == (0, "")
-    assert out.count("workers=2: 2 worker processes share 1 cores; 1 or fewer would do") == 1
+    assert out.count("workers=2: 2 worker processes share 1 cores; 1 or fewer would be enough") == 1
 
 
 def test_an_unreadable_file_is_a_broken_image(run, tmp_path):
@@ -147,7 +147,7 @@ def test_too_many_broken_images_end_training_with_its_checkpoints(run, tmp_path)
     code, out, err = run("train", "digits", "--resume", "--out", "run")
     assert code == 0, err
     if kept:
-        assert f"sgd: goes on from step {kept[-1]} of 8" in out
+        assert f"sgd: continues from step {kept[-1]} of 8" in out
 
 
 def test_another_network_is_refused_and_nothing_is_lost(run, tmp_path):

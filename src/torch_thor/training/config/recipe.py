@@ -101,8 +101,8 @@ class Recipe(RunConfig):
         TASKS[self.task].check(self)
         require(
             self.weights is not None or (self.weights_sha256 is None and not self.weights_except),
-            f"weights_except={list(self.weights_except)} and weights_sha256={self.weights_sha256} need weights, which "
-            f"is not set: give weights=FILE, or leave them out",
+            f"weights is not set, but weights_except={list(self.weights_except)} or "
+            f"weights_sha256={self.weights_sha256} is: give weights=FILE, or leave them out",
         )
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
         for name in (*self.optimizer, *self.optimizers):
