@@ -127,7 +127,7 @@ FILES = {
     "large.yaml": (b"about: " + b"x" * 2_000_000, "has more than 1000000 bytes"),
     "date.yaml": (b"about: 2020-13-45", "is not YAML"),
     "keys.yaml": (b"optimizers: {3: {lr: 1}}", "optimizers.3: no such optimizer"),
-    "empty.yaml": (b"", "holds no keys"),
+    "empty.yaml": (b"", "has no keys"),
 }
 
 

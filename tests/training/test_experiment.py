@@ -76,7 +76,7 @@ def test_tasks_train_resume_and_report(printed, little, tmp_path, recipe, metric
         board.Reload()
         tags = set(board.Tags()["scalars"])
         assert {f"test/{metrics[1]}", f"averaged/{metrics[1]}", "train/loss", f"train/{unit}_per_second"} <= tags
-    assert f"{unit} a second, ordinary steps" in out
+    assert f"{unit} per second, ordinary steps" in out
     assert f"{unit}/s" in printed("train", recipe, *words[2:], "log_interval=3", "epochs=1", "--out", "half")
     shutil.rmtree(tmp_path / "half/thor/checkpoints/step-00000006")
     printed("train", recipe, *words[2:], "epochs=2", "--out", "half", "--resume")

@@ -13,7 +13,7 @@ from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.data.in_memory import DataBundle
 from torch_thor.training.data.shards import epoch_order
 from torch_thor.training.engine import precision
-from torch_thor.training.engine.history import from_lines, to_line
+from torch_thor.training.engine.history_format import from_lines, to_line
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.errors import UserError
 from torch_thor.training.tasks.image_classification import ImageClassification
@@ -153,7 +153,9 @@ def test_too_many_overflows_in_a_row_are_an_error(data, monkeypatch, loss_scale)
     monkeypatch.setattr(precision, "MOST_SKIPPED", 3)
     record = train(new(data, precision="fp16", loss_scale=loss_scale), [Spoil({1, 2, 4, 5, 7, 8})])
     assert sum(point.skipped for point in record.steps) == 6  # never three in a row
-    with pytest.raises(UserError, match=r"^3 steps in a row overflowed float16, the loss scale is \d+: lower lr, or"):
+    with pytest.raises(
+        UserError, match=r"^3 consecutive steps overflowed float16, and the loss scale is \d+: lower lr, or"
+    ):
         train(new(data, precision="fp16", loss_scale=loss_scale), [Spoil({3, 4, 5})])
 
 

@@ -100,8 +100,8 @@ def nothing(data):
         (spoil_root, [], "data.root=data is not a folder"),
         (spoil_root_kind, [], "data.root=data is not a folder"),
         (nothing, ["data.root=null"], "data.root is not set"),
-        (nothing, ["classes=2"], "labels 2 to 2 lie outside its head"),
-        (nothing, ["model=small-cnn"], "model=small-cnn does not take the data's images"),
+        (nothing, ["classes=2"], "the network only 2 outputs"),
+        (nothing, ["model=small-cnn"], "model=small-cnn cannot process the data's images"),
         (nothing, ["batch_size=19"], "batch_size=19 is larger than the training set (18 images)"),
         (nothing, ["accumulation=5"], "accumulation=5 must lie in [1, batch_size=4]"),
         (nothing, ["schedule.horizon_epochs=1"], "schedule.horizon_epochs=1.0 is shorter than the training (2 epochs)"),
@@ -187,7 +187,7 @@ def test_eval_of_labels_outside_the_head(run, tmp_path):
     assert run(*WORDS, "classes=3", "--out", "run")[0] == 0
     for part in ("train", "val"):
         shutil.copytree(tmp_path / f"data/{part}/digit", tmp_path / f"data/{part}/zebra")
-    assert_refused(run("eval", "run"), "labels 3 to 3 lie outside its head")
+    assert_refused(run("eval", "run"), "the network only 3 outputs")
 
 
 def test_resuming_an_ended_run_does_nothing(run, tmp_path):

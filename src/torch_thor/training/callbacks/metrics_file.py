@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TextIO
 
 from torch_thor.files import whole_file
-from torch_thor.training.engine.history import EvalPoint, History, Point, RefreshPoint, StepPoint, from_lines, to_line
+from torch_thor.training.engine.history import EvalPoint, History, Point, RefreshPoint, StepPoint
+from torch_thor.training.engine.history_format import from_lines, to_line
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.errors import UserError
 from torch_thor.training.output_files import writing
