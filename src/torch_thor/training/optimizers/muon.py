@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` and `torch.optim.AdamW` with one `param_groups` and one `state`.
 
     Args:
-        params: Parameters; Muon trains those of two or more dimensions, AdamW the others.
+        params: A module, or parameters. Muon trains those of two or more dimensions, AdamW the others.
         lr: Learning rate of Muon.
         momentum: Momentum factor of Muon.
         nesterov: Whether the momentum of Muon is Nesterov's.
@@ -26,11 +26,15 @@ class MuonAdamW(torch.optim.Optimizer):
         adjust_lr_fn: Muon's rule that scales the learning rate by the shape of a matrix. With `match_rms_adamw`,
             learning rates of AdamW can be used.
         adamw_lr: Learning rate of AdamW; `None` stands for `lr`.
+        adamw_embeddings: Whether AdamW also trains the weights of `nn.Embedding`, as Muon's author recommends.
+
+    Raises:
+        ValueError: If `adamw_embeddings` is True and `params` is not a module.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        params: nn.Module | Iterable[Tensor],
         *,
         lr: float = 1e-3,
         momentum: float = 0.95,
@@ -38,10 +42,16 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         adjust_lr_fn: str = "match_rms_adamw",
         adamw_lr: float | None = None,
+        adamw_embeddings: bool = False,
     ) -> None:
-        params = list(params)
-        matrices = [p for p in params if p.ndim >= 2]
-        rest = [p for p in params if p.ndim < 2]
+        embeddings: set[Tensor] = set()
+        if adamw_embeddings:
+            if not isinstance(params, nn.Module):
+                raise ValueError("adamw_embeddings=True needs the module: pass it instead of its parameters")
+            embeddings = {module.weight for module in params.modules() if isinstance(module, nn.Embedding)}
+        params = list(params.parameters() if isinstance(params, nn.Module) else params)
+        matrices = [p for p in params if p.ndim >= 2 and p not in embeddings]
+        rest = [p for p in params if p.ndim < 2 or p in embeddings]
         groups: list[dict[str, Any]] = []
         self._inner: dict[str, torch.optim.Optimizer] = {}
         if matrices:
