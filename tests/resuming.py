@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torch_thor.training.callbacks.metrics_file import MetricsFile
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged
+from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.config.recipe_text import recipe_yaml
 from torch_thor.training.engine.loop import Callback, train
@@ -43,7 +43,7 @@ def go(folder, recipe, name, data, *, resume=False, stop_at=None, keep=2):
     stop, metrics = StopSignal(), MetricsFile(folder / "metrics.jsonl")
     if resume:
         torch.manual_seed(999)  # another process: nothing of the first one's random numbers is left
-        restore(run, newest_undamaged(folder / "checkpoints", pytest.fail), metrics.path, pytest.fail)
+        restore(run, newest_whole(folder / "checkpoints", pytest.fail), metrics.path, pytest.fail)
     checkpoints = Checkpoints(
         folder / "checkpoints", metrics, stop, interval=5, keep=keep, optimizer=name, recipe=recipe_yaml(recipe)
     )

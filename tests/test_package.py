@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "torch_thor"
 
 # Each package may import itself and those below it.
-LAYERS = ["files", "curvature", "capture", "distributed", "split", "optim", "training", "bench", "cli"]
+LAYERS = ["files", "curvature", "capture", "distributed", "split", "optim", "training", "bench", "commands", "cli"]
 
 
 def test_core_needs_torch_alone():

@@ -1,1 +1,1 @@
-"""The training application: recipes, data, models, the training loop, checkpoints, evaluation and reports."""
+"""The training application: recipes, data, models, the loop, checkpoints, evaluation and reports."""

@@ -157,7 +157,7 @@ def _begin(
     recipe: Recipe, name: str, task: Task, folder: RunFolder, say: Callable[[str], None], *, resume: bool
 ) -> _PendingRun:
     with parallel.agreed():
-        saved = checkpoint.newest_undamaged(folder.checkpoints(name), say) if resume else None
+        saved = checkpoint.newest_whole(folder.checkpoints(name), say) if resume else None
         if saved is not None:
             require(
                 saved.optimizer == name,

@@ -10,7 +10,7 @@ import pytest
 from replaying import accuracy_point, replay, small_run
 from torch_thor.training.callbacks import metrics_file as module
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged
+from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.engine.history import History, StepPoint
@@ -103,7 +103,7 @@ def test_a_full_disk_is_one_line_and_no_checkpoint(tmp_path, moment):
     with pytest.raises(UserError, match=said):
         file.close()  # what is in its buffer has no room either
     file.close()
-    assert newest_undamaged(tmp_path / "c", pytest.fail) is None
+    assert newest_whole(tmp_path / "c", pytest.fail) is None
 
 
 def test_no_folder_to_write_in_is_one_line(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from replaying import accuracy_point, small_run
 from torch_thor.training.callbacks.metrics_file import MetricsFile
 from torch_thor.training.checkpoints import best, checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged, open_checkpoint
+from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.engine.evaluation import Score
@@ -57,7 +57,7 @@ def go(tmp_path, accuracies):
         file = MetricsFile(tmp_path / "m.jsonl")
         folder = tmp_path / "c"
         if resume:
-            restore(run, newest_undamaged(folder, lambda line: None), file.path, pytest.fail)
+            restore(run, newest_whole(folder, lambda line: None), file.path, pytest.fail)
         begun = run.step
         saving = Checkpoints(
             folder, file, stop or StopSignal(), interval=interval, keep=keep, optimizer="sgd", recipe="",
@@ -128,7 +128,7 @@ def test_killed_and_resumed_at_any_step(tmp_path, go, at):
         go(callbacks=[Die(at)])
     if at == 1:
         return
-    resumed, begun = go(resume=True) if newest_undamaged(tmp_path / "c", pytest.fail) else go()
+    resumed, begun = go(resume=True) if newest_whole(tmp_path / "c", pytest.fail) else go()
     assert begun == max([0, *(s for s in (2, 3, 4, 6, 9, 10) if s < at)])  # the best one counts among the newest
     assert torch.equal(resumed.model.weight, whole.model.weight)
     assert names(tmp_path / "c") == ["best", "step-00000009", "step-00000012"]
@@ -203,7 +203,7 @@ def test_a_damaged_newer_one_does_not_push_out_the_whole(tmp_path, go):
     (tmp_path / "c/step-00000012/model.safetensors").write_bytes(b"")
     shutil.rmtree(tmp_path / "c/best")
     checkpoint.save(tmp_path / "c", torch.nn.Linear(4, 3), {}, step=9, optimizer="sgd", recipe="", keep=1)
-    assert newest_undamaged(tmp_path / "c", lambda line: None).step == 9
+    assert newest_whole(tmp_path / "c", lambda line: None).step == 9
 
 
 def test_no_room_for_the_best_is_one_line(tmp_path, go, monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 
 from command_line import assert_same_runs, checkpoints, command, succeed
 from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged, open_checkpoint
+from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
 from torch_thor.training.errors import UserError
 
 
@@ -83,7 +83,7 @@ def test_the_older_ones_stay_whole_and_nothing_else_is_left(tmp_path, monkeypatc
     assert "the newest complete one is step-00000002: free some disk space, then continue with --resume" in message
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
-    assert newest_undamaged(tmp_path, pytest.fail).step == 2
+    assert newest_whole(tmp_path, pytest.fail).step == 2
     assert open_checkpoint(save(tmp_path, 3, keep=1)).step == 3  # with room again
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
@@ -108,7 +108,7 @@ def test_an_old_one_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", full)
         save(tmp_path, 3, keep=2)
-    assert newest_undamaged(tmp_path, pytest.fail).step == 3
+    assert newest_whole(tmp_path, pytest.fail).step == 3
     save(tmp_path, 4, keep=2)  # tried again
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
 

@@ -10,7 +10,7 @@ from command_line import assert_refused, checkpoints, newest
 from resuming import Noisy, go
 from tiny import assert_same
 from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged
+from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
 from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
@@ -98,7 +98,7 @@ def test_killed_without_warning_goes_on_from_the_checkpoint_before(tmp_path, rec
     metrics.close()
     with metrics.path.open("a") as file:
         file.write('{"kind": "step", "st')  # the kill came in the middle of a line
-    assert newest_undamaged(tmp_path / "checkpoints", pytest.fail).step == 10
+    assert newest_whole(tmp_path / "checkpoints", pytest.fail).step == 10
     resumed = go(tmp_path, recipe, "sgd", data, resume=True)
     assert_same(whole.model.state_dict(), resumed.model.state_dict())
     assert untimed(read_metrics(metrics.path)) == untimed(whole.record)
@@ -133,7 +133,7 @@ def test_metrics_that_lost_steps_come_back_from_the_checkpoint(tmp_path, recipe,
     ):
         metrics.unlink() if damage is None else metrics.write_bytes(damage)
         run, heard = new_run(recipe, "sgd", data), []
-        restore(run, newest_undamaged(tmp_path / "checkpoints", pytest.fail), metrics, heard.append)
+        restore(run, newest_whole(tmp_path / "checkpoints", pytest.fail), metrics, heard.append)
         assert heard == [f"{metrics} {said}: it is restored from the copy in {tmp_path / 'checkpoints/step-00000007'}"]
         file = MetricsFile(metrics)
         file.before_training(run)

@@ -11,7 +11,7 @@ from torch import nn
 
 from command_line import newest, state
 from tiny import assert_same
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged
+from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.weights import with_weights_checksum
 from torch_thor.training.checksums import sha256
@@ -193,7 +193,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(file):
     said = []
     found = with_weights_checksum(load_recipe("digits", [*WORDS, f"weights={folder}"]), said.append)
     assert any("falling back to the previous one" in line for line in said)
-    assert found.weights_sha256 == sha256(newest_undamaged(folder, lambda _: None).path / "model.safetensors")
+    assert found.weights_sha256 == sha256(newest_whole(folder, lambda _: None).path / "model.safetensors")
 
 
 def test_weights_that_changed_before_an_optimizer_started_are_noticed(file):

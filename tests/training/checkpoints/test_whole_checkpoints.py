@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged, open_checkpoint
+from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
 from torch_thor.training.checkpoints.manifest import MANIFEST, RECIPE, STATE, WEIGHTS
 from torch_thor.training.checksums import add_checksum, sha256
 from torch_thor.training.errors import DamagedCheckpointError, UserError
@@ -27,7 +27,7 @@ def save(folder, step, keep=5):
 
 def test_round_trip(tmp_path):
     path, model = save(tmp_path, 7)
-    saved = newest_undamaged(tmp_path, pytest.fail)
+    saved = newest_whole(tmp_path, pytest.fail)
     assert (saved.path, saved.step, saved.optimizer, saved.recipe_text) == (path, 7, "sgd", "seed: 7\n")
     assert saved.load_state() == {"optimizer": {}, "step": 7}
     other = nn.Linear(3, 2)
@@ -36,8 +36,8 @@ def test_round_trip(tmp_path):
 
 
 def test_no_checkpoint_is_none(tmp_path):
-    assert newest_undamaged(tmp_path, pytest.fail) is None
-    assert newest_undamaged(tmp_path / "nothing", pytest.fail) is None
+    assert newest_whole(tmp_path, pytest.fail) is None
+    assert newest_whole(tmp_path / "nothing", pytest.fail) is None
 
 
 def test_the_newest_ones_are_kept(tmp_path):
@@ -67,9 +67,9 @@ def test_killed_while_writing_leaves_the_old_one_whole(tmp_path, monkeypatch, mo
             patch.setattr(os, "fsync", lambda fd: die() if left.append(left.pop() - 1) or left[0] == 0 else really(fd))
         with pytest.raises(SystemExit):
             save(tmp_path, 2)
-    assert newest_undamaged(tmp_path, pytest.fail).path == old
+    assert newest_whole(tmp_path, pytest.fail).path == old
     new, _ = save(tmp_path, 2)  # the remains are no obstacle
-    assert newest_undamaged(tmp_path, pytest.fail).path == new
+    assert newest_whole(tmp_path, pytest.fail).path == new
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -102,7 +102,7 @@ def test_damage_is_noticed_and_the_one_before_is_taken(tmp_path, name, damage):
     with pytest.raises(DamagedCheckpointError, match="step-00000002 is damaged"):
         open_checkpoint(new)
     said = []
-    assert newest_undamaged(tmp_path, said.append).path == old
+    assert newest_whole(tmp_path, said.append).path == old
     assert len(said) == 1
     assert "step-00000002" in said[0]
     assert "falling back" in said[0]
@@ -113,7 +113,7 @@ def test_all_damaged_is_an_error(tmp_path):
         path, _ = save(tmp_path, step)
         (path / WEIGHTS).write_bytes(b"")
     with pytest.raises(DamagedCheckpointError, match="every checkpoint"):
-        newest_undamaged(tmp_path, lambda line: None)
+        newest_whole(tmp_path, lambda line: None)
 
 
 def test_loading_runs_no_code(tmp_path):

@@ -10,7 +10,7 @@ from command_line import state
 from resuming import Noisy, go
 from tiny import assert_same
 from torch_thor.training.callbacks.metrics_file import read_metrics
-from torch_thor.training.checkpoints.checkpoint import newest_undamaged
+from torch_thor.training.checkpoints.checkpoint import newest_whole
 from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
 from torch_thor.training.engine.evaluation import evaluate
@@ -138,7 +138,7 @@ def test_training_ends_at_the_accuracy_asked_for(tmp_path, recipe, data, words, 
     assert first < 36
     run = go(tmp_path / "ended", recipe("epochs=12", f"stop_at={goal}", *words), "sgd", data)
     assert (run.step, run.done, run.total_steps) == (first, True, 36)
-    assert newest_undamaged(tmp_path / "ended/checkpoints", pytest.fail).step == first
+    assert newest_whole(tmp_path / "ended/checkpoints", pytest.fail).step == first
     before = (tmp_path / "ended/metrics.jsonl").read_bytes()
     again = go(tmp_path / "ended", recipe("epochs=12", f"stop_at={goal}", *words), "sgd", data, resume=True)
     assert again.step == first

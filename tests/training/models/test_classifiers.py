@@ -75,7 +75,7 @@ def test_images_that_a_network_cannot_take_are_one_line(name, bundle, said):
     [
         (
             "smal-cnn",
-            r"^model=smal-cnn is not a network: .*did you mean small-cnn\?.*torch-thor itself has small-cnn, small-resnet",
+            r"^model=smal-cnn is not a network: .*did you mean small-cnn\?.*itself has small-cnn, small-resnet",
         ),
         ("torchvision:resnet5", r"^model=torchvision:resnet5 is not a network: .*did you mean resnet50\?"),
         ("fcn_resnet50", r"^model=fcn_resnet50 does not classify images"),

@@ -1,1 +1,1 @@
-"""Callbacks of the training loop: the metrics file, progress display, TensorBoard and the profiler."""
+"""Callbacks of the training loop: the metrics file, progress, TensorBoard, the profiler."""

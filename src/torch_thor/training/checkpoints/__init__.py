@@ -1,1 +1,1 @@
-"""Checkpoints, the initial weights of a training, and the folder of a run."""
+"""Checkpoints, the weights that a training starts from, and the folder of a run."""

@@ -207,7 +207,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["optimizer"])
 
 
-def newest_undamaged(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
     """Return the newest checkpoint whose checksums match, the best one included.
 
     Args:

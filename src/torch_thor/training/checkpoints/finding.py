@@ -32,14 +32,14 @@ def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[checkpoint.
         return [checkpoint.open_checkpoint(path)]
     for folder in (path, path / "checkpoints", path / checkpoint.BEST):
         if checkpoint.holds_checkpoints(folder):
-            newest = checkpoint.newest_undamaged(folder, say)
+            newest = checkpoint.newest_whole(folder, say)
             return [] if newest is None else [newest]
     run = RunFolder(path)
     if not (path.is_dir() and run.is_run()):
         return []
     recipe = run.stored_recipe(say)
     assert recipe is not None
-    newest_ones = [checkpoint.newest_undamaged(run.checkpoints(name), say) for name in recipe.optimizer]
+    newest_ones = [checkpoint.newest_whole(run.checkpoints(name), say) for name in recipe.optimizer]
     found = [saved for saved in newest_ones if saved is not None]
     require(bool(found), f"{path} contains no checkpoint yet: continue the training with --resume")
     return found

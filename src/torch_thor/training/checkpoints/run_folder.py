@@ -94,7 +94,7 @@ class RunFolder(RunPaths):
         found = []
         for name in OPTIMIZERS:
             with suppress(DamagedCheckpointError):
-                saved = checkpoint.newest_undamaged(self.checkpoints(name), lambda _: None)
+                saved = checkpoint.newest_whole(self.checkpoints(name), lambda _: None)
                 found += [] if saved is None else [saved]
         for saved in sorted(found, key=lambda saved: saved.path.stat().st_mtime, reverse=True):
             with suppress(UserError):

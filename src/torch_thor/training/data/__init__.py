@@ -1,1 +1,1 @@
-"""Data sets and their batches: which samples each process gets, and how images and text are read."""
+"""Batches: which samples each process gets, and the readers of images and text behind them."""

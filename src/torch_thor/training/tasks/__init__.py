@@ -1,1 +1,1 @@
-"""Tasks. A task consists of a network, its data, its loss and its metrics."""
+"""Tasks: a task is a network, its data, its loss and its metrics."""

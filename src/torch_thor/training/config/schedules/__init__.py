@@ -1,1 +1,1 @@
-"""Schedules of the learning rate and the damping: their settings and their formulas."""
+"""Schedules of the learning rate and of the damping: their settings and their formulas."""
