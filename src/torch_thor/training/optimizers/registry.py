@@ -56,19 +56,28 @@ _here = partial(settings_of, module=__name__)
 _torch = partial(_here, meanings=TORCH_MEANINGS)
 _sgd = partial(_torch, optimizer=torch.optim.SGD, defaults=SGD_DEFAULTS)
 SGDSettings = _sgd("SGDSettings", without=("dampening",), check=_check_sgd)
-MomentumSettings = _sgd("MomentumSettings", without=("dampening", "nesterov"))
+MomentumSettings = _sgd(
+    "MomentumSettings", without=("dampening", "nesterov"), summary="Settings of `SGD` with momentum."
+)
 NesterovSettings = _sgd(
     "NesterovSettings",
     without=("dampening", "nesterov"),
     check=_check_nesterov,
     meanings={**TORCH_MEANINGS, "momentum": "Factor of Nesterov's momentum, in (0, 1)."},
+    summary="Settings of `SGD` with Nesterov's momentum.",
 )
 AdagradSettings = _torch("AdagradSettings", torch.optim.Adagrad)
 RMSpropSettings = _torch("RMSpropSettings", torch.optim.RMSprop)
 AdadeltaSettings = _torch("AdadeltaSettings", torch.optim.Adadelta)
 AdamSettings = _torch("AdamSettings", torch.optim.Adam)
 AdamWSettings = _here("AdamWSettings", torch.optim.AdamW, meanings={**TORCH_MEANINGS, "weight_decay": DECOUPLED})
-MuonSettings = _here("MuonSettings", MuonAdamW, without=("nesterov",), defaults={"weight_decay": 0.01})
+MuonSettings = _here(
+    "MuonSettings",
+    MuonAdamW,
+    without=("nesterov",),
+    defaults={"weight_decay": 0.01},
+    summary="Settings of `Muon`, which trains matrices; `AdamW` trains all other parameters.",
+)
 LAMBSettings = _here("LAMBSettings", LAMB, defaults={"lr": 0.01}, meanings=LAMB_MEANINGS)
 AGCSGDSettings = _here(
     "AGCSGDSettings", AGCSGD, rules=("momentum",), check=_check_sgd, defaults=SGD_DEFAULTS, meanings=AGC_MEANINGS

@@ -83,6 +83,7 @@ def settings_of(
     types: Mapping[str, Any] | None = None,
     meanings: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    summary: str | None = None,
 ) -> type[OptimizerSettings]:
     """Make the dataclass of an optimizer's settings.
 
@@ -96,6 +97,7 @@ def settings_of(
         types: Types of keys whose defaults do not show them.
         meanings: Meanings of keys that replace those of the docstring.
         defaults: Defaults that replace those of the signature.
+        summary: First line of the class's docstring; `None` names the optimizer.
 
     Returns:
         A frozen dataclass with `lr` and `weight_decay` first, then the other keys in the order of the signature.
@@ -117,7 +119,7 @@ def settings_of(
     lines = [f"    {key}: {documented[key]}" for key in ordered]
     namespace = {
         "__post_init__": check_all,
-        "__doc__": "\n".join([f"Settings of `{_name(optimizer)}`.\n", "Args:", *lines]),
+        "__doc__": "\n".join([f"{summary or f'Settings of `{_name(optimizer)}`.'}\n", "Args:", *lines]),
     }
     made = make_dataclass(name, items, bases=(OptimizerSettings,), frozen=True, namespace=namespace)
     made.__module__ = module

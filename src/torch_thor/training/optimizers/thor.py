@@ -90,6 +90,7 @@ def _settings(name: str, scaling: str | None) -> type[OptimizerSettings]:
         types=TYPES,
         meanings=MEANINGS[scaling],
         defaults={**usual, "skip": ()},
+        summary="Settings of `THOR`." if scaling is None else f'Settings of `THOR` with `scaling="{scaling}"`.',
     )
 
 
