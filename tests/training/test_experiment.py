@@ -101,7 +101,7 @@ def test_a_target_ends_a_run_that_gets_below_it(printed, little, tmp_path):
     out = printed(*words, "schedule.kind=constant", f"stop_at={values[2]}", "targets=[0.001]", "--out", "cut")
     assert [line["squared_error"] for line in lines(tmp_path / "cut", "sgd", "eval")] == values[:3]
     assert re.search(r"ended at squared error [\d.]+ +│ +yes", out)
-    assert re.search(r"steps \(seconds\) to squared error 0.001 +│ +not reached", out)
+    assert re.search(r"steps \(seconds\) to reach squared error 0.001 +│ +not reached", out)
 
 
 LITTLE = """
