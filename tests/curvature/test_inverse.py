@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.inverse import damped_inverses, relative_damping
 
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch_thor.capture.loss_terms import Call, LossTerms, Pass, loss_terms_of_pass, loss_terms_of_step
 from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.capture.sampling import Sampler
-from torch_thor.curvature.kinds import Kind, ProjectionKind
+from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class BackwardPasses:
             # kept where another pass may come (retain_graph): G is that of the sum of all losses
             graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
             earlier = self._generation, total if graph_stays else None
-            # these modules know their layout, and are seen batch first; rows that are patches are a convolution's
-            certain = not row_shape or isinstance(kind, ProjectionKind)
+            # no row_shape: rows are patches, as in a convolution; registered kinds may lack batch_first
+            certain = not row_shape or bool(getattr(kind, "batch_first", False))
             into.calls.append(Call(layer, kind.loss_terms(x), tuple(row_shape), certain, kind.diagonal_input))
             if phase in GATHERING:
                 capture.mask_taken |= keep is not None

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout, scale_
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal, scale_
 from torch_thor.curvature.experts import bias_scales, group_rows_per_term, plain_where_unknown, weighted_factors
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView, State

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.precision import factor_dtype, ieee_float32

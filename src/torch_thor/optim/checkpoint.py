@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.layer_state import missing_entries, stored_tensors
 from torch_thor.optim.thor.gradient_checks import some
 
 StateDict = dict[str, Any]
@@ -105,29 +103,6 @@ def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], r
                 f"the state dict is not one of {optimizer}: its parameter group {i} has no {' or '.join(missing)}, and "
                 f"looks like that of {known} (it has {some(options, most=8)}); nothing was loaded. {remedy}"
             )
-
-
-def check_thors(state_dict: StateDict) -> None:
-    """Refuse a state dict that is no THOR's.
-
-    Args:
-        state_dict: what is to be loaded.
-
-    Raises:
-        ValueError: it is another optimizer's, or of the scale-free step as an earlier version had it.
-    """
-    remedy = (
-        "Momentum, learning rate and schedule of another optimizer mean nothing to THOR: load the model's weights, and "
-        "let THOR start anew"
-    )
-    check_origin(state_dict, "THOR", ("damping", "trace_thresholds", "update_interval"), remedy)
-    scale_free = any(group.get("scaling") == "spectral" for group in state_dict["param_groups"])
-    if scale_free and any(str(key).endswith("G_inverse") for kept in state_dict["state"].values() for key in kept):
-        raise ValueError(
-            "the state dict is of a version whose scale-free step took fourth roots of A and G; this one takes the "
-            "inverse of A alone, with other defaults, and cannot go on from there; nothing was loaded. Load the "
-            "model's weights and let THOR start anew, or end the training with the version that began it"
-        )
 
 
 def complete_groups(groups: Iterable[dict[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
@@ -229,36 +204,4 @@ def check_moments(
             raise ValueError(
                 f"the state dict holds NaN or inf in {some(bad)}, which would reach the weights; load an earlier "
                 f"checkpoint, or let the optimizer start anew"
-            )
-
-
-def check_factors(layers: Iterable[LayerCurvature]) -> None:
-    """Check that what was loaded of layers is complete, and of the shapes that they need.
-
-    Args:
-        layers: the preconditioned layers.
-
-    Raises:
-        ValueError: it is not: the state belongs to another model.
-    """
-    for layer in layers:
-        missing = missing_entries(layer)
-        if missing:
-            raise ValueError(
-                f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
-                f"is whole, or let the optimizer start anew"
-            )
-        layouts = layer.layouts()
-        for matrix, stored in stored_tensors(layer).items():
-            found = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in stored)
-            needed = layouts[matrix[0]].shapes
-            if stored[0] is not None and found != needed:
-                raise ValueError(
-                    f"layer {layer.name!r}: {matrix} in the state dict has blocks of shapes {found}, this model "
-                    f"and split_dim need {needed}; load it into the model and with the split_dim that it was saved with"
-                )
-        if layer.refreshes and not layer.rows_per_term > 0:
-            raise ValueError(
-                f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "
-                f"where there are factors; load an earlier checkpoint"
             )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockLayout
+from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.precision import ieee_float32
 
 # A candidate is timed again until it has used this much, and at least and at most so often.

@@ -10,7 +10,6 @@ counts the steps taken, ``group["next_refresh"]`` is the step of the next refres
 number, a schedule or any callable) is asked on each refresh for the steps until the next one.
 """
 
-import ast
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,11 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch_thor.optim.checks import check_interval
-from torch_thor.optim.parameters import Group
 
 UpdateInterval = int | Callable[[int], int]
-
-CALLABLE = "callable"  # what a state dict says of a function
 
 
 class Schedule(Protocol):
@@ -172,51 +168,6 @@ class Geometric:
         return math.floor(min(float(self.last), self.first - step + self.factor * step))
 
 
-_KNOWN: dict[str, type[Constant | Piecewise | Geometric]] = {
-    cls.__name__: cls for cls in (Constant, Piecewise, Geometric)
-}
-
-
-def to_plain(interval: int | Callable[[int], int]) -> int | str:
-    """Return what a state dict holds of an interval.
-
-    Args:
-        interval: a number, a schedule or any callable.
-
-    Returns:
-        The number; the schedule's repr; ``"callable"`` for any other callable.
-    """
-    if not callable(interval):
-        return interval
-    return repr(interval) if type(interval) in _KNOWN.values() else CALLABLE
-
-
-def from_plain(plain: Any) -> Any:
-    """Make what :func:`to_plain` was given, without running what the text says.
-
-    Args:
-        plain: an entry of a state dict.
-
-    Returns:
-        The schedule that a text describes; anything else as it is, ``"callable"`` too.
-
-    Raises:
-        ValueError: a text describes no schedule of this version.
-    """
-    if not isinstance(plain, str) or plain == CALLABLE:
-        return plain
-    try:
-        call = ast.parse(plain, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("not a call of a class with keywords")
-        return _KNOWN[call.func.id](**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
-    except (SyntaxError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"update_interval={plain!r} in the state dict is no schedule of this version, which knows "
-            f"{', '.join(_KNOWN)}; set group['update_interval'] in the state dict to a whole number or to one of them"
-        ) from error
-
-
 def steps_until_next(interval: Callable[[int], int], step: int) -> int:
     """Ask a schedule for the way to the next refresh.
 
@@ -231,34 +182,3 @@ def steps_until_next(interval: Callable[[int], int], step: int) -> int:
         ValueError: it gives something else.
     """
     return check_interval(f"update_interval({step})", interval(step))
-
-
-def plain_group(group: Group) -> Group:
-    """Return a group as a state dict holds it.
-
-    Args:
-        group: a parameter group.
-
-    Returns:
-        A copy with plain data for its interval.
-    """
-    return {**group, "update_interval": to_plain(group["update_interval"])}
-
-
-def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
-    """Return the interval that holds after a state dict was loaded.
-
-    Args:
-        saved: the group in the state dict.
-        own: what the program gave; it stays where it is a function, or where the saved one was, since no checkpoint
-            holds functions, and where the state dict has no interval.
-
-    Returns:
-        The saved number or schedule, or the program's own.
-
-    Raises:
-        ValueError: the state dict holds a text that is no schedule of this version.
-    """
-    interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
-    of_the_program = callable(own) and to_plain(own) == CALLABLE
-    return own if of_the_program or isinstance(interval, str) else interval

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.inspection import Inspection, inspect_model
+from torch_thor.capture.layers import Layer
 from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import LayerCurvature
@@ -40,6 +41,7 @@ class LayerRegistry:
         self.warnings = StepWarnings()
         self._skip, self._only = skip, only
         self._found: list[Covered] = []
+        self.left_out: list[Layer] = []  # the layers that skip= and only= leave out
         self.replacement: Inspection | None = None  # what is to be watched from the next step on
 
     @property
@@ -149,7 +151,7 @@ class LayerRegistry:
 
     def _watch(self, found: Inspection, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         self.replacement = None
-        self._found = found.entries
+        self._found, self.left_out = found.entries, found.left_out
         self.index.read_modules(self.model)
         known = self._still_there(found)
         self.layers = {

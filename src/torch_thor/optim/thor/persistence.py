@@ -7,18 +7,17 @@ from torch import nn
 
 from torch_thor.optim.checkpoint import (
     as_a_whole,
-    check_factors,
     check_moments,
-    check_thors,
     complete_groups,
     hooked_load,
     options_of,
     restore_tensors,
 )
 from torch_thor.optim.thor.gradient_checks import some
-from torch_thor.optim.thor.intervals import loaded_interval, plain_group
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.options import check_group, check_scaling
+from torch_thor.optim.thor.state_dict_checks import check_factors, check_is_of_thor, check_selection
+from torch_thor.optim.thor.stored_intervals import loaded_interval, plain_group
 
 # What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
 _COPIED = (
@@ -93,8 +92,9 @@ class Persistence(torch.optim.Optimizer):
                 option.
 
         Raises:
-            ValueError: it is another optimizer's, has other groups or parameters, tensors of other shapes, NaN or inf,
-                an option that is out of range, or an unknown schedule.
+            ValueError: it is the state dict of another optimizer; it has other groups or parameters, or tensors of
+                other shapes; it was saved with another ``skip=`` or ``only=``; or it holds NaN or inf, an option that
+                is out of range, or an unknown schedule.
         """
         registry = self._registry
         registry.index.update(self.param_groups, self.state)
@@ -103,7 +103,7 @@ class Persistence(torch.optim.Optimizer):
         own = options_of(self.param_groups)
         try:
             with as_a_whole(self):
-                saved = hooked_load(self, super().load_state_dict, state_dict, check_thors)
+                saved = hooked_load(self, super().load_state_dict, state_dict, check_is_of_thor)
                 complete_groups(self.param_groups, own)
                 for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
                     group["update_interval"] = loaded_interval(given, kept["update_interval"])
@@ -111,6 +111,7 @@ class Persistence(torch.optim.Optimizer):
                     check_group(group)
                 restore_tensors(self.state, self.param_groups, saved)
                 registry.index.update(self.param_groups, self.state)
+                check_selection(registry.layers.values(), registry.left_out, self.state)
                 check_factors(registry.layers.values())
                 check_moments(self.state, self.param_groups, registry.index.name)
         finally:

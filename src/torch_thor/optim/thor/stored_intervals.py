@@ -1,0 +1,89 @@
+"""Update intervals in state dicts: a schedule is stored as its repr, and made again from that text.
+
+A state dict holds no functions. Where the interval is any other callable, the state dict only says so, and the callable
+of the program that loads it is used.
+"""
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
+
+CALLABLE = "callable"  # stored for a callable that is not a schedule of this package
+
+_KNOWN: dict[str, type[Constant | Piecewise | Geometric]] = {
+    cls.__name__: cls for cls in (Constant, Piecewise, Geometric)
+}
+
+
+def to_plain(interval: int | Callable[[int], int]) -> int | str:
+    """Return what a state dict holds of an interval.
+
+    Args:
+        interval: a number, a schedule or any callable.
+
+    Returns:
+        The number; the schedule's repr; ``"callable"`` for any other callable.
+    """
+    if not callable(interval):
+        return interval
+    return repr(interval) if type(interval) in _KNOWN.values() else CALLABLE
+
+
+def from_plain(plain: Any) -> Any:
+    """Make what :func:`to_plain` was given, without running what the text says.
+
+    Args:
+        plain: an entry of a state dict.
+
+    Returns:
+        The schedule that a text describes; anything else as it is, ``"callable"`` too.
+
+    Raises:
+        ValueError: a text describes no schedule of this version.
+    """
+    if not isinstance(plain, str) or plain == CALLABLE:
+        return plain
+    try:
+        call = ast.parse(plain, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("not a call of a class with keywords")
+        return _KNOWN[call.func.id](**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+    except (SyntaxError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"update_interval={plain!r} in the state dict is no schedule of this version, which knows "
+            f"{', '.join(_KNOWN)}; set group['update_interval'] in the state dict to a whole number or to one of them"
+        ) from error
+
+
+def plain_group(group: Group) -> Group:
+    """Return a group as a state dict holds it.
+
+    Args:
+        group: a parameter group.
+
+    Returns:
+        A copy with plain data for its interval.
+    """
+    return {**group, "update_interval": to_plain(group["update_interval"])}
+
+
+def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
+    """Return the interval that holds after a state dict was loaded.
+
+    Args:
+        saved: the group in the state dict.
+        own: what the program gave; it stays where it is a function, or where the saved one was, since no checkpoint
+            holds functions, and where the state dict has no interval.
+
+    Returns:
+        The saved number or schedule, or the program's own.
+
+    Raises:
+        ValueError: the state dict holds a text that is no schedule of this version.
+    """
+    interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
+    of_the_program = callable(own) and to_plain(own) == CALLABLE
+    return own if of_the_program or isinstance(interval, str) else interval
