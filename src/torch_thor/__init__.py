@@ -39,21 +39,21 @@ _MODULES = {
 }
 _PACKAGES = ("capture", "curvature", "distributed", "optim", "split")
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that is here
+if not TYPE_CHECKING:  # with a module __getattr__, a type checker would accept every name
 
     def __getattr__(name: str) -> object:
-        """Import a public name when it is asked for first (PEP 562).
+        """Import a public name on its first use (PEP 562).
 
-        To import torch takes seconds, in which the command line must already listen to Ctrl-C.
+        Importing torch takes seconds, and the command line must react to Ctrl-C during that time.
 
         Args:
-            name: The name.
+            name: The public name.
 
         Returns:
-            What it stands for.
+            The object of that name.
 
         Raises:
-            AttributeError: If there is no such name.
+            AttributeError: There is no such name.
         """
         if name == "intervals":
             return import_module("torch_thor.optim.thor.intervals")

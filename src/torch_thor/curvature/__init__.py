@@ -1,7 +1,7 @@
-"""The curvature of one layer: statistics, block-diagonal factors, inverses, and the rule that refreshes them.
+"""The curvature of one layer: statistics, block-diagonal factors, inverses, and the trace rule that refreshes them.
 
-Nothing in this package knows of optimizers or processes: state is passed to it as a mapping, and it returns tensors and
-decisions.
+This package does not depend on optimizers or on torch.distributed: state is passed to it as a mapping, and it returns
+tensors and decisions.
 """
 
 from torch_thor.curvature.blocks import BlockDiagonal

@@ -1,4 +1,4 @@
-"""How a factor is cut: into blocks of one size from index 0, the last of which may be smaller."""
+"""The layout of a split factor: blocks of one size from index 0, the last of which may be smaller."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,12 +6,12 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a factor is cut.
+    """The sizes of a block-diagonal matrix.
 
     Args:
-        groups: number of independent matrices (the groups of a convolution, else 1).
-        size: ``n``, rows of one matrix.
-        block: ``s``, rows of one block, at most ``n``.
+        groups: the number of independent matrices (the groups of a convolution, else 1).
+        size: ``n``, the number of rows of one matrix.
+        block: ``s``, the number of rows of one block, at most ``n``.
     """
 
     groups: int
@@ -23,9 +23,9 @@ class BlockLayout:
         """Return the layout for a split dimension.
 
         Args:
-            groups: number of independent matrices.
-            size: rows of one matrix.
-            split_dim: largest block, or None for one block per matrix.
+            groups: the number of independent matrices.
+            size: the number of rows of one matrix.
+            split_dim: the largest number of rows of a block; None for one block per matrix.
 
         Returns:
             The layout.
@@ -34,17 +34,17 @@ class BlockLayout:
 
     @cached_property
     def full_blocks(self) -> int:
-        """Blocks of size ``block`` in one matrix."""
+        """The number of blocks of size ``block`` in one matrix."""
         return self.size // self.block
 
     @cached_property
     def covered(self) -> int:
-        """Rows of one matrix that the full blocks cover."""
+        """The number of rows of one matrix that are in these blocks."""
         return self.full_blocks * self.block
 
     @cached_property
     def tail(self) -> int:
-        """Rows of the last, smaller block; 0 if there is none."""
+        """The number of rows of the last, smaller block; 0 if there is none."""
         return self.size - self.covered
 
     @cached_property

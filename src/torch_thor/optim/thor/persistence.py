@@ -1,4 +1,4 @@
-"""Parameter groups that are added, state dicts, copies and pickles of THOR."""
+"""Adding parameter groups to THOR, saving and loading its state dict, copying and pickling it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch_thor.optim.thor.options import check_group, check_scaling
 from torch_thor.optim.thor.state_dict_checks import check_factors, check_is_of_thor, check_selection
 from torch_thor.optim.thor.stored_intervals import loaded_interval, plain_group
 
-# What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
+# The attributes that are copied and pickled beside groups and state. Layers and hooks are found again on the model.
 _COPIED = (
     "model",
     "scaling",
@@ -37,7 +37,7 @@ _COPIED = (
 
 
 class Persistence(torch.optim.Optimizer):
-    """What an optimizer with layers must do beyond :class:`torch.optim.Optimizer` to be saved, loaded and copied."""
+    """The part of THOR that saves, loads and copies it, and adds parameter groups."""
 
     model: nn.Module
     scaling: str | None
@@ -54,7 +54,7 @@ class Persistence(torch.optim.Optimizer):
             param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ValueError: an option is out of range, or a parameter is not the model's.
+            ValueError: an option is out of range, or a parameter is not in the model.
         """
         complete = {**self.defaults, **param_group}
         check_scaling([complete], self.scaling)
@@ -77,19 +77,19 @@ class Persistence(torch.optim.Optimizer):
         """Return state and options, as tensors, numbers and strings.
 
         Returns:
-            As :meth:`torch.optim.Optimizer.state_dict`; a schedule stands in it as text.
+            As :meth:`torch.optim.Optimizer.state_dict`; a schedule of :mod:`torch_thor.intervals` is stored as text.
         """
         state_dict = super().state_dict()
         return {**state_dict, "param_groups": [plain_group(group) for group in state_dict["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as a whole, or raise and have changed nothing; tensors take the dtype that the model asks for.
+        """Load a state dict; if it raises an error, nothing has changed.
 
         Args:
-            state_dict: what ``state_dict()`` of a THOR gave, this version's or an earlier one's: options that it does
-                not hold stay as they are. So does ``update_interval`` where it is a function, here or in the run that
-                was saved: functions are the program's. Schedules of :mod:`torch_thor.intervals` are loaded like any
-                option.
+            state_dict: a result of ``state_dict()`` of THOR, in this version or an earlier one. Options that it does
+                not contain keep their values. So does ``update_interval`` if it is a function here or in the run that
+                was saved, because state dicts contain no functions; schedules of :mod:`torch_thor.intervals` are
+                loaded like any other option.
 
         Raises:
             ValueError: it is the state dict of another optimizer; it has other groups or parameters, or tensors of
@@ -125,6 +125,6 @@ class Persistence(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
+        if "model" in state:  # copied or unpickled; load_state_dict calls this too, with state and groups only
             self._reset()
             self._registry.find(self.param_groups, self.state)

@@ -19,7 +19,7 @@ _KNOWN: dict[str, type[Constant | Piecewise | Geometric]] = {
 
 
 def to_plain(interval: int | Callable[[int], int]) -> int | str:
-    """Return what a state dict holds of an interval.
+    """Return an interval in the form in which a state dict stores it.
 
     Args:
         interval: a number, a schedule or any callable.
@@ -33,13 +33,13 @@ def to_plain(interval: int | Callable[[int], int]) -> int | str:
 
 
 def from_plain(plain: Any) -> Any:
-    """Make what :func:`to_plain` was given, without running what the text says.
+    """Return the interval that :func:`to_plain` was given. The text of a schedule is parsed and not executed.
 
     Args:
-        plain: an entry of a state dict.
+        plain: an interval as a state dict stores it.
 
     Returns:
-        The schedule that a text describes; anything else as it is, ``"callable"`` too.
+        The schedule that a text describes; every other value, and ``"callable"``, unchanged.
 
     Raises:
         ValueError: a text describes no schedule of this version.
@@ -59,31 +59,31 @@ def from_plain(plain: Any) -> Any:
 
 
 def plain_group(group: Group) -> Group:
-    """Return a group as a state dict holds it.
+    """Return a parameter group in the form in which a state dict stores it.
 
     Args:
         group: a parameter group.
 
     Returns:
-        A copy with plain data for its interval.
+        A copy, with the interval as :func:`to_plain` returns it.
     """
     return {**group, "update_interval": to_plain(group["update_interval"])}
 
 
 def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
-    """Return the interval that holds after a state dict was loaded.
+    """Return the interval to use after a state dict was loaded.
 
     Args:
-        saved: the group in the state dict.
-        own: what the program gave; it stays where it is a function, or where the saved one was, since no checkpoint
-            holds functions, and where the state dict has no interval.
+        saved: the parameter group in the state dict.
+        own: the interval of the optimizer that loads. It is kept if it or the saved one is a callable other than a
+            schedule, which state dicts do not contain, and if the state dict has no interval.
 
     Returns:
-        The saved number or schedule, or the program's own.
+        The saved number or schedule, or ``own``.
 
     Raises:
         ValueError: the state dict holds a text that is no schedule of this version.
     """
     interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
-    of_the_program = callable(own) and to_plain(own) == CALLABLE
-    return own if of_the_program or isinstance(interval, str) else interval
+    is_unstored = callable(own) and to_plain(own) == CALLABLE
+    return own if is_unstored or isinstance(interval, str) else interval
