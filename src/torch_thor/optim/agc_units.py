@@ -27,7 +27,7 @@ _of_geometry: dict[tuple[type, torch.Size, int], "UnitLayout"] = {}
 
 # Small tensors are measured in batches of at most this many elements, to save kernel launches. A large tensor is
 # measured alone, which is as fast and needs no copy.
-_ELEMENTS_AT_A_TIME = 2**22
+_NUMBERS_AT_A_TIME = 2**22
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _batches(entries: list[Clippable]) -> Iterator[list[int]]:
             yield [i]
             continue
         key = (p.device, p.dtype, g.dtype, p.numel() // entry.layout.count(p))
-        if key in waiting and sizes[key] + p.numel() > _ELEMENTS_AT_A_TIME:
+        if key in waiting and sizes[key] + p.numel() > _NUMBERS_AT_A_TIME:
             yield waiting.pop(key)
         if key not in waiting:
             waiting[key], sizes[key] = [], 0

@@ -120,10 +120,8 @@ class LAMB(ExcludingOptimizer):
         return state
 
     def _materialise(self) -> bool:
-        """Create the state of all parameters in the first step; return whether there was none.
-
-        A checkpoint then has the same keys on every rank and at every time, as with THOR.
-        """
+        """Create the state of all parameters in the first step; return whether there was none."""
+        # all at once, so that a checkpoint has the same keys on every rank and at every time, as with THOR
         fresh = not self.state
         if fresh:
             for group in self.param_groups:

@@ -1,1 +1,1 @@
-"""The paper's figures on small data sets: each is measured into raw data, and drawn from these alone."""
+"""The figures of the paper on small data sets. Measurements are stored as raw data, from which figures are drawn."""
