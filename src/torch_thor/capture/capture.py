@@ -97,7 +97,7 @@ class Capture:
 
     @property
     def watching(self) -> bool:
-        """Whether the passes of this step must give statistics, which they are run eagerly for."""
+        """Whether statistics of a layer are required in this step; compiled models then run eagerly."""
         return Phase.REQUIRED in self.phases.values()
 
     @property
@@ -135,8 +135,8 @@ class Capture:
     def listen(self) -> None:
         """Register the hooks that the current phases need, and remove all others. Must be called after each change.
 
-        If some layers gather statistics and the layer that gives N does not, because it has stopped or has another
-        interval, that layer counts loss terms.
+        If the layer that gives N gathers no statistics while others do, because it has stopped or has another interval,
+        it counts loss terms. As long as that layer is not known, all layers count.
         """
         watching, first = False, self.backward.first
         for layer, phase in self.phases.items():

@@ -117,11 +117,11 @@ class ModuleCalls:
         self._handles = []
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        ours, before = self._stance, self._stance_before
-        if eval_frame._stance is ours:  # otherwise the user has set another stance since, which stays
+        own, before = self._stance, self._stance_before
+        if eval_frame._stance is own:  # otherwise the user has set another stance since, which stays
             eval_frame._set_stance(before)
         for field in fields(before):  # a context manager that was entered meanwhile restores this object on exit
-            setattr(ours, field.name, getattr(before, field.name))
+            setattr(own, field.name, getattr(before, field.name))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._is_tracing():

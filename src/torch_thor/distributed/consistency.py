@@ -70,8 +70,8 @@ def _gather_texts(processes: Processes, text: str, size: int) -> list[str]:
     return [bytes(int(b) for b in row).rstrip(b"\0").decode() for row in processes.gather(list(padded))]
 
 
-def _difference(ours: str, rank: int, theirs: str) -> str:
-    left, right = ours.splitlines(), theirs.splitlines()
+def _difference(first_text: str, rank: int, other_text: str) -> str:
+    left, right = first_text.splitlines(), other_text.splitlines()
     lines = zip([*left, *["nothing"] * len(right)], [*right, *["nothing"] * len(left)], strict=False)
     first, other = next((a, b) for a, b in lines if a != b)
     return (

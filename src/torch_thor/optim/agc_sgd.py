@@ -71,7 +71,7 @@ class AGCSGD(ExcludingOptimizer):
     ) -> None:
         if model is None and exclude is None and not isinstance(params, nn.Module):
             raise TypeError(
-                "AGC leaves the last fully connected layer alone, so AGCSGD must know the model; pass "
+                "AGC does not clip the last fully connected layer, so AGCSGD must know the model; pass "
                 "AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or exclude=() to clip every parameter"
             )
         defaults = {
@@ -198,7 +198,7 @@ class AGCSGD(ExcludingOptimizer):
         )
 
     def _check_origin(self, state_dict: dict[str, Any]) -> None:
-        remedy = "It goes on from torch.optim.SGD's or its own: load the model's weights, and let it start anew"
+        remedy = "AGCSGD takes those of AGCSGD and torch.optim.SGD: load the model's weights, and let it start anew"
         check_origin(state_dict, "AGCSGD", ("momentum", "dampening", "nesterov"), remedy)
 
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:

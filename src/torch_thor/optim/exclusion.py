@@ -184,8 +184,8 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         if len(params) != len(self._excluded[group_index]):
             raise RuntimeError(
                 f"parameter group {group_index} has {len(params)} parameters and had "
-                f"{len(self._excluded[group_index])}: it was changed behind the optimizer's back; use add_param_group, "
-                f"or make a new optimizer"
+                f"{len(self._excluded[group_index])}: it was changed without add_param_group; use that, or make a new "
+                f"optimizer"
             )
         for position, parameter in enumerate(params):
             gradient = parameter.grad
@@ -194,8 +194,8 @@ class ExcludingOptimizer(torch.optim.Optimizer):
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
                     f"parameter {self._names[group_index][position]!r} has a gradient of layout {gradient.layout}; "
-                    f"{type(self).__name__} takes dense gradients: norms are of whole weights. Make the layer with "
-                    f"sparse=False"
+                    f"{type(self).__name__} takes dense gradients, because it computes norms of whole weights. Make "
+                    f"the layer with sparse=False"
                 )
             yield position, parameter, gradient
 

@@ -142,7 +142,7 @@ class LAMB(ExcludingOptimizer):
             in_range("betas", beta, lambda v: 0 <= v < 1, "two numbers in [0, 1)", "use (0.9, 0.999)")
 
     def _check_origin(self, state_dict: dict[str, Any]) -> None:
-        remedy = "It goes on from torch.optim.AdamW's or its own: load the model's weights, and let it start anew"
+        remedy = "LAMB takes those of LAMB and torch.optim.AdamW: load the model's weights, and let it start anew"
         check_origin(state_dict, "LAMB", ("betas", "eps", "weight_decay"), remedy)
 
     def _take_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:

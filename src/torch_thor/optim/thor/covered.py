@@ -110,5 +110,5 @@ def gone_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *
         return change + consequence
     return (
         f"{change}. In no parameter group, and so not trained, are {some(new)}: give them to "
-        f"optimizer.add_param_group({{'params': [...]}}), or make THOR anew"
+        f"optimizer.add_param_group({{'params': [...]}}), or make THOR again"
     )

@@ -256,7 +256,7 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher
         "fisher",
         fisher,
         not (fisher == "sampled" and scaling == "spectral"),
-        "'empirical' with scaling='spectral', which takes the inputs' moments alone and looks at no label",
+        "'empirical' with scaling='spectral', which uses the inputs of layers alone and no labels",
         "leave it out",
     )
     if loss_terms is not None and not callable(loss_terms):

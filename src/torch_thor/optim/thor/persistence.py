@@ -62,12 +62,12 @@ class Persistence(torch.optim.Optimizer):
         if self.param_groups:  # one loss trains them all
             param_group.setdefault("loss_scale", self.param_groups[0]["loss_scale"])
         super().add_param_group(param_group)
-        ours = {id(p) for p in self.model.parameters()}
-        strangers = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in ours]
-        if strangers:
+        known = {id(p) for p in self.model.parameters()}
+        unknown = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in known]
+        if unknown:
             self.param_groups.pop()
             raise ValueError(
-                f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
+                f"parameters of shape {some(unknown)} are not in the model, so THOR cannot see their layers run; "
                 f"pass the model that holds them, or give them an optimizer of their own"
             )
         if self._registry.layers:

@@ -97,8 +97,8 @@ def conform(
                 if isinstance(kept, Tensor) and kept.shape != parameter.shape:
                     raise RuntimeError(
                         f"parameter {index.name(parameter)!r} has shape {tuple(parameter.shape)}, and its {key!r} has "
-                        f"{tuple(kept.shape)}: one of them was changed behind the optimizer's back. Make THOR anew "
-                        f"after a weight was given another shape; weights and optimizer state are as before this step"
+                        f"{tuple(kept.shape)}: one of them was changed outside of the optimizer. Make THOR again after "
+                        f"the shape of a weight has changed; weights and optimizer state are as before this step"
                     )
     for layer in layers:
         _check_cut(layer, index.group(layer.weight)["split_dim"])
@@ -118,8 +118,8 @@ def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
         if found != layouts[matrix[0]].shapes or split_dim == AUTO:
             raise RuntimeError(
                 f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
-                f"{blocks.shape[-1]}, and stay so; put the group's split_dim back, or make THOR anew with the "
-                f"other. Weights and optimizer state are as before this step"
+                f"{blocks.shape[-1]}, and cannot be cut again; restore the group's split_dim, or make THOR again with "
+                f"the other. Weights and optimizer state are as before this step"
             )
 
 

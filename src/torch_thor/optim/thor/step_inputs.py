@@ -59,7 +59,7 @@ class StepInputs:
             otherwise this one alone, because averaged gradients are equal and no other decision is left.
         fits: whether the optimizer state is known to fit the current parameters (:func:`fingerprint`).
         state_only: whether torch.distributed.checkpoint takes this step to create the state, so that nothing may move.
-        waiting: whether statistics are wanted of a layer from which they can come.
+        waiting: whether a layer gathers statistics that is trained and, as far as is known, called by the model.
         next_refreshes: for each parameter group, the step of its next refresh as of the end of this step.
         refreshes_next: whether the next step refreshes a group.
         terms: N, the number of loss terms of all processes together; 0 if no layer has counted any.

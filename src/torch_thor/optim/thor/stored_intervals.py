@@ -1,7 +1,7 @@
 """Update intervals in state dicts: a schedule is stored as its repr, and made again from that text.
 
-A state dict holds no functions. Where the interval is any other callable, the state dict only says so, and the callable
-of the program that loads it is used.
+A state dict contains no functions. For an interval that is any other callable it contains a placeholder, and the
+optimizer that loads it keeps its own interval.
 """
 
 import ast
