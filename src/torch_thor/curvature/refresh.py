@@ -152,7 +152,7 @@ def refresh(
     # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
     events = []
     for verdict in verdicts:
-        _put_to_use(verdict, report)
+        _store_decision(verdict, report)
         layer, step = verdict.candidate.layer, verdict.candidate.step
         events.append(RefreshEvent(layer.name, step, verdict.decision, verdict.change, verdict.trace))
     return tuple(events)
@@ -234,7 +234,7 @@ def _invert(verdicts: Sequence[_Verdict], relative: bool, processes: Processes) 
                 verdict.inverses.append(next(inverses))
 
 
-def _put_to_use(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
+def _store_decision(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
     """Store the decision and the new factors in the layer; the decision becomes FAILED if an inverse has failed."""
     layer, what = verdict.candidate.layer, ""
     if verdict.decision is Decision.FAILED:

@@ -75,8 +75,8 @@ class Announcement:
         limit = self._store.timeout.total_seconds()
         pause, look_at = _PAUSE_SECONDS, start + _LOOK_SECONDS * self._world
         while True:
-            here = self._all_here()
-            heard = here and (self._has_heard_all() or time.monotonic() > start + LISTEN_SECONDS)
+            here = self._all_announced()
+            heard = here and (self._outsiders_announced() or time.monotonic() > start + LISTEN_SECONDS)
             if not here and time.monotonic() > start + limit:
                 raise RuntimeError(
                     f"rank {self._rank} trains with {_words(self._choice)}, and not all of them have come to a step of "
@@ -84,7 +84,7 @@ class Announcement:
                     f"where every process trains a model of its own"
                 )
             if time.monotonic() >= look_at or (heard and self._outsiders):
-                self._look()
+                self._check_choices()
                 look_at = time.monotonic() + 2 * (look_at - start)  # ever more seldom: it takes one query per rank
             if heard:
                 self._count("settled", self._choice, self._rank, add=1)
@@ -92,14 +92,14 @@ class Announcement:
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def _all_here(self) -> bool:
+    def _all_announced(self) -> bool:
         # the sum is enough, because no member chooses again before all have settled this choice
         return self._add(f"chosen/{self._choice}", 0) >= self._mine * len(self._members)
 
-    def _has_heard_all(self) -> bool:
+    def _outsiders_announced(self) -> bool:
         return not self._outsiders or self._add(f"tries/{self._model}", 0) >= self._tries * self._world
 
-    def _look(self) -> None:
+    def _check_choices(self) -> None:
         """Raise if a rank has made another choice for this model."""
         for rank in range(self._world):
             if rank == self._rank or self._count("tries", self._model, rank) < self._tries:
@@ -107,19 +107,19 @@ class Announcement:
             if rank in self._members:
                 differs = self._count("chosen", self._choice, rank) < self._mine
             else:
-                differs = self._rank in _ranks(self._said_by(rank), rank)
+                differs = self._rank in _ranks(self._choice_of(rank), rank)
             if differs:
                 raise RuntimeError(self._difference(rank))
 
     def _difference(self, rank: int) -> str:
         return (
             f"the ranks do not train with the same processes: rank {self._rank} has {_words(self._choice)}, "
-            f"rank {rank} has {_words(self._said_by(rank))}. Give process_group= alike on all of them: the "
+            f"rank {rank} has {_words(self._choice_of(rank))}. Give process_group= alike on all of them: the "
             f"group whose gradients are averaged, None for the default group, False where every process trains "
             f"a model of its own"
         )
 
-    def _said_by(self, rank: int) -> str:
+    def _choice_of(self, rank: int) -> str:
         return str(self._store.get(f"torch_thor/last/{self._model}/{rank}").decode())
 
     def _count(self, what: str, of: str, rank: int, add: int = 0) -> int:

@@ -114,7 +114,7 @@ class AGCSGD(ExcludingOptimizer):
         if self._state_is_placeholder:
             self.state.clear()
             self._state_is_placeholder = False
-        if not self.state and self._asks_for_state(found):
+        if not self.state and self._creates_state_only(found):
             self._make_placeholder(found)
             return loss
         parts = []

@@ -28,7 +28,7 @@ _SIGNS = (
 
 
 @contextmanager
-def as_a_whole(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore state and parameter groups if the block raises an exception.
 
     Args:
@@ -45,7 +45,7 @@ def as_a_whole(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise
 
 
-def hooked_load(
+def load_checked(
     optimizer: torch.optim.Optimizer,
     load: Callable[[StateDict], None],
     state_dict: StateDict,

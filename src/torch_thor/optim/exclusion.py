@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from torch_thor.capture.selection import self_and_parents
 from torch_thor.optim.checkpoint import (
-    as_a_whole,
     check_moments,
     complete_groups,
-    hooked_load,
+    load_checked,
     options_of,
     restore_tensors,
+    restored_on_error,
 )
 from torch_thor.optim.parameters import parameters_of
 from torch_thor.optim.thor.gradient_checks import some
@@ -129,7 +129,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         """Raise an error for the state dict of an optimizer whose state this one cannot use."""
         raise NotImplementedError
 
-    def _take_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
+    def _restore_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
         """Restore the options that have another meaning in the optimizer that saved the group."""
 
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
@@ -165,10 +165,10 @@ class ExcludingOptimizer(torch.optim.Optimizer):
             names = list(group.get("param_names", numbered))
         else:
             known = {id(p): name for name, p in self.model.named_parameters()}
-            strangers = [str(tuple(p.shape)) for p in params if id(p) not in known]
-            if strangers:
+            unknown = [str(tuple(p.shape)) for p in params if id(p) not in known]
+            if unknown:
                 raise ValueError(
-                    f"parameters of shape {some(strangers)} are not in the model; pass the model that holds them, or "
+                    f"parameters of shape {some(unknown)} are not in the model; pass the model that holds them, or "
                     f"give them an optimizer of their own"
                 )
             names = [known[id(p)] for p in params]
@@ -199,7 +199,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
                 )
             yield position, parameter, gradient
 
-    def _asks_for_state(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
+    def _creates_state_only(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
         """Return whether torch.distributed.checkpoint takes the first step to create the state: lr and gradients are 0.
 
         If lr is 0 this synchronises host and device, once in a training that warms up from 0.
@@ -220,10 +220,10 @@ class ExcludingOptimizer(torch.optim.Optimizer):
             ValueError: it is the state dict of another optimizer, or does not fit the parameters.
         """
         own = options_of(self.param_groups)
-        with as_a_whole(self):
-            saved = hooked_load(self, super().load_state_dict, state_dict, self._check_origin)
+        with restored_on_error(self):
+            saved = load_checked(self, super().load_state_dict, state_dict, self._check_origin)
             for group, kept in zip(self.param_groups, own, strict=True):
-                self._take_options(group, kept)
+                self._restore_options(group, kept)
             complete_groups(self.param_groups, own)
             for group in self.param_groups:
                 self._check_group(group)

@@ -89,7 +89,7 @@ class LAMB(ExcludingOptimizer):
             with torch.enable_grad():
                 loss = closure()
         found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # raises before anything moves
-        if self._materialise() and self._asks_for_state(found):
+        if self._materialise() and self._creates_state_only(found):
             return loss
         for i, group in enumerate(self.param_groups):
             for part, adapted in self._parts(i, found[i]):
@@ -145,7 +145,7 @@ class LAMB(ExcludingOptimizer):
         remedy = "LAMB takes those of LAMB and torch.optim.AdamW: load the model's weights, and let it start anew"
         check_origin(state_dict, "LAMB", ("betas", "eps", "weight_decay"), remedy)
 
-    def _take_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
+    def _restore_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
         if "amsgrad" in group:  # AdamW's: betas belong to the moments, the others have another meaning there
             group.update({key: own[key] for key in ("lr", "eps", "weight_decay")})
 

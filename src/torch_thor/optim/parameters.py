@@ -37,7 +37,7 @@ def parameters_of(
     return params, model
 
 
-def with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
+def parameters_with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
     """Iterate over the parameters that have a gradient.
 
     Args:

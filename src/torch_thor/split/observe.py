@@ -136,7 +136,7 @@ class Observer:
             ValueError: no layer has received a gradient, or a factor is not finite.
         """
         self._split_dims = split_dims
-        inputs, targets = _to(_parted(sample_batch), self._device)
+        inputs, targets = _to(_split_batch(sample_batch), self._device)
         with _same_random_numbers(self._device), torch.enable_grad():
             module_calls.listen(self, self._hooks)
             try:
@@ -162,7 +162,7 @@ def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device], device_type=device.type)
 
 
-def _parted(sample_batch: Any) -> tuple[Any, Any]:
+def _split_batch(sample_batch: Any) -> tuple[Any, Any]:
     """Return (inputs, targets or None)."""
     if isinstance(sample_batch, tuple | list) and len(sample_batch) == 2:
         return sample_batch[0], sample_batch[1]

@@ -15,7 +15,9 @@ from torch_thor.optim.thor.parameter_index import ParameterIndex
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
 
-def covered_now(entries: Iterable[Covered], parameters: Mapping[str, Tensor], index: ParameterIndex) -> list[Covered]:
+def current_coverage(
+    entries: Iterable[Covered], parameters: Mapping[str, Tensor], index: ParameterIndex
+) -> list[Covered]:
     """Return the entries of an inspection as they are now.
 
     Args:
@@ -82,7 +84,7 @@ def _size(entry: Covered) -> int:
     return math.prod(entry.shape)
 
 
-def gone_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *, computed: bool = False) -> str:
+def removed_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *, computed: bool = False) -> str:
     """Return the text of the warning for a layer that was removed from the model, or whose weight is computed now.
 
     Args:

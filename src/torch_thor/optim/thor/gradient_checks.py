@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.optim.parameters import Group, with_gradient
+from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
-def numbers_of(gradient: Tensor) -> Tensor:
+def real_elements(gradient: Tensor) -> Tensor:
     """Return the elements of a gradient as a dense real tensor.
 
     Args:
@@ -32,7 +32,9 @@ def nonfinite_names(groups: list[Group], index: ParameterIndex) -> list[str]:
     Returns:
         The names.
     """
-    return [index.name(p) for _, p, g in with_gradient(groups) if not bool(numbers_of(g).isfinite().all())]
+    return [
+        index.name(p) for _, p, g in parameters_with_gradient(groups) if not bool(real_elements(g).isfinite().all())
+    ]
 
 
 def layout_message(name: str, layout: torch.layout) -> str:

@@ -14,7 +14,7 @@ from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.covered import covered_now, gone_message
+from torch_thor.optim.thor.covered import current_coverage, removed_message
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.step_warnings import StepWarnings
 
@@ -77,9 +77,9 @@ class LayerRegistry:
         before = set(self.layers)
         self.layers = self._still_there(found)
         for name in removed:
-            self.warnings.note((name, "gone"), gone_message(name, self._found, found.entries))
+            self.warnings.note((name, "gone"), removed_message(name, self._found, found.entries))
         for name in sorted(before - set(found.layers)) if computed else ():
-            self.warnings.note((name, "computed"), gone_message(name, self._found, found.entries, computed=True))
+            self.warnings.note((name, "computed"), removed_message(name, self._found, found.entries, computed=True))
         self.index.read_modules(self.model)
         self.index.set_layers(self.layers, found.matrices)
         self.index.update(groups, states)
@@ -172,4 +172,4 @@ class LayerRegistry:
         }
 
     def _now(self, entries: list[Covered]) -> list[Covered]:
-        return covered_now(entries, dict(self.model.named_parameters()), self.index)
+        return current_coverage(entries, dict(self.model.named_parameters()), self.index)

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from torch_thor.optim.checkpoint import (
-    as_a_whole,
     check_moments,
     complete_groups,
-    hooked_load,
+    load_checked,
     options_of,
     restore_tensors,
+    restored_on_error,
 )
 from torch_thor.optim.thor.gradient_checks import some
 from torch_thor.optim.thor.layer_registry import LayerRegistry
@@ -102,8 +102,8 @@ class Persistence(torch.optim.Optimizer):
             registry.find(self.param_groups, self.state)
         own = options_of(self.param_groups)
         try:
-            with as_a_whole(self):
-                saved = hooked_load(self, super().load_state_dict, state_dict, check_is_of_thor)
+            with restored_on_error(self):
+                saved = load_checked(self, super().load_state_dict, state_dict, check_is_of_thor)
                 complete_groups(self.param_groups, own)
                 for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
                     group["update_interval"] = loaded_interval(given, kept["update_interval"])

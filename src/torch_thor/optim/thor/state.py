@@ -14,16 +14,16 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.layer_state import make_layer_state, stored_tensors
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.checkpoint import MOMENTS, as_made
-from torch_thor.optim.parameters import Group, States, with_gradient
+from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.thor.auto_split import AUTO
-from torch_thor.optim.thor.gradient_checks import numbers_of
+from torch_thor.optim.thor.gradient_checks import real_elements
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.update_rule import UpdateRule
 
 _NOTHING: Mapping[str, Any] = {}
 
 
-def is_only_asked_for(groups: list[Group], states: States) -> bool:
+def creates_state_only(groups: list[Group], states: States) -> bool:
     """Return whether torch.distributed.checkpoint takes the first step to create the state, with lr and gradients 0.
 
     Such a step is not part of the training, and perhaps not every process takes it.
@@ -37,7 +37,7 @@ def is_only_asked_for(groups: list[Group], states: States) -> bool:
     """
     if states or any(float(group["lr"]) for group in groups):
         return False
-    return not any(bool(numbers_of(gradient).any()) for _, _, gradient in with_gradient(groups))
+    return not any(bool(real_elements(gradient).any()) for _, _, gradient in parameters_with_gradient(groups))
 
 
 def make_state(
@@ -104,7 +104,7 @@ def conform(
         _check_cut(layer, index.group(layer.weight)["split_dim"])
     for group in groups:
         for parameter in group["params"]:
-            _follow(parameter, states.get(parameter))
+            _convert_state(parameter, states.get(parameter))
     for layer in layers:
         layer.statistics.follow_weight()
 
@@ -123,7 +123,7 @@ def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
             )
 
 
-def _follow(parameter: Tensor, state: dict[str, Any] | None) -> None:
+def _convert_state(parameter: Tensor, state: dict[str, Any] | None) -> None:
     dtype = factor_dtype(parameter.dtype)
     for key, value in (state or {}).items():
         # AdamW's step is a counter that is stored as a tensor, and stays on the CPU in float32

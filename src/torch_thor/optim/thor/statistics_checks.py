@@ -60,7 +60,7 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
             f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
         )
     if sampler is not None:
-        raise RuntimeError(_unsampled(called, nonfinite))
+        raise RuntimeError(_no_samples_message(called, nonfinite))
     raise RuntimeError(
         f"layers {some([layer.name for layer in silent])} have gradients and no statistics, and so has every other "
         f"layer, because their forward was not seen: the gradients were not made by loss.backward() (or before THOR "
@@ -99,7 +99,7 @@ def conflicting_terms_message(number: int, last: int) -> str:
     )
 
 
-def _unsampled(called: bool, nonfinite: bool) -> str:
+def _no_samples_message(called: bool, nonfinite: bool) -> str:
     if nonfinite and not called:
         return (
             "the output given to sample_fisher() held NaN or inf where the loss does not, so no labels could be drawn "

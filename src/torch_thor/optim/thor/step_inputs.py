@@ -18,12 +18,12 @@ from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.optim.parameters import Group, with_gradient
+from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.thor.gradient_checks import (
     layout_message,
     nonfinite_message,
     nonfinite_names,
-    numbers_of,
+    real_elements,
 )
 from torch_thor.optim.thor.intervals import steps_until_next
 from torch_thor.optim.thor.layer_registry import LayerRegistry
@@ -31,7 +31,7 @@ from torch_thor.optim.thor.loss_scale import LossScale
 from torch_thor.optim.thor.options import check_group, check_loss_terms
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.shared_inputs import read_together
-from torch_thor.optim.thor.state import conform, is_only_asked_for
+from torch_thor.optim.thor.state import conform, creates_state_only
 from torch_thor.optim.thor.statistics_checks import check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def collect(thor: "THOR") -> StepInputs:
             if phase in GATHERING and layer.weight.requires_grad:
                 due.append(layer)
                 waiting = waiting or phase is Phase.REQUIRED or not layer.uncalled
-    state_only = not states and is_only_asked_for(groups, states)
+    state_only = not states and creates_state_only(groups, states)
     processes: Processes = ALONE
     if not state_only and (thor._group_handle.is_lost or (due and dist.is_available() and dist.is_initialized())):
         processes = thor._group_handle.join(thor.model, registry.device)
@@ -200,7 +200,7 @@ def _read(
             if parameter.grad is not None and (thor.decay_filter is None or thor._decays(parameter)):
                 decaying.add(id(parameter))
     if scale is not None:
-        scale.unscale_(gradient for _, _, gradient in with_gradient(groups))
+        scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
     largest = _largest_gradient(groups, registry.index)
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
@@ -262,7 +262,7 @@ def _largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
                 raise RuntimeError(layout_message(index.name(parameter), gradient.layout))
             if gradient.numel():
                 usual = gradient.layout is torch.strided and not gradient.is_complex()
-                numbers = gradient if usual else numbers_of(gradient)
+                numbers = gradient if usual else real_elements(gradient)
                 batches.setdefault((numbers.device, numbers.dtype == torch.float64), []).append(numbers)
     largest = 0.0
     for (_, wide), batch in batches.items():
