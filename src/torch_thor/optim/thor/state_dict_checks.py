@@ -46,14 +46,15 @@ def check_selection(
         states: the loaded state.
 
     Raises:
-        ValueError: the state has factors of a layer that is left out, or none of a layer that is preconditioned. A
-            parameter that has no state at all, because it was frozen, is no such case.
+        ValueError: the state has factors of a layer that is left out, or no factors of a layer that is preconditioned.
+            This does not apply to a layer whose weight has no state at all, because it was frozen.
     """
-    saved = [one.name for one in left_out if _has_factors(states.get(one.weight.parameter, {}), one.prefix)]
+    present = [one for one in left_out if one.weight.is_there]  # the others are pruned
+    saved = [one.name for one in present if _has_factors(states.get(one.weight.parameter, {}), one.prefix)]
     lacking = [layer.name for layer in layers if layer.state and not _has_factors(layer.state, layer.prefix)]
     if saved or lacking:
         differences = [f"it has factors of {some(saved)}, which skip= or only= leaves out here"] if saved else []
-        differences += [f"it has none of {some(lacking)}, which THOR preconditions here"] if lacking else []
+        differences += [f"it has no factors of {some(lacking)}, which THOR preconditions here"] if lacking else []
         raise ValueError(
             f"the state dict was saved with other preconditioned layers: {', and '.join(differences)}. Make THOR with "
             f"the skip= and only= that it was saved with, or let the optimizer start anew"
