@@ -40,5 +40,5 @@ _MODULES = {
 _PACKAGES = ("capture", "curvature", "distributed", "optim", "split")
 
 if not TYPE_CHECKING:
-    # to import torch takes seconds, in which the command line must already listen to Ctrl-C
+    # importing torch takes seconds, and the command line must react to Ctrl-C during that time
     __getattr__, __dir__ = lazy_names(__name__, _MODULES, _PACKAGES)

@@ -1,4 +1,4 @@
-"""`python -m torch_thor` is `torch-thor`."""
+"""Runs the command line `torch-thor` as `python -m torch_thor`."""
 
 from torch_thor.cli import main
 

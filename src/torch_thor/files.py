@@ -1,6 +1,6 @@
-"""Files and folders that are either complete or absent: written under another name, flushed to the disk, and renamed.
+"""Writes files and folders under a temporary name, flushes them to the disk and renames them when they are complete.
 
-A process that is killed while it writes leaves the other name behind, which begins with `REMAINS`; the next one that
+A process that is killed while it writes leaves a file of a name that begins with `REMAINS`; the next process that
 writes the same file or folder replaces it.
 """
 
@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-REMAINS = ".writing-"  # what the names of incomplete files and folders begin with
+REMAINS = ".writing-"  # the prefix of the names of incomplete files and folders
 
 
 @contextmanager
 def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Replace a file as a whole; where the block raises, what was there before stays as it was.
+    """Replace a file when the block has written it completely; if the block raises an error, the old file stays.
 
     Args:
         path: The file; its folder must exist.
-        shared: Whether several processes may write it at the same time. Each then writes under a name of its own, and
-            the last one to finish wins.
+        shared: Whether several processes may write it at the same time. Each then uses a temporary name of its own,
+            and the file is that of the process that finishes last.
 
     Yields:
         The path for the block to write, in the same folder and with the same suffix.
@@ -39,23 +39,23 @@ def whole_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Replace a folder as a whole; where the block raises an error, what was there before stays as it was.
+    """Replace a folder when the block has filled it completely; if the block raises an error, the old folder stays.
 
     Args:
-        path: The folder; the one that it lies in must exist.
+        path: The folder; its parent folder must exist.
 
     Yields:
         The path of a new, empty folder for the block to fill with files.
     """
     temporary = path.with_name(f"{REMAINS}{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed here
+    shutil.rmtree(temporary, ignore_errors=True)  # a process that was killed may have left it
     temporary.mkdir()
     try:
         yield temporary
         for file in temporary.iterdir():
             flush(file)
         flush(temporary)
-        shutil.rmtree(path, ignore_errors=True)  # a folder is not renamed onto another one
+        shutil.rmtree(path, ignore_errors=True)  # a folder cannot be renamed to the name of one that has files
         temporary.rename(path)
         flush(path.parent)
     except Exception:
@@ -67,8 +67,8 @@ def remove_remains(folder: Path, name: str = "*") -> None:
     """Remove the incomplete files and folders of processes that were killed while they wrote.
 
     Args:
-        folder: Where they may lie. No other process may be writing there what matches `name`.
-        name: A glob pattern of the names that they were to have.
+        folder: The folder to search. No process may be writing files there whose names match `name`.
+        name: A glob pattern for the final names of the files and folders.
     """
     for remains in folder.glob(f"{REMAINS}{name}"):
         if remains.is_dir():
@@ -78,11 +78,11 @@ def remove_remains(folder: Path, name: str = "*") -> None:
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Replace a text file as a whole.
+    """Replace a text file by a complete new one.
 
     Args:
         path: The file; its folder must exist.
-        text: Its contents, written in UTF-8.
+        text: The contents, which are written in UTF-8.
         shared: As for `whole_file`.
     """
     with whole_file(path, shared=shared) as temporary:
@@ -90,7 +90,7 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk.
+    """Wait until a file, or the list of the files of a folder, is on the disk.
 
     Args:
         path: The file or folder.

@@ -294,6 +294,31 @@ def test_it_is_public():
     assert "register_kind" in torch_thor.__all__
 
 
+@pytest.mark.parametrize(("certain", "terms"), [(True, 6), (False, 5), (None, 5)])
+def test_a_kind_can_say_that_its_input_is_batch_first(certain, terms):
+    """Of layers that see (L, N, d) and (N, L, d) it decides which number is N; without the attribute it does not."""
+
+    class BatchFirstKind(CopiedKind):
+        batch_first = certain
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(3, 4), InOut(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):  # (L, N, d)
+            return self.last(self.middle(self.first(x).transpose(0, 1)).transpose(0, 1))
+
+    if certain is None:
+        del BatchFirstKind.batch_first
+    register_kind(InOut, BatchFirstKind)
+    model = Mixed()
+    optimizer = THOR(model, lr=0.0)
+    model(torch.randn(5, 6, 3)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["last_loss_terms"] == terms
+
+
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Comparisons and figures: one runner, raw data that are kept, and tables and pictures made from these alone."""
+"""Benchmarks and figures: a runner that stores raw data, and tables and pictures that are made from raw data alone."""
 
 from typing import TYPE_CHECKING
 

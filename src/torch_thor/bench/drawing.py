@@ -1,4 +1,4 @@
-"""What the pictures of all comparisons share: colours, a line with its range, notes, and their resolution."""
+"""Drawing functions that the pictures of all comparisons share."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch_thor.training.reports.pictures import save_picture
 
-if TYPE_CHECKING:  # slow to import, and no window is wanted
+if TYPE_CHECKING:  # slow to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# told apart by all eyes (Okabe and Ito), the baseline in grey
+# colours that people with colour vision deficiency can distinguish (Okabe and Ito); the baseline is grey
 COLOURS = {"momentum": "#666666", "thor": "#0072b2", "thor_stop": "#009e73", "thor_nt": "#d55e00"}
 COLOURS |= {"lamb": COLOURS["momentum"], "thor-spectral": COLOURS["thor_stop"]}
-STYLES = {"thor_stop": "--"}  # it often lies on thor
+STYLES = {"thor_stop": "--"}  # dashed, because its curve often coincides with that of thor
 
 
 def draw_band(
@@ -29,18 +29,18 @@ def draw_band(
     shade: float = 0.2,
     middle: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> None:
-    """Draw the middle of some series as a line, and behind it the range from the lowest to the highest.
+    """Draw the mean of some series as a line, and the range from the lowest to the highest value behind it.
 
     Args:
-        axes: Where.
-        xs: One number per point.
-        series: For each seed one number per point.
-        label: For the legend.
-        colour: Of both, as matplotlib has it; `None` takes the next.
-        marker: Of the points.
-        style: Of the line.
-        shade: How dark the range is, in [0, 1].
-        middle: Of the values at one point.
+        axes: The axes to draw on.
+        xs: The position of each point.
+        series: For each seed one value per point.
+        label: The label in the legend.
+        colour: The colour of line and range, as matplotlib takes it; `None` for the next colour of the cycle.
+        marker: The marker of the points; `None` for none.
+        style: The style of the line.
+        shade: The opacity of the range, in [0, 1].
+        middle: Reduces the values at one point to that of the line; the mean by default.
     """
     columns = list(zip(*series, strict=True))
     (line,) = axes.plot(xs, [middle(column) for column in columns], label=label, color=colour, marker=marker, ls=style)
@@ -49,20 +49,20 @@ def draw_band(
 
 
 def note(figure: "Figure", text: str) -> None:
-    """Write what is not ours, or must not be overlooked, below the axes.
+    """Write a note below the axes, such as the source of numbers that were not measured here.
 
     Args:
         figure: The figure.
-        text: One line or more.
+        text: One or more lines.
     """
     figure.supxlabel(text, fontsize=8, color="#444444")
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Replace a picture as a whole, in the resolution of the documentation.
+    """Write a picture in the resolution of the documentation; a file is replaced only by a complete one.
 
     Args:
         figure: The figure.
-        path: The PNG to write.
+        path: The PNG file to write.
     """
     save_picture(figure, path, dpi=110)

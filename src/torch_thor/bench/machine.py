@@ -13,10 +13,10 @@ from torch_thor.split.machine import device_name, processor_name
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine for a comparison that any of its devices may run.
+    """Describe the machine, for a comparison that may run on any of its devices.
 
     Returns:
-        Plain values: processor, cores, torch's threads in this process, device, versions and commit.
+        JSON values: processor, cores, the number of torch's threads in this process, GPU or "cpu", versions and commit.
     """
     return {
         "processor": processor_name(),
@@ -29,13 +29,13 @@ def describe() -> dict[str, Any]:
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """Describe what a measurement on one device is made on; equal where a measurement may go on.
+    """Describe one device and the versions; a measurement may be continued only where the description is equal.
 
     Args:
         device: The device.
 
     Returns:
-        Plain values: the device (with the CPU's threads), and the versions.
+        JSON values: the device, cores, the number of torch's threads, and the versions.
     """
     return {
         "device": device_name(torch.device(device)),
@@ -46,12 +46,12 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on.
+    """Return the versions of the packages that a result depends on.
 
     Returns:
-        By name.
+        The versions, by the names of the packages.
     """
-    import torchvision  # only what measures needs it: a second to import
+    import torchvision  # imported here because it takes a second, and only measurements need it
 
     return {
         "python": platform.python_version(),
@@ -65,15 +65,15 @@ def commit(file: Path = Path(__file__)) -> str:
     """Return the commit of the checkout that a file belongs to.
 
     Args:
-        file: The file; an installed copy may be in a folder of some other repository, which does not track it.
+        file: The file. An installed copy may be in a folder of another repository, which does not track it.
 
     Returns:
-        The short hash; `unknown` where no repository tracks the file.
+        The short hash; `unknown` if no repository tracks the file.
     """
     try:
         if _git(file.parent, "ls-files", "--error-unmatch", file.name):
             return _git(file.parent, "rev-parse", "--short", "HEAD") or "unknown"
-    except OSError:  # no git
+    except OSError:  # git is not installed
         pass
     return "unknown"
 

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the cells of them that hold several seeds."""
+"""Formats tables in Markdown, and cells that contain the results of several seeds."""
 
 import math
 import statistics
@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a table.
+    """Format a table.
 
     Args:
-        heads: One a column.
-        rows: Cells, as many each.
+        heads: The heading of each column.
+        rows: The cells of each row, one per column.
 
     Returns:
-        Markdown, without a line's end after the last row.
+        Markdown, without a newline after the last row.
 
     Raises:
-        ValueError: If a row has another number of cells: a table would hide those that are too many.
+        ValueError: A row has another number of cells than there are columns; Markdown would hide surplus cells.
     """
     lines = [_line(heads), "|---" * len(heads) + "|"]
     for row in rows:
@@ -31,11 +31,11 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """Write what it took to reach something.
+    """Format a number, such as the steps to a target.
 
     Args:
-        value: A number; `None` or infinite where it was not reached.
-        form: Its format.
+        value: The number; `None` or infinity if the target was not reached.
+        form: The format of the number.
 
     Returns:
         The number, or `never`.
@@ -44,41 +44,41 @@ def number(value: float | None, form: str) -> str:
 
 
 def each(values: Iterable[float | None], form: str) -> str:
-    """Write the values of several seeds.
+    """Format the values of several seeds.
 
     Args:
-        values: One a seed.
-        form: Format of each number.
+        values: One value per seed.
+        form: The format of each number.
 
     Returns:
-        The numbers with commas between them.
+        The numbers, separated by commas.
     """
     return ", ".join(number(value, form) for value in values)
 
 
 def middle(values: Sequence[float], form: str, *, of: Callable[[Sequence[float]], float] = statistics.median) -> str:
-    """Write several seeds as their middle, and each.
+    """Format the median over several seeds, followed by the value of each.
 
     Args:
-        values: One a seed; infinite where something was never reached.
-        form: Format of each number.
-        of: What the middle is.
+        values: One value per seed; infinity if a target was not reached.
+        form: The format of each number.
+        of: Computes the first number; the median by default.
 
     Returns:
-        `middle (each)`.
+        `median (value, value, ...)`.
     """
     return f"{number(of(values), form)} ({each(values, form)})"
 
 
 def summary(values: Sequence[float], form: str) -> str:
-    """Write several seeds with their spread.
+    """Format the values of several seeds with their mean and standard deviation.
 
     Args:
-        values: One a seed.
-        form: Format of each number.
+        values: One value per seed.
+        form: The format of each number.
 
     Returns:
-        Mean ± standard deviation (of the sample, n - 1), and each value; of one seed the value alone.
+        Mean ± sample standard deviation (n - 1), followed by each value; for one seed the value alone.
     """
     if len(values) == 1:
         return format(values[0], form)
@@ -87,14 +87,14 @@ def summary(values: Sequence[float], form: str) -> str:
 
 
 def reached(values: Sequence[float | None], form: str) -> str:
-    """Write what it took to reach something, of several seeds.
+    """Format the steps or the time to a target, for several seeds.
 
     Args:
-        values: One a seed; `None` where it was not reached.
-        form: Format of each number.
+        values: One value per seed; `None` if the target was not reached.
+        form: The format of each number.
 
     Returns:
-        As `summary`; where a seed never got there, each value alone.
+        As `summary` returns it; if a seed did not reach the target, each value without mean and deviation.
     """
     known = [value for value in values if value is not None]
     return summary(known, form) if len(known) == len(values) else each(values, form)

@@ -1,4 +1,4 @@
-"""Statistics of runs: running means, and steps to a target."""
+"""Statistics of training runs: running means, and the number of steps to a target."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 def steps_to(
     evaluations: Iterable[tuple[float, float]], target: float, *, higher: bool = True, interpolate: bool = True
 ) -> float | None:
-    """Find when a run reaches a target.
+    """Return the step at which a run reaches a target.
 
     Args:
-        evaluations: Step and figure, in order.
-        target: The figure to reach.
-        higher: Whether a higher figure is better.
-        interpolate: Whether to go by the straight line between two evaluations; else the step of the evaluation counts.
+        evaluations: The step and the value of a metric at each evaluation, in order.
+        target: The value to reach.
+        higher: Whether a higher value is better.
+        interpolate: Whether to interpolate linearly between two evaluations; otherwise that of the evaluation counts.
 
     Returns:
         The first such step; `None` if there is none.
@@ -30,13 +30,13 @@ def steps_to(
 
 
 def running_mean(values: Sequence[float], before: int) -> list[float]:
-    """Smooth a series.
+    """Return the running mean of a series.
 
     Args:
         values: One number per step.
-        before: How many steps before each one its mean takes in.
+        before: The number of preceding steps in the mean of each step.
 
     Returns:
-        As many numbers: at the start the mean takes in what there is.
+        One mean per step; at the start, over the steps that there are.
     """
     return [statistics.fmean(values[max(0, i - before) : i + 1]) for i in range(len(values))]

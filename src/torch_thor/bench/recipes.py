@@ -1,4 +1,4 @@
-"""Training a recipe for a comparison: in this process, without files, with its history as plain values."""
+"""Trains a recipe for a comparison, in this process and without writing files."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +14,16 @@ from torch_thor.training.experiment import image_run as new_run
 
 
 def train_recipe(name: str, optimizer: str, overrides: Sequence[str]) -> tuple[Run, dict[str, Any]]:
-    """Train once.
+    """Train a recipe once.
 
     Args:
-        name: Of the recipe.
-        optimizer: Which of its optimizers.
-        overrides: `key=value` words, as `torch-thor train` takes them.
+        name: The name of the recipe.
+        optimizer: The name of one of its optimizers.
+        overrides: Overrides `key=value`, as for `torch-thor train`.
 
     Returns:
-        The run, and what is kept of it: `failure` says where the loss was no longer finite (a result, not an error),
-        evaluations are step, accuracy and seconds.
+        The run, and its history as JSON values. `failure` is the message of the error if the training has diverged,
+        which counts as a result; each of the `evaluations` is (step, accuracy, seconds).
     """
     recipe = load_recipe(name, [f"optimizer={optimizer}", *overrides])
     run = new_run(recipe, optimizer, open_data(recipe.data, resolve_device(recipe.device), print))

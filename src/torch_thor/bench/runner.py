@@ -1,8 +1,8 @@
-"""Running the jobs whose results are missing.
+"""Runs the jobs of a comparison whose results are missing.
 
-Each job gets a process of its own: its number of threads is set before any library reads it, no job before it has
-touched random numbers or caches, and one that is killed takes no other with it. Results are kept one by one, as they
-come. A job that fails is named and its traceback is written to KEY.failed; the others go on.
+Each job runs in a process of its own. So its number of threads is set before any library reads it, random generators
+and caches are not changed by earlier jobs, and a job that is killed does not affect the others. Each result is stored
+as soon as it is there. If a job fails, its traceback is written to KEY.failed, and the other jobs go on.
 """
 
 import json
@@ -26,17 +26,17 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Job(Protocol):
-    """One measurement: plain values that can be sent to another process, such as a frozen dataclass of a module."""
+    """One measurement. It can be pickled and sent to another process, for example as a frozen dataclass of a module."""
 
     @property
     def key(self) -> str:
-        """Its name: the only one of a store, and part of a file's name."""
+        """The name of the job, which is unique in its store and part of a file name."""
 
     def run(self) -> Mapping[str, Any]:
         """Run the job.
 
         Returns:
-            Plain JSON values.
+            The result as JSON values.
         """
 
 
@@ -45,12 +45,12 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 @dataclass(frozen=True)
 class Failure:
-    """A job that gave no result.
+    """The failure of a job.
 
     Args:
-        key: Of the job.
-        reason: In one line.
-        details: The traceback; empty where the process ended without a word.
+        key: The key of the job.
+        reason: The reason in one line.
+        details: The traceback; empty if the process ended without one.
     """
 
     key: str
@@ -62,12 +62,12 @@ def missing(jobs: Sequence[AnyJob], store: Store, *, anew: bool = False) -> list
     """List the jobs whose results are missing.
 
     Args:
-        jobs: Any; of equal keys the first counts.
-        store: Where results are kept.
-        anew: Whether those that are there are to be replaced.
+        jobs: The jobs of the comparison; of several jobs with the same key the first counts.
+        store: The store of their results.
+        anew: Whether to list all jobs, so that existing results are replaced.
 
     Returns:
-        Those to run, in their order.
+        The jobs to run, in the given order.
     """
     first: dict[str, AnyJob] = {}
     for job in jobs:
@@ -84,18 +84,18 @@ def complete(
     anew: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Failure]:
-    """Run what is missing, each job in a process of its own.
+    """Run the jobs whose results are missing, each in a process of its own.
 
     Args:
-        jobs: What there shall be.
-        store: Where results are kept.
-        workers: Processes at a time.
-        threads: Of one process.
-        anew: Whether to run what is there as well; a result is replaced once its job is done.
-        say: Called with a line per job.
+        jobs: The jobs of the comparison.
+        store: The store of their results.
+        workers: The number of processes at a time.
+        threads: The number of threads of each process.
+        anew: Whether to run all jobs; an existing result is replaced when its job is done.
+        say: Called with one line of text per job.
 
     Returns:
-        The jobs that failed: nothing is kept of these, and the next call runs them again.
+        The failures. The store has no results of these jobs, so the next call runs them again.
     """
     todo, failures = missing(jobs, store, anew=anew), []
     with closing(_outcomes(todo, workers, threads)) as outcomes:
@@ -114,15 +114,15 @@ def complete(
 
 
 def complete_here(jobs: Sequence[Job], store: Store, *, say: Callable[[str], None] = print) -> int:
-    """Run what is missing, one job after the other in this process; the first error ends it.
+    """Run the jobs whose results are missing one after the other in this process, up to the first error.
 
     Args:
-        jobs: What there shall be.
-        store: Where results are kept.
-        say: Called with a line per job.
+        jobs: The jobs of the comparison.
+        store: The store of their results.
+        say: Called with one line of text per job.
 
     Returns:
-        How many were run.
+        The number of jobs that were run.
     """
     todo = missing(jobs, store)
     for number, job in enumerate(todo, start=1):
@@ -132,7 +132,7 @@ def complete_here(jobs: Sequence[Job], store: Store, *, say: Callable[[str], Non
 
 
 def _outcomes(jobs: Sequence[Job], workers: int, threads: int) -> Generator[tuple[Job, Mapping[str, Any] | Failure]]:
-    """Run jobs side by side and yield what came of each as it ends; closing it ends those that run."""
+    """Run jobs in parallel, and yield the outcome of each when it ends; closing the generator ends running jobs."""
     context = multiprocessing.get_context("spawn")
     waiting = list(reversed(jobs))
     running: dict[Any, tuple[Job, SpawnProcess]] = {}
@@ -140,12 +140,12 @@ def _outcomes(jobs: Sequence[Job], workers: int, threads: int) -> Generator[tupl
         while waiting or running:
             while waiting and len(running) < workers:
                 job = waiting.pop()
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(job, theirs))
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_work, args=(job, sender))
                 with _environment(threads):
                     process.start()
-                running[ours] = job, process
-                theirs.close()  # the child alone holds it now, so that its end can be seen from here
+                running[receiver] = job, process
+                sender.close()  # only the child holds it now, so that the receiver notices when the child ends
             for connection in wait(list(running)):
                 job, process = running[connection]
                 outcome = _outcome(connection, job, process)
@@ -159,10 +159,10 @@ def _outcomes(jobs: Sequence[Job], workers: int, threads: int) -> Generator[tupl
 
 
 def _outcome(connection: Any, job: Job, process: SpawnProcess) -> Mapping[str, Any] | Failure:
-    """Take what a process sent before it ended."""
+    """Receive the outcome of a job from its process."""
     try:
         received = connection.recv()
-    except (EOFError, OSError):  # it sent nothing, or not all of it
+    except (EOFError, OSError):  # it has sent nothing, or only a part
         received = None
     connection.close()
     process.join()
@@ -181,7 +181,7 @@ def _ending(code: int) -> str:
 
 
 def _work(job: Job, connection: Connection) -> None:
-    """Run a job in a process of its own and send its result as JSON: what is sent is what can be kept."""
+    """Run a job in a child process and send its result, as JSON so that it is known to be storable."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -191,7 +191,7 @@ def _work(job: Job, connection: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """End with a parent that was killed: there is no process left to keep the result."""
+    """End this process when its parent has been killed, because nothing can store the result any more."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""The command line of a comparison: it runs what is missing and makes tables and pictures."""
+"""The command line that the scripts of all comparisons share."""
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
@@ -10,11 +10,11 @@ from torch_thor.training.errors import INTERRUPTED, UserError
 
 
 def parser(about: str | None, *, workers: int | None = None) -> ArgumentParser:
-    """Make the parser, to which a script adds what it alone has.
+    """Return a parser of the common options, to which a script can add its own.
 
     Args:
-        about: The script's docstring.
-        workers: Processes at a time unless the user says otherwise; `None` takes one for each core.
+        about: The docstring of the script.
+        workers: The default number of processes at a time; `None` for one per core.
 
     Returns:
         A parser of `--table` and `--workers`.
@@ -31,17 +31,17 @@ def parser(about: str | None, *, workers: int | None = None) -> ArgumentParser:
 
 
 def measure(store: Store, stages: Sequence[Callable[[], Sequence[Job]]], workers: int, *, anew: bool = False) -> None:
-    """Run what is missing, stage by stage.
+    """Run the jobs whose results are missing, stage by stage.
 
     Args:
-        store: Where results are kept.
-        stages: Give the jobs of each stage, which may depend on the results of those before it.
-        workers: Processes at a time.
-        anew: Whether to run what is there as well.
+        store: The store of the results.
+        stages: For each stage a function that returns its jobs, which may depend on results of earlier stages.
+        workers: The number of processes at a time.
+        anew: Whether to run all jobs, also those that have results.
 
     Raises:
-        SystemExit: After a stage in which jobs failed, naming them; after Ctrl-C; and where a result cannot be written.
-            What is done is kept.
+        SystemExit: After a stage in which jobs have failed, with their names; after Ctrl-C; and if a result cannot be
+            written. Results of finished jobs are kept.
     """
     for stage in stages:
         try:

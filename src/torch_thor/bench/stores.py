@@ -1,4 +1,4 @@
-"""The files that hold the results of jobs. Each is complete or absent, so an interruption loses no finished result."""
+"""Stores of the results of jobs. Files are replaced only by complete ones, so an interruption loses no result."""
 
 import json
 from collections.abc import Mapping
@@ -11,57 +11,57 @@ REMEDY = "make room for it; the same command then goes on with what is missing"
 
 
 class Store(Protocol):
-    """Holds the results of jobs by their keys."""
+    """Stores the results of jobs by their keys."""
 
     @property
     def folder(self) -> Path:
-        """The folder of its files, those of failures among them."""
+        """The folder of the files, including the tracebacks of failed jobs."""
 
     def holds(self, key: str) -> bool:
-        """Tell whether a result is there.
+        """Return whether there is a result.
 
         Args:
-            key: Of a job.
+            key: The key of a job.
         """
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
         """Write a result; it is on the disk when this returns.
 
         Args:
-            key: Of its job.
-            result: Plain JSON values.
+            key: The key of the job.
+            result: The result as JSON values.
         """
 
 
 class Folder:
-    """A store of a file for each result, KEY.json.
+    """A store with one file per result, KEY.json.
 
     Args:
-        folder: The folder of the files; made with the first result.
+        folder: The folder of the files, which is created with the first result.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def file(self, key: str) -> Path:
-        """Name the file of a result.
+        """Return the path of the file of a result.
 
         Args:
-            key: Of its job.
+            key: The key of the job.
 
         Returns:
-            A path, whether the file is there or not.
+            The path; the file may be missing.
         """
         return self.folder / f"{key}.json"
 
     def holds(self, key: str) -> bool:
-        """Tell whether a result is there.
+        """Return whether there is a result.
 
         Args:
-            key: Of its job.
+            key: The key of the job.
 
         Returns:
-            True for a whole file: there are no others.
+            Whether the file exists, which is then complete.
         """
         return self.file(key).exists()
 
@@ -69,10 +69,10 @@ class Folder:
         """Read a result.
 
         Args:
-            key: Of its job.
+            key: The key of the job.
 
         Returns:
-            The plain values.
+            The result as JSON values.
         """
         result: dict[str, Any] = json.loads(self.file(key).read_text(encoding="utf-8"))
         return result
@@ -81,18 +81,18 @@ class Folder:
         """Write a result.
 
         Args:
-            key: Of its job.
-            result: Plain JSON values.
+            key: The key of the job.
+            result: The result as JSON values.
         """
         write_json(self.file(key), result)
 
 
 class Rows:
-    """A store of one file for all results: a JSON list with a line for each, which says which job it is of.
+    """A store with one file for all results: a JSON list with one line per result.
 
     Args:
         path: The file.
-        name: Where a result has the plain values that make its key (see `key_of`).
+        name: The name of the entry of a result that identifies its job, from which `key_of` makes the key.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -100,33 +100,33 @@ class Rows:
         self.rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """Look a result up.
+        """Look up a result.
 
         Args:
-            key: Of its job.
+            key: The key of the job.
 
         Returns:
-            The first one, or `None` if there is none.
+            The first result of the job; `None` if there is none.
         """
         return next((row for row in self.rows if key_of(row[self.name]) == key), None)
 
     def holds(self, key: str) -> bool:
-        """Tell whether a result is there.
+        """Return whether there is a result.
 
         Args:
-            key: Of a job.
+            key: The key of the job.
 
         Returns:
-            True if it is.
+            Whether there is one.
         """
         return self.find(key) is not None
 
     def keep(self, key: str, result: Mapping[str, Any]) -> None:
-        """Add a result, or put it in the place of the one that is there, and write the file.
+        """Add a result, or replace the existing one of the job, and write the file.
 
         Args:
-            key: Of its job.
-            result: Plain JSON values.
+            key: The key of the job.
+            result: The result as JSON values.
         """
         assert key_of(result[self.name]) == key
         there = self.find(key)
@@ -137,36 +137,36 @@ class Rows:
 
 
 def key_of(words: Mapping[str, Any]) -> str:
-    """Name a job by what it is made of.
+    """Return a key made of the values that identify a job.
 
     Args:
-        words: Plain values by name.
+        words: The values, by name.
 
     Returns:
-        `name value, ...`, in the order of the alphabet: the same words give the same key.
+        `name value, name value, ...`, sorted by name.
     """
     return ", ".join(f"{name} {words[name]}" for name in sorted(words))
 
 
 def write_json(path: Path, values: Any, indent: int | None = None) -> None:
-    """Write plain values as a whole file.
+    """Write JSON values into a file, which is replaced only when the new one is complete.
 
     Args:
-        path: The file; its folder is made.
-        values: Plain JSON values.
-        indent: Spaces a level; `None` writes one line.
+        path: The file, whose folder is created if it is missing.
+        values: JSON values.
+        indent: The number of spaces per level; `None` writes one line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(values, indent=indent) + "\n", REMEDY)
 
 
 def write_tables(folder: Path, text: str, values: Any = None) -> None:
-    """Write the tables of raw data beside them: table.md, and table.json where there are values.
+    """Write the tables of raw data into their folder: table.md, and table.json if values are given.
 
     Args:
-        folder: Of the raw data.
-        text: Markdown.
-        values: The same numbers as plain JSON values; what is not finite becomes null, which every reader takes.
+        folder: The folder of the raw data.
+        text: The tables in Markdown.
+        values: The same numbers as JSON values. Numbers that are not finite are written as null, as JSON requires.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "table.md", text + "\n", REMEDY)
@@ -175,12 +175,12 @@ def write_tables(folder: Path, text: str, values: Any = None) -> None:
 
 
 def finite(values: Any) -> Any:
-    """Replace numbers that JSON does not know.
+    """Replace numbers that JSON cannot represent.
 
     Args:
-        values: Plain values.
+        values: JSON values, in which numbers may be NaN or infinite.
 
     Returns:
-        The same with `None` for infinities and for what is no number.
+        The same values, with `None` in the place of NaN and infinities.
     """
     return json.loads(json.dumps(values), parse_constant=lambda name: None)

@@ -1,4 +1,4 @@
-"""Step times of several optimizers, taken in turns so that changes in the machine's speed affect all of them alike."""
+"""Measures the step times of several optimizers in turns, so that changes of the machine's speed affect all alike."""
 
 import random
 import statistics
@@ -18,18 +18,18 @@ def take_turns(
     name_of: Callable[[str], str] = lambda name: name,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time one step of each, round after round.
+    """Time one step of each function in every round.
 
-    Each round has an order of its own, drawn with a fixed seed: a step finds the caches as the one before it left them,
-    and in a fixed order that would always be the same one.
+    The order is drawn anew in each round, with a fixed seed: a step depends on the state in which the previous one has
+    left the caches, and in a fixed order the previous one would always be the same.
 
     Args:
-        steps: What is timed, by name.
-        rounds: How many are counted.
-        warm_up: Rounds before them that are not.
-        prepare: Called before each round, outside of what is timed.
-        name_of: Called after a counted step with its name; gives the name that its time is counted for.
-        clock: Gives the seconds.
+        steps: The functions to time, by name.
+        rounds: The number of rounds that count.
+        warm_up: The number of rounds before them, which do not count.
+        prepare: Called before each round, not timed.
+        name_of: Called with the name after a step that counts; returns the name under which its time is recorded.
+        clock: Returns the time in seconds.
 
     Returns:
         Seconds by name, one number per round.
@@ -51,14 +51,14 @@ def take_turns(
 
 
 def training_step(loss: Callable[[], Tensor], optimizer: optim.Optimizer) -> Callable[[], None]:
-    """Make a whole training step.
+    """Return a function that takes a whole training step.
 
     Args:
-        loss: The forward pass.
-        optimizer: Of the model.
+        loss: Runs the forward pass and returns the loss.
+        optimizer: The optimizer of the model.
 
     Returns:
-        Forward, backward, step, and gradients set to zero.
+        A function that runs forward and backward pass, steps the optimizer, and resets the gradients.
     """
 
     def step() -> None:
@@ -70,13 +70,13 @@ def training_step(loss: Callable[[], Tensor], optimizer: optim.Optimizer) -> Cal
 
 
 def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
-    """Compute how many times as long one thing takes as another.
+    """Return the ratio of two step times.
 
     Args:
-        seconds: One a round.
-        base: Of what it is compared with, in the same rounds.
+        seconds: The time in each round.
+        base: The time of the baseline in the same rounds.
 
     Returns:
-        The median of the ratios within a round.
+        The median over rounds of the ratio within a round.
     """
     return statistics.median(own / other for own, other in zip(seconds, base, strict=True))

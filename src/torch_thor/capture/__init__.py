@@ -1,4 +1,4 @@
-"""How activations and output gradients reach the curvature: the layers of a model, their selection, and the hooks."""
+"""Captures the activations and output gradients of a model's layers: inspection, selection and hooks."""
 
 from torch_thor.capture.composites import CompositeHook, InnerLayer, Report, register_composite
 from torch_thor.capture.coverage import Covered

@@ -1,9 +1,9 @@
-"""Rows that are gathered in the backward pass, from a layer's input and the gradient of its output; and N.
+"""Gathers rows in the backward pass, from the input of a layer and the gradient of its output, and counts loss terms.
 
-The call of a layer registers a hook on its output. When the gradient of the output arrives, the hook has both input and
-gradient and adds their rows. So an evaluation pass, a pass whose loss is never differentiated, and the first of the two
-passes of activation checkpointing leave nothing behind, and the input is kept alive no longer than autograd keeps it
-anyway.
+Each call of a layer registers a hook on its output. When the gradient of the output has been computed, the hook adds
+the rows of both input and gradient. So an evaluation pass, a pass whose loss is never differentiated, and the first of
+the two forward passes of activation checkpointing add no rows, and the input is kept alive no longer than autograd
+keeps it.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch_thor.capture.loss_terms import Call, LossTerms, Pass, loss_terms_of_pass, loss_terms_of_step
 from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.capture.sampling import Sampler
-from torch_thor.curvature.kinds import Kind, ProjectionKind
+from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 
 if TYPE_CHECKING:
@@ -25,40 +25,40 @@ if TYPE_CHECKING:
 
 
 class BackwardPasses:
-    """Gathers the rows of all backward passes of a step, and counts the loss terms of these.
+    """Gathers the rows of all backward passes of a step, and counts their loss terms.
 
     Args:
-        sampler: runs the passes of sampled labels, where rows come from those; None where they come from the loss.
+        sampler: runs the backward passes of sampled labels, if rows come from these; None if they come from the loss.
     """
 
     def __init__(self, sampler: Sampler | None) -> None:
         self._sampler = sampler
-        self.passes: dict[int, Pass] = {}  # by autograd's number of the pass
-        self._parents: dict[int, int] = {}
-        self._generation = 0  # of what is gathered: a pass that has been forgotten may go through its graph again
-        self.first: LayerCurvature | None = None  # the layer nearest to the input that knows N
+        self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
+        self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
+        self._generation = 0  # counts calls of forget(), after which a pass may go through an earlier graph again
+        self.first: LayerCurvature | None = None  # the layer nearest to the input whose calls give N
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
     def watch(self, capture: "Capture", layer: LayerCurvature, kind: Kind, x: Tensor, output: Tensor) -> None:
-        """Gather a layer's rows when the gradient of its output arrives.
+        """Gather a layer's rows when the gradient of its output has been computed.
 
         Args:
-            capture: knows what is gathered of which layer; a graph does not keep it alive.
+            capture: knows the phase of each layer; the graph does not keep it alive.
             layer: the layer.
-            kind: the geometry of the module that has just run.
-            x: its input.
-            output: its output.
+            kind: the kind of the module that has just run.
+            x: the input of the module.
+            output: the output of the module.
         """
         weight, sampler, reference = layer.weight, self._sampler, weakref.ref(capture)
-        # a forward pass inside a backward pass: activation checkpointing
+        # at least 0 in a forward pass inside a backward pass, which activation checkpointing runs
         outer = torch._C._current_graph_task_id()
         x = x.detach()  # shares storage and version counter
         version = x._version
         weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
         mask = capture.row_mask
         mark = sampler.mark(output) if sampler is not None else None
-        earlier: tuple[int, Tensor | None] = -1, None  # when this call's gradient has come before, and what it was
+        earlier: tuple[int, Tensor | None] = -1, None  # the generation of the previous gradient of this call, and it
 
         def on_gradient(g: Tensor) -> None:
             nonlocal earlier
@@ -66,7 +66,7 @@ class BackwardPasses:
             phase = Phase.OFF if capture is None else capture.phases.get(layer, Phase.OFF)
             if capture is None or phase is Phase.OFF:
                 return
-            sampled = sampler is not None and sampler.running  # it adds to no gradient
+            sampled = sampler is not None and sampler.running  # such a pass adds to no gradient of a weight
             if not sampled and weight_node is not None and not _accumulates(weight_node):
                 return
             if sampler is not None and mark is not None and not sampled:
@@ -89,11 +89,11 @@ class BackwardPasses:
             again, before = earlier[0] == self._generation, earlier[1]
             into.repeated |= again
             total = g.detach() if before is None or not again else g.detach() + before
-            # kept where another pass may come (retain_graph): G is that of the sum of all losses
+            # kept if another pass may follow (retain_graph), because G is that of the sum of all losses
             graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
             earlier = self._generation, total if graph_stays else None
-            # these modules know their layout, and are seen batch first; rows that are patches are a convolution's
-            certain = not row_shape or isinstance(kind, ProjectionKind)
+            # no row_shape: rows are patches, as in a convolution; registered kinds may lack batch_first
+            certain = not row_shape or bool(getattr(kind, "batch_first", False))
             into.calls.append(Call(layer, kind.loss_terms(x), tuple(row_shape), certain, kind.diagonal_input))
             if phase in GATHERING:
                 capture.mask_taken |= keep is not None
@@ -103,7 +103,7 @@ class BackwardPasses:
         output.register_hook(on_gradient)
 
     def _running_pass(self, capture: "Capture", outer: int) -> Pass:
-        """Return the backward pass that is running, and forget the ones whose gradients have been dropped."""
+        """Return the backward pass that is running, and forget earlier ones whose gradients have been dropped."""
         current = torch._C._current_graph_task_id()
         if outer >= 0 and outer != current:  # a nested backward pass belongs to the one that started it
             self._parents[current] = outer
@@ -111,7 +111,7 @@ class BackwardPasses:
             current = self._parents[current]
         found = self.passes.get(current)
         if found is None:
-            # A second pass before the step. Were the gradients of the first one dropped, without optimizer.zero_grad()?
+            # A second pass before the step. The gradients of the first may have been dropped, without zero_grad().
             if self.passes and capture.gradients_dropped():
                 capture.discard()
             found = self.passes[current] = Pass()
@@ -121,7 +121,7 @@ class BackwardPasses:
 
     @property
     def loss_terms(self) -> int:
-        """N of the backward passes of this step; where labels are sampled, the number of labels."""
+        """N of the backward passes of this step; if labels are sampled, the number of labels."""
         if self._sampler is not None:
             return self._sampler.terms
         if len(self.passes) == 1:
@@ -132,10 +132,10 @@ class BackwardPasses:
 
     @property
     def conflicting_loss_terms(self) -> tuple[int, int] | None:
-        """N of a backward pass and what the layer nearest to the loss saw, where that is another number; else None.
+        """N of a backward pass and the number that the layer nearest to the loss has seen, if they differ; else None.
 
-        To be asked only while :attr:`first` is None, and all layers count: those that are left when others have stopped
-        say less.
+        This is meaningful only while :attr:`first` is None, when the calls of all layers are counted. Later, layers
+        that have stopped may be missing.
         """
         for one in self.passes.values():
             found = _terms_of(one.calls)
@@ -144,7 +144,7 @@ class BackwardPasses:
         return None
 
     def forget(self) -> None:
-        """Forget the passes of this step, and remember which layer knew N."""
+        """Forget the passes of this step, and remember the layer that gave N."""
         for one in self.passes.values():
             if one.calls:
                 self.first = _terms_of(one.calls).first
@@ -154,7 +154,7 @@ class BackwardPasses:
 
 
 def _terms_of(calls: Sequence[Call]) -> LossTerms:
-    """Return N of a pass: what all calls say alike, as nearly always, else what the rule makes of them."""
+    """Return N of a pass: the number of all calls if they agree, as they nearly always do, else that of the rule."""
     number = calls[0].loss_terms
     for call in calls:
         if call.loss_terms != number or call.embedding:
@@ -166,5 +166,5 @@ def _accumulates(weight_node: Node) -> bool:
     """Return whether the running backward pass adds to the weight's gradient; a gradient penalty's pass does not."""
     try:
         return bool(torch._C._will_engine_execute_node(weight_node))
-    except RuntimeError:  # what it says of a leaf under torch.autograd.grad, which fills no .grad
+    except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
         return False

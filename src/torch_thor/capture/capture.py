@@ -1,8 +1,8 @@
-"""Which layers gather statistics, from when on, and when what they have gathered is forgotten.
+"""Decides which layers gather statistics in a step, registers the hooks for it, and drops statistics that are not used.
 
-On a refresh step the call of each layer that gathers is seen (:mod:`torch_thor.capture.module_hooks`). Its rows come in
-the backward pass (:mod:`torch_thor.capture.backward_pass`) or, where A alone is gathered, in the forward pass
-(:mod:`torch_thor.capture.forward_pass`). On all other steps there is no hook at all.
+On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.module_hooks`). Their rows are gathered in
+the backward pass (:mod:`torch_thor.capture.backward_pass`) or, for layers with A alone, in the forward pass
+(:mod:`torch_thor.capture.forward_pass`). On all other steps there are no hooks.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -25,11 +25,11 @@ from torch_thor.curvature.refresh import Decision, RefreshEvent
 
 @dataclass(frozen=True)
 class Absence:
-    """Which layers had no statistics on a refresh step.
+    """The layers without statistics on a refresh step.
 
     Args:
-        idle: those that no loss has reached.
-        uncalled: those whose weights have a gradient, and which are not called.
+        idle: the layers that the loss has not reached.
+        uncalled: the layers whose weights have a gradient although their modules were not called.
     """
 
     idle: Collection[LayerCurvature] = ()
@@ -39,13 +39,13 @@ class Absence:
 class Capture:
     """Gathers the statistics of all layers, and counts the loss terms of the step.
 
-    Each layer is in one :class:`Phase`, which only the methods here change: :meth:`resume` derives it from the state,
-    :meth:`want` begins gathering, :meth:`finish_refresh` ends it, and :meth:`listen` decides which statistics are
-    required and which layers count loss terms, and registers the hooks that this takes.
+    Each layer is in one :class:`Phase`, which only the methods of this class change: :meth:`resume` derives it from the
+    state, :meth:`want` begins gathering, :meth:`finish_refresh` ends it, and :meth:`listen` decides which statistics
+    are required and which layers count loss terms, and registers the necessary hooks.
 
     Args:
-        hooks: the modules whose calls give rows, and the layers they give them to.
-        sampled: whether rows come from the backward passes of sampled labels, not from those of the training loss.
+        hooks: the hooks on the modules whose calls give rows to layers.
+        sampled: whether rows come from the backward passes of sampled labels; otherwise from those of the loss.
     """
 
     def __init__(self, hooks: Sequence[ModuleHook] = (), *, sampled: bool = False) -> None:
@@ -54,17 +54,17 @@ class Capture:
         self.backward = BackwardPasses(self.sampler)
         self.forward = ForwardPasses()
         self.row_mask: Tensor | None = None
-        self.mask_taken = False  # whether some layer's rows have been of the shape of the mask
-        self.reached: set[LayerCurvature] = set()  # layers whose calls came in this step, with or without rows
-        self.inside_transform: set[str] = set()  # layers that ran under torch.func, where no hook sees a gradient
+        self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
+        self.reached: set[LayerCurvature] = set()  # layers that the loss has reached in this step, also without rows
+        self.inside_transform: set[str] = set()  # layers that ran under torch.func, where hooks see no gradient
         self._listening = False
         self.follow(hooks)
 
     def follow(self, hooks: Sequence[ModuleHook]) -> None:
-        """Gather from other modules from now on; what has been gathered stays.
+        """Replace the hooks; statistics that have been gathered stay.
 
         Args:
-            hooks: the modules whose calls give rows, and the layers they give them to.
+            hooks: the hooks on the modules whose calls give rows to layers.
         """
         self._hooks = list(hooks)
         self.layers = list(dict.fromkeys(layer for hook in hooks for layer in hook.layers))
@@ -74,13 +74,13 @@ class Capture:
     # ---- phases -------------------------------------------------------------------------------------------------
 
     def phase(self, layer: LayerCurvature) -> Phase:
-        """Return what a layer's calls are used for.
+        """Return the phase of a layer.
 
         Args:
             layer: the layer.
 
         Returns:
-            Its phase; OFF for one that is not among those that are followed.
+            Its phase; OFF for a layer without a hook.
         """
         return self.phases.get(layer, Phase.OFF)
 
@@ -97,35 +97,35 @@ class Capture:
 
     @property
     def watching(self) -> bool:
-        """Whether this step's passes are run so that statistics must come: those of all layers, and the loss terms."""
+        """Whether statistics of a layer are required in this step; compiled models then run eagerly."""
         return Phase.REQUIRED in self.phases.values()
 
     @property
     def wanting(self) -> bool:
-        """Whether statistics of some layer are wanted and can come, as the model stands now."""
+        """Whether a layer gathers statistics, is not frozen, and is called by its model as far as is known."""
         for layer, phase in self.phases.items():
-            # what is required was called when that was found; it may have been frozen since
+            # a layer whose phase is REQUIRED is called, but it may have been frozen since
             if phase in GATHERING and layer.weight.requires_grad and (phase is Phase.REQUIRED or not layer.uncalled):
                 return True
         return False
 
     def resume(self) -> None:
-        """Go on from what the layers' state says: after construction, after loading, or with other layers."""
+        """Derive the phases from the state of the layers: after construction, after loading, or for new layers."""
         for layer in self.phases:
             self.phases[layer] = Phase.OPTIONAL if layer.due else Phase.OFF
         self.listen()
 
     def want(self, layers: Iterable[LayerCurvature]) -> None:
-        """Have statistics gathered from the next step on; :meth:`listen` must follow.
+        """Gather statistics of layers from the next step on; :meth:`listen` must be called next.
 
         Args:
-            layers: those that are due, but for those that have stopped, which stay so.
+            layers: the layers that are due; those that have stopped gather nothing.
         """
         for layer in layers:
             self._set_due(layer, not layer.stopped)
 
     def release(self, layer: LayerCurvature) -> None:
-        """Gather no more statistics of a layer until it is wanted again; :meth:`listen` must follow.
+        """Gather no more statistics of a layer until :meth:`want`; :meth:`listen` must be called next.
 
         Args:
             layer: the layer.
@@ -133,15 +133,15 @@ class Capture:
         self._set_due(layer, False)
 
     def listen(self) -> None:
-        """Register hooks where statistics are wanted, and nowhere else; to be called when phases have changed.
+        """Register the hooks that the current phases need, and remove all others. Must be called after each change.
 
-        Loss terms are counted where some layers want statistics and the first layer does not: it stands for the whole
-        model, also when it has stopped or has an interval of its own.
+        If the layer that gives N gathers no statistics while others do, because it has stopped or has another interval,
+        it counts loss terms. As long as that layer is not known, all layers count.
         """
         watching, first = False, self.backward.first
         for layer, phase in self.phases.items():
             if phase in GATHERING:
-                # a layer that no loss has reached, or that is not called, does not keep the model from running compiled
+                # a compiled model runs eagerly for layers that can be reached, and not for idle or uncalled ones
                 awaited = layer.weight.requires_grad and not layer.uncalled and not layer.idle
                 self.phases[layer] = Phase.REQUIRED if awaited else Phase.OPTIONAL
                 watching = watching or awaited
@@ -150,7 +150,7 @@ class Capture:
                 counts = watching and self.sampler is None and first in (None, layer) and "G" in layer.sides
                 self.phases[layer] = Phase.COUNTING if counts else Phase.OFF
         if watching or self._listening:
-            module_calls.listen(self, self._of_use() if watching else ())
+            module_calls.listen(self, self._needed_hooks() if watching else ())
         self._listening = watching
 
     def remove(self) -> None:
@@ -158,7 +158,7 @@ class Capture:
         module_calls.listen(self, ())
         self._listening = False
 
-    def _of_use(self) -> list[ModuleHook]:
+    def _needed_hooks(self) -> list[ModuleHook]:
         return [
             hook
             for hook in self._hooks
@@ -173,13 +173,13 @@ class Capture:
     # ---- what has been gathered ---------------------------------------------------------------------------------
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
-        """Take note of the call of a layer.
+        """Handle a call of a layer.
 
         Args:
             layer: the layer.
-            kind: the geometry of the module that has just run.
-            x: its input.
-            output: its output.
+            kind: the kind of the module that has just run.
+            x: the input of the module.
+            output: the output of the module.
         """
         phase = self.phases.get(layer, Phase.OFF)
         if phase is Phase.OFF or not torch.is_grad_enabled():
@@ -190,7 +190,7 @@ class Capture:
         if not (isinstance(output, Tensor) and output.requires_grad):
             return
         weight = layer.weight_view.module._parameters.get(layer.weight_view.attribute)
-        if weight is None or not weight.requires_grad:  # pruned since THOR was made; frozen
+        if weight is None or not weight.requires_grad:  # pruned since THOR was created, or frozen
             return
         if "G" in layer.sides:
             self.backward.watch(self, layer, kind, x, output)
@@ -198,13 +198,14 @@ class Capture:
             self.forward.gather(self, layer, kind, x, output)
 
     def gradients_dropped(self) -> bool:
-        """Return whether no gradient is left of the passes so far.
+        """Return whether the gradients of the passes so far have been reset.
 
-        One layer does not tell: its gradient is zero where a gain behind it is, or where a whole micro-batch is masked.
-        Zeros in all layers are dropped gradients where the rows had others (``model.zero_grad(set_to_none=False)``).
+        All layers are checked, because the gradient of one may be zero for another reason: a gain behind it is zero, or
+        a whole micro-batch is masked. Zeros in all layers mean a reset (``model.zero_grad(set_to_none=False)``) if the
+        gathered rows are not zero.
 
         Returns:
-            Whether it was reset after the passes (a host–device synchronisation per layer).
+            Whether they have been reset (a host–device synchronisation per layer).
         """
         reached = [layer for layer in self.layers if layer in self.reached]
         if any(layer.weight_view.has_gradient() for layer in reached):
@@ -213,14 +214,14 @@ class Capture:
         return cleared or any(layer.statistics.have_gradients() for layer in reached)
 
     def absence(self, refreshing: Iterable[LayerCurvature], silent: Collection[LayerCurvature]) -> Absence:
-        """Find the layers without statistics, before these are used up.
+        """Find the layers without statistics; must be called before the refresh uses the statistics.
 
         Args:
             refreshing: the layers that are due.
-            silent: those of them that have been found to have a gradient and no statistics.
+            silent: those of them that are known to have a gradient and no statistics.
 
         Returns:
-            Which are idle, and which are not called (a host–device synchronisation for each without statistics).
+            The idle and the uncalled layers (a host–device synchronisation for each layer without statistics).
         """
         without = [layer for layer in refreshing if layer not in self.reached]
         return Absence(
@@ -231,12 +232,13 @@ class Capture:
     def finish_refresh(
         self, refreshing: Iterable[LayerCurvature], events: Iterable[RefreshEvent], absence: Absence
     ) -> None:
-        """Gather no more of the layers that a refresh has decided on; a step without factors at all tries again.
+        """Stop gathering for the layers that a refresh has decided on.
 
         Args:
-            refreshing: the layers that were due; those without an event stay so.
-            events: what was decided.
-            absence: which of them had no statistics.
+            refreshing: the layers that were due. A layer without a decision stays due, and so does one whose first
+                factors could not be inverted.
+            events: the decisions.
+            absence: the layers without statistics.
         """
         decisions: dict[str, Decision] = {}
         for event in events:
@@ -244,7 +246,7 @@ class Capture:
         for layer in refreshing:
             decision, uncalled = decisions.get(layer.name), layer in absence.uncalled
             due = decision is None or (decision is Decision.FAILED and not layer.refreshes)
-            if not due or uncalled:  # statistics of a layer that is not called are not waited for
+            if not due or uncalled:  # an uncalled layer does not wait for statistics
                 self.phases[layer] = Phase.OFF
             layer.record(due=due and not uncalled, idle=layer in absence.idle, uncalled=uncalled)
         self.discard()
@@ -252,7 +254,7 @@ class Capture:
     def finish_step(self) -> None:
         """Drop the statistics of a step that was no refresh.
 
-        From the next step on, the layers that no loss had reached until this one are waited for, loss terms with them.
+        Idle layers that the loss has reached in this step are no longer idle, so that the next step can refresh them.
         """
         for layer, phase in self.phases.items():
             if phase in GATHERING and layer.idle:
@@ -260,7 +262,7 @@ class Capture:
         self.discard()
 
     def discard(self) -> None:
-        """Forget what has been gathered, as a step that is not taken must."""
+        """Drop all statistics and loss terms of this step."""
         if self.backward.passes:
             self.backward.forget()
         if self.forward.phase is not InputPhase.NONE:
@@ -274,10 +276,10 @@ class Capture:
             layer.statistics.forget()
 
     def discard_with_gradients(self) -> None:
-        """Forget what has been gathered, as the gradients of the same passes are dropped.
+        """Drop the statistics of passes whose gradients are about to be reset.
 
-        What belongs to a loss whose own pass is still to come stays (sampled labels; inputs, where they are all that is
-        gathered): many loops call ``zero_grad`` between the forward pass and ``loss.backward()``.
+        Many loops call ``zero_grad`` between the forward pass and ``loss.backward()``. So statistics of a loss whose
+        backward pass is still to come stay: those of sampled labels, and inputs of layers with A alone.
         """
         if not (self.reached or self.backward.passes or self.inside_transform or self.sampler is not None):
             return  # nothing has been gathered, as on every ordinary step
@@ -287,10 +289,10 @@ class Capture:
             self.discard()
 
     def note_gradients(self) -> None:
-        """Take note that gradients have been reset, where inputs wait for the backward pass to come."""
+        """Record that gradients have been reset, for inputs whose backward pass is still to come."""
         self.forward.after_reset(self.layers)
 
     def discard_stale(self) -> None:
-        """Forget sampled labels whose loss has been differentiated and left no gradient: dropped without a step."""
+        """Drop the statistics of sampled labels if the gradients of their loss have been reset without a step."""
         if self.sampler is not None and self.sampler.trained and self.gradients_dropped():
             self.discard()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Reasons that are compared elsewhere; the reasons of a selection stand in torch_thor.capture.selection.
+# Reasons that other modules compare with; those of skip= and only= are in torch_thor.capture.selection.
 NOT_TRAINED = "in no parameter group of this optimizer: not trained"
 NORM = "a normalisation layer"
 

@@ -1,7 +1,7 @@
-"""Rows that are gathered in the forward pass, for layers that have A alone: no gradient is waited for.
+"""Gathers rows in the forward pass, for layers that have A alone.
 
-So they come before it is known what becomes of the loss: a loss that is not finite may be dropped, and the forward pass
-with it. What becomes of the weights' gradients tells.
+Such rows are gathered before the backward pass, which may never come: a training loop may drop a loss that is not
+finite. Changes of the gradients of the weights show whether the backward pass has run.
 """
 
 import enum
@@ -17,17 +17,18 @@ from torch_thor.curvature.layer import LayerCurvature
 if TYPE_CHECKING:
     from torch_thor.capture.capture import Capture
 
-# Rows that are enough for A: statistics are what large batches would pay for.
+# The number of rows that is enough for A: this many, and at least so many for each column of a block. More rows would
+# take time in large batches without improving A.
 _ENOUGH_ROWS = 1024
-_ROWS_PER_COLUMN = 8  # and as many for each column of a block
+_ROWS_PER_COLUMN = 8
 
 
 class InputPhase(enum.Enum):
-    """Where the inputs stand that have been gathered in this step.
+    """The phase of the inputs of a step.
 
-    NONE: none has been gathered. GATHERED: some have. RESET: some have, and the gradients have been reset before their
-    backward pass: it is still to come (loops call ``zero_grad`` between forward pass and ``loss.backward()``), or it
-    never comes, because the loss was dropped.
+    NONE: no input has been gathered. GATHERED: inputs have been gathered. RESET: inputs have been gathered, and the
+    gradients have been reset before their backward pass. That pass is still to come (loops call ``zero_grad`` between
+    forward pass and ``loss.backward()``), or never comes, because the loss was dropped.
     """
 
     NONE = enum.auto()
@@ -36,33 +37,33 @@ class InputPhase(enum.Enum):
 
 
 class ForwardPasses:
-    """Gathers inputs, and tells whether those gathered so far belong to a loss that was dropped."""
+    """Gathers inputs, and detects whether those gathered so far belong to a loss that was dropped."""
 
     def __init__(self) -> None:
-        # the gradients as they were when the first input of the step was gathered, or when they were reset since
+        # the versions of the gradients when the first input of the step was gathered, or at the last reset since
         self._mark: list[tuple[int, int]] = []
         self.phase = InputPhase.NONE
 
     def gather(self, capture: "Capture", layer: LayerCurvature, kind: Kind, x: Tensor, output: Tensor) -> None:
-        """Gather the rows of a layer that has A alone, now.
+        """Gather the rows of a layer that has A alone.
 
-        A pass that is never differentiated counts too, unless ``optimizer.zero_grad()`` comes after it; what
-        checkpointing recomputes does not count again.
+        A forward pass that is never differentiated counts too, unless ``optimizer.zero_grad()`` is called after it. A
+        forward pass that activation checkpointing recomputes does not count again.
 
         Args:
-            capture: knows what has been gathered of which layers.
+            capture: records the layers that have been reached.
             layer: the layer.
-            kind: the geometry of the module that has just run.
-            x: its input.
-            output: its output.
+            kind: the kind of the module that has just run.
+            x: the input of the module.
+            output: the output of the module.
         """
         running = torch._C._current_graph_task_id() >= 0  # in a backward pass
         if running and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return  # the first pass had gradients enabled and has been counted; else there are no such hooks
+            return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
         if self.phase is not InputPhase.GATHERED:
             gradients = _gradients(capture.layers)
             if self.phase is InputPhase.RESET and self._mark == gradients:
-                capture.discard()  # reset after the inputs were gathered, and no backward pass since: a dropped loss
+                capture.discard()  # no backward pass since the reset: the earlier inputs belong to a dropped loss
             if self.phase is InputPhase.NONE:
                 self._mark = gradients
             self.phase = InputPhase.GATHERED
@@ -74,7 +75,7 @@ class ForwardPasses:
         layer.statistics.gather_inputs(kind, x, output.shape, keep, enough)
 
     def before_reset(self, layers: Sequence[LayerCurvature]) -> bool:
-        """Take note that gradients are about to be reset.
+        """Record that gradients are about to be reset.
 
         Args:
             layers: all layers.
@@ -88,7 +89,7 @@ class ForwardPasses:
         return True
 
     def after_reset(self, layers: Sequence[LayerCurvature]) -> None:
-        """Take note that gradients have been reset.
+        """Record that gradients have been reset.
 
         Args:
             layers: all layers.
@@ -97,12 +98,12 @@ class ForwardPasses:
             self._mark = _gradients(layers)
 
     def forget(self) -> None:
-        """Take note that the inputs of this step have been dropped, or used."""
+        """Record that the inputs of this step have been dropped or used."""
         self.phase, self._mark = InputPhase.NONE, []
 
 
 def _gradients(layers: Sequence[LayerCurvature]) -> list[tuple[int, int]]:
-    """Return what changes when a backward pass adds to the weights' gradients."""
+    """Return the identity and version of each weight's gradient, which change when a backward pass adds to it."""
     found = []
     for layer in layers:
         view = layer.weight_view

@@ -31,11 +31,13 @@ class Inspection:
         entries: one entry per parameter, in the model's order.
         layers: the layers to precondition, by name.
         matrices: the parameters that are matrices without factors, by name; empty unless ``matrices_alone``.
+        left_out: the layers that ``skip`` and ``only`` leave out.
     """
 
     entries: list[Covered]
     layers: dict[str, Layer]
     matrices: dict[str, PlainMatrix]
+    left_out: list[Layer]
 
 
 def inspect_model(
@@ -76,8 +78,9 @@ def inspect_model(
     # Normalisation layers are never preconditioned, but skip="*norm*" must not be refused as matching nothing.
     unwanted = left_out({name: layer.module for name, layer in layers.items()} | norms, skip, only)
     reasons.of_modules = unwanted
-    for name in [name for name in layers if name in unwanted]:
-        reasons.leave_out(layers.pop(name), unwanted[name])
+    removed = [layers.pop(name) for name in list(layers) if name in unwanted]
+    for layer in removed:
+        reasons.leave_out(layer, unwanted[layer.name])
     # A bias is no matrix, whatever its shape, unless it has one row per expert.
     vectors = {id(bias.parameter) for layer in layers.values() if not layer.kind.routed for bias in layer.biases}
     if matrices_alone:
@@ -90,9 +93,10 @@ def inspect_model(
         for name, parameter in model.named_parameters()
     ]
     if not matrices_alone:
-        return Inspection(entries, layers, {})
+        return Inspection(entries, layers, {}, removed)
     matrices = _plain_matrices(model, entries, owners, vectors)
-    return Inspection([_without_g(entry, is_matrix=entry.name in matrices) for entry in entries], layers, matrices)
+    entries = [_without_g(entry, is_matrix=entry.name in matrices) for entry in entries]
+    return Inspection(entries, layers, matrices, removed)
 
 
 # ---- layers that are modules ----------------------------------------------------------------------------------------

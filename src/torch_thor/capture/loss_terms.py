@@ -1,8 +1,8 @@
-"""N, the number of loss terms of a step, from the shapes of the layers' inputs in its backward passes.
+"""Derives N, the number of loss terms of a step, from the shapes of the layers' inputs in its backward passes.
 
-A layer's input has N samples in its leading dimension, as a rule. The exceptions show themselves where the layers of
-one pass are looked at together: position embeddings ``(1, L)``, inputs without a batch, sequence-first inputs
-``(L, N, d)``, windows and experts, which see other numbers of rows than the other layers.
+As a rule the input of a layer has N samples in its leading dimension. The exceptions are found by comparing the layers
+of one pass: position embeddings ``(1, L)``, inputs without a batch dimension, sequence-first inputs ``(L, N, d)``, and
+windows and experts, which see other numbers of rows than the other layers.
 """
 
 from collections import Counter
@@ -13,14 +13,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer whose output has got a gradient.
+    """One call of a layer whose output has received a gradient.
 
     Args:
-        layer: which layer, anything hashable.
-        loss_terms: the leading dimension of its input, 1 without a batch.
-        dims: the leading dimensions of its input: all but the features.
-        certain: whether the layer says which dimension is the batch: a convolution, an attention, a recurrent layer.
-        embedding: whether its input are indices, of tokens or of positions.
+        layer: the layer, or anything hashable that identifies it.
+        loss_terms: the size of the leading dimension of its input, 1 without a batch dimension.
+        dims: the sizes of all dimensions of its input but that of the features.
+        certain: whether the leading dimension is known to be the batch: that of a convolution, an attention, a
+            recurrent layer.
+        embedding: whether the input consists of indices, of tokens or of positions.
     """
 
     layer: Any
@@ -32,11 +33,12 @@ class Call:
 
 @dataclass
 class Pass:
-    """What one backward pass has brought: its calls, from the loss back to the input.
+    """One backward pass.
 
     Args:
-        calls: of the layers that count.
-        repeated: whether the forward pass behind it has been gone through before in this step: its samples are counted.
+        calls: the calls of layers that it has reached, in the order from the loss to the input.
+        repeated: whether another backward pass has gone through the same forward pass in this step, so that its samples
+            have been counted already.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -45,12 +47,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What the calls of one pass say.
+    """The number of loss terms of one pass.
 
     Args:
         number: N of this pass.
-        first: the layer nearest to the input that says so.
-        last: the number that the layer nearest to the loss saw; what it should be, ``number``, if all is well.
+        first: the layer nearest to the input whose call has this number.
+        last: the number of the call nearest to the loss. If it is not ``number``, N is uncertain.
     """
 
     number: int
@@ -59,29 +61,33 @@ class LossTerms:
 
 
 def loss_terms_of_pass(calls: Iterable[Call]) -> LossTerms:
-    """Return the number of samples of a pass, in which most layers agree.
+    """Return the number of samples of a pass.
 
-    Calls that say nothing are left out: those of embeddings where other layers were reached, and those without a batch
-    where others have one. Where a convolution or an attention has M samples and a sequence has M in its second
-    dimension and not in its leading one, it is sequence first. Then: what the layers nearest to the input and nearest
-    to the loss agree on; else what most calls have, and of several such numbers the one nearest to the input.
+    The rule is:
+
+    1. Calls of embeddings are left out if other layers were reached, and calls without a batch dimension if others have
+       one.
+    2. If calls whose leading dimension is certainly the batch have M samples, a call with M in its second dimension and
+       not in its leading one is sequence first, and has M samples.
+    3. N is the number of the calls nearest to the input and nearest to the loss if these agree; otherwise the most
+       frequent number, and of several such numbers the one nearest to the input.
 
     Args:
-        calls: in the order of the backward pass; at least one.
+        calls: the calls in the order of the backward pass; at least one.
 
     Returns:
-        The number, and who said so.
+        N, with the layer that gives it.
     """
     calls = list(calls)
     telling = [c for c in calls if not c.embedding]
-    if not telling:  # positions (L,) beside tokens (N, L): what has most dimensions
+    if not telling:  # of positions (L,) and tokens (N, L), the ones with most dimensions
         telling = [c for c in calls if len(c.dims) == max(len(other.dims) for other in calls)]
     telling = [c for c in telling if c.loss_terms > 1] or telling
     certain = Counter(c.loss_terms for c in telling if c.certain)
     samples = certain.most_common(1)[0][0] if certain else 0
     numbers = [_batch_of(c, samples) for c in telling]
     last, first = numbers[0], numbers[-1]
-    counts = Counter(reversed(numbers))  # of equal counts the first one met leads: the nearest to the input
+    counts = Counter(reversed(numbers))  # for equal counts most_common() returns the first: that nearest to the input
     number = first if first == last else counts.most_common(1)[0][0]
     nearest = next(c.layer for c, n in zip(reversed(telling), reversed(numbers), strict=True) if n == number)
     return LossTerms(number, nearest, last)
@@ -93,16 +99,16 @@ def _batch_of(call: Call, samples: int) -> int:
 
 
 def loss_terms_of_step(passes: Iterable[Pass]) -> int:
-    """Return N of a step: micro-batches add up, several losses of one batch do not.
+    """Return N of a step: the sum over micro-batches, but not over several losses of one batch.
 
-    Passes that share a layer are micro-batches. Two that share none are two heads of one model, and a pass that goes
-    through a forward pass for a second time (``retain_graph``) has no samples of its own.
+    Passes that share a layer are micro-batches. Passes that share none belong to different heads of one model. A pass
+    that goes through a forward pass for a second time (``retain_graph``) has no samples of its own.
 
     Args:
         passes: the backward passes of the step.
 
     Returns:
-        N, 0 where no layer was reached.
+        N; 0 if no layer was reached.
     """
     totals: Counter[Any] = Counter()
     for one in passes:

@@ -1,12 +1,12 @@
 """Calls handlers before and after the forward of modules, through PyTorch's global module hooks.
 
 The global hooks are registered while there is a subscriber, and removed when there is none. A hook on the module itself
-would be copied with the model (into a pickle that ``weights_only`` refuses, an averaged model, a scripted one), and
-would see outputs that other hooks have replaced; ours are global and run first.
+would be copied with the model (into a pickle that ``weights_only`` refuses, into an averaged or a scripted model), and
+would see outputs that other hooks have replaced. The hooks here are global and run before all other global hooks.
 
 Compiled code calls no hook that it was not compiled with. So while there is a subscriber, the stance of
-``torch.compile`` is ``force_eager``: compiled code is not used, and is kept as it is. It has no hook of ours in it, no
-graph break, and is not compiled again.
+``torch.compile`` is set to ``force_eager``: compiled code is kept but not run. It therefore contains none of these
+hooks, has no graph break because of them, and is not compiled again.
 """
 
 import sys
@@ -14,20 +14,20 @@ import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-# What torch.compile says on every call of a compiled model while there are global hooks: that they see the wrapper's
-# call too. Ours look for the modules they know and pass over it.
+# torch.compile warns on every call of a compiled model while there are global hooks, because they see the call of the
+# wrapper too. The hooks here only handle the modules of subscribers, so the warning does not apply to them.
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
-class CallHandler(Protocol):
-    """Handles the calls of one module."""
+class CallHandler:
+    """Handles the calls of one module; the methods of this base class do nothing."""
 
     module: nn.Module
 
@@ -38,7 +38,6 @@ class CallHandler(Protocol):
             subscriber: the subscriber.
             args: the positional arguments.
         """
-        ...
 
     def leave(self, subscriber: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Called after the module's forward.
@@ -46,21 +45,19 @@ class CallHandler(Protocol):
         Args:
             subscriber: the subscriber.
             args: the positional arguments.
-            kwargs: the arguments by name.
-            output: what its own forward returned.
+            kwargs: the keyword arguments.
+            output: what the module's own forward returned.
         """
-        ...
 
     def abandon(self) -> None:
-        """Called where the module's forward, or a hook on the module, has raised an exception."""
-        ...
+        """Called if the module's forward, or a hook on the module, has raised an exception."""
 
 
 class ModuleCalls:
-    """The subscribers of the process, and the handlers of each."""
+    """The subscribers of this process, and the handlers of each of them."""
 
     def __init__(self) -> None:
-        # by the identity of the subscriber; weak references, so that to subscribe keeps no object alive
+        # by the identity of the subscriber; references are weak, so that a subscription keeps no object alive
         self.subscribers: dict[int, tuple[weakref.ref[Any], dict[int, CallHandler]]] = {}
         self._handles: list[RemovableHandle] = []
         self._filter: Any = None  # the warning filter that was set here
@@ -71,8 +68,8 @@ class ModuleCalls:
         """Subscribe to the calls of some modules, and of no others from now on.
 
         Args:
-            subscriber: the subscriber; an object that is dropped is one no more.
-            handlers: one for each module; none to unsubscribe.
+            subscriber: the subscriber. Its subscription ends when the object is deleted.
+            handlers: one for each module; an empty iterable unsubscribes.
         """
         key, modules = id(subscriber), {}
         for handler in handlers:
@@ -91,18 +88,18 @@ class ModuleCalls:
         self._open()
 
     def _open(self) -> None:
-        """Register the global hooks, and have compiled code run eagerly, unless both is so."""
+        """Register the global hooks and make compiled code run eagerly, unless both has been done."""
         from torch._dynamo import eval_frame
 
         if self._handles:
             if eval_frame._stance is self._stance and self._filter in warnings.filters:
                 return
-            self._close()  # the user has set a stance since: ours takes its place, and it holds again after ours
+            self._close()  # the user has set a stance since: it is replaced here, and restored by the next _close()
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
         self._filter = warnings.filters[0]
         enter = torch_module.register_module_forward_pre_hook(self._enter)
         leave = torch_module.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
-        # before the global hooks of others, which may replace the output
+        # first, because other global hooks may replace the output
         torch_module._global_forward_hooks.move_to_end(leave.id, last=False)  # type: ignore[attr-defined]
         self._handles = [enter, leave]
         self._stance_before = eval_frame._stance
@@ -110,21 +107,21 @@ class ModuleCalls:
         self._stance = eval_frame._stance
 
     def _close(self) -> None:
-        """Remove the global hooks, and let compiled code run again."""
+        """Remove the global hooks, and allow compiled code to run again."""
         from torch._dynamo import eval_frame
 
         for handle in self._handles:
             handle.remove()
-            # torch forgets this one, and would go on to take the hook for registered
+            # handle.remove() leaves this entry behind, with which torch takes the hook for registered
             torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        ours, before = self._stance, self._stance_before
-        if eval_frame._stance is ours:  # else the user has set another one since, and it stays
+        own, before = self._stance, self._stance_before
+        if eval_frame._stance is own:  # otherwise the user has set another stance since, which stays
             eval_frame._set_stance(before)
-        for field in fields(before):  # a context that was entered under our stance puts it back on leaving
-            setattr(ours, field.name, getattr(before, field.name))
+        for field in fields(before):  # a context manager that was entered meanwhile restores this object on exit
+            setattr(own, field.name, getattr(before, field.name))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._is_tracing():
@@ -143,7 +140,7 @@ class ModuleCalls:
                 continue
             if len(rest) == 2:
                 handler.leave(subscriber, args, *rest)
-            else:  # torch hands over no kwargs where something has raised
+            else:  # torch passes no kwargs if an exception was raised
                 handler.abandon()
 
 

@@ -19,7 +19,7 @@ from torch_thor.curvature.layer import LayerCurvature
 __all__ = ["CalledModuleHook", "ModuleHook", "Watcher", "hooks_of"]
 
 
-class CalledModuleHook:
+class CalledModuleHook(ModuleHook):
     """The hook on a module that is one layer: the rows are those of its own input and output.
 
     Args:
@@ -33,14 +33,6 @@ class CalledModuleHook:
         self.layers = [layer]
         self.kind = kind
 
-    def enter(self, subscriber: Watcher, args: Any) -> None:
-        """Do nothing.
-
-        Args:
-            subscriber: not used.
-            args: not used.
-        """
-
     def leave(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
         """Report the input and the output of the module.
 
@@ -53,9 +45,6 @@ class CalledModuleHook:
         x = args[0] if args else first_argument(self.module, args, kwargs)
         if isinstance(x, Tensor):
             subscriber.watch(self.layers[0], self.kind, x, output)
-
-    def abandon(self) -> None:
-        """Do nothing."""
 
 
 def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:

@@ -1,7 +1,7 @@
-"""The phases of gathering: what each layer's calls are used for.
+"""The phases of a layer, which say what its calls are used for.
 
-They belong to :class:`torch_thor.capture.capture.Capture`, which alone changes them. What must outlive the process is
-in the layer's state (``due``, ``idle``, ``uncalled``); the phases are derived from it.
+Only :class:`torch_thor.capture.capture.Capture` changes them. They are derived from entries of the layer's state
+(``due``, ``idle``, ``uncalled``), which checkpoints contain.
 """
 
 import enum
@@ -10,11 +10,11 @@ import enum
 class Phase(enum.Enum):
     """What the calls of one layer are used for until the next step.
 
-    OFF: for nothing; no hook is there for them. COUNTING: its inputs tell the number of loss terms, and no statistics
-    are gathered. OPTIONAL: statistics are gathered if they come, and are not waited for: no loss has reached the layer,
-    its weight is frozen, or its weight is used without calling it. REQUIRED: statistics are gathered; the passes of the
-    step are run so that they come (without ``torch.compile``), and a step in which the layer has a gradient and none
-    has come is an error or is reported.
+    OFF: they are not used, and there is no hook for them. COUNTING: the number of loss terms is derived from its
+    inputs, and no statistics are gathered. OPTIONAL: statistics are gathered if the layer is called, but they are not
+    required: the loss has not reached the layer, its weight is frozen, or its weight is used without calling its
+    module. REQUIRED: statistics are gathered, compiled models run eagerly for that purpose, and a refresh on which the
+    layer has a gradient but no statistics is an error or causes a warning.
     """
 
     OFF = enum.auto()

@@ -23,7 +23,7 @@ class Watcher(Protocol):
         ...
 
 
-class ModuleHook(CallHandler, Protocol):
+class ModuleHook(CallHandler):
     """A hook on one module, whose calls give rows to one or more layers."""
 
     layers: list[LayerCurvature]

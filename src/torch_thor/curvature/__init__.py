@@ -1,10 +1,11 @@
-"""The curvature of one layer: statistics, block-diagonal factors, inverses, and the rule that refreshes them.
+"""The curvature of one layer: statistics, block-diagonal factors, inverses, and the trace rule that refreshes them.
 
-Nothing in this package knows of optimizers or processes: state is passed to it as a mapping, and it returns tensors and
-decisions.
+This package does not depend on optimizers or on torch.distributed: state is passed to it as a mapping, and it returns
+tensors and decisions.
 """
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds import Kind, LinearKind, MatrixWeight, ProjectionKind, register_kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import ParameterView

@@ -1,83 +1,33 @@
-"""Block-diagonal symmetric matrices, cut from index 0 in blocks of one size.
+"""Block-diagonal symmetric matrices, split from index 0 into blocks of one size.
 
-Layout used throughout: ``groups`` independent matrices of size ``n``, each cut into ``k = n // s`` blocks of size
-``s`` and, where ``s`` does not divide ``n``, one tail block of size ``r = n % s``.
+There are ``groups`` independent matrices of size ``n``, each split into ``k = n // s`` blocks of size ``s`` and, if
+``s`` does not divide ``n``, one tail block of size ``r = n % s``. Tensors have these shapes:
 
 - ``blocks``: ``(groups * k, s, s)``, group-major
 - ``tail``: ``(groups, r, r)``, or None
-- samples: ``(groups, n, rows)``, features first: the paper's row vectors ``a`` and ``g`` are its columns
+- samples: ``(groups, n, rows)``, features first: their columns are the vectors ``a`` and ``g`` of the paper
 
-A diagonal matrix is one with blocks of size 1. Only the blocks exist in memory; the full matrix is formed by
-:meth:`BlockDiagonal.dense` alone, for people.
+A diagonal matrix has blocks of size 1. Only the blocks are stored; the full matrix is formed by
+:meth:`BlockDiagonal.dense` alone, for users to look at.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.precision import add_product_, product
-
-
-@dataclass(frozen=True)
-class BlockLayout:
-    """How a factor is cut.
-
-    Args:
-        groups: number of independent matrices (the groups of a convolution, else 1).
-        size: ``n``, rows of one matrix.
-        block: ``s``, rows of one block, at most ``n``.
-    """
-
-    groups: int
-    size: int
-    block: int
-
-    @classmethod
-    def of(cls, groups: int, size: int, split_dim: int | None) -> "BlockLayout":
-        """Return the layout for a split dimension.
-
-        Args:
-            groups: number of independent matrices.
-            size: rows of one matrix.
-            split_dim: largest block, or None for one block per matrix.
-
-        Returns:
-            The layout.
-        """
-        return cls(groups, size, size if split_dim is None else min(split_dim, size))
-
-    @cached_property
-    def full_blocks(self) -> int:
-        """Blocks of size ``block`` in one matrix."""
-        return self.size // self.block
-
-    @cached_property
-    def covered(self) -> int:
-        """Rows of one matrix that the full blocks cover."""
-        return self.full_blocks * self.block
-
-    @cached_property
-    def tail(self) -> int:
-        """Rows of the last, smaller block; 0 if there is none."""
-        return self.size - self.covered
-
-    @cached_property
-    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int] | None]:
-        """The shapes of ``blocks``, ``(groups * k, s, s)``, and ``tail``, ``(groups, r, r)`` or None."""
-        blocks = (self.groups * self.full_blocks, self.block, self.block)
-        return blocks, (self.groups, self.tail, self.tail) if self.tail else None
 
 
 @dataclass
 class BlockDiagonal:
-    """A block-diagonal matrix (one per group) as its blocks.
+    """A block-diagonal matrix for each group, stored as blocks.
 
     Args:
-        layout: how it is cut.
+        layout: the sizes of the matrices and of their blocks.
         blocks: ``(groups * k, s, s)``.
-        tail: ``(groups, r, r)``, or None where the block size divides.
+        tail: ``(groups, r, r)``, or None if the block size divides the size.
     """
 
     layout: BlockLayout
@@ -86,15 +36,15 @@ class BlockDiagonal:
 
     @classmethod
     def zeros(cls, layout: BlockLayout, *, dtype: torch.dtype, device: torch.device) -> "BlockDiagonal":
-        """Return zeros of a layout.
+        """Return zero matrices of a layout.
 
         Args:
-            layout: how it is cut.
-            dtype: dtype of the blocks.
-            device: where they live.
+            layout: the layout.
+            dtype: the dtype of the blocks.
+            device: the device of the blocks.
 
         Returns:
-            The zero matrix.
+            The zero matrices.
         """
         shape, tail = layout.shapes
         return cls(
@@ -108,12 +58,12 @@ class BlockDiagonal:
         """Return identity matrices of a layout.
 
         Args:
-            layout: how it is cut.
-            dtype: dtype of the blocks.
-            device: where they live.
+            layout: the layout.
+            dtype: the dtype of the blocks.
+            device: the device of the blocks.
 
         Returns:
-            The identities.
+            The identity matrices.
         """
         found = cls.zeros(layout, dtype=dtype, device=device)
         for part in found.parts():
@@ -129,10 +79,10 @@ class BlockDiagonal:
         return [self.blocks] if self.tail is None else [self.blocks, self.tail]
 
     def with_parts(self, parts: list[Tensor]) -> "BlockDiagonal":
-        """Return a matrix of the same layout from other stored tensors.
+        """Return a matrix of the same layout with other tensors.
 
         Args:
-            parts: what :meth:`parts` would give.
+            parts: its tensors, as :meth:`parts` returns them.
 
         Returns:
             The new matrix.
@@ -140,17 +90,17 @@ class BlockDiagonal:
         return BlockDiagonal(self.layout, parts[0], parts[1] if len(parts) > 1 else None)
 
     def cut(self, split_dim: int | None) -> "BlockDiagonal":
-        """Return the same matrix cut into smaller blocks: what lies between the new blocks is dropped.
+        """Return the matrix split into smaller blocks; the elements between the new blocks are dropped.
 
         Args:
-            split_dim: the new block size; it divides the block size, or there is one block per group. None, or a size
-                that is no smaller, changes nothing.
+            split_dim: the new block size. It must divide the present one, unless there is only one block per group.
+                None, or a size that is not smaller, changes nothing.
 
         Returns:
-            A matrix with storage of its own; ``self`` where nothing changes.
+            A matrix with its own storage; ``self`` if nothing changes.
 
         Raises:
-            ValueError: the cuts would not fall together.
+            ValueError: new blocks would extend over the boundaries of present ones.
         """
         layout, new = self.layout, BlockLayout.of(self.layout.groups, self.layout.size, split_dim)
         if new.block >= layout.block:
@@ -159,7 +109,7 @@ class BlockDiagonal:
             raise ValueError(f"blocks of {layout.block} cannot be cut into blocks of {new.block}: give a divisor")
         pieces = [_diagonal_blocks(part, new.block) for part in self.parts()]
         per_group = [blocks.reshape(layout.groups, -1, new.block, new.block) for blocks, _ in pieces]
-        # only the last stored part can leave a rest: every other one is a multiple of the new size
+        # only the last part can have a tail: the size of the others is a multiple of the new one
         return BlockDiagonal(new, torch.cat(per_group, dim=1).flatten(0, 1), pieces[-1][1])
 
     def add_second_moment_(self, samples: Tensor) -> None:
@@ -179,13 +129,13 @@ class BlockDiagonal:
             add_product_(self.tail, rest, rest.mT)
 
     def group(self, index: int) -> "BlockDiagonal":
-        """Return one of the matrices alone.
+        """Return the matrix of one group.
 
         Args:
-            index: which one.
+            index: the index of the group.
 
         Returns:
-            Views of its blocks.
+            A matrix whose blocks are views of the blocks of this one.
         """
         layout, own = self.layout, slice(index, index + 1)
         k = layout.full_blocks
@@ -195,7 +145,7 @@ class BlockDiagonal:
         )
 
     def scale_groups_(self, scales: Tensor) -> None:
-        """Multiply each of the matrices by a number of its own.
+        """Multiply the matrix of each group by a number.
 
         Args:
             scales: ``(groups,)``.
@@ -204,18 +154,18 @@ class BlockDiagonal:
             part.unflatten(0, (self.layout.groups, -1)).mul_(scales[:, None, None, None])
 
     def where_groups(self, chosen: Tensor, other: "BlockDiagonal") -> "BlockDiagonal":
-        """Return the chosen matrices, and those of another in the place of the rest.
+        """Return the matrices of the chosen groups, and those of another block-diagonal matrix for all other groups.
 
         Args:
             chosen: ``(groups,)``, bool.
-            other: of the same layout.
+            other: a matrix of the same layout.
 
         Returns:
-            A matrix with storage of its own.
+            A matrix with its own storage.
         """
         masks = [chosen.repeat_interleave(len(part) // self.layout.groups)[:, None, None] for part in self.parts()]
         pairs = zip(masks, self.parts(), other.parts(), strict=True)
-        return self.with_parts([torch.where(mask, ours, theirs) for mask, ours, theirs in pairs])
+        return self.with_parts([torch.where(mask, part, other_part) for mask, part, other_part in pairs])
 
     def group_traces(self) -> Tensor:
         """Return the trace of each group's matrix.
@@ -247,13 +197,13 @@ class BlockDiagonal:
         return torch.cat([solved, product(self.tail, matrix[:, layout.covered :])], dim=1)
 
     def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
-        """``into ← decay * into + scale * matrix @ self``, the product never formed on its own.
+        """Compute ``into ← decay * into + scale * matrix @ self`` without a temporary product.
 
         Args:
             matrix: ``(groups, m, n)``.
             scale: a number.
             into: ``(groups, m, n)``, changed in place.
-            decay: a number; with 0 what stood in ``into`` does not matter, not even NaN.
+            decay: a number; with 0 the old values of ``into`` are overwritten, NaN included.
         """
         layout = self.layout
         if layout.block == 1:
@@ -262,7 +212,7 @@ class BlockDiagonal:
         head, target = matrix[..., : layout.covered], into[..., : layout.covered]
         if layout.full_blocks == 1:
             add_product_(target, head, self.blocks, decay, scale)
-        else:  # a batch for each group: the strides of all do not make one
+        else:  # one batched product per group, because the strides do not allow one for all groups
             cut = (layout.full_blocks, layout.block)
             heads, targets = (tensor.unflatten(-1, cut).transpose(1, 2) for tensor in (head, target))
             blocks = self.blocks.unflatten(0, (layout.groups, layout.full_blocks))
@@ -272,11 +222,11 @@ class BlockDiagonal:
             add_product_(into[..., layout.covered :], matrix[..., layout.covered :], self.tail, decay, scale)
 
     def _diagonal(self) -> Tensor:
-        """Return the numbers of a diagonal matrix (blocks of size 1), ``(groups, n)``: products are elementwise."""
+        """Return the diagonal of a matrix with blocks of size 1, ``(groups, n)``."""
         return self.blocks.view(self.layout.groups, self.layout.size)
 
     def dense(self) -> list[Tensor]:
-        """Return the full matrices, zeros between the blocks.
+        """Return the full matrices, with zeros outside of the blocks.
 
         Returns:
             One ``(n, n)`` tensor per group.
@@ -287,11 +237,11 @@ class BlockDiagonal:
 
 
 def scale_(into: Tensor, decay: float) -> Tensor:
-    """Multiply a tensor in place; 0 overwrites it, whatever it held, as ``beta=0`` of a matrix product does.
+    """Multiply a tensor in place; a factor of 0 overwrites even NaN, as ``beta=0`` of a matrix product does.
 
     Args:
         into: the tensor.
-        decay: a number.
+        decay: the factor.
 
     Returns:
         The tensor.
@@ -300,7 +250,7 @@ def scale_(into: Tensor, decay: float) -> Tensor:
 
 
 def _diagonal_blocks(matrices: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
-    """Return the diagonal blocks ``(count * k, size, size)`` of ``(count, n, n)``, and the rest where ``n % size``."""
+    """Return the diagonal blocks ``(count * k, size, size)`` of ``(count, n, n)``, and the tail block, if any."""
     count, n, _ = matrices.shape
     full = n // size * size
     cut = matrices[:, :full, :full].reshape(count, n // size, size, n // size, size)

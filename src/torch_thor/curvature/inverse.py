@@ -1,7 +1,7 @@
 """Damped inverses of many block-diagonal factors at once.
 
-Blocks of one size, from all layers, go through one batched Cholesky factorisation: a few large launches in the place
-of hundreds of small ones, which is what the split is for (Chen et al. 2021, section 3.3).
+Blocks of one size from all layers are inverted by one batched Cholesky factorisation. A few large kernel launches
+replace hundreds of small ones, which is the purpose of the split (Chen et al. 2021, section 3.3).
 """
 
 from collections import defaultdict
@@ -14,20 +14,20 @@ from torch import Tensor
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.precision import ieee_float32
 
-# A block that is not positive definite gets ten times its damping, and again, before it is given up.
+# The factors of the damping that are tried until a block is positive definite.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
-# In the place of the index of a damping raise, where none has worked.
+# The result, in the place of an index of DAMPING_RAISES, for a block that is not positive definite with any of them.
 _NOT_POSITIVE = len(DAMPING_RAISES)
 
 
 @dataclass
 class Inverse:
-    """The damped inverse of one factor, and what it took.
+    """The damped inverse of one factor.
 
     Args:
-        matrix: ``(M + damping I)⁻¹``, block by block, row-major; meaningless where ``failed``.
-        raised: the damping of some block had to be raised.
-        failed: some block was not positive definite even so, or its inverse is not finite.
+        matrix: ``(M + damping I)⁻¹`` of each block, row-major; undefined if ``failed``.
+        raised: whether the damping of a block had to be raised.
+        failed: whether a block was not positive definite even then, or its inverse is not finite.
     """
 
     matrix: BlockDiagonal
@@ -35,16 +35,16 @@ class Inverse:
     failed: bool
 
 
-# the inverse to be, whether the part is its blocks or its tail, the part, and what is added to each of its diagonals
+# the result to fill in, whether the part is its blocks (or its tail), the part, and the damping of each of its blocks
 _Part = tuple[Inverse, bool, Tensor, Tensor]
 
 
 def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> list[Inverse]:
-    """Invert every block of every factor, those of one size in one batch.
+    """Invert every block of every factor, in one batch for each block size.
 
     Args:
-        factors: pairs of a factor and what is added to its diagonal (``√(λ/T)``): a number, or one for each of its
-            groups, ``(groups,)``.
+        factors: pairs of a factor and the damping that is added to its diagonal (``√(λ/T)``): a number, or one for each
+            of its groups, ``(groups,)``.
 
     Returns:
         One result per factor, in order.
@@ -61,7 +61,7 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
             else:
                 of_blocks = part.new_full((count,), damping)
             batches[part.shape[-1], part.dtype, part.device].append((result, part is factor.blocks, part, of_blocks))
-    levels: list[Tensor] = []  # of each batch: which damping raise worked, block by block
+    levels: list[Tensor] = []  # for each batch, the index of the damping raise with which each block was inverted
     highest: list[Tensor] = []
     for (_, _, device), members in batches.items():
         results_of, are_blocks, parts, dampings = zip(*members, strict=True)
@@ -71,8 +71,8 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
         highest.append(level.amax().to(levels[0].device))
         first = 0
         for result, is_blocks, part in zip(results_of, are_blocks, parts, strict=True):
-            # A slice is a view of the batch; a layer must not keep the whole batch alive, nor save it with its state.
-            # Row-major, which LAPACK's results are not: checkpoints may not keep strides, and products round by them.
+            # A copy, because a view would keep the whole batch alive, and would be saved with all of it. Row-major,
+            # which LAPACK's results are not: checkpoints may lose strides, on which the rounding of products depends.
             last = first + part.shape[0]
             own = inverse[first:last].clone(memory_format=torch.contiguous_format)
             if is_blocks:
@@ -87,7 +87,7 @@ def damped_inverses(factors: Sequence[tuple[BlockDiagonal, float | Tensor]]) -> 
 
 
 def _note_raises(members: Sequence[_Part], level: Tensor) -> None:
-    """Say of each factor of a batch what it took."""
+    """Record for each factor of a batch whether damping was raised and whether the inversion failed."""
     of_parts = level.split([len(part) for _, _, part, _ in members])
     worst = torch.stack([of_part.amax() for of_part in of_parts]).tolist()
     for (result, *_), level_of in zip(members, worst, strict=True):
@@ -96,15 +96,15 @@ def _note_raises(members: Sequence[_Part], level: Tensor) -> None:
 
 
 def relative_damping(factor: BlockDiagonal, damping: float) -> Tensor:
-    """Return what is added to the diagonal where damping is relative to the factor.
+    """Return the damping of a factor relative to its mean diagonal.
 
     Args:
         factor: the factor.
-        damping: λ, as a share.
+        damping: λ.
 
     Returns:
-        ``λ · tr(M) / n`` of each group, ``(groups,)``; λ for a factor of zeros (a layer whose inputs have vanished),
-        and for one whose squares are so small that most of their digits are lost.
+        ``λ · tr(M) / n`` of each group, ``(groups,)``; λ itself for a factor of zeros (of a layer whose inputs are
+        zeros), and for one whose elements are so small that they have lost most of their digits.
     """
     means = factor.group_traces() / factor.layout.size
     least = torch.finfo(means.dtype).tiny / torch.finfo(means.dtype).eps
@@ -116,7 +116,7 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     damped = blocks.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
     factor, info = _cholesky(damped)
-    bad = info.nonzero().flatten()  # a host–device synchronisation, once a refresh: most often it is empty
+    bad = info.nonzero().flatten()  # a host–device synchronisation, once per batch; most often it is empty
     if not len(bad):
         inverse = _from_cholesky(factor)
         return inverse, (~inverse.isfinite().flatten(1).all(-1)).int() * _NOT_POSITIVE
@@ -129,7 +129,7 @@ def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         bad = info.nonzero().flatten()
         if not len(bad):
             break
-    # one half-finished factor with a zero on its diagonal, and cholesky_inverse raises for the whole batch
+    # cholesky_inverse raises for the whole batch if one factor is incomplete, with a zero on its diagonal
     good, inverse = info == 0, torch.zeros_like(factor)
     if bool(good.any()):
         inverse[good] = _from_cholesky(factor[good])
@@ -148,5 +148,5 @@ def _cholesky(blocks: Tensor) -> tuple[Tensor, Tensor]:
     if blocks.shape[-1] > 1:
         factor, info = torch.linalg.cholesky_ex(blocks)
         return factor, info
-    # a vocabulary's worth of 1 x 1 blocks: LAPACK would be called for each
+    # LAPACK would be called for each 1 x 1 block, of which an embedding has as many as tokens
     return blocks.sqrt(), (~(blocks > 0)).flatten().int()

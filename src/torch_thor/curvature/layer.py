@@ -1,8 +1,9 @@
-"""One preconditioned layer: the inverses in use, what they do to a gradient, and the state that they are kept in.
+"""The curvature of one layer: its factors and their inverses, and the preconditioning of gradients with them.
 
-Fresh statistics (:class:`torch_thor.curvature.statistics.Statistics`) die with the step. Factors, inverses and counters
-are entries of the optimizer's state of the weight, as tensors and numbers only, so that to save the state is to
-save the layer; :mod:`torch_thor.curvature.layer_state` makes them and checks that they are complete.
+Factors, inverses and counters are stored in the optimizer's state of the weight, as tensors and numbers only, so a
+checkpoint of the optimizer contains them. :mod:`torch_thor.curvature.layer_state` creates these entries and checks
+whether they are complete. New statistics (:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of
+the step and are not part of the state.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout, scale_
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal, scale_
 from torch_thor.curvature.experts import bias_scales, group_rows_per_term, plain_where_unknown, weighted_factors
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView, State
@@ -20,16 +22,17 @@ from torch_thor.curvature.statistics import Factors, Statistics
 
 SIDES = ("A", "G")
 
-NO_CHANGE_YET = -1.0  # of the trace: a number, because NaN never equals itself and None is no number to a checkpoint
+# The stored trace change before the first one. It must be a number, and NaN would not compare equal to itself.
+NO_CHANGE_YET = -1.0
 
 
 class _Layouts:
-    """How a layer's factors are cut, as its group's ``split_dim`` says now."""
+    """The layouts of a layer's factors for the current ``split_dim`` of its parameter group."""
 
     def __init__(self, kind: Kind, weight: ParameterView, sides: tuple[str, ...]) -> None:
         self._kind, self._weight, self._sides = kind, weight, sides
         self._found: dict[str, BlockLayout] = {}
-        self._split_dim: Any = None  # of what was found
+        self._split_dim: Any = None  # for which they were found
 
     def __call__(self) -> dict[str, BlockLayout]:
         """Return the layout of each side."""
@@ -48,12 +51,12 @@ class LayerCurvature:
     """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G) (Chen et al. 2021, section 3.1).
 
     Args:
-        name: the module's name in the model.
-        kind: its geometry.
-        weight: the weight that is preconditioned.
-        biases: the biases that are solved with its G.
-        prefix: put before the keys of its state, where several layers share a weight.
-        sides: which factors it has: ``("A", "G")``, or ``("A",)`` for the scale-free step.
+        name: the name of its module in the model.
+        kind: its kind.
+        weight: its weight.
+        biases: the biases that are preconditioned with its G.
+        prefix: put before the keys of its state, if several layers are rows of one parameter.
+        sides: its factors: ``("A", "G")``, or ``("A",)`` for the scale-free step.
     """
 
     def __init__(
@@ -72,56 +75,57 @@ class LayerCurvature:
         self.prefix = prefix
         self.sides = sides
         self.layouts = _Layouts(kind, weight, sides)
-        self.statistics = Statistics(kind, weight, self.layouts)  # of the step that is being taken
-        self._inverses: dict[str, BlockDiagonal] = {}  # as found in the state
+        self.statistics = Statistics(kind, weight, self.layouts)  # those of the current step
+        self._inverses: dict[str, BlockDiagonal] = {}  # a cache of the inverses in the state
 
-    # ---- what users look at -------------------------------------------------------------------------------------
+    # ---- for users ----------------------------------------------------------------------------------------------
 
     def factors(self) -> tuple[Tensor | list[Tensor] | None, ...]:
-        """Return A and G as last taken, dense, zeros between the blocks where split.
+        """Return the factors in use as dense matrices, with zeros outside of the blocks if they are split.
 
         Returns:
-            ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)`` with ``d_in`` a patch for a convolution; for
-            a grouped convolution two lists, one entry per group. G is None for the scale-free step, which has A alone.
+            ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)``, where ``d_in`` is the size of a patch for a
+            convolution; for a grouped convolution two lists with one matrix per group. G is None for the scale-free
+            step, which has A alone.
 
         Raises:
-            RuntimeError: nothing has been taken yet.
+            RuntimeError: the layer has no factors yet.
         """
         return tuple(self._dense(key) if key in self.sides else None for key in SIDES)
 
     def inverses(self) -> tuple[Tensor | list[Tensor] | None, ...]:
-        """Return the damped inverses in use, ``(A + √(λ/T) I)⁻¹`` and ``(G + √(λ/T) I)⁻¹``, dense.
+        """Return the damped inverses in use, ``(A + √(λ/T) I)⁻¹`` and ``(G + √(λ/T) I)⁻¹``, as dense matrices.
 
-        For the scale-free step ``(A + λ tr(A)/d_in I)⁻¹`` and None.
+        For the scale-free step they are ``(A + λ tr(A)/d_in I)⁻¹`` and None.
 
         Returns:
-            As :meth:`factors`.
+            Two matrices or lists, in the shapes of :meth:`factors`.
 
         Raises:
-            RuntimeError: nothing has been inverted yet.
+            RuntimeError: the layer has no factors yet.
         """
         return tuple(self._dense(f"{key}_inverse") if key in self.sides else None for key in SIDES)
 
     @property
     def refreshes(self) -> int:
-        """How often new factors were taken and inverted."""
+        """The number of times that new factors were taken and inverted."""
         entries = self.weight_view.entries
         return 0 if entries is None else int(entries.get(self.prefix + "refreshes", 0))
 
     @property
     def stopped(self) -> bool:
-        """Whether the trace rule has stopped this layer for good."""
+        """Whether the trace rule has stopped this layer, so that it takes no new factors any more."""
         return bool(self.state.get(self.prefix + "stopped", 0))
 
     @property
     def last_trace_change(self) -> float | None:
-        """Δ of the latest refresh that had factors to compare with, or None."""
+        """Δ of the latest refresh with factors to compare with; None before there was one."""
         change = float(self.state.get(self.prefix + "last_trace_change", NO_CHANGE_YET))
         return None if change == NO_CHANGE_YET else change
 
     @property
     def rows_per_term(self) -> float:
-        """T = R / N of the factors in use; 0 before there are any."""
+        """T = R / N of the factors in use; 0 if there are none."""
         entries = self.weight_view.entries
         return 0.0 if entries is None else float(entries.get(self.prefix + "rows_per_term", 0.0))
 
@@ -136,7 +140,7 @@ class LayerCurvature:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The weight that is preconditioned, the whole parameter; raises RuntimeError where the module computes it."""
+        """The whole parameter that holds the weight; raises RuntimeError if the module computes it now."""
         view = self.weight_view
         weight = view.module._parameters.get(view.attribute)
         return view.parameter if weight is None else weight
@@ -148,27 +152,27 @@ class LayerCurvature:
 
     @property
     def due(self) -> bool:
-        """Whether the next step with statistics has to decide on new factors."""
+        """Whether the next step with statistics applies the trace rule to this layer."""
         return bool(self.state.get(self.prefix + "due", 1))
 
     @property
     def idle(self) -> bool:
-        """Whether it was due for a whole step, not reached by the loss, and has not been since."""
+        """Whether it was due on a step in which the loss did not reach it, and has not been reached since."""
         return bool(self.state.get(self.prefix + "idle", 0))
 
     @property
     def uncalled(self) -> bool:
-        """Whether its weight got a gradient and the layer no statistics, while others had theirs: it is not called."""
+        """Whether its weight is used without calling its module: it had a gradient but no statistics on a refresh."""
         return bool(self.state.get(self.prefix + "uncalled", 0))
 
     def matrix(self, key: str) -> BlockDiagonal:
-        """Return a stored block-diagonal matrix.
+        """Return a factor or an inverse.
 
         Args:
             key: ``"A"``, ``"G"``, ``"A_inverse"`` or ``"G_inverse"``.
 
         Returns:
-            The matrix; its tensors are those of the state.
+            The matrix, whose tensors are those of the state.
         """
         key_in_state, state = self.prefix + key, self.weight_view.entries or {}
         return BlockDiagonal(self.layouts()[key[0]], state[key_in_state], state.get(f"{key_in_state}_tail"))
@@ -180,7 +184,7 @@ class LayerCurvature:
             side: ``"A"`` or ``"G"``.
 
         Returns:
-            The matrix; its tensors are those of the state.
+            The matrix, whose tensors are those of the state.
         """
         entries, found = self.weight_view.entries, self._inverses.get(side)
         if found is None or entries is None or found.blocks is not entries.get(f"{self.prefix}{side}_inverse"):
@@ -196,12 +200,12 @@ class LayerCurvature:
         idle: bool | None = None,
         uncalled: bool | None = None,
     ) -> None:
-        """Write into the state what was found; None leaves an entry as it is.
+        """Write entries of the state; None leaves an entry as it is.
 
         Args:
             change: Δ.
-            stopped: whether the layer stops for good.
-            due: see :attr:`due`; like the next two it is :class:`torch_thor.capture.capture.Capture` that decides.
+            stopped: see :attr:`stopped`.
+            due: see :attr:`due`. This and the next two are decided by :class:`torch_thor.capture.capture.Capture`.
             idle: see :attr:`idle`.
             uncalled: see :attr:`uncalled`.
         """
@@ -220,35 +224,36 @@ class LayerCurvature:
                 f"layer {self.name!r} has no factors yet: they are taken in the first optimizer.step() after a "
                 f"backward pass through the layer"
             )
-        _ = self.weight  # raises where the module computes it now, and these are no longer the factors of anything
+        _ = self.weight  # raises if the module computes the weight now, for which these factors do not hold
         matrices = self.matrix(key).dense()
         return matrices if self.kind.groups > 1 else matrices[0]
 
     # ---- new factors --------------------------------------------------------------------------------------------
 
     def fresh_group_terms(self, terms: int) -> Tensor | None:
-        """Return T of each group, where they have rows of their own; to be asked before :meth:`fresh_factors`.
+        """Return T of each group, if groups have their own rows. Must be called before :meth:`fresh_factors`.
 
         Args:
             terms: N.
 
         Returns:
-            ``(groups,)``, or None where one T holds for all.
+            ``(groups,)``, or None if all groups have the same T.
         """
         if not self.kind.routed or "G" not in self.sides:
             return None
         return group_rows_per_term(self.statistics.group_rows, terms, self.state[self.prefix + "group_rows_per_term"])
 
     def fresh_factors(self, terms: int = 1) -> Factors | None:
-        """Return A and G of this step's rows and forget the rows.
+        """Return the factors of the rows of this step, and drop the rows.
 
-        Groups that have rows of their own are weighted with ``√T``, and one that has none now keeps what it had.
+        If groups have their own rows, their factors are multiplied by ``√T``, and a group without rows in this step
+        keeps the factors in use.
 
         Args:
             terms: N.
 
         Returns:
-            A and G, or A alone; None where no row has come.
+            A and G, or A alone; None if there are no rows.
         """
         if not self.kind.routed:
             return self.statistics.means()
@@ -259,7 +264,7 @@ class LayerCurvature:
         before = tuple(self.matrix(key) for key in self.sides) if self.refreshes else None
         return weighted_factors(sums, group_rows, terms if "G" in self.sides else None, before)
 
-    # ---- stale inverses -----------------------------------------------------------------------------------------
+    # ---- factors and inverses in use ----------------------------------------------------------------------------
 
     def set_factors(
         self,
@@ -268,16 +273,16 @@ class LayerCurvature:
         rows_per_term: float,
         group_rows_per_term: Tensor | None = None,
     ) -> None:
-        """Put new factors and their inverses to use.
+        """Store new factors and their inverses in the state.
 
         Args:
-            factors: one per side.
+            factors: one factor per side.
             inverses: their damped inverses.
             rows_per_term: T.
-            group_rows_per_term: T of each group, where it is in their factors.
+            group_rows_per_term: T of each group, if it is part of their factors.
         """
         state, prefix = self.weight_view.entries, self.prefix
-        assert state is not None  # it has been made before the first refresh
+        assert state is not None  # it has been created before the first refresh
         if group_rows_per_term is not None:
             state[prefix + "group_rows_per_term"] = group_rows_per_term
         if self.kind.routed:
@@ -292,11 +297,13 @@ class LayerCurvature:
         state[prefix + "refreshes"] = self.refreshes + 1
 
     def precondition_inputs(self, gradient: Tensor, into: Tensor) -> None:
-        """``into ← ∇W A_d⁻¹``, for a layer that has A alone; to be called inside ``ieee_float32`` and without autograd.
+        """Compute ``into ← ∇W A_d⁻¹``, for a layer that has A alone.
+
+        Must be called inside ``ieee_float32`` and with autograd disabled.
 
         Args:
-            gradient: of the shape of the weight (of its rows that are this layer's).
-            into: of the shape of :meth:`Kind.to_matrix`'s result, in the factors' dtype; overwritten.
+            gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer.
+            into: in the shape of a result of :meth:`Kind.to_matrix`, in the dtype of the factors; overwritten.
         """
         matrix, inverse = self.kind.to_matrix(gradient).to(into.dtype), self.inverse("A")
         if self.kind.transposed:
@@ -306,13 +313,14 @@ class LayerCurvature:
 
     @torch.no_grad()
     def accumulate_natural_gradient_(self, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0) -> None:
-        """``into ← decay * into + (scale/T) · G_d⁻¹ ∇W A_d⁻¹``: with the momentum and μ, the momentum's whole step.
+        """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇W A_d⁻¹``, which can update a momentum buffer at once.
 
         Args:
-            gradient: of the shape of the weight (of its rows that are this layer's); an embedding's may be sparse.
-            into: of the same shape, in the factors' dtype; changed in place.
-            decay: a number; with 0 what stood in ``into`` does not matter.
-            scale: what the gradient is multiplied by.
+            gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer. That of an
+                embedding may be sparse.
+            into: in the same shape, in the dtype of the factors; changed in place.
+            decay: a number; with 0 the old values of ``into`` are overwritten.
+            scale: a number that multiplies the gradient.
         """
         if gradient.is_sparse and self.kind.diagonal_input and gradient.sparse_dim() == 1:
             self._accumulate_rows_(gradient.coalesce(), into, decay, scale)
@@ -329,7 +337,7 @@ class LayerCurvature:
         self.kind.from_matrix_(target, into)
 
     def _accumulate_rows_(self, gradient: Tensor, into: Tensor, decay: float, scale: float) -> None:
-        """Do the same for the sparse gradient of an embedding: tokens that were not there are not touched by it."""
+        """Do the same for the sparse gradient of an embedding, which changes the rows of its tokens only."""
         a_inverse, g_inverse = self.inverse("A"), self.inverse("G")
         tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.blocks.dtype)
         scaled = rows * a_inverse.blocks.view(-1)[tokens, None]
@@ -342,13 +350,13 @@ class LayerCurvature:
     def accumulate_natural_bias_gradient_(
         self, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0
     ) -> None:
-        """``into ← decay * into + (scale/T) · G_d⁻¹ ∇b``: the bias sees the constant input 1, so its A is the number 1.
+        """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇b``: a bias has the constant input 1, so its A is 1.
 
         Args:
             gradient: ``(d_out,)``.
-            into: of the same shape, in the factors' dtype; changed in place.
-            decay: a number; with 0 what stood in ``into`` does not matter.
-            scale: what the gradient is multiplied by.
+            into: in the same shape, in the dtype of the factors; changed in place.
+            decay: a number; with 0 the old values of ``into`` are overwritten.
+            scale: a number that multiplies the gradient.
         """
         g_inverse = self.inverse("G")
         if gradient.is_sparse:

@@ -1,8 +1,8 @@
-"""A layer's entries in the optimizer's state: which there are, when they are made, and whether they are complete.
+"""The entries of a layer in the optimizer's state of its weight: creating them, and checking that they are complete.
 
-For each side, ``A`` and (unless the layer has A alone) ``G``: the factor in use and its damped inverse, as ``blocks``
-and ``tail`` of :class:`torch_thor.curvature.blocks.BlockDiagonal`; and numbers (``_NUMBERS``). Where several layers
-share a weight, the keys of each have a prefix.
+There are the factor in use and its damped inverse for each side, ``A`` and (unless the layer has A alone) ``G``, as
+``blocks`` and ``tail`` of :class:`torch_thor.curvature.blocks.BlockDiagonal`; and numbers (``_NUMBERS``). If several
+layers are rows of one parameter, the keys of each have a prefix.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.layer import NO_CHANGE_YET, LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 
-# the state's numbers at first
+# the numbers in the state, with their initial values
 _NUMBERS = {
     "rows_per_term": 0.0,
     "refreshes": 0,
@@ -23,21 +23,21 @@ _NUMBERS = {
     "uncalled": 0,
     "last_trace_change": NO_CHANGE_YET,
 }
-_LATER = ("idle", "uncalled")  # what earlier versions did not keep
+_LATER = ("idle", "uncalled")  # entries that earlier versions did not have
 
 
 def make_layer_state(layer: LayerCurvature) -> None:
-    """Make every entry that there is not yet, so that a checkpoint has the same keys and shapes at any time.
+    """Create all missing entries, so that a checkpoint has the same keys and shapes at any time.
 
-    A frozen weight has none until it is trained.
+    A frozen weight has no entries until it is trained.
 
     Args:
-        layer: the layer; its view of the weight has been handed the state.
+        layer: the layer, whose view of the weight is bound to the state.
     """
     prefix, state = layer.prefix, layer.state
     if prefix + _LATER[-1] in state:
         return
-    if prefix + "refreshes" in state:  # of a version that did not keep all of it
+    if prefix + "refreshes" in state:  # the state of an earlier version
         for key in _LATER:
             state.setdefault(prefix + key, _NUMBERS[key])
         return
@@ -57,13 +57,13 @@ def make_layer_state(layer: LayerCurvature) -> None:
 
 
 def missing_entries(layer: LayerCurvature) -> list[str]:
-    """Return the entries that a state with some of a layer's lacks.
+    """Return the entries of a layer that are missing although others are there.
 
     Args:
         layer: the layer.
 
     Returns:
-        Their keys; none where the state has nothing of this layer yet, or all.
+        Their keys; an empty list if the state has all entries of the layer or none.
     """
     keys = list(_NUMBERS)
     for side, layout in layer.layouts().items():
@@ -71,18 +71,18 @@ def missing_entries(layer: LayerCurvature) -> list[str]:
             keys += [matrix, f"{matrix}_tail"] if layout.tail else [matrix]
     keys += ["group_rows_per_term"] if layer.kind.routed else []
     absent = [layer.prefix + key for key in keys if layer.prefix + key not in layer.state]
-    later = {layer.prefix + key for key in _LATER}  # made in the next step
+    later = {layer.prefix + key for key in _LATER}  # created in the next step
     return [] if len(absent) == len(keys) else [key for key in absent if key not in later]
 
 
 def stored_tensors(layer: LayerCurvature) -> dict[str, tuple[Any, Any]]:
-    """Return the tensors of the factors and inverses as the state has them, unchecked.
+    """Return the tensors of the factors and inverses in the state, without checking their shapes.
 
     Args:
         layer: the layer.
 
     Returns:
-        Blocks and tail by matrix (``"A"``, ``"A_inverse"`` and so on); None where there are none.
+        Blocks and tail of each matrix (``"A"``, ``"A_inverse"`` and so on); None for a missing entry.
     """
     matrices = [matrix for side in layer.sides for matrix in (side, f"{side}_inverse")]
     keys = {matrix: layer.prefix + matrix for matrix in matrices}

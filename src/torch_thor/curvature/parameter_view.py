@@ -1,7 +1,7 @@
-"""How a layer meets a parameter: through one view of the parameter, its gradient, and the optimizer's state of it.
+"""The view through which a layer accesses its parameter, the gradient, and the optimizer's state of the parameter.
 
-A view is of a whole local tensor or of rows of one (a projection inside a fused weight). What kinds of tensors there
-are is known here and nowhere else in :mod:`torch_thor.curvature`.
+A view is of a whole parameter, or of some of its rows (a projection inside a fused weight). No other module of
+:mod:`torch_thor.curvature` distinguishes between the two.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 State = MutableMapping[str, Any]
 
-# A larger matrix (a vocabulary's) is cut in blocks of this size while the split dimension is being chosen: 256 MB each.
+# The block size while the split dimension is being chosen, which limits a block of a large factor to 256 MB.
 LARGEST = 8192
 
 
 class ParameterView:
     """A parameter of a module, or rows of one.
 
-    The parameter is looked up in the module each time, because wrappers such as FSDP replace it. Its state and the
-    options of its parameter group are handed over by the optimizer (:meth:`bind`) whenever either is made, loaded or
-    replaced, so that a step looks up neither.
+    The parameter is looked up in the module each time, because wrappers such as FSDP replace it. The optimizer binds
+    the view to the state and the options (:meth:`bind`) whenever one of them is created, loaded or replaced, so that
+    a step does not have to look them up.
 
     Args:
         module: the module that owns the parameter.
-        attribute: its name in the module.
-        rows: which of its rows; None for all.
+        attribute: the parameter's name in the module.
+        rows: the rows of the parameter; None for all.
     """
 
     def __init__(self, module: nn.Module, attribute: str, rows: slice | None = None) -> None:
@@ -33,29 +33,29 @@ class ParameterView:
         self.attribute = attribute
         self.rows = rows
         self.entries: State | None = None  # the optimizer's state of the parameter; None while there is none
-        self.options: Mapping[str, Any] = {}  # the parameter's group; empty while the optimizer has none for it
+        self.options: Mapping[str, Any] = {}  # the parameter's group; empty while there is none
 
     def bind(self, state: State | None, options: Mapping[str, Any]) -> None:
-        """Take the optimizer's state of the parameter, and the options of its group.
+        """Bind the view to the optimizer's state of the parameter and to the options of its group.
 
         Args:
-            state: the optimizer's entries for the parameter; None while there are none.
-            options: the parameter's group itself, not a copy: users change options in it between two steps.
+            state: the optimizer's entries for the parameter; None if there are none.
+            options: the parameter's group itself and not a copy, because users may change its options between steps.
         """
         self.entries, self.options = state, options
 
     @property
     def split_dim(self) -> int | None:
-        """The block size to cut factors with: the group's number, None for factors that are not split.
+        """The block size of the factors, from the parameter's group; None for factors that are not split.
 
-        While ``"auto"`` is undecided it is 8192: the choice needs uncut factors.
+        While ``"auto"`` is undecided it is 8192, because the choice needs factors that are not split.
         """
         split_dim: int | str | None = self.options.get("split_dim")
         return split_dim if split_dim is None or isinstance(split_dim, int) else LARGEST
 
     @property
     def state(self) -> State:
-        """The optimizer's entries for the parameter; an empty mapping, stored nowhere, while there are none."""
+        """The optimizer's entries for the parameter; a new empty mapping if there are none."""
         return {} if self.entries is None else self.entries
 
     @property
@@ -63,7 +63,7 @@ class ParameterView:
         """The whole parameter.
 
         Raises:
-            RuntimeError: the module computes it now.
+            RuntimeError: the module computes it from other parameters now.
         """
         parameter = getattr(self.module, self.attribute)
         if not isinstance(parameter, nn.Parameter):
@@ -75,14 +75,14 @@ class ParameterView:
 
     @property
     def is_there(self) -> bool:
-        """Whether the module has it as a parameter, and does not compute it from others (pruning)."""
+        """Whether the module has the parameter, and does not compute it from other parameters (pruning)."""
         return self.module._parameters.get(self.attribute) is not None
 
     def has_gradient(self) -> bool:
-        """Return whether a loss has reached the parameter; zeros are what an unused one may have for a gradient.
+        """Return whether a loss has reached the parameter. The gradient of an unused parameter may be zeros.
 
         Returns:
-            Whether this view's part of the gradient holds anything but zeros (a host–device synchronisation).
+            Whether the gradient of these rows has an element other than zero (a host–device synchronisation).
         """
         gradient = self.parameter.grad
         if gradient is None:
@@ -90,21 +90,21 @@ class ParameterView:
         return bool((gradient._values() if gradient.is_sparse else self.of(gradient)).any())
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this view's part of a tensor that is shaped like the parameter.
+        """Return the rows of this view from a tensor in the shape of the parameter.
 
         Args:
-            tensor: of the parameter's shape.
+            tensor: a tensor in the shape of the parameter.
 
         Returns:
-            A view of it.
+            A view of the tensor.
         """
         return tensor if self.rows is None else tensor[self.rows]
 
     def is_same_as(self, other: "ParameterView") -> bool:
-        """Return whether another view is of the same part of the same module's parameter.
+        """Return whether another view is of the same rows of the same parameter of the same module.
 
         Args:
-            other: the other one.
+            other: the other view.
 
         Returns:
             Whether it is.

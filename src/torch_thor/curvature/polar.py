@@ -1,12 +1,12 @@
-"""Polar factors ``U Vᵀ`` of many matrices at once, each cut into blocks of rows.
+"""Polar factors ``U Vᵀ`` of many matrices at once, each split into blocks of rows.
 
-A block is orthogonalised for itself: with ``s`` rows in a block a matrix of m rows and n columns costs ``m n s`` and
-not ``m² n``, and blocks of one size, from all matrices of a shape, go through one batch.
+Each block is orthogonalised separately: with ``s`` rows per block, a matrix of m rows and n columns costs ``m n s``
+operations instead of ``m² n``. Blocks of one size, from all matrices of a shape, are computed in one batch.
 
-- On a CPU: exactly, from the eigendecomposition of the block's Gram matrix, ``(X Xᵀ)^(-1/2) X``. For blocks of 128 rows
-  that is cheaper than the five rounds of Newton-Schulz that Muon takes.
-- Elsewhere (many small eigendecompositions are slow on a GPU): by products alone, with the coefficients of Polar
-  Express (Amsel et al. 2025, arXiv 2505.16932), in bfloat16 for what is float32.
+- On a CPU they are computed exactly, from the eigendecomposition of the block's Gram matrix, ``(X Xᵀ)^(-1/2) X``. For
+  blocks of 128 rows that is cheaper than the five Newton-Schulz iterations of Muon.
+- On other devices, where many small eigendecompositions are slow, they are computed by matrix products alone, with the
+  coefficients of Polar Express (Amsel et al. 2025, arXiv 2505.16932); for float32 matrices in bfloat16.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_thor.curvature.precision import product
 
-# Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X, round by round: the optimal ones for singular values from 0.001 to 1.
+# Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular values from 0.001 to 1.
 _POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -26,26 +26,27 @@ _POLAR_EXPRESS = (
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     (1.875, -1.25, 0.375),
 )
-# A singular value may not pass 1 by rounding, where the iteration diverges.
+# A safety margin: the iteration diverges for a singular value that rounding has made larger than 1.
 _MARGIN = {torch.bfloat16: 1.05, torch.float32: 1.01, torch.float64: 1.01}
 
-# Eigenvalues of a Gram matrix below this many roundings of the largest are noise: their directions are left short.
+# Eigenvalues of a Gram matrix below this number of rounding errors of the largest are noise. They are raised to that
+# limit, so that the singular values of their directions stay below 1.
 _NOISE = 32.0
 
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:
-    """Replace every matrix by its polar factor, or those of its blocks of rows.
+    """Return the polar factor of every matrix, or of each of its blocks of rows.
 
-    To be called inside :func:`torch_thor.curvature.precision.ieee_float32`.
+    Must be called inside :func:`torch_thor.curvature.precision.ieee_float32`.
 
     Args:
         batches: matrices ``(count, m, n)`` with m ≤ n, finite, of any scale; all of one dtype, float32 or float64, and
             on one device.
-        rows: size of a block, cut from index 0; the last of a matrix may be smaller. None: no blocks.
+        rows: the number of rows of a block, from index 0; the last block of a matrix may be smaller. None: no blocks.
 
     Returns:
-        Of the same shapes: all singular values of a block are 1, but those of directions that are lost in rounding;
-        zeros stay zeros.
+        New tensors of the same shapes. All singular values of a block are 1, except for directions that are lost in
+        rounding; a block of zeros stays zeros.
     """
     cut = [_cut(matrices, rows) for matrices in batches]
     by_size: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -74,7 +75,7 @@ def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 
 def _polar(parts: list[Tensor]) -> list[Tensor]:
-    """Return the polar factors of batches ``(count, rows, columns)``, all with as many rows, at most their columns."""
+    """Return the polar factors of batches ``(count, rows, columns)``, which have the same number of rows ≤ columns."""
     if parts[0].device.type != "cpu":
         dtype = torch.bfloat16 if parts[0].dtype == torch.float32 else parts[0].dtype
         return [_by_products(_with_largest_entry_1(part), dtype) for part in parts]
@@ -85,7 +86,7 @@ def _polar(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _one_by_one(units: Tensor) -> Tensor:
-    """Return the polar factors of blocks whose largest entry is 1, or which are zeros."""
+    """Return the polar factors of blocks whose largest entry is 1, or that are zeros, block by block."""
     found = torch.zeros_like(units)
     for i, unit in enumerate(units):
         if bool(unit.any()):
@@ -101,8 +102,8 @@ def _with_largest_entry_1(blocks: Tensor) -> Tensor:
 def _roots(grams: list[Tensor]) -> list[Tensor] | None:
     """Return the inverse square roots of Gram matrices ``(count, rows, rows)``.
 
-    None where some eigenvalues are not found, or the largest of some matrix is so small or large that squares have left
-    the range of the dtype (entries below 1e-12 or beyond 1e15 in float32); zeros are such matrices too.
+    The result is None if an eigendecomposition fails, or if the largest eigenvalue of a matrix is so small or so large
+    that squares have left the range of the dtype (entries below 1e-12 or above 1e15 in float32, and zeros).
     """
     gram = torch.cat(grams) if len(grams) > 1 else grams[0]
     info = torch.finfo(gram.dtype)
@@ -111,7 +112,7 @@ def _roots(grams: list[Tensor]) -> list[Tensor] | None:
     else:
         try:
             values, vectors = torch.linalg.eigh(gram)
-        except RuntimeError:  # what torch's LinAlgError is: one such block fails the whole batch
+        except RuntimeError:  # LinAlgError, which is raised for the whole batch if one block fails
             return None
     largest = values[:, -1:]
     least, most = torch.aminmax(largest)
@@ -123,7 +124,7 @@ def _roots(grams: list[Tensor]) -> list[Tensor] | None:
 
 
 def _by_products(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the polar factors of blocks whose largest entry is 1, or which are zeros."""
+    """Return the polar factors of blocks whose largest entry is 1, or that are zeros, by iterated products."""
     norms: Tensor = torch.linalg.matrix_norm(blocks, keepdim=True).clamp(min=0.5)
     margin = _MARGIN[dtype]
     x: Tensor = (blocks / (norms * margin)).to(dtype)

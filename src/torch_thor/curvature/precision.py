@@ -1,4 +1,4 @@
-"""The one place where the precision of curvature arithmetic is chosen, and restored afterwards."""
+"""The precision of all arithmetic with factors: their dtype, and the settings of torch for matrix products."""
 
 from functools import cache
 from typing import Any
@@ -6,23 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# From this many multiplications on, oneDNN's matrix products pay for their set-up (about 10 microseconds).
+# The number of multiplications from which oneDNN is faster in spite of its overhead (about 10 microseconds).
 _LARGE_PRODUCT = 2**20
-# oneDNN is allowed bfloat16 by this word, and rounds to it only on processors with matrix tiles (AMX).
+# The setting that allows oneDNN to use bfloat16, which it does only on processors with matrix tiles (AMX).
 _ONEDNN = "bf16"
 
 
 def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of factors, inverses and momentum for a parameter.
 
-    Half-precision factors lose the small eigenvalues that the damping is there to protect, so everything below
-    float32 is raised to float32; float64 stays float64 (the oracles rely on it).
+    Factors in half precision lose their small eigenvalues, which matter for inverses at small damping. So they have at
+    least float32.
 
     Args:
-        parameter_dtype: dtype of the weight.
+        parameter_dtype: the dtype of the parameter.
 
     Returns:
-        ``torch.float64`` for float64 weights, else ``torch.float32``; a complex dtype, which has no factors, as it is.
+        ``torch.float64`` for float64 parameters, else ``torch.float32``; a complex dtype is returned unchanged, for the
+        momentum of complex parameters, which have no factors.
     """
     if parameter_dtype.is_complex:
         return parameter_dtype
@@ -32,14 +33,14 @@ def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
 class ieee_float32:  # noqa: N801  # read as a function: with ieee_float32("cpu"):
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes.
 
-    TF32 keeps 10 bits of mantissa, which is enough for a gradient and not for a factor that is about to be inverted.
-    The caller's settings are back when the block is left, also on an exception.
+    TF32 has 10 bits of mantissa, which is enough for a gradient but not for a factor that is to be inverted. The
+    caller's settings are restored when the block is left, also after an exception.
 
     Args:
-        device_type: device type of the tensors, for autocast (``"cpu"``, ``"cuda"``).
+        device_type: the device type of the tensors (``"cpu"``, ``"cuda"``).
     """
 
-    # a class, because a generator as context manager takes longer to enter and to leave than a small product
+    # a class, because entering and leaving a generator-based context manager takes longer than a small product
 
     def __init__(self, device_type: str) -> None:
         self._autocast = torch.autocast(device_type, enabled=False)
@@ -58,11 +59,11 @@ class ieee_float32:  # noqa: N801  # read as a function: with ieee_float32("cpu"
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, by the faster library; to be called inside :func:`ieee_float32`.
+    """Return ``a @ b``, computed by the faster library. Must be called inside :func:`ieee_float32`.
 
-    torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors; oneDNN uses AVX-512 there too and
-    needs half the time. torch takes oneDNN when bfloat16 passes are allowed, so large products on a CPU go to it where
-    a trial product has shown that it makes no such pass.
+    By default torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors. oneDNN uses AVX-512 there
+    too, and takes half the time. torch uses oneDNN if bfloat16 is allowed. So large products on a CPU allow it, if a
+    trial product on this machine has shown that oneDNN computes in float32 all the same.
 
     Args:
         a: ``(count, m, k)``.
@@ -78,13 +79,13 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: float = 1.0) -> None:
-    """``into ← decay * into + scale * a @ b``, as :func:`product`.
+    """Compute ``into ← decay * into + scale * a @ b`` with the library that :func:`product` uses.
 
     Args:
         into: ``(count, m, n)``, changed in place.
         a: ``(count, m, k)``.
         b: ``(count, k, n)``.
-        decay: a number; with 0 what stood in ``into`` does not matter, not even NaN.
+        decay: a number; with 0 the old values of ``into`` are overwritten, NaN included.
         scale: a number.
     """
     if into.stride(-1) != 1 and into.stride(-2) == 1:  # oneDNN is a hundred times slower on a column-major result
@@ -99,12 +100,12 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: 
 def _is_faster_in_onednn(a: Tensor, b: Tensor) -> bool:
     if a.dtype != torch.float32 or a.device.type != "cpu" or a.numel() * b.shape[-1] < _LARGE_PRODUCT:
         return False
-    # one dimension without gaps: what lies otherwise in memory has no fast path
+    # oneDNN has no fast path for matrices without a contiguous dimension
     return 1 in a.stride()[-2:] and 1 in b.stride()[-2:] and _onednn_is_exact()
 
 
 class _OneDnn:
-    """Have torch multiply float32 matrices with oneDNN."""
+    """Make torch multiply float32 matrices with oneDNN."""
 
     def __enter__(self) -> None:
         matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as in ieee_float32
@@ -117,7 +118,7 @@ class _OneDnn:
 
 @cache
 def _onednn_is_exact() -> bool:
-    """Return whether oneDNN, allowed bfloat16, multiplies in float32 on this machine."""
+    """Return whether oneDNN multiplies in float32 on this machine although bfloat16 is allowed."""
     if not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
@@ -125,6 +126,6 @@ def _onednn_is_exact() -> bool:
         for rows, inner, columns in ((128, 128, 128), (128, 1024, 128), (512, 64, 512)):
             a, b = (torch.rand(2, *shape, generator=generator) for shape in ((rows, inner), (inner, columns)))
             error = torch.bmm(a, b).double() - torch.bmm(a.double(), b.double())
-            if float(error.abs().max()) > 1e-6 * inner:  # a bfloat16 of numbers up to 1 is off by up to 0.002
+            if float(error.abs().max()) > 1e-6 * inner:  # bfloat16 numbers up to 1 have rounding errors up to 0.002
                 return False
     return True

@@ -1,8 +1,7 @@
-"""What a refresh asks of the processes that train together, and the answers of one that trains alone.
+"""The interface through which a refresh communicates with other processes, and its implementation for one process.
 
-Curvature knows of no ranks and no collectives: whoever trains on several processes hands it something that answers
-these questions (:mod:`torch_thor.distributed`). Who inverts which factor, and who holds which part of a layer, are
-answers that another implementation may give; the mathematics stays as it is.
+This package does not call torch.distributed. For training on several processes, :mod:`torch_thor.distributed`
+implements the interface. An implementation decides which process inverts which factor.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,41 +12,41 @@ from torch import Tensor
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.inverse import Inverse
 
-# factors and what is added to the diagonal of each, or of each of its groups
+# pairs of a factor and its damping, a number or one for each of its groups
 Damped = Sequence[tuple[BlockDiagonal, float | Tensor]]
 
 
 class Processes(Protocol):
-    """Processes that train one model, each on its own part of every batch.
+    """The processes that train one model, each on its own part of every batch.
 
-    All of them ask the same questions in the same order: what leads to one must be known to all alike.
+    All of them must call the same methods in the same order, so decisions that lead to a call must be the same on all.
     """
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         ...
 
     @property
     def rank(self) -> int:
-        """Which one this is, from 0."""
+        """The rank of this process, from 0."""
         ...
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that decides where one must."""
+        """Whether this is the process that takes decisions for all."""
         ...
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every process, as many from each; whole numbers are exact up to 2⁵³."""
+        """Return the numbers of every process, which passes as many as the others; integers are exact up to 2⁵³."""
         ...
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Put into every tensor the sum over all processes, to the same bits on all of them."""
+        """Replace every tensor by its sum over all processes, which is the same on all of them, bit for bit."""
         ...
 
     def invert(self, factors: Damped, solve: Callable[[Damped], list[Inverse]]) -> list[Inverse]:
-        """Return what ``solve`` gives for factors that all processes hold alike: who solves what is decided here."""
+        """Return the results of ``solve`` for factors that are the same on all processes, on all processes."""
         ...
 
 
@@ -59,29 +58,29 @@ class OneProcess:
     first = True
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return its own numbers.
+        """Return the numbers of this process.
 
         Args:
-            numbers: any.
+            numbers: the numbers.
 
         Returns:
-            One list.
+            A list of one list.
         """
         return [list(numbers)]
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors as they are.
+        """Do nothing: the sum over one process is the tensor itself.
 
         Args:
-            tensors: any.
+            tensors: not used.
         """
 
     def invert(self, factors: Damped, solve: Callable[[Damped], list[Inverse]]) -> list[Inverse]:
-        """Solve.
+        """Invert the factors in this process.
 
         Args:
             factors: pairs of a factor and its damping.
-            solve: what to do with them.
+            solve: inverts them.
 
         Returns:
             One result per factor.

@@ -1,4 +1,4 @@
-"""When a layer takes new factors: the trace rule, and the inversion of those that pass it."""
+"""A refresh: the trace rule decides which layers take new factors, and these are inverted."""
 
 import enum
 import math
@@ -19,10 +19,11 @@ _PLAINLY = "it takes its plain gradient, and the next step tries again"
 
 
 class Decision(enum.Enum):
-    """What a refresh did with a layer: the three answers of the trace rule (Chen et al. 2021, section 3.2), or neither.
+    """The result of a refresh for one layer: a case of the trace rule (Chen et al. 2021, section 3.2), or a failure.
 
-    UPDATE: new factors were taken and inverted. KEEP: the new statistics were thrown away. STOP: so they were, and the
-    layer never refreshes again. FAILED: they held NaN or inf, or could not be inverted; the last good inverse stays.
+    UPDATE: new factors were taken and inverted. KEEP: the new statistics were dropped. STOP: the new statistics were
+    dropped, and the layer never refreshes again. FAILED: the new factors held NaN or inf, or could not be inverted; the
+    last good inverse stays in use.
     """
 
     UPDATE = "update"
@@ -33,13 +34,13 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True)
 class RefreshEvent:
-    """What one refresh did with one layer.
+    """The result of one refresh for one layer.
 
     Args:
-        layer: the module's name.
-        step: the optimizer step, counted from 0 as the parameter group counts it.
-        decision: what was done.
-        trace_change: Δ; None where there was nothing to compare with (the first refresh, or NaN in the new factors).
+        layer: the layer's name.
+        step: the step of the layer's parameter group, counted from 0.
+        decision: the decision.
+        trace_change: Δ; None if there was nothing to compare with (in the first refresh, or for NaN in new factors).
         trace: tr(F + λI) of the new statistics, with the current λ.
     """
 
@@ -58,20 +59,20 @@ def trace_change(now: float, before: float) -> float:
         before: tr(F_before + λI), of the factors in use.
 
     Returns:
-        Δ ≥ 0; inf where there was nothing before.
+        Δ ≥ 0; inf if ``before`` is 0.
     """
     return abs(abs(now) - abs(before)) / abs(before) if before else math.inf
 
 
 def decide(change: float, thresholds: tuple[float, float]) -> Decision:
-    """Apply (ω1, ω2).
+    """Apply the thresholds of the trace rule.
 
     Args:
         change: Δ.
         thresholds: ``(ω1, ω2)``, ω1 ≥ ω2.
 
     Returns:
-        UPDATE where Δ > ω1, STOP where Δ < ω2, else KEEP.
+        UPDATE if Δ > ω1, STOP if Δ < ω2, else KEEP.
     """
     if change > thresholds[0]:
         return Decision.UPDATE
@@ -90,7 +91,8 @@ class Candidate:
         damping: λ.
         thresholds: (ω1, ω2).
         decay: weight of the factors in use in the running average; 0 takes the new ones alone.
-        group_rows_per_term: T of each group where they have rows of their own; it is in their factors then, and T is 1.
+        group_rows_per_term: T of each group, if groups have their own rows; it is then part of their factors, and
+            ``rows_per_term`` is 1.
     """
 
     layer: LayerCurvature
@@ -105,14 +107,14 @@ class Candidate:
 
 @dataclass
 class _Verdict:
-    """What becomes of a candidate.
+    """The decision on a candidate.
 
     Args:
         candidate: the candidate.
         trace: tr(F + λI) of its new statistics.
-        change: Δ; None where there is nothing to compare with.
-        decision: what the trace rule says; FAILED later where its factors cannot be inverted.
-        inverses: the damped inverses of its factors, which have become the running average; empty unless it updates.
+        change: Δ; None if there is nothing to compare with.
+        decision: the decision of the trace rule; changed to FAILED if the factors cannot be inverted.
+        inverses: the damped inverses of its factors, after the running average; empty unless the decision is UPDATE.
     """
 
     candidate: Candidate
@@ -129,28 +131,28 @@ def refresh(
     relative: bool = False,
     processes: Processes = ALONE,
 ) -> tuple[RefreshEvent, ...]:
-    """Decide layer by layer, then invert what was taken, all layers in one go.
+    """Apply the trace rule to each layer, then invert the new factors of all layers together.
 
-    Factors with NaN or inf are never inverted, and a layer whose block stays indefinite at a hundred times its damping
-    keeps its last good inverse. Whether a layer is still due after that is for who gathers statistics to say.
+    Factors with NaN or inf are never inverted, and a layer with a block that is indefinite even at a hundred times its
+    damping keeps its last good inverse. The caller decides whether such a layer stays due.
 
     Args:
         candidates: the layers that are due and have statistics.
-        report: called with a layer and a sentence on what went wrong with it.
-        relative: whether damping is relative to the mean diagonal of each factor, in the place of ``√(λ/T)``.
-        processes: those that refresh together, each with the same candidates; they decide alike.
+        report: called with a layer and a sentence that describes a problem of the layer.
+        relative: whether damping is relative to the mean diagonal of each factor; otherwise it is ``√(λ/T)``.
+        processes: the processes that refresh together, with the same candidates; they take the same decisions.
 
     Returns:
-        What was done with each candidate, in their order.
+        The result for each candidate, in their order.
     """
     if not candidates:
         return ()
     verdicts = _judge(candidates, relative, processes)
     _invert(verdicts, relative, processes)
-    # until here (out of memory, a lost process) nothing has changed, and from here on nothing raises
+    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
     events = []
     for verdict in verdicts:
-        _put_to_use(verdict, report)
+        _store_decision(verdict, report)
         layer, step = verdict.candidate.layer, verdict.candidate.step
         events.append(RefreshEvent(layer.name, step, verdict.decision, verdict.change, verdict.trace))
     return tuple(events)
@@ -159,11 +161,11 @@ def refresh(
 def trace_of_fisher(
     layer: LayerCurvature, traces: Sequence[Sequence[float]], rows_per_term: float, damping: float
 ) -> float:
-    """Return tr(T · A ⊗ G + λI), summed over groups: of the same F that is damped (section 3.2).
+    """Return tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse.
 
     Args:
         layer: the layer.
-        traces: of A and of G (or of A alone: G counts as 1), a number per group each.
+        traces: the traces of A and of G, one number per group each; those of A alone if the layer has no G.
         rows_per_term: T of these factors.
         damping: λ.
 
@@ -176,7 +178,7 @@ def trace_of_fisher(
 
 
 def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[_Verdict]:
-    """Return what the trace rule says of each candidate, with one host–device synchronisation for all layers."""
+    """Apply the trace rule to each candidate, with one host–device synchronisation for all layers."""
     traces: list[Tensor] = []
     for c in candidates:
         for factor in c.factors:
@@ -190,15 +192,15 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
     own: list[float] = []
     first = 0
     for c in candidates:
-        damping = 0.0 if relative else c.damping  # relative damping scales both traces alike
+        damping = 0.0 if relative else c.damping  # relative damping multiplies both traces by the same number
         for rows_per_term in (c.rows_per_term, c.layer.rows_per_term):
             of_sides = []
             for _ in c.factors:
                 of_sides.append(on_host[first : first + c.layer.kind.groups])
                 first += c.layer.kind.groups
             own.append(trace_of_fisher(c.layer, of_sides, rows_per_term, damping))
-    # The first process's traces hold for all: on unlike hardware the last bits of a sum differ, and a layer that stops
-    # on one process and not on another would make them differ from then on.
+    # The traces of the first process are used by all. On different hardware the last bits of a sum may differ, and if a
+    # layer stopped on one process and not on another, their weights would differ from then on.
     agreed = processes.gather(own)[0] if processes.count > 1 else own
     verdicts = []
     for c, now_, before_ in zip(candidates, agreed[::2], agreed[1::2], strict=True):
@@ -213,7 +215,7 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
 
 
 def _invert(verdicts: Sequence[_Verdict], relative: bool, processes: Processes) -> None:
-    """Average the factors that are taken with those in use, and invert them, all layers at once."""
+    """Average new factors with those in use, and invert them for all layers at once."""
     damped: list[tuple[BlockDiagonal, float | Tensor]] = []
     for verdict in verdicts:
         if verdict.decision is not Decision.UPDATE:
@@ -232,8 +234,8 @@ def _invert(verdicts: Sequence[_Verdict], relative: bool, processes: Processes) 
                 verdict.inverses.append(next(inverses))
 
 
-def _put_to_use(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
-    """Have the layer take what was decided; a decision whose factors could not be inverted becomes FAILED."""
+def _store_decision(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
+    """Store the decision and the new factors in the layer; the decision becomes FAILED if an inverse has failed."""
     layer, what = verdict.candidate.layer, ""
     if verdict.decision is Decision.FAILED:
         what = "its new factors hold NaN or inf and were not inverted"

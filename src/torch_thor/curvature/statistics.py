@@ -1,11 +1,12 @@
-"""The fresh statistics of one layer: sums over the rows of this step, which belong to no checkpoint and die with it."""
+"""The statistics of one layer in the current step: sums over its rows, which are not part of checkpoints."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
@@ -14,19 +15,19 @@ Factors = tuple[BlockDiagonal, ...]  # one per side, in the order of LayerCurvat
 
 
 class Statistics:
-    """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows that have come in this step, and how many rows these are.
+    """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows of the current step, and the number of rows.
 
     Args:
-        kind: the layer's geometry.
-        weight: its weight.
-        layouts: returns how its factors are cut, the layout of each side.
+        kind: the layer's kind.
+        weight: the layer's weight.
+        layouts: returns the layout of the factor of each side.
     """
 
     def __init__(self, kind: Kind, weight: ParameterView, layouts: Callable[[], Mapping[str, BlockLayout]]) -> None:
         self._weight, self._layouts = weight, layouts
         self._sums: Factors | None = None
         self.rows = 0  # R of this step so far
-        self.group_rows = [0] * kind.groups if kind.routed else []  # of each group, where they have rows of their own
+        self.group_rows = [0] * kind.groups if kind.routed else []  # R of each group, if groups have their own rows
 
     # ---- adding rows --------------------------------------------------------------------------------------------
 
@@ -37,12 +38,12 @@ class Statistics:
         """Add the rows of one forward and backward pass through the layer.
 
         Args:
-            kind: the geometry of the module that ran: where modules share the weight, each has its own.
-            x: its input.
-            g: the gradient of the loss with respect to its output, as autograd gives it.
-            keep: which rows count, of the leading dimensions of ``x``; None for all.
-            instead_of: the gradient that this call has given its rows with before, where another loss of the same
-                forward pass has added to it; None for a call that is new.
+            kind: the kind of the module that ran. Modules that share the weight have one each.
+            x: the input of the module.
+            g: the gradient of the loss with respect to its output.
+            keep: a mask of the rows that count, in the leading dimensions of ``x``; None for all.
+            instead_of: the gradient with which the rows of this call were added before, if ``g`` is the sum of it and
+                the gradient of another loss of the same forward pass; None for a new call.
         """
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
@@ -64,11 +65,11 @@ class Statistics:
         """Add the rows of one forward pass through the layer, for a layer that has A alone.
 
         Args:
-            kind: the geometry of the module that ran.
-            x: its input.
+            kind: the kind of the module that ran.
+            x: the input of the module.
             output: the shape of its output.
-            keep: which rows count, of the leading dimensions of ``x``; None for all.
-            most: how many rows are enough.
+            keep: a mask of the rows that count, in the leading dimensions of ``x``; None for all.
+            most: the number of rows that is enough.
         """
         if x.numel() and output.numel():
             (a_sum,) = self.sums()
@@ -84,20 +85,20 @@ class Statistics:
         """Turn the gathered output gradients into gradients of one loss term.
 
         Args:
-            scale: what they are multiplied by (N for a mean).
+            scale: the number that multiplies them (N for a mean).
         """
         if self._sums is not None and len(self._sums) > 1:
             for part in self._sums[1].parts():
-                # in two factors, because scale² of a scaled half-precision loss can leave the range of float32
+                # in two products, because scale² can overflow float32 if the loss is scaled for half precision
                 part.mul_(scale).mul_(scale)
 
-    # ---- what has come ------------------------------------------------------------------------------------------
+    # ---- reading and dropping the sums --------------------------------------------------------------------------
 
     def sums(self) -> Factors:
-        """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far; what is added to them counts.
+        """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added.
 
         Returns:
-            The sums, one per side, zeros before the first row.
+            The sums, one per side; zeros before the first row.
         """
         if self._sums is None:
             view, sums = self._weight, []
@@ -112,12 +113,12 @@ class Statistics:
         """Return the sums of this step so far.
 
         Returns:
-            The sums, or None where no row has come.
+            The sums; None if there are no rows.
         """
         return self._sums if self.rows else None
 
     def have_gradients(self) -> bool:
-        """Return whether some row of this step so far has a gradient that is not zero; of a layer without G, any row.
+        """Return whether a row of this step so far has a gradient other than zero; for a layer without G, an input.
 
         Returns:
             Whether there is one (a host–device synchronisation).
@@ -125,10 +126,10 @@ class Statistics:
         return self._sums is not None and any(bool(part.any()) for part in self._sums[-1].parts())
 
     def means(self) -> Factors | None:
-        """Return A and G, the means over this step's rows, and forget the rows.
+        """Return A and G, the means over the rows of this step, and drop the rows.
 
         Returns:
-            One factor per side, in the memory of the sums; None where no row has come.
+            One factor per side, in the memory of the sums; None if there are no rows.
         """
         sums, rows = self._sums, self.rows
         self.forget()
@@ -145,16 +146,16 @@ class Statistics:
         if self.group_rows:
             self.group_rows = [0] * len(self.group_rows)
 
-    # ---- following the layer ------------------------------------------------------------------------------------
+    # ---- adapting to changes of the layer -----------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Cut the sums anew, after the split dimension has become smaller."""
+        """Split the sums into smaller blocks, after the split dimension has become smaller."""
         if self._sums is not None:
             layouts = self._layouts().values()
             self._sums = tuple(one.cut(layout.block) for one, layout in zip(self._sums, layouts, strict=True))
 
     def follow_weight(self) -> None:
-        """Move the sums to the weight's device and precision, where it was converted after they were gathered."""
+        """Move and convert the sums to the device and dtype of the weight, if it was converted after a forward pass."""
         if self._sums is not None:
             weight = self._weight.parameter
             device, dtype = weight.device, factor_dtype(weight.dtype)

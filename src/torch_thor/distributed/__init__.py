@@ -1,4 +1,4 @@
-"""Data-parallel training: statistics of all ranks on refresh steps, and errors that all of them see.
+"""Data-parallel training: statistics are summed over all ranks on refresh steps, and all ranks raise the same errors.
 
-Curvature does not know of this package: it is handed what :class:`torch_thor.curvature.processes.Processes` describes.
+It implements :class:`torch_thor.curvature.processes.Processes`, on which :mod:`torch_thor.curvature` depends.
 """

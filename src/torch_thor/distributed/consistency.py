@@ -1,42 +1,42 @@
-"""Ranks that are about to do different things all raise an error, before one waits for another in vain."""
+"""Checks that all ranks are about to do the same; otherwise all of them raise an error, before one waits for ever."""
 
 import zlib
 from collections.abc import Sequence
 
 from torch_thor.curvature.processes import Processes
 
-# What is raised on the ranks that did not find the error themselves; anything else comes to them as RuntimeError.
+# The types of errors that other ranks raise too; for any other type they raise RuntimeError.
 _ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, FloatingPointError)
 
 
 def agree(
     processes: Processes, error: Exception | None, facts: Sequence[str], numbers: Sequence[float]
 ) -> list[list[float]]:
-    """Exchange a header of a fixed size: is every process ready, and for the same exchange?
+    """Exchange whether every process is ready for the same refresh, in one collective of a fixed size.
 
     Args:
-        processes: those that train together.
-        error: what went wrong on this one.
-        facts: what must be the same on all of them, a line each.
-        numbers: what may differ; as many from each.
+        processes: the processes that train together.
+        error: the error that this process has found; None if there is none.
+        facts: lines of text that must be the same on all processes.
+        numbers: numbers that may differ; every process passes as many.
 
     Returns:
         The numbers of every process.
 
     Raises:
-        Exception: ``error``; on the other processes one of its type, that names the process and says the same.
+        Exception: ``error``; on the other processes an error of its type and message, which names the process.
         RuntimeError: the facts differ.
     """
     text = "" if error is None else str(error) or type(error).__name__
     kind = next((i for i, known in enumerate(_ERRORS) if type(error) is known), 0)
-    told = "\n".join(facts)
-    size = len((text or told).encode())
-    header = [error is not None, kind, size, zlib.crc32(told.encode())]
+    facts_text = "\n".join(facts)
+    size = len((text or facts_text).encode())
+    header = [error is not None, kind, size, zlib.crc32(facts_text.encode())]
     rows = processes.gather([*header, *numbers])
     failed = [i for i, row in enumerate(rows) if row[0]]
     differing = [i for i, row in enumerate(rows) if row[3] != rows[0][3]]
     if failed or differing:
-        texts = _gather_texts(processes, text or told, max(int(row[2]) for row in rows))
+        texts = _gather_texts(processes, text or facts_text, max(int(row[2]) for row in rows))
         if error is not None:
             raise error
         if failed:
@@ -46,10 +46,10 @@ def agree(
 
 
 def check_same_gradients(largest: Sequence[float]) -> None:
-    """Refuse to average the statistics of ranks that do not train one model.
+    """Raise an error if ranks that average their statistics do not average their gradients.
 
     Args:
-        largest: the largest norm of a gradient on each rank. Averaged gradients have it alike, up to rounding.
+        largest: the largest norm of a gradient on each rank. For averaged gradients they are equal up to rounding.
 
     Raises:
         RuntimeError: the norms differ.
@@ -70,8 +70,8 @@ def _gather_texts(processes: Processes, text: str, size: int) -> list[str]:
     return [bytes(int(b) for b in row).rstrip(b"\0").decode() for row in processes.gather(list(padded))]
 
 
-def _difference(ours: str, rank: int, theirs: str) -> str:
-    left, right = ours.splitlines(), theirs.splitlines()
+def _difference(first_text: str, rank: int, other_text: str) -> str:
+    left, right = first_text.splitlines(), other_text.splitlines()
     lines = zip([*left, *["nothing"] * len(right)], [*right, *["nothing"] * len(left)], strict=False)
     first, other = next((a, b) for a, b in lines if a != b)
     return (

@@ -1,4 +1,4 @@
-"""Ranks that hold the whole model each: what one has of a step is added to what the others have."""
+"""Data parallelism: every rank holds the whole model, and statistics are summed over ranks."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,13 +13,11 @@ from torch_thor.curvature.processes import Damped
 
 
 class DataParallel:
-    """A process group as :class:`torch_thor.curvature.processes.Processes`; every rank inverts every factor.
-
-    Sharing the inverses out among the ranks would be another class with another :meth:`invert`.
+    """The processes of a group, as a :class:`torch_thor.curvature.processes.Processes`; every rank inverts all factors.
 
     Args:
         group: the process group.
-        device: where the model is, and so what the group's backend can send.
+        device: the device of the model, whose tensors the backend of the group can send.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -30,27 +28,27 @@ class DataParallel:
         self.first = self.rank == 0
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, in their order (one collective, and a host–device synchronisation).
+        """Return the numbers of every rank (one collective and a host–device synchronisation).
 
         Args:
-            numbers: as many on each rank.
+            numbers: the numbers of this rank, as many as on the others.
 
         Returns:
-            One list per rank.
+            One list per rank, in the order of ranks.
         """
         if not numbers:
             return [[] for _ in range(self.count)]
-        ours = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        everyone = ours.new_empty(self.count * len(ours))
-        dist.all_gather_into_tensor(everyone, ours, group=self._group)
-        rows: list[list[float]] = everyone.view(self.count, -1).tolist()
+        own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        gathered = own.new_empty(self.count * len(own))
+        dist.all_gather_into_tensor(gathered, own, group=self._group)
+        rows: list[list[float]] = gathered.view(self.count, -1).tolist()
         return rows
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Put into every tensor the sum over all ranks: one collective for each dtype and device.
+        """Replace every tensor by its sum over all ranks, with one collective for each dtype and device.
 
         Args:
-            tensors: of the same shapes on each rank.
+            tensors: tensors of the same shapes on every rank; changed in place.
         """
         alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
         for tensor in tensors:
@@ -58,19 +56,19 @@ class DataParallel:
         for batch in alike.values():
             flat = torch.cat([t.reshape(-1) for t in batch])
             dist.all_reduce(flat, group=self._group)
-            # copied back: a view would keep the sums of all layers alive as long as one layer keeps its own
+            # copied back, because a view would keep the sums of all layers alive as long as that of one layer
             for tensor, piece in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
                 tensor.copy_(piece.view_as(tensor))
 
     def invert(self, factors: Damped, solve: Callable[[Damped], list[Inverse]]) -> list[Inverse]:
-        """Solve every factor on every rank; what fails on one, fails on all.
+        """Invert every factor on every rank; an inversion that fails on one rank counts as failed on all.
 
-        Like hardware gives like bits. On unlike hardware a factorisation at the edge may fail on some ranks only, and
-        they must not come to differ in which layers are due.
+        On different hardware, a factor that is nearly indefinite may be inverted on some ranks only. The ranks must
+        agree on the result, because the layers that stay due depend on it.
 
         Args:
             factors: pairs of a factor and its damping.
-            solve: what to do with them.
+            solve: inverts them.
 
         Returns:
             One result per factor.

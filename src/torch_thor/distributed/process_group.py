@@ -1,4 +1,4 @@
-"""Which processes an optimizer trains with."""
+"""The processes that an optimizer trains with, from its argument ``process_group``."""
 
 from typing import Any
 
@@ -10,17 +10,17 @@ from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.distributed.announcement import announce
 from torch_thor.distributed.data_parallel import DataParallel
 
-_LOST = "lost"  # in the place of a group after pickling
+_LOST = "lost"  # replaces a group when it is pickled
 
 
 class ProcessGroupHandle:
-    """A handle on the process group that the user named, or on the default one; it can be copied and pickled.
+    """A handle on a process group, which can be copied and pickled.
 
     Args:
         group: a group; None for the default group, if there is one at the time of a step; False to train alone.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: ``group`` is something else.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -35,17 +35,17 @@ class ProcessGroupHandle:
         self._announced = False
 
     def join(self, model: nn.Module, device: torch.device) -> Processes:
-        """Return the processes that take a step together, once all of them have been found to name the same group.
+        """Return the processes that take a step together; the first call checks that they have the same group.
 
         Args:
-            model: the model that is about to take a step.
-            device: where it is.
+            model: the model that is trained.
+            device: the device of the model.
 
         Returns:
             The processes.
 
         Raises:
-            RuntimeError: the processes mean different groups, or the optimizer was unpickled, and groups cannot be.
+            RuntimeError: the processes have different groups, or the group was lost when the optimizer was pickled.
         """
         if not (self._announced or self.is_lost) and _is_initialized() and dist.get_world_size() > 1:
             announce(self.group, model)
@@ -53,16 +53,16 @@ class ProcessGroupHandle:
         return self.processes(device)
 
     def processes(self, device: torch.device) -> Processes:
-        """Return those that train together at this time.
+        """Return the processes that train together at this time.
 
         Args:
-            device: where the model is.
+            device: the device of the model.
 
         Returns:
             The processes.
 
         Raises:
-            RuntimeError: the optimizer was unpickled, and groups cannot be.
+            RuntimeError: the group was lost when the optimizer was pickled.
         """
         if self.is_lost:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The statistics of one step, of all ranks together: A = Σ Σ a aᵀ / Σ R and G = Σ Σ g gᵀ / Σ R."""
+"""Sums the statistics of a step over all ranks, so that A = Σ Σ a aᵀ / Σ R and G = Σ Σ g gᵀ / Σ R."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,23 @@ from torch_thor.curvature.processes import Processes
 def pool(
     processes: Processes, layers: Sequence[LayerCurvature], reached: set[LayerCurvature], inside_transform: set[str]
 ) -> None:
-    """Give every process the sums and counts of all of them: two collectives, and one more per dtype and device.
+    """Replace the sums and row counts of every process by those of all processes together.
+
+    This takes one collective for the counts, and one for the sums of each dtype and device.
 
     Args:
-        processes: those that train together.
-        layers: those whose statistics are wanted, the same on every process, whether or not it has any; their output
-            gradients are those of one loss term (:meth:`Statistics.scale_outputs_`), since a rank's share of the
-            loss terms may differ.
-        reached: the layers whose calls came in this step, here; becomes those of all processes.
-        inside_transform: the layers that ran where no statistics can be seen, here; becomes those of all processes.
+        processes: the processes that train together.
+        layers: the layers to refresh, the same on every process, also on one that has no rows of a layer. Their output
+            gradients must be those of one loss term (:meth:`Statistics.scale_outputs_`), because ranks may have
+            different numbers of loss terms.
+        reached: the layers that this process has reached in this step; extended by those of all processes.
+        inside_transform: the names of the layers that ran under torch.func in this process; extended in the same way.
     """
-    ours: list[float] = []
+    counts: list[float] = []
     for layer in layers:
         own = layer.statistics
-        ours += [own.rows, layer in reached, layer.name in inside_transform, *own.group_rows]
-    totals = iter([sum(column) for column in zip(*processes.gather(ours), strict=True)])
+        counts += [own.rows, layer in reached, layer.name in inside_transform, *own.group_rows]
+    totals = iter([sum(column) for column in zip(*processes.gather(counts), strict=True)])
     for layer in layers:
         own = layer.statistics
         own.rows = int(next(totals))

@@ -1,4 +1,4 @@
-"""The optimizers, one file each."""
+"""The optimizers: THOR, AGC-SGD and LAMB, and adaptive gradient clipping for any optimizer."""
 
 from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
 from torch_thor.optim.agc_sgd import AGCSGD

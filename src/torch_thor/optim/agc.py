@@ -4,7 +4,7 @@ For a unit i of a weight W with gradient G, both Frobenius norms over the unit:
 
     if ‖G_i‖ / max(‖W_i‖, ε) > λ:   G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i     else unchanged
 
-λ is ``clip_factor``, ε ``eps``. What a unit is stands in :mod:`torch_thor.optim.agc_units`.
+λ is ``clip_factor`` and ε is ``eps``. Units are defined in :mod:`torch_thor.optim.agc_units`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,11 +19,11 @@ from torch_thor.optim.exclusion import Exclude, excluded_parameters
 
 
 class ClipStatistics(NamedTuple):
-    """How much was clipped in one go; made without waiting for the device.
+    """How many units were clipped. Computing it does not synchronise host and device.
 
     Args:
-        clipped: how many units were clipped, a tensor of no dimensions on the device of the first parameter.
-        units: of how many, those that may not be clipped left out.
+        clipped: the number of units that were clipped, a 0-dimensional tensor on the device of the first parameter.
+        units: the number of units that could have been clipped.
     """
 
     clipped: Tensor
@@ -40,6 +40,9 @@ def check_clipping(options: Mapping[str, Any]) -> None:
 
     Args:
         options: a mapping with ``clip_factor`` and ``eps``.
+
+    Raises:
+        ValueError: one of them is not above 0, or ε is not finite.
     """
     factor = number(options["clip_factor"])
     require(
@@ -63,23 +66,24 @@ def adaptive_clip_grad_(
 ) -> ClipStatistics:
     """Clip gradients in place, unit by unit, against the norms of the weights (Brock et al. 2021, section 4.1).
 
-    Call it where :func:`torch.nn.utils.clip_grad_norm_` would stand, between ``backward`` and ``step``, with any
-    optimizer; with a GradScaler after ``scaler.unscale_(optimizer)``, because λ means nothing for scaled gradients.
+    Call it in the place of :func:`torch.nn.utils.clip_grad_norm_`, between ``backward`` and ``step``, with any
+    optimizer. With a GradScaler, call it after ``scaler.unscale_(optimizer)``: λ does not apply to scaled gradients.
 
     Args:
-        parameters: the model; or parameters, all of which are clipped then, along dim 0. Given the model, transposed
-            convolutions and Hugging Face's ``Conv1D`` are clipped along their outputs, which are in dim 1, and the
-            last fully connected layer is left alone. Those without a gradient are passed over.
+        parameters: the model; or parameters, all of which are then clipped along dim 0. If the model is given,
+            transposed convolutions and Hugging Face's ``Conv1D`` are clipped along their outputs, which are in dim 1,
+            and the last fully connected layer is not clipped. Parameters without a gradient are ignored.
         clip_factor: λ, the largest ratio of a unit's gradient norm to its weight norm; inf clips nothing.
-        eps: ε, the weight norm that a unit has at least, so that units at zero can move.
-        exclude: what of the model is left alone: names or patterns as :mod:`fnmatch` has them, of parameters or of the
-            modules that hold them; modules; or a callable ``(name, parameter) -> bool``. None is the last
-            ``nn.Linear`` of the model, weight and bias; ``()`` nothing.
-        foreach: whether small tensors are measured and scaled together; None and True do, False takes one at a time.
+        eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
+        exclude: the parameters of the model that are not clipped: names or patterns of :mod:`fnmatch`, for parameters
+            or for the modules that hold them; modules; or a callable ``(name, parameter) -> bool``. None excludes the
+            weight and the bias of the last ``nn.Linear`` of the model, ``()`` excludes nothing.
+        foreach: whether small tensors are measured and scaled in batches. None means True; False handles one tensor
+            at a time.
 
     Returns:
-        How many units were clipped, as a tensor that nothing has waited for. A gradient that holds NaN or inf is not
-        caught: its unit is NaN afterwards.
+        The number of units that were clipped, without a host–device synchronisation. NaN or inf in a gradient is not
+        detected: the gradient of that unit is NaN afterwards.
 
     Raises:
         ValueError: λ or ε is not above 0, or a pattern matches nothing.
@@ -120,10 +124,10 @@ def excluded_from_clipping(model: nn.Module, exclude: Exclude) -> set[int]:
 
     Args:
         model: the model.
-        exclude: what the user wants left alone; None for the last fully connected layer.
+        exclude: the user's choice, as for :func:`adaptive_clip_grad_`.
 
     Returns:
-        Their ``id``.
+        The ``id`` of each of them.
     """
     if exclude is not None:
         return excluded_parameters(exclude, model)
@@ -134,16 +138,17 @@ def excluded_from_clipping(model: nn.Module, exclude: Exclude) -> set[int]:
 def clip_factors(
     entries: list[Clippable], clip_factor: float, eps: float, *, together: bool
 ) -> tuple[list[Tensor], ClipStatistics]:
-    """Return what each gradient is to be multiplied by.
+    """Return the factors by which gradients are multiplied to clip them.
 
     Args:
         entries: parameters and gradients.
         clip_factor: λ.
         eps: ε.
-        together: whether many are measured in one go.
+        together: whether tensors are measured in batches.
 
     Returns:
-        For each entry a tensor that broadcasts against its gradient, exactly 1 for units that stay; and the count.
+        For each entry a tensor that broadcasts against its gradient, exactly 1 for units that are not clipped; and the
+        number of units that are.
     """
     factors: list[Tensor | None] = [None] * len(entries)
     counts, total = [], 0
@@ -162,17 +167,17 @@ def clip_factors(
 def _sum(counts: list[Tensor]) -> Tensor:
     if not counts:
         return torch.zeros((), dtype=torch.int64)
-    whole = [c.full_tensor() if hasattr(c, "full_tensor") else c for c in counts]  # a DTensor's, of all ranks
+    whole = [c.full_tensor() if hasattr(c, "full_tensor") else c for c in counts]  # the sum over ranks of a DTensor
     return torch.stack([c.to(whole[0].device, non_blocking=True) for c in whole]).sum()
 
 
 def add_statistics(parts: list[ClipStatistics]) -> ClipStatistics:
-    """Add up what was clipped in several goes.
+    """Add up the statistics of several calls of :func:`clip_factors`.
 
     Args:
-        parts: each go's.
+        parts: the statistics of each call.
 
     Returns:
-        The sum.
+        Their sum.
     """
     return ClipStatistics(_sum([p.clipped for p in parts if p.units]), sum(p.units for p in parts))

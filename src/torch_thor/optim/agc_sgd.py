@@ -1,4 +1,4 @@
-"""AGC-SGD: SGD with momentum on adaptively clipped gradients, for networks without norms (Brock et al., ICML 2021)."""
+"""AGC-SGD: SGD with momentum and adaptive gradient clipping, for networks without normalisation (Brock et al. 2021)."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,34 +17,35 @@ from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer
 class AGCSGD(ExcludingOptimizer):
     """SGD with momentum on gradients that are clipped unit by unit against the norms of their weights.
 
-    For a unit i of a weight W (an output: a row of a linear layer's weight, a filter of a convolution's; a bias or a
-    gain as a whole) with gradient G and Frobenius norms: if ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then
-    ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Then weight decay (``+ weight_decay · W``, not clipped) and momentum,
-    which are those of :class:`torch.optim.SGD`, dampening and Nesterov included; with ``clip_factor=float("inf")`` the
-    whole step is that of :class:`torch.optim.SGD`, bit for bit. ``p.grad`` is not changed.
+    A unit i of a weight W is one output: a row of the weight of a linear layer, a filter of a convolution; a bias or a
+    gain is one unit. With its gradient G_i and Frobenius norms, if ``‖G_i‖ / max(‖W_i‖, ε) > λ``, then
+    ``G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i``. Weight decay (``+ weight_decay · W``, not clipped) and momentum follow
+    as in :class:`torch.optim.SGD`, dampening and Nesterov included. With ``clip_factor=float("inf")`` the whole step
+    is that of :class:`torch.optim.SGD`, bit for bit. ``p.grad`` is not changed.
 
-    The last fully connected layer is not clipped (section 4.1). Since it is found in the model, the optimizer needs
-    the model, or ``exclude=()``. Under a GradScaler nothing is to be done: it hands over unscaled gradients.
+    The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so the optimizer needs
+    the model, or ``exclude=()``. A GradScaler needs no special treatment: it passes unscaled gradients to ``step``.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``; or, with ``exclude=()``,
-            parameters alone, whose units are all taken along dim 0.
-        lr: learning rate, a float or a one-element tensor; SGD's.
+            parameters alone, whose units are then all along dim 0.
+        lr: learning rate, a float or a one-element tensor, with the meaning that it has for SGD.
         momentum: μ in [0, 1).
-        dampening: τ in ``v ← μ v + (1 − τ) d``, from the second step on; the first has ``v = d``, as in torch's SGD.
+        dampening: τ in ``v ← μ v + (1 − τ) d``, from the second step on; in the first step ``v = d``, as in torch's
+            SGD.
         weight_decay: added to the clipped gradient as ``weight_decay · W``.
         nesterov: step along ``d + μ v`` instead of ``v``.
-        dampen_first: whether the first step is dampened too, ``v = (1 − τ) d``: the code of AGC's authors, whose
-            momentum starts at zero. Nesterov's may then be dampened, as there.
-        clip_factor: λ. The paper's grid at batch size 4096 ends at 0.01; smaller batches take larger ones.
-        eps: ε, the weight norm that a unit has at least, so that units at zero can move.
-        model: the model, where ``params`` are parameters.
-        exclude: what is not clipped: names or patterns as :mod:`fnmatch` has them, of parameters or of the modules that
-            hold them; modules; a list of these; or a callable ``(name, parameter) -> bool``. None is the ``nn.Linear``
-            that was registered last, weight and bias; ``()`` nothing.
-        maximize: climb instead of descend.
-        foreach: whether tensors are handled together; None leaves the choice to torch, as for its SGD (and clips
-            together), False handles one at a time, with less memory for the clipped copies.
+        dampen_first: whether the first step is dampened too, ``v = (1 − τ) d``, as in the code of the authors of AGC,
+            whose momentum starts at zero. Nesterov momentum may then be dampened, as in that code.
+        clip_factor: λ. The paper's grid at batch size 4096 ends at 0.01; smaller batches use larger values.
+        eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
+        model: the model, if ``params`` are parameters.
+        exclude: the parameters that are not clipped: names or patterns of :mod:`fnmatch`, for parameters or for the
+            modules that hold them; modules; a list of these; or a callable ``(name, parameter) -> bool``. None
+            excludes the weight and the bias of the ``nn.Linear`` that was registered last, ``()`` excludes nothing.
+        maximize: maximise the objective instead of minimising it.
+        foreach: whether tensors are handled in batches. None clips in batches and leaves the rest to torch, as for its
+            SGD; False handles one tensor at a time, which takes less memory for the clipped copies.
 
     Raises:
         ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not the model's.
@@ -70,7 +71,7 @@ class AGCSGD(ExcludingOptimizer):
     ) -> None:
         if model is None and exclude is None and not isinstance(params, nn.Module):
             raise TypeError(
-                "AGC leaves the last fully connected layer alone, so AGCSGD must know the model; pass "
+                "AGC does not clip the last fully connected layer, so AGCSGD must know the model; pass "
                 "AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or exclude=() to clip every parameter"
             )
         defaults = {
@@ -92,7 +93,7 @@ class AGCSGD(ExcludingOptimizer):
 
     @property
     def clip_statistics(self) -> ClipStatistics | None:
-        """How many units the latest step clipped, on the device; None before the first. Not in checkpoints."""
+        """How many units the latest step clipped; None before the first step. Not part of checkpoints."""
         return self._clip_statistics
 
     @torch.no_grad()
@@ -100,7 +101,7 @@ class AGCSGD(ExcludingOptimizer):
         """Take one step.
 
         Args:
-            closure: reevaluates the model and returns the loss; called first, with gradients enabled.
+            closure: evaluates the model again and returns the loss; called first, with gradients enabled.
 
         Returns:
             The closure's loss, or None.
@@ -109,11 +110,11 @@ class AGCSGD(ExcludingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # refuses before anything moves
+        found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # raises before anything moves
         if self._state_is_placeholder:
             self.state.clear()
             self._state_is_placeholder = False
-        if not self.state and self._asks_for_state(found):
+        if not self.state and self._creates_state_only(found):
             self._make_placeholder(found)
             return loss
         parts = []
@@ -125,7 +126,7 @@ class AGCSGD(ExcludingOptimizer):
         return loss
 
     def _make_placeholder(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> None:
-        # torch's SGD would take a step here, and have weight decay in its momentum before the first gradient
+        # torch's SGD would take a step here, after which its momentum contains weight decay before the first gradient
         for group, one in zip(self.param_groups, found, strict=True):
             for _, parameter, gradient in one if group["momentum"] else ():
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)
@@ -138,7 +139,7 @@ class AGCSGD(ExcludingOptimizer):
         buffers: list[Tensor | None] = [None] * len(params)
         if group["momentum"]:
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
-            if group["dampen_first"]:  # torch's own starts undampened where there is no buffer, as it does at zero
+            if group["dampen_first"]:  # without a buffer torch's first step is not dampened; with a zero buffer it is
                 pairs = zip(buffers, gradients, strict=True)
                 buffers = [torch.zeros_like(gradient) if buffer is None else buffer for buffer, gradient in pairs]
         sgd(
@@ -161,7 +162,7 @@ class AGCSGD(ExcludingOptimizer):
     def _clipped(
         self, group_index: int, found: list[tuple[int, Tensor, Tensor]]
     ) -> tuple[list[Tensor], ClipStatistics]:
-        """Return clipped copies of the gradients, and those that are not clipped."""
+        """Return the gradients, with clipped copies of those that may be clipped, and the statistics."""
         group = self.param_groups[group_index]
         excluded, layouts = self._excluded[group_index], self._layouts[group_index]
         gradients = [gradient for _, _, gradient in found]
@@ -170,7 +171,7 @@ class AGCSGD(ExcludingOptimizer):
             if not excluded[position] and gradient.numel():
                 places.append(place)
                 entries.append(Clippable(parameter, gradient, layouts[position]))
-            elif group["nesterov"]:  # torch's foreach SGD adds the momentum into what it is given
+            elif group["nesterov"]:  # torch's foreach SGD adds the momentum to the gradients in place
                 gradients[place] = gradient.clone()
         factors, statistics = clip_factors(
             entries, group["clip_factor"], group["eps"], together=group["foreach"] is not False
@@ -197,7 +198,7 @@ class AGCSGD(ExcludingOptimizer):
         )
 
     def _check_origin(self, state_dict: dict[str, Any]) -> None:
-        remedy = "It goes on from torch.optim.SGD's or its own: load the model's weights, and let it start anew"
+        remedy = "AGCSGD takes those of AGCSGD and torch.optim.SGD: load the model's weights, and let it start anew"
         check_origin(state_dict, "AGCSGD", ("momentum", "dampening", "nesterov"), remedy)
 
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
@@ -214,11 +215,14 @@ class AGCSGD(ExcludingOptimizer):
         self._layouts.append([layouts.get(id(p), ROWS) for p in self.param_groups[-1]["params"]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as a whole, or raise and have changed nothing; what is not clipped stays as it was made.
+        """Load a state dict; if it raises an error, nothing has changed. ``exclude`` is not loaded.
 
         Args:
-            state_dict: what ``state_dict()`` gave, of this optimizer or of :class:`torch.optim.SGD`, whose options mean
-                the same.
+            state_dict: a result of ``state_dict()`` of this optimizer or of :class:`torch.optim.SGD`, whose options
+                have the same meaning.
+
+        Raises:
+            ValueError: it is the state dict of another optimizer, or does not fit the parameters.
         """
         super().load_state_dict(state_dict)
         self._state_is_placeholder = False

@@ -1,14 +1,14 @@
-"""What a unit is to adaptive gradient clipping: the weights of one output, and where they lie in a parameter.
+"""The units of adaptive gradient clipping: the weights of one output, and their places in a parameter.
 
-A parameter is seen as a matrix ``(units, numbers of a unit)``:
+A parameter is treated as a matrix ``(units, elements of a unit)``:
 
-- weights of layers that THOR has a kind for (:func:`torch_thor.register_kind`): a unit is a row of the matrix that the
-  kind makes of them, an output of the layer, wherever in the weight's memory that is;
-- any other parameter of two and more dimensions: a unit is an index of dim 0;
-- one dimension or none (biases, gains of norms): the whole parameter is one unit, as in the authors' own code. Number
-  by number, one that starts at zero could only creep.
+- the weight of a layer that THOR has a kind for (:func:`torch_thor.register_kind`): a unit is a row of the matrix that
+  the kind makes of the weight, which belongs to one output of the layer, whatever the memory layout of the weight is;
+- any other parameter of two or more dimensions: a unit is an index of dim 0;
+- a parameter of one dimension or none (biases, gains of normalisation layers): the whole parameter is one unit, as in
+  the code of the authors. If every element were a unit, an element that starts at zero could hardly move.
 
-An embedding's unit is a token. A gain of shape ``(C, 1, 1, 1)`` is C units.
+A unit of an embedding is a token. A gain of shape ``(C, 1, 1, 1)`` has C units.
 """
 
 from collections.abc import Iterator
@@ -19,24 +19,26 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
 
-# Without a kind are those that override forward.
+# Transposed convolutions have a kind, unless a subclass overrides forward.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# What has been found of the kinds of this package, by class, shape and groups: it is asked for in each step.
+# The layouts of the kinds of this package, by class, shape and groups, because each call of the function needs them.
 _of_geometry: dict[tuple[type, torch.Size, int], "UnitLayout"] = {}
 
-# Small tensors are looked at together, to save launches; a large one alone is no slower, and need not be copied.
+# Small tensors are measured in batches of at most this many elements, to save kernel launches. A large tensor is
+# measured alone, which is as fast and needs no copy.
 _NUMBERS_AT_A_TIME = 2**22
 
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Where the units of a parameter lie.
+    """The places of the units in a parameter.
 
     Args:
         inputs_first: whether dim 0 has the inputs and dim 1 the outputs of a group.
-        groups: of a transposed convolution: dim 0 has theirs one after the other.
-        kind: makes matrices of the parameter, whose rows the units are; None where the dimensions say it.
+        groups: the number of groups of a transposed convolution, whose inputs follow each other in dim 0.
+        kind: makes matrices of the parameter, the rows of which are the units; None if ``inputs_first`` and ``groups``
+            describe the layout.
     """
 
     inputs_first: bool = False
@@ -47,10 +49,10 @@ class UnitLayout:
         """Return the number of units.
 
         Args:
-            tensor: of the parameter's shape.
+            tensor: the parameter, or a tensor of its shape.
 
         Returns:
-            That number.
+            The number of units.
         """
         if tensor.dim() <= 1:
             return 1
@@ -59,13 +61,13 @@ class UnitLayout:
         return tensor.shape[1] * self.groups if self.inputs_first else tensor.shape[0]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a parameter or its gradient, a unit a row.
+        """Return a parameter or its gradient as a matrix with one unit per row.
 
         Args:
-            tensor: of the parameter's shape.
+            tensor: a tensor of the parameter's shape.
 
         Returns:
-            ``(units, numbers of a unit)``; complex numbers as pairs of real ones.
+            ``(units, elements of a unit)``; a complex number counts as two real elements.
         """
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
@@ -81,7 +83,7 @@ class UnitLayout:
         return tensor.flatten(1)
 
     def spread(self, values: Tensor, parameter: Tensor) -> Tensor:
-        """Turn one number a unit into what multiplies the parameter.
+        """Turn one number per unit into a tensor that multiplies the parameter.
 
         Args:
             values: ``(units,)``, in the order of :meth:`rows`.
@@ -115,7 +117,7 @@ def layouts_of(model: nn.Module) -> dict[int, UnitLayout]:
         model: the model.
 
     Returns:
-        Their layouts, by ``id``.
+        The layouts of these parameters, by ``id``.
     """
     found = {}
     for module in model.modules():
@@ -132,13 +134,13 @@ def layouts_of(model: nn.Module) -> dict[int, UnitLayout]:
 
 
 def _layout_of(kind: Kind, weight: Tensor) -> UnitLayout:
-    """Return the layout of a weight that has a kind: where its matrix is the weight as it lies, the cheaper ones."""
-    if kind.diagonal_input:  # an embedding: a unit is a token, which is what is looked up
+    """Return the layout of a weight that has a kind; one without the kind, which is cheaper, if that is the same."""
+    if kind.diagonal_input:  # an embedding: a unit is a token
         return ROWS
     known = _of_geometry.get(key := (type(kind), weight.shape, kind.groups))
     if known is not None:
         return known
-    tensor = torch.empty(weight.shape, device="meta")  # without memory: strides say it all
+    tensor = torch.empty(weight.shape, device="meta")  # the strides are enough to tell
     matrix = kind.to_matrix(tensor)
     if matrix._base is not tensor or not matrix.is_contiguous():
         return UnitLayout(kind=kind)
@@ -148,13 +150,13 @@ def _layout_of(kind: Kind, weight: Tensor) -> UnitLayout:
         layout = UnitLayout(inputs_first=True)
     else:
         return UnitLayout(kind=kind)
-    if type(kind).__module__.startswith("torch_thor."):  # others may go by more than this
+    if type(kind).__module__.startswith("torch_thor."):  # the matrices of other kinds may depend on more than the key
         _of_geometry[key] = layout
     return layout
 
 
 def last_linear(model: nn.Module) -> nn.Linear | None:
-    """Find the last fully connected layer, which AGC leaves alone.
+    """Find the last fully connected layer, which AGC does not clip.
 
     Args:
         model: the model.
@@ -177,7 +179,7 @@ class Clippable:
     Args:
         parameter: the parameter, not empty.
         gradient: its gradient.
-        layout: where its units lie.
+        layout: the places of its units.
     """
 
     parameter: Tensor
@@ -186,15 +188,16 @@ class Clippable:
 
 
 def unit_norms(entries: list[Clippable], *, together: bool) -> Iterator[tuple[list[int], list[int], Tensor, Tensor]]:
-    """Measure every unit of every parameter, many parameters at a time.
+    """Measure the norms of every unit of every parameter, in batches of parameters.
 
     Args:
         entries: the parameters.
-        together: whether those of one device, dtype and unit size are measured in one go.
+        together: whether parameters of one device, dtype and unit size are measured in one batch.
 
     Yields:
-        Positions in ``entries``; their numbers of units; the Frobenius norms of the weights and of the gradients,
-        ``(all their units,)`` each, in float32 or, for parameters that have it, float64.
+        For each batch: the positions of its parameters in ``entries``; the number of units of each; and the Frobenius
+        norms of the weights and of the gradients, ``(all units of the batch,)`` each, in float64 for float64 tensors
+        and else in float32.
     """
     for positions in _batches(entries) if together else ([i] for i in range(len(entries))):
         rows = [(e.layout.rows(e.parameter), e.layout.rows(e.gradient)) for e in (entries[i] for i in positions)]
@@ -211,7 +214,7 @@ def _batches(entries: list[Clippable]) -> Iterator[list[int]]:
     sizes: dict[tuple[object, ...], int] = {}
     for i, entry in enumerate(entries):
         p, g = entry.parameter, entry.gradient
-        if type(g) is not Tensor:  # a DTensor, say: what its rows are on this rank is its own affair
+        if type(g) is not Tensor:  # such as a DTensor, whose local rows are not known here
             yield [i]
             continue
         key = (p.device, p.dtype, g.dtype, p.numel() // entry.layout.count(p))

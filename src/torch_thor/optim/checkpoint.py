@@ -1,6 +1,6 @@
-"""Loading a state dict as a whole or not at all, and what torch's ``load_state_dict`` gets wrong with state like ours.
+"""Loads the state dict of an optimizer completely or not at all, and corrects what torch's ``load_state_dict`` changes.
 
-Checked are where the dict comes from, its options, and every number of its state; what is refused has changed nothing.
+The origin of the state dict, its options and its tensors are checked. If a check fails, nothing has changed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.layer_state import missing_entries, stored_tensors
 from torch_thor.optim.thor.gradient_checks import some
 
 StateDict = dict[str, Any]
 
-# What optimizers keep of a parameter in its own shape.
+# The entries of an optimizer's state that have the shape of their parameter.
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
-# What the parameter groups of one optimizer have and those of others have not, to name a stranger by; first match.
+# Options by which the optimizer that saved a state dict is recognised, for error messages; the first match counts.
 _SIGNS = (
     ("THOR", {"damping", "trace_thresholds"}),
     ("AGCSGD", {"dampening", "clip_factor"}),
@@ -30,11 +28,11 @@ _SIGNS = (
 
 
 @contextmanager
-def as_a_whole(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put state and parameter groups back where loading raises.
+def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore state and parameter groups if the block raises an exception.
 
     Args:
-        optimizer: who loads; the base class puts new objects in the place of both.
+        optimizer: the optimizer that loads; its base class replaces both by new objects.
 
     Yields:
         Nothing.
@@ -47,22 +45,22 @@ def as_a_whole(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise
 
 
-def hooked_load(
+def load_checked(
     optimizer: torch.optim.Optimizer,
     load: Callable[[StateDict], None],
     state_dict: StateDict,
     check: Callable[[StateDict], None],
 ) -> StateDict:
-    """Load by the base class, and check what the user's hooks have made of the dict before anything is replaced.
+    """Load a state dict with the base class, and check it after the user's hooks and before anything is replaced.
 
     Args:
-        optimizer: who loads.
-        load: the base class's ``load_state_dict``.
-        state_dict: what the user has given.
-        check: raises what is wrong with the dict.
+        optimizer: the optimizer that loads.
+        load: the ``load_state_dict`` of the base class.
+        state_dict: the state dict that the user has given.
+        check: raises an error for a state dict that must not be loaded.
 
     Returns:
-        The dict as the hooks have left it.
+        The state dict as the user's hooks have changed it.
     """
     seen: list[StateDict] = []
 
@@ -79,16 +77,16 @@ def hooked_load(
 
 
 def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], remedy: str) -> None:
-    """Refuse what is no state dict of an optimizer, or that of another one.
+    """Raise an error for a state dict that was not saved by a given optimizer.
 
     Args:
-        state_dict: what is to be loaded.
-        optimizer: who loads, for the message.
-        needed: options that its groups have in every version, and those of others have not.
-        remedy: what to do instead.
+        state_dict: the state dict to load.
+        optimizer: the name of the optimizer that loads, for the message.
+        needed: options that its parameter groups have in every version, and those of other optimizers lack.
+        remedy: what the user can do instead.
 
     Raises:
-        ValueError: it is another's.
+        ValueError: it is not the state dict of an optimizer, or one of another optimizer.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = some([repr(key) for key in state_dict]) if isinstance(state_dict, Mapping) else repr(type(state_dict))
@@ -107,35 +105,12 @@ def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], r
             )
 
 
-def check_thors(state_dict: StateDict) -> None:
-    """Refuse a state dict that is no THOR's.
-
-    Args:
-        state_dict: what is to be loaded.
-
-    Raises:
-        ValueError: it is another optimizer's, or of the scale-free step as an earlier version had it.
-    """
-    remedy = (
-        "Momentum, learning rate and schedule of another optimizer mean nothing to THOR: load the model's weights, and "
-        "let THOR start anew"
-    )
-    check_origin(state_dict, "THOR", ("damping", "trace_thresholds", "update_interval"), remedy)
-    scale_free = any(group.get("scaling") == "spectral" for group in state_dict["param_groups"])
-    if scale_free and any(str(key).endswith("G_inverse") for kept in state_dict["state"].values() for key in kept):
-        raise ValueError(
-            "the state dict is of a version whose scale-free step took fourth roots of A and G; this one takes the "
-            "inverse of A alone, with other defaults, and cannot go on from there; nothing was loaded. Load the "
-            "model's weights and let THOR start anew, or end the training with the version that began it"
-        )
-
-
 def complete_groups(groups: Iterable[dict[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
-    """Add the options that a state dict lacks, such as one of an earlier version.
+    """Add the options that a state dict lacks, for example one of an earlier version.
 
     Args:
-        groups: as loaded; changed in place.
-        own: the groups as they were.
+        groups: the parameter groups as loaded; changed in place.
+        own: the options of each group before it was loaded.
     """
     for group, kept in zip(groups, own, strict=True):
         for key, value in kept.items():
@@ -146,10 +121,10 @@ def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options of parameter groups.
 
     Args:
-        groups: the groups.
+        groups: the parameter groups.
 
     Returns:
-        Copies without the parameters.
+        A copy of each group without its parameters.
     """
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
@@ -157,15 +132,15 @@ def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def restore_tensors(
     state: MutableMapping[Tensor, dict[str, Any]], groups: Iterable[dict[str, Any]], saved: StateDict
 ) -> None:
-    """Put the saved tensors back in the dtype they were saved in, and in the strides that a step makes them with.
+    """Replace loaded tensors by copies in the dtype in which they were saved, with the strides that a step gives them.
 
-    The base class casts every floating-point tensor to the parameter's dtype (pytorch#43706), which would ruin float32
-    factors under bfloat16 parameters, and shares tensors with the dict it was given. Strides are not kept by every
-    checkpoint format, and products are rounded by them.
+    The base class casts every floating-point tensor to the dtype of its parameter (pytorch#43706), which would destroy
+    float32 factors of bfloat16 parameters, and shares tensors with the dict. Not every checkpoint format keeps strides,
+    and the rounding of matrix products depends on them.
 
     Args:
         state: the optimizer's state, as the base class loaded it; changed in place.
-        groups: its parameter groups.
+        groups: the optimizer's parameter groups.
         saved: the state dict.
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
@@ -177,15 +152,15 @@ def restore_tensors(
 
 
 def as_made(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a tensor of the state as a step would have made it.
+    """Copy a tensor of the state to the device and the memory layout with which a step creates it.
 
     Args:
         value: the tensor.
-        parameter: whose state it is in.
+        parameter: the parameter that the state belongs to.
         dtype: the dtype of the copy.
 
     Returns:
-        On the parameter's device, with its strides where it has its shape (momentum), else row-major.
+        A tensor on the parameter's device: with the parameter's strides if it has its shape (momentum), else row-major.
     """
     if value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
@@ -195,15 +170,15 @@ def as_made(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def check_moments(
     state: Mapping[Tensor, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]], name: Callable[[Tensor], str]
 ) -> None:
-    """Check that momentum and the like have their parameter's shape, and that every number is finite.
+    """Check that moments have the shape of their parameter, and that all tensors are finite.
 
     Args:
-        state: the optimizer's state, loaded.
-        groups: its parameter groups.
-        name: names a parameter.
+        state: the optimizer's state, after loading.
+        groups: the optimizer's parameter groups.
+        name: returns the name of a parameter.
 
     Raises:
-        ValueError: something has another shape, or holds NaN or inf.
+        ValueError: a moment has another shape, or a tensor holds NaN or inf.
     """
     sound: list[tuple[str, Tensor]] = []
     for parameter in (p for group in groups for p in group["params"]):
@@ -229,36 +204,4 @@ def check_moments(
             raise ValueError(
                 f"the state dict holds NaN or inf in {some(bad)}, which would reach the weights; load an earlier "
                 f"checkpoint, or let the optimizer start anew"
-            )
-
-
-def check_factors(layers: Iterable[LayerCurvature]) -> None:
-    """Check that what was loaded of layers is complete, and of the shapes that they need.
-
-    Args:
-        layers: the preconditioned layers.
-
-    Raises:
-        ValueError: it is not: the state belongs to another model.
-    """
-    for layer in layers:
-        missing = missing_entries(layer)
-        if missing:
-            raise ValueError(
-                f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
-                f"is whole, or let the optimizer start anew"
-            )
-        layouts = layer.layouts()
-        for matrix, stored in stored_tensors(layer).items():
-            found = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in stored)
-            needed = layouts[matrix[0]].shapes
-            if stored[0] is not None and found != needed:
-                raise ValueError(
-                    f"layer {layer.name!r}: {matrix} in the state dict has blocks of shapes {found}, this model "
-                    f"and split_dim need {needed}; load it into the model and with the split_dim that it was saved with"
-                )
-        if layer.refreshes and not layer.rows_per_term > 0:
-            raise ValueError(
-                f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "
-                f"where there are factors; load an earlier checkpoint"
             )

@@ -1,4 +1,4 @@
-"""One clear error for one wrong option: the value, the rule and the remedy."""
+"""Checks of options: one error for each option out of range, which names the value, the rule and the remedy."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ import torch
 
 
 def number(value: Any) -> float | None:
-    """Return a plain number or a one-element tensor as a float, else None.
+    """Return a plain number or a one-element tensor as a float.
 
     Args:
-        value: anything.
+        value: any value.
 
     Returns:
-        The number; None for what is none, truth values among it.
+        The number; None for everything else, including bool.
     """
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
@@ -25,40 +25,43 @@ def whole(value: Any) -> bool:
     """Return whether a value is a whole number.
 
     Args:
-        value: anything.
+        value: any value.
 
     Returns:
-        Whether it is an int, and no truth value.
+        Whether it is an int and not a bool.
     """
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require(name: str, value: Any, holds: bool, rule: str, remedy: str) -> None:
-    """Refuse an option unless it holds.
+    """Raise an error for an option unless it satisfies a rule.
 
     Args:
         name: the option.
-        value: what was given.
-        holds: whether it is right.
-        rule: what it must be.
-        remedy: what to do.
+        value: the value that was given.
+        holds: whether the value satisfies the rule.
+        rule: the rule, as the end of "must be".
+        remedy: what the user can do.
 
     Raises:
-        ValueError: it does not hold.
+        ValueError: ``holds`` is False.
     """
     if not holds:
         raise ValueError(f"{name}={value!r}: {name} must be {rule}; {remedy}")
 
 
 def in_range(name: str, value: Any, test: Callable[[float], bool], rule: str, remedy: str) -> None:
-    """Refuse an option unless it is a finite number that passes a test.
+    """Raise an error for an option unless it is a finite number that passes a test.
 
     Args:
         name: the option.
-        value: what was given: a number or a one-element tensor.
+        value: the value that was given: a number or a one-element tensor.
         test: the test.
-        rule: what it must be.
-        remedy: what to do.
+        rule: the rule, as the end of "must be".
+        remedy: what the user can do.
+
+    Raises:
+        ValueError: the value is not such a number.
     """
     found = number(value)
     require(name, value, found is not None and math.isfinite(found) and test(found), rule, remedy)
@@ -68,22 +71,28 @@ def check_interval(name: str, value: Any) -> int:
     """Check a number of steps, given by the user or by the user's callable.
 
     Args:
-        name: what to call it in the message.
+        name: its name in the message.
         value: the number.
 
     Returns:
         The number.
+
+    Raises:
+        ValueError: it is not a whole number of at least 1.
     """
     require(name, value, whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step")
     return int(value)
 
 
 def check_flags(group: Mapping[str, Any], *names: str) -> None:
-    """Check options that are True or False.
+    """Check options that are True or False, and ``foreach``, which may also be None.
 
     Args:
-        group: a parameter group, defaults filled in.
-        names: the options.
+        group: a parameter group, with defaults filled in.
+        names: the options other than ``foreach``.
+
+    Raises:
+        ValueError: one of them is something else.
     """
     for name in names:
         require(name, group[name], isinstance(group[name], bool), "True or False", "leave it out for False")

@@ -1,4 +1,4 @@
-"""Which parameters decay: all of them, those that a callable admits, or those that patterns name."""
+"""Selects the parameters to which weight decay applies, by a callable or by patterns of names."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -10,20 +10,21 @@ from torch_thor.capture.selection import self_and_parents
 from torch_thor.optim.checks import require
 from torch_thor.optim.thor.gradient_checks import some
 
-LEAVES_OUT = "-"  # in front of a pattern: what it matches does not decay
+LEAVES_OUT = "-"  # in front of a pattern: the parameters that match it do not decay
 
-# (name, parameter) -> whether it decays; patterns; None for every parameter
+# A callable (name, parameter) -> whether it decays; one or more patterns; or None for every parameter.
 DecayFilter = Callable[[str, nn.Parameter], bool] | str | Sequence[str] | None
 
 
 class DecayPatterns:
-    """Admits parameters by name, as patterns say.
+    """A decay filter that selects parameters by patterns of names.
 
-    A parameter decays if one of the patterns matches it (or there are none but those with a minus), and none of those
-    with a minus in front does. A pattern that matches a module's name matches every parameter in it.
+    A pattern with a minus in front excludes parameters. A parameter decays if no excluding pattern matches it, and
+    another pattern does or there are no others. A pattern that matches the name of a module matches every parameter in
+    the module.
 
     Args:
-        patterns: as :mod:`fnmatch` has them, case counts: ``"*.weight"``, ``"-*bn*"``, ``"head"``.
+        patterns: patterns of :mod:`fnmatch`, case-sensitive: ``"*.weight"``, ``"-*bn*"``, ``"head"``.
         model: the model.
 
     Raises:
@@ -44,20 +45,20 @@ class DecayPatterns:
                 "a pattern that matches a parameter",
                 f"the model has {some(every, most=20)}",
             )
-        # looked up in every step: matching would cost more than a small layer's update
+        # cached, because every step asks, and matching patterns takes longer than the update of a small layer
         self._known = {name: self._admits(aliases) for aliases in names.values() for name in aliases}
 
     def __call__(self, name: str, parameter: nn.Parameter) -> bool:
-        """Say whether a parameter decays.
+        """Return whether weight decay applies to a parameter.
 
         Args:
-            name: its name.
-            parameter: makes no difference.
+            name: the parameter's name.
+            parameter: not used.
 
         Returns:
-            True if it does.
+            Whether it decays.
         """
-        if name not in self._known:  # of a layer that was added later
+        if name not in self._known:  # its layer was added later
             self._known[name] = self._admits([name])
         return self._known[name]
 
@@ -74,14 +75,17 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
 
 
 def decay_filter_of(value: Any, model: nn.Module) -> Callable[[str, nn.Parameter], bool] | None:
-    """Make a filter of what a user gave.
+    """Return the filter for a value of the option ``decay_filter``.
 
     Args:
-        value: None, a callable, a pattern or several.
+        value: None, a callable, a pattern or a list of patterns.
         model: the model.
 
     Returns:
-        A callable ``(name, parameter) -> bool``, or None where every parameter decays.
+        A callable ``(name, parameter) -> bool``, or None if every parameter decays.
+
+    Raises:
+        ValueError: the value is something else, or a pattern matches no parameter of the model.
     """
     if value is None or callable(value):
         return value  # type: ignore[no-any-return]

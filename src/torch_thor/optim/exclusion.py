@@ -1,4 +1,4 @@
-"""Optimizers that treat some parameters of a model apart: chosen by name, by module, or by the optimizer's own rule."""
+"""A base class of optimizers with the option ``exclude``, which selects parameters by name, by module or by a rule."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -9,38 +9,38 @@ from torch import Tensor, nn
 
 from torch_thor.capture.selection import self_and_parents
 from torch_thor.optim.checkpoint import (
-    as_a_whole,
     check_moments,
     complete_groups,
-    hooked_load,
+    load_checked,
     options_of,
     restore_tensors,
+    restored_on_error,
 )
 from torch_thor.optim.parameters import parameters_of
 from torch_thor.optim.thor.gradient_checks import some
 
-# Names or patterns, modules, a list of either; or a callable (name, parameter) -> bool; None for the optimizer's rule.
+# Names or patterns, modules, or a list of these; a callable (name, parameter) -> bool; or None for the default rule.
 Exclude = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Parameter], bool] | None
 
 
 def excluded_parameters(exclude: Exclude, model: nn.Module) -> set[int]:
-    """Return the parameters that a user has named.
+    """Return the parameters that a user has selected.
 
-    A name or pattern (``*``, ``?``, ``[...]``, case counts) means the parameter of that name, or all inside a module of
-    that name: ``"head"`` is everything in the head, ``"*.bias"`` every bias.
+    A name or pattern (``*``, ``?``, ``[...]``, case-sensitive) means the parameter of that name, or all parameters
+    inside a module of that name: ``"head"`` means every parameter of the head, ``"*.bias"`` every bias.
 
     Args:
         exclude: names, patterns, modules, or a callable ``(name, parameter) -> bool``.
         model: the model.
 
     Returns:
-        Their ``id``.
+        The ``id`` of each selected parameter.
 
     Raises:
         ValueError: a pattern matches no parameter, or a module is not in the model.
-        TypeError: it is none of these.
+        TypeError: ``exclude`` is something else.
     """
-    # by every name that a shared parameter has
+    # with duplicates, because a shared parameter may be selected by any of its names
     named = list(model.named_parameters(remove_duplicate=False))
     if callable(exclude) and not isinstance(exclude, nn.Module):
         return {id(parameter) for name, parameter in named if exclude(name, parameter)}
@@ -73,16 +73,16 @@ def _not_understood(exclude: Any) -> str:
 
 
 class ExcludingOptimizer(torch.optim.Optimizer):
-    """What optimizers share that treat some parameters apart.
+    """A base class of optimizers that treat some parameters, the excluded ones, differently from the others.
 
-    Which parameters these are is kept by group and position: wrappers such as FSDP2 and Accelerate put other parameter
-    objects into the groups after the optimizer was made, at the same places.
+    They are stored by group and position, because wrappers such as FSDP2 and Accelerate replace the parameter objects
+    in the groups after the optimizer was created, at the same positions.
 
     Args:
         params: the model; or parameters, named parameters or parameter groups.
-        defaults: options.
-        model: the model, where ``params`` are parameters; None where it is not needed.
-        exclude: what is treated apart; None for the optimizer's own rule.
+        defaults: the default options.
+        model: the model, if ``params`` are parameters; None if it is not needed.
+        exclude: the excluded parameters; None for the default rule of the optimizer.
 
     Raises:
         TypeError: ``exclude`` names parameters and the model is missing.
@@ -109,9 +109,9 @@ class ExcludingOptimizer(torch.optim.Optimizer):
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """The names of the parameters that are treated apart, in the order of the groups.
+        """The names of the excluded parameters, in the order of the groups.
 
-        Without a model a name is that of the ``(name, parameter)`` pair that was given, or ``group 0, parameter 3``.
+        Without a model, the name is that of the given pair ``(name, parameter)``, or else ``group 0, parameter 3``.
         """
         pairs = zip(self._names, self._excluded, strict=True)
         return tuple(n for names, flags in pairs for n, flag in zip(names, flags, strict=True) if flag)
@@ -119,21 +119,21 @@ class ExcludingOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nexcluded: {', '.join(self.excluded) or 'nothing'}"
 
-    # ---- what an optimizer says of itself --------------------------------------------------------------------------
+    # ---- to be defined by subclasses -------------------------------------------------------------------------------
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Check the options of a parameter group."""
         raise NotImplementedError
 
     def _check_origin(self, state_dict: dict[str, Any]) -> None:
-        """Refuse the state dict of an optimizer that this one cannot go on from."""
+        """Raise an error for the state dict of an optimizer whose state this one cannot use."""
         raise NotImplementedError
 
-    def _take_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Put back options that do not mean the same in the optimizer that was saved."""
+    def _restore_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
+        """Restore the options that have another meaning in the optimizer that saved the group."""
 
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
-        """Return the ``id`` of those that are treated apart where the user has not said."""
+        """Return the ``id`` of each parameter that is excluded if the user has chosen none."""
         raise NotImplementedError
 
     # ---- groups ------------------------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ class ExcludingOptimizer(torch.optim.Optimizer):
             names = list(group.get("param_names", numbered))
         else:
             known = {id(p): name for name, p in self.model.named_parameters()}
-            strangers = [str(tuple(p.shape)) for p in params if id(p) not in known]
-            if strangers:
+            unknown = [str(tuple(p.shape)) for p in params if id(p) not in known]
+            if unknown:
                 raise ValueError(
-                    f"parameters of shape {some(strangers)} are not in the model; pass the model that holds them, or "
+                    f"parameters of shape {some(unknown)} are not in the model; pass the model that holds them, or "
                     f"give them an optimizer of their own"
                 )
             names = [known[id(p)] for p in params]
@@ -179,13 +179,13 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         return [id(p) in chosen for p in params], names
 
     def _with_gradient(self, group_index: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield position, parameter and gradient of those that have one; refuse sparse ones."""
+        """Yield position, parameter and gradient of each parameter that has one; raise an error for a sparse one."""
         params = self.param_groups[group_index]["params"]
         if len(params) != len(self._excluded[group_index]):
             raise RuntimeError(
                 f"parameter group {group_index} has {len(params)} parameters and had "
-                f"{len(self._excluded[group_index])}: it was changed behind the optimizer's back; use add_param_group, "
-                f"or make a new optimizer"
+                f"{len(self._excluded[group_index])}: it was changed without add_param_group; use that, or make a new "
+                f"optimizer"
             )
         for position, parameter in enumerate(params):
             gradient = parameter.grad
@@ -194,14 +194,16 @@ class ExcludingOptimizer(torch.optim.Optimizer):
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
                     f"parameter {self._names[group_index][position]!r} has a gradient of layout {gradient.layout}; "
-                    f"{type(self).__name__} takes dense gradients: norms are of whole weights. Make the layer with "
-                    f"sparse=False"
+                    f"{type(self).__name__} takes dense gradients, because it computes norms of whole weights. Make "
+                    f"the layer with sparse=False"
                 )
             yield position, parameter, gradient
 
-    def _asks_for_state(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
-        """Whether a step without state before it is torch.distributed.checkpoint's: lr 0, and all gradients 0."""
-        # waits for the device where lr is 0: once, in a training that warms up from there
+    def _creates_state_only(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
+        """Return whether torch.distributed.checkpoint takes the first step to create the state: lr and gradients are 0.
+
+        If lr is 0 this synchronises host and device, once in a training that warms up from 0.
+        """
         if any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
         return not any(bool(gradient.any()) for one in found for _, _, gradient in one)
@@ -209,16 +211,19 @@ class ExcludingOptimizer(torch.optim.Optimizer):
     # ---- checkpoints and copies --------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as a whole, or raise and have changed nothing; what is treated apart stays as it was made.
+        """Load a state dict; if it raises an error, nothing has changed. The excluded parameters stay the same.
 
         Args:
-            state_dict: what ``state_dict()`` gave. Options that it does not hold stay as they are.
+            state_dict: a result of ``state_dict()``. Options that it does not contain keep their values.
+
+        Raises:
+            ValueError: it is the state dict of another optimizer, or does not fit the parameters.
         """
         own = options_of(self.param_groups)
-        with as_a_whole(self):
-            saved = hooked_load(self, super().load_state_dict, state_dict, self._check_origin)
+        with restored_on_error(self):
+            saved = load_checked(self, super().load_state_dict, state_dict, self._check_origin)
             for group, kept in zip(self.param_groups, own, strict=True):
-                self._take_options(group, kept)
+                self._restore_options(group, kept)
             complete_groups(self.param_groups, own)
             for group in self.param_groups:
                 self._check_group(group)

@@ -1,4 +1,4 @@
-"""LAMB: Adam's step for each layer, at a length in proportion to the layer's weights (You et al., ICLR 2020)."""
+"""LAMB: Adam with the step of each layer scaled in proportion to the norm of its weights (You et al., ICLR 2020)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -15,34 +15,36 @@ from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer
 
 
 class LAMB(ExcludingOptimizer):
-    """Layer-wise adaptive moments, for large batches.
+    """Layer-wise adaptive moments for large batches: algorithm 2 of the paper.
 
-    Algorithm 2 of the paper, for a parameter x with gradient g, at its step t (counted from 1):
+    For a parameter x with gradient g, at its step t (counted from 1):
 
         m ← β1 m + (1 − β1) g                v ← β2 v + (1 − β2) g²
         r = (m / (1 − β1ᵗ)) / (√(v / (1 − β2ᵗ)) + ε)
         x ← x − lr · ‖x‖ / ‖r + λ x‖ · (r + λ x)
 
-    φ of the paper is the identity; where one of the norms is 0 the ratio is 1. Norms are over the whole parameter. The
-    excluded parameters have neither decay nor ratio: ``x ← x − lr · r``. Gradients are not clipped: where a recipe
-    wants that (BERT's: global norm 1), call :func:`torch.nn.utils.clip_grad_norm_` before ``step``.
+    φ of the paper is the identity; if one of the norms is 0, the trust ratio is 1. Norms are taken over the whole
+    parameter. Excluded parameters have neither weight decay nor a trust ratio: ``x ← x − lr · r``. Gradients are not
+    clipped: if a recipe requires it (BERT's: global norm 1), call :func:`torch.nn.utils.clip_grad_norm_` before
+    ``step``.
 
-    State is that of :class:`torch.optim.AdamW` (whose moments load), in float32 under parameters of less precision.
+    The state has the entries of :class:`torch.optim.AdamW`, whose state dicts can be loaded; moments of parameters of
+    lower precision are float32.
 
     Args:
         params: the model; or parameters, named parameters or parameter groups.
-        lr: learning rate, a float or a one-element tensor: by this share of its norm a weight moves in a step.
-        betas: (β1, β2), the decay of the running means of the gradient and of its square.
+        lr: learning rate, a float or a one-element tensor: the norm of a step relative to that of its weight.
+        betas: (β1, β2), the decay rates of the running means of the gradient and of its square.
         eps: ε > 0, added to the root of the second moment.
-        weight_decay: λ, added to the update as λ x, before the ratio.
-        model: the model, where ``params`` are parameters and ``exclude`` has names.
-        exclude: what has neither decay nor ratio: names or patterns as :mod:`fnmatch` has them, of parameters or of the
-            modules that hold them; modules; a list of these; or a callable ``(name, parameter) -> bool``. None is every
-            parameter of at most one dimension: biases and the gains of norms, as in the authors' own code. ``()`` is
-            nothing.
-        maximize: climb instead of descend.
-        foreach: whether tensors of one device and dtype are handled together; None and True do, False handles one at a
-            time, with less memory.
+        weight_decay: λ, added to the update as λ x, before the trust ratio is computed.
+        model: the model, if ``params`` are parameters and ``exclude`` contains names.
+        exclude: the parameters without weight decay and trust ratio: names or patterns of :mod:`fnmatch`, for
+            parameters or for the modules that hold them; modules; a list of these; or a callable
+            ``(name, parameter) -> bool``. None excludes every parameter of at most one dimension (biases and gains of
+            normalisation layers), as in the code of the authors; ``()`` excludes nothing.
+        maximize: maximise the objective instead of minimising it.
+        foreach: whether tensors of one device and dtype are handled in batches. None means True; False handles one
+            tensor at a time, which takes less memory.
 
     Raises:
         ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not the model's.
@@ -77,7 +79,7 @@ class LAMB(ExcludingOptimizer):
         """Take one step.
 
         Args:
-            closure: reevaluates the model and returns the loss; called first, with gradients enabled.
+            closure: evaluates the model again and returns the loss; called first, with gradients enabled.
 
         Returns:
             The closure's loss, or None.
@@ -86,8 +88,8 @@ class LAMB(ExcludingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # refuses before anything moves
-        if self._materialise() and self._asks_for_state(found):
+        found = [list(self._with_gradient(i)) for i in range(len(self.param_groups))]  # raises before anything moves
+        if self._materialise() and self._creates_state_only(found):
             return loss
         for i, group in enumerate(self.param_groups):
             for part, adapted in self._parts(i, found[i]):
@@ -95,7 +97,7 @@ class LAMB(ExcludingOptimizer):
         return loss
 
     def _parts(self, group_index: int, found: list[tuple[int, Tensor, Tensor]]) -> Iterable[tuple["_Part", bool]]:
-        """Yield what is updated in one go, and whether it has decay and ratio."""
+        """Yield the batches of parameters to update, and whether they have weight decay and a trust ratio."""
         together = self.param_groups[group_index]["foreach"] is not False
         parts: dict[tuple[object, ...], _Part] = {}
         for position, parameter, gradient in found:
@@ -112,14 +114,14 @@ class LAMB(ExcludingOptimizer):
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             wide = factor_dtype(parameter.dtype)
-            state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU, where it is read
+            state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU, because every step reads it
             state["exp_avg"] = torch.zeros_like(parameter, dtype=wide)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=wide)
         return state
 
     def _materialise(self) -> bool:
-        """Make the state of all parameters at the first step; return whether there was none."""
-        # as in THOR: a checkpoint has the same keys on every rank and at every time
+        """Create the state of all parameters in the first step; return whether there was none."""
+        # all at once, so that a checkpoint has the same keys on every rank and at every time, as with THOR
         fresh = not self.state
         if fresh:
             for group in self.param_groups:
@@ -140,23 +142,26 @@ class LAMB(ExcludingOptimizer):
             in_range("betas", beta, lambda v: 0 <= v < 1, "two numbers in [0, 1)", "use (0.9, 0.999)")
 
     def _check_origin(self, state_dict: dict[str, Any]) -> None:
-        remedy = "It goes on from torch.optim.AdamW's or its own: load the model's weights, and let it start anew"
+        remedy = "LAMB takes those of LAMB and torch.optim.AdamW: load the model's weights, and let it start anew"
         check_origin(state_dict, "LAMB", ("betas", "eps", "weight_decay"), remedy)
 
-    def _take_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
-        if "amsgrad" in group:  # AdamW's: the betas belong to the moments, the rest to another length of step
+    def _restore_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
+        if "amsgrad" in group:  # AdamW's: betas belong to the moments, the others have another meaning there
             group.update({key: own[key] for key in ("lr", "eps", "weight_decay")})
 
     def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
         return {id(p) for p in params if p.dim() <= 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as a whole, or raise and have changed nothing; moments are float32 at least.
+        """Load a state dict; if it raises an error, nothing has changed. Moments are converted to at least float32.
 
         Args:
-            state_dict: what ``state_dict()`` gave, of this optimizer or of :class:`torch.optim.AdamW`. Of the latter
-                moments and betas are taken over; ``lr``, ``eps`` and ``weight_decay``, which mean another thing to
-                LAMB, stay as they are.
+            state_dict: a result of ``state_dict()`` of this optimizer or of :class:`torch.optim.AdamW`. Of the latter,
+                moments and betas are loaded; ``lr``, ``eps`` and ``weight_decay``, which have another meaning for
+                LAMB, keep their values.
+
+        Raises:
+            ValueError: it is the state dict of another optimizer, or does not fit the parameters.
         """
         super().load_state_dict(state_dict)
         for parameter, state in self.state.items():
@@ -169,7 +174,7 @@ class LAMB(ExcludingOptimizer):
 
 @dataclass
 class _Part:
-    """Parameters that are updated in one go; lists run in parallel."""
+    """A batch of parameters that are updated together; the lists have one element per parameter."""
 
     adapted: bool
     params: list[Tensor]

@@ -1,4 +1,4 @@
-"""Parameters as optimizers are given them, and their gradients."""
+"""The arguments ``params`` and ``model`` of the optimizers, and the gradients of a step."""
 
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 from torch import Tensor, nn
 
 Group = dict[str, Any]
-States = MutableMapping[Tensor, dict[str, Any]]  # an optimizer's state
+States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: entries by parameter
 
 
 def parameters_of(
     params: nn.Module | Iterable[Any], model: nn.Module | None, optimizer: str
 ) -> tuple[Iterable[Any], nn.Module | None]:
-    """Tell the model from the parameters that an optimizer is given.
+    """Return the parameters and the model that an optimizer was given.
 
     Args:
         params: the model; or parameters, named parameters or parameter groups.
-        model: the model, where ``params`` are parameters; None where it is not given.
-        optimizer: what messages call it.
+        model: the model, if ``params`` are parameters; None if it is not given.
+        optimizer: the name of the optimizer, for messages.
 
     Returns:
-        The parameters, and the model.
+        The parameters, and the model or None.
 
     Raises:
-        ValueError: two models were given.
-        TypeError: ``model`` is none.
+        ValueError: two different models were given.
+        TypeError: ``model`` is not a module.
     """
     if isinstance(params, nn.Module):
         if model is not None and model is not params:
@@ -37,14 +37,14 @@ def parameters_of(
     return params, model
 
 
-def with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
-    """Iterate over the parameters that got a gradient this step.
+def parameters_with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
+    """Iterate over the parameters that have a gradient.
 
     Args:
         groups: the optimizer's parameter groups.
 
     Yields:
-        Group, parameter, gradient.
+        The group, the parameter and its gradient.
     """
     for group in groups:
         for parameter in group["params"]:

@@ -1,7 +1,7 @@
-"""Choices of a split dimension kept on disk, one file for each model, device and version.
+"""Stores the chosen split dimensions on disk, in one file for each model, device and version.
 
-Files are in ``TORCH_THOR_CACHE``, else in ``torch-thor`` of ``XDG_CACHE_HOME``, else of ``~/.cache``. Each
-is replaced as a whole, so that several processes may write it.
+The folder of the files is ``TORCH_THOR_CACHE``, or ``torch-thor`` in ``XDG_CACHE_HOME``, or ``torch-thor`` in
+``~/.cache``. A file is replaced only by a complete one, so that several processes may write it.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from torch_thor.split.machine import device_name
 
 
 def cache_folder() -> Path:
-    """Return where choices are kept; it need not exist.
+    """Return the folder of the stored choices, which may not exist yet.
 
     Returns:
         The folder.
@@ -33,15 +33,15 @@ def cache_folder() -> Path:
 
 
 def identity(layers: Mapping[str, LayerCurvature]) -> dict[str, Any]:
-    """Return what a choice holds for: the layers and their sizes, the device, the versions.
+    """Return the key of a choice: the layers and their sizes, the dtype, the device and the versions.
 
     Args:
         layers: the layers that are split, by name.
 
     Returns:
-        Plain values.
+        JSON values.
     """
-    from torch_thor import __version__  # at the time of the call: torch_thor imports this module
+    from torch_thor import __version__  # imported here because torch_thor imports this module
 
     weight = next(iter(layers.values())).weight
     return {
@@ -56,13 +56,13 @@ def identity(layers: Mapping[str, LayerCurvature]) -> dict[str, Any]:
 
 
 def load(layers: Mapping[str, LayerCurvature]) -> int | None:
-    """Return the split dimension kept for these layers, on their device, under these versions.
+    """Return the split dimension that is stored for these layers, on their device and for these versions.
 
     Args:
         layers: the layers that are split, by name.
 
     Returns:
-        The split dimension; None where there is none, or its file is damaged.
+        The split dimension; None if there is none, or its file is damaged.
     """
     key = identity(layers)
     try:
@@ -74,7 +74,7 @@ def load(layers: Mapping[str, LayerCurvature]) -> int | None:
 
 
 def store(layers: Mapping[str, LayerCurvature], choice: SplitChoice) -> None:
-    """Keep a choice.
+    """Store a choice.
 
     Args:
         layers: the layers that are split, by name.

@@ -15,22 +15,24 @@ from torch_thor.split.machine import device_name
 from torch_thor.split.observe import Losses, LossFn, Observer
 from torch_thor.split.timing import inverse_seconds
 
-MAX_LOSS = 0.01  # a factor counts as kept where it loses less than this of its spectral norm
+MAX_LOSS = 0.01  # a factor counts as preserved if it loses less than this share of its spectral norm
 
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """A split dimension, and what it was chosen from.
+    """A split dimension, and the measurements from which it was chosen.
 
     Args:
-        split_dim: the candidate nearest to the crossing, to be given to ``THOR(model, split_dim=...)``.
-        crossing: where the two curves cross; None where they do not, and the largest candidate is chosen.
-        candidates: the block sizes that were tried, rising from 1 to the largest factor (at most 8192).
-        performance: ``p_1 / p_s`` a candidate: falls with s.
-        information: the share of factors that lose less than 1 % of their spectral norm, a candidate: rises with s.
-        seconds: ``p_s``, the median time to invert all blocks of the model once, a candidate.
-        losses: layer name -> ``"A"`` or ``"G"`` -> the spectral loss ``1 - |Â|₂ / |A|₂`` a candidate.
-        device: name of the device (and threads of the CPU) that the times belong to.
+        split_dim: the candidate nearest to the crossing, for ``THOR(model, split_dim=...)``.
+        crossing: the block size at which the two curves cross; None if they do not, so that the largest candidate is
+            chosen.
+        candidates: the block sizes that were tried, increasing from 1 to the size of the largest factor (at most 8192).
+        performance: for each candidate ``p_1 / p_s``, which decreases with s.
+        information: for each candidate the share of factors that lose less than 1 % of their spectral norm, which
+            increases with s.
+        seconds: for each candidate ``p_s``, the median time to invert all blocks of the model once.
+        losses: by layer name and by ``"A"`` or ``"G"``, the spectral loss ``1 - |Â|₂ / |A|₂`` for each candidate.
+        device: the name of the device, with the number of threads of a CPU, on which the times were measured.
     """
 
     split_dim: int
@@ -43,10 +45,10 @@ class SplitChoice:
     device: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON.
+        """Return the fields as JSON values.
 
         Returns:
-            The fields by name.
+            The values, by the names of the fields.
         """
         return asdict(self)
 
@@ -60,26 +62,27 @@ def choose_split_dim(
 ) -> SplitChoice:
     """Choose THOR's split dimension for a model on a device (Chen et al. 2021, section 3.3).
 
-    For candidates 1, 16, 32, ..., the largest factor: the loss of spectral norm of every factor when it is cut into
-    blocks; the share of factors that lose less than 1 %, which rises with the block size; the measured time to invert
-    all blocks, whose ratio ``p_1 / p_s`` falls; and the candidate nearest to where the two curves cross, on the
-    logarithmic axis on which candidates are evenly spaced.
+    The candidates are 1, 16, 32, ... and the size of the largest factor. For each of them this measures the share of
+    factors that lose less than 1 % of their spectral norm when they are split into blocks, which increases with the
+    block size s; and the time p_s to invert all blocks, whose ratio ``p_1 / p_s`` decreases. The choice is the
+    candidate nearest to the crossing of the two curves, on the logarithmic axis on which candidates are evenly spaced.
 
-    The model runs as a copy, once forward and backward, in the mode that it is in (``model.train()`` gives what
-    training sees): its parameters, gradients, buffers, hooks, mode and device stay as they are, and so do torch's
-    random numbers. Beside the copy and the activations, one layer's uncut factors are in memory at a time; the times
-    need those of all layers together, a few times over. On a CPU, networks the size of ResNet-50 take minutes.
+    A copy of the model runs forward and backward once, in the current mode of the model (call ``model.train()`` first
+    to see the statistics of training). The parameters, gradients, buffers, hooks, mode and device of the model do not
+    change, and neither do torch's random generators. Beside the copy and the activations, the unsplit factors of one
+    layer are in memory at a time; measuring times needs a few times the memory of the factors of all layers. On a CPU,
+    networks of the size of ResNet-50 take minutes.
 
     Args:
-        model: the model. Weights in use (trained for a while) say more than fresh ones.
-        sample_batch: ``(inputs, targets)``, or the inputs alone; inputs are a tensor, a tuple of arguments or a mapping
-            of keyword arguments. A few dozen typical examples: random noise has other factors.
-        device: where to run and to measure; None: where the model is. A model elsewhere is copied there, not moved.
-        loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` where inputs are given alone. None: cross entropy
-            of the output (or of its ``.logits``); without targets, of labels drawn from the model's own prediction.
+        model: the model. Weights that have been trained for a while are more representative than initial ones.
+        sample_batch: ``(inputs, targets)``, or the inputs alone. Inputs are a tensor, a tuple of arguments or a mapping
+            of keyword arguments. It should hold a few dozen typical examples; random noise has other factors.
+        device: the device to run and to measure on; None for that of the model. A model on another device is copied.
+        loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` if the inputs are given alone. None: the cross
+            entropy of the output (or of its ``.logits``), without targets for labels drawn from the model's prediction.
 
     Returns:
-        The choice and everything it was made from.
+        The choice and the measurements from which it was made.
 
     Raises:
         ValueError: the model has no layer that THOR preconditions, the batch gives none of them a gradient, or a
@@ -95,13 +98,13 @@ def choose_split_dim(
 
 
 def candidates(layers: Iterable[LayerCurvature]) -> tuple[int, ...]:
-    """Return the block sizes to try: 1, powers of two from 16, and the largest factor.
+    """Return the block sizes to try: 1, powers of two from 16, and the size of the largest factor.
 
     Args:
         layers: the layers.
 
     Returns:
-        Rising block sizes; the last one cuts nothing, or is 8192.
+        Increasing block sizes. The last one splits no factor, or is 8192.
     """
     largest = min(max(rows for _, rows in _sizes(layers)), LARGEST)
     powers = [2**k for k in range(4, LARGEST.bit_length())]
@@ -109,19 +112,19 @@ def candidates(layers: Iterable[LayerCurvature]) -> tuple[int, ...]:
 
 
 def _sizes(layers: Iterable[LayerCurvature]) -> list[tuple[int, int]]:
-    """Return (groups, rows) of every factor that is a matrix; an embedding's A is a diagonal."""
+    """Return (groups, rows) of every factor that is not diagonal, as A of an embedding is."""
     kinds = [layer.kind for layer in layers]
     rows = [(kind.groups, kind.inputs) for kind in kinds if not kind.diagonal_input]
     return rows + [(kind.groups, kind.outputs) for kind in kinds]
 
 
 def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Sequence[int]) -> SplitChoice:
-    """Measure the inverses and find the crossing.
+    """Measure the times of inversion, and choose the candidate nearest to the crossing.
 
     Args:
         layers: the layers whose blocks are inverted together, by name.
-        losses: their spectral losses.
-        split_dims: the candidates that the losses belong to.
+        losses: their spectral losses, for each candidate.
+        split_dims: the candidates.
 
     Returns:
         The choice.
@@ -148,17 +151,17 @@ def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Seq
 def find_crossing(
     split_dims: Sequence[int], performance: Sequence[float], information: Sequence[float]
 ) -> float | None:
-    """Return where falling performance meets rising information, by linear interpolation over log2 of the block size.
+    """Return the block size at which performance and information are equal, interpolated linearly in log2 of the size.
 
-    Where noise makes them cross more than once, the last crossing counts: beyond it performance stays below.
+    If noise makes the curves cross more than once, the last crossing counts, beyond which performance stays lower.
 
     Args:
-        split_dims: the candidates, rising.
-        performance: ``p_1 / p_s``; starts at 1, so that information begins at or below it.
-        information: the share of kept factors.
+        split_dims: the candidates, increasing.
+        performance: ``p_1 / p_s``, which is 1 at first, so that information is not higher there.
+        information: the share of factors that are preserved.
 
     Returns:
-        A block size, not rounded; None where performance is still above, or level, at the largest candidate.
+        A block size, not rounded; None if performance is not lower than information at the largest candidate.
     """
     margins = [p - i for p, i in zip(performance, information, strict=True)]
     left = max(index for index, margin in enumerate(margins) if margin >= 0)

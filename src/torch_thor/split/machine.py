@@ -7,13 +7,13 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device as people know it.
+    """Return the name of a device.
 
     Args:
         device: a device.
 
     Returns:
-        The GPU's name; the processor's with the number of threads that torch uses.
+        The name of the GPU; or the name of the processor, with the number of threads that torch uses.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -24,10 +24,10 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """Return the processor as people know it.
+    """Return the name of the processor.
 
     Returns:
-        Its model; the architecture where the system does not tell.
+        Its model; the architecture if the model is not known.
     """
     info = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
     lines = info.read_text().splitlines() if info.exists() else []

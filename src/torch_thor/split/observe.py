@@ -1,7 +1,7 @@
-"""What each factor of a model loses by being split, measured in one forward and backward pass over a sample batch.
+"""Measures what each factor of a model loses when it is split, in a forward and backward pass over a sample batch.
 
-The pass runs on a copy of the model, and a layer's uncut factors live only from the moment its last gradient arrives
-until their losses are known: at most one layer's factors exist at a time where every layer is called once.
+The pass runs on a copy of the model. The unsplit factors of a layer are computed when its last gradient is there, and
+are dropped when their losses are known. So if every layer is called once, those of one layer exist at a time.
 """
 
 import copy
@@ -29,15 +29,16 @@ Losses = dict[str, dict[str, tuple[float, ...]]]
 def losses_of(
     factors: Sequence[BlockDiagonal], split_dims: Sequence[int], layer: LayerCurvature
 ) -> dict[str, tuple[float, ...]]:
-    """Return the spectral losses of one layer's factors.
+    """Return the spectral losses of the factors of a layer.
 
     Args:
-        factors: one a side of the layer, uncut, up to a number.
+        factors: one unsplit factor per side of the layer, or a multiple of it.
         split_dims: the candidates.
-        layer: whose they are.
+        layer: the layer.
 
     Returns:
-        ``{"A": ..., "G": ...}``, one loss a candidate. A diagonal A (an embedding's), which nothing cuts, is left out.
+        ``{"A": ..., "G": ...}``, with one loss per candidate. A diagonal A (of an embedding), which is never split, is
+        left out.
 
     Raises:
         ValueError: a factor holds NaN or inf.
@@ -55,14 +56,16 @@ def losses_of(
 
 
 class Observer:
-    """A copy of a model whose layers are watched: a :class:`torch_thor.capture.module_hooks.Watcher`.
+    """Runs a copy of a model, gathers the statistics of its layers, and measures their spectral losses.
+
+    It is a :class:`torch_thor.capture.watcher.Watcher`.
 
     Args:
-        model: the model; it is not changed.
-        device: where to run.
+        model: the model, which is not changed.
+        device: the device to run on.
 
     Raises:
-        ValueError: nothing in the model is preconditioned.
+        ValueError: THOR preconditions no layer of the model.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -81,12 +84,12 @@ class Observer:
             for view in (layer.weight_view, *layer.biases):
                 view.bind(None, {"split_dim": LARGEST})
         self._split_dims: Sequence[int] = ()
-        self._waiting = dict.fromkeys(self.layers, 0)  # calls whose gradient has not come by yet
+        self._waiting = dict.fromkeys(self.layers, 0)  # the number of calls that have no gradient yet
         self._losses: Losses = {}
         self._hooks = hooks_of(found, self.layers)
 
     def gathers(self, layer: LayerCurvature) -> bool:
-        """Return whether rows of a layer are wanted.
+        """Return whether the statistics of a layer are gathered.
 
         Args:
             layer: not used.
@@ -97,13 +100,13 @@ class Observer:
         return True
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
-        """Gather a layer's rows when the gradient of its output arrives.
+        """Gather a layer's rows when the gradient of its output has been computed.
 
         Args:
             layer: the layer.
-            kind: the geometry of the module that has just run.
-            x: its input.
-            output: its output.
+            kind: the kind of the module that has just run.
+            x: the input of the module.
+            output: the output of the module.
         """
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
             return
@@ -119,7 +122,7 @@ class Observer:
         output.register_hook(on_gradient)
 
     def spectral_losses(self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]) -> Losses:
-        """Run the sample batch forward and backward.
+        """Run the sample batch forward and backward, and return the spectral losses.
 
         Args:
             sample_batch: ``(inputs, targets)``, or inputs alone.
@@ -127,20 +130,20 @@ class Observer:
             split_dims: the candidates.
 
         Returns:
-            Layer name -> factor -> a loss a candidate. Layers that the batch does not reach are missing.
+            By layer name and factor, one loss per candidate. Layers that the batch does not reach are missing.
 
         Raises:
-            ValueError: no layer got a gradient, or a factor is not finite.
+            ValueError: no layer has received a gradient, or a factor is not finite.
         """
         self._split_dims = split_dims
-        inputs, targets = _to(_parted(sample_batch), self._device)
+        inputs, targets = _to(_split_batch(sample_batch), self._device)
         with _same_random_numbers(self._device), torch.enable_grad():
             module_calls.listen(self, self._hooks)
             try:
                 _loss(_forward(self._model, inputs), targets, loss_fn).backward()
             finally:
                 module_calls.listen(self, ())
-        for layer in self.layers.values():  # where a call of several got no gradient
+        for layer in self.layers.values():  # layers of which one of several calls has received no gradient
             self._finish(layer)
         if not self._losses:
             raise ValueError("the loss of the sample batch has no gradient in any layer that THOR preconditions")
@@ -153,13 +156,13 @@ class Observer:
 
 
 def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
-    """Leave the generators of the CPU and of the device as they were."""
+    """Restore the random generators of the CPU and of the device when the block is left."""
     if device.type == "cpu":
         return torch.random.fork_rng([])
     return torch.random.fork_rng([device], device_type=device.type)
 
 
-def _parted(sample_batch: Any) -> tuple[Any, Any]:
+def _split_batch(sample_batch: Any) -> tuple[Any, Any]:
     """Return (inputs, targets or None)."""
     if isinstance(sample_batch, tuple | list) and len(sample_batch) == 2:
         return sample_batch[0], sample_batch[1]

@@ -1,8 +1,9 @@
-"""Spectral norms of factors, and what cutting a factor into blocks loses of it.
+"""Spectral norms of factors, and the share of the norm that is lost when a factor is split into blocks.
 
 A factor is symmetric and positive semidefinite, so its spectral norm is its largest eigenvalue, and that of a
-block-diagonal matrix is the largest among its blocks. Lanczos' method finds it for all blocks of one size at once:
-``torch.lobpcg`` fails on rank-one and zero matrices, and a batched eigendecomposition costs hundreds of times more.
+block-diagonal matrix is the largest eigenvalue of its blocks. Lanczos' method computes it for all blocks of one size
+at once. ``torch.lobpcg`` fails on rank-one and zero matrices, and a batched eigendecomposition takes hundreds of times
+longer.
 """
 
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.precision import ieee_float32
 
-# Far below the 1 % that the choice asks about. The residual bounds the error, which is most often its square.
+# The relative residual at which to stop, far below the 1 % of the choice. It bounds the error, which is most often
+# about its square.
 TOLERANCE = 1e-3
-# Enough without any gap: the expected relative error is below 0.103 (ln(n (m-1)^2) / (m-1))^2, for n = 8192 rows and
-# m = 256 steps 0.0007 (Kuczynski and Wozniakowski, SIAM J. Matrix Anal. Appl. 1992, theorem 3.2).
+# Enough steps even without a gap between eigenvalues: the expected relative error is below
+# 0.103 (ln(n (m-1)^2) / (m-1))^2, which is 0.0007 for n = 8192 rows and m = 256 steps (Kuczynski and Wozniakowski, SIAM
+# J. Matrix Anal. Appl. 1992, theorem 3.2).
 MAX_STEPS = 256
 _CHECK_EVERY = 8
 
@@ -25,12 +28,12 @@ _CHECK_EVERY = 8
 def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     """Return the largest eigenvalue of symmetric positive semidefinite matrices, by Lanczos' method.
 
-    Every new basis vector is orthogonalised against all former ones, twice, so that rounding makes no spurious
-    eigenvalues. The start vector is random, with a generator of its own: the caller's random numbers are untouched.
+    Every new basis vector is orthogonalised twice against all previous ones, so that rounding causes no spurious
+    eigenvalues. The start vector is drawn from a separate random generator.
 
     Args:
         matrices: ``(count, n, n)``, float32 or float64.
-        tolerance: bound of the residual ``|M x - θ x| / θ`` at which to stop.
+        tolerance: the residual ``|M x - θ x| / θ`` at which to stop.
 
     Returns:
         ``(count,)``.
@@ -59,9 +62,9 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
                 values, vectors = torch.linalg.eigh(tridiagonal[:, : step + 1, : step + 1].cpu())
                 ritz = values[:, -1].to(matrices)
                 residual = rest * vectors[:, -1, -1].abs().to(matrices)
-                if bool((residual <= tolerance * ritz).all()):  # the one wait for the device in eight steps
+                if bool((residual <= tolerance * ritz).all()):  # a host–device synchronisation every eight steps
                     break
-            # where the vectors so far span an invariant subspace what is left is noise: go on with zeros
+            # if the vectors so far span an invariant subspace, the rest is noise, and is replaced by zeros
             rest = torch.where(rest > noise * length, rest, torch.zeros_like(rest))
             tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = rest
             vector = torch.where(rest[:, None] > 0, image / rest[:, None], torch.zeros_like(image))
@@ -75,20 +78,21 @@ def spectral_norm(matrix: BlockDiagonal) -> Tensor:
         matrix: a factor; the groups of a convolution count as blocks of one matrix.
 
     Returns:
-        A number, on the matrix's device.
+        A 0-dimensional tensor on the device of the matrix.
     """
     return torch.stack([largest_eigenvalues(part).amax() for part in matrix.parts()]).amax()
 
 
 def spectral_losses(matrix: BlockDiagonal, split_dims: Sequence[int]) -> tuple[float, ...]:
-    """Return ``L = 1 - |Â|₂ / |A|₂`` for every way to cut a factor.
+    """Return ``L = 1 - |Â|₂ / |A|₂`` for several block sizes of Â.
 
     Args:
-        matrix: the factor A, uncut.
-        split_dims: block sizes of Â.
+        matrix: the factor A, not split.
+        split_dims: the block sizes.
 
     Returns:
-        One loss in [0, 1] a size: 0 where nothing is cut, and where the factor is zero; NaN where it is not finite.
+        One loss in [0, 1] per block size: 0 for a size that does not split A, and for a factor of zeros; NaN for a
+        factor that is not finite.
     """
     whole = spectral_norm(matrix)
     cut = [size < matrix.layout.block for size in split_dims]

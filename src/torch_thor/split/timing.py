@@ -1,4 +1,4 @@
-"""The time that a refresh takes to invert all blocks of a model, for each split dimension."""
+"""Measures the time that a refresh takes to invert all blocks of a model, for each split dimension."""
 
 import statistics
 import time
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockLayout
+from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.precision import ieee_float32
 
-# A candidate is timed again until it has used this much, and at least and at most so often.
+# Each candidate is timed for about this long, and at least and at most this many times.
 SECONDS_EACH = 2.0
 REPEATS = (3, 25)
 
@@ -19,17 +19,17 @@ REPEATS = (3, 25)
 def inverse_seconds(
     sizes: Sequence[tuple[int, int]], split_dims: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, ...]:
-    """Measure the inversion of all blocks of a model: one batched Cholesky inverse a block size, as in a refresh.
+    """Measure the inversion of all blocks of a model, with one batched Cholesky inverse per block size as in a refresh.
 
-    The candidates take turns, so that a machine whose speed drifts slows them alike; the first round warms up. The
-    numbers inside do not change the time of a Cholesky factorisation, so well-conditioned blocks stand for the
-    factors.
+    The candidates are measured in turns, so that changes in the speed of the machine affect all of them alike; the
+    first round is a warm-up. The time of a Cholesky factorisation does not depend on the values, so well-conditioned
+    blocks are used in the place of the factors.
 
     Args:
         sizes: ``(groups, rows)`` of every factor of the model.
         split_dims: the candidates.
-        dtype: dtype of the factors.
-        device: where to measure.
+        dtype: the dtype of the factors.
+        device: the device to measure on.
 
     Returns:
         The median in seconds, one per candidate.
@@ -71,8 +71,8 @@ def _positive_definite(count: int, size: int, dtype: torch.dtype, device: torch.
 
 
 def _invert(blocks: Tensor) -> Tensor:
-    # Blocks of 1 x 1 too, although a refresh takes their reciprocals: p_1 is the unit of the curve, and another
-    # algorithm's time, next to nothing, would be another unit.
+    # Blocks of 1 x 1 too, although a refresh computes their reciprocals in much less time: p_1 is the unit of the
+    # performance curve, and must be measured with the same algorithm.
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(blocks)[0])
 
 

@@ -221,3 +221,57 @@ def test_options_that_an_earlier_version_did_not_have_stay_as_they_are():
     assert optimizer.param_groups[0]["loss_scale"] == 1.0
     assert optimizer.param_groups[0]["max_update_ratio"] == 0.01
     assert_same(optimizer.state_dict(), other.state_dict())
+
+
+SELECTIONS = {
+    "skipped-now": ({}, {"skip": "3"}, "it has factors of 3, which skip= or only= leaves out here"),
+    "only-others-now": ({}, {"only": ["0", "5"]}, "it has factors of 3, which skip= or only= leaves out here"),
+    "skipped-then": ({"skip": ["0", "3"]}, {}, "it has no factors of 0, 3, which THOR preconditions here"),
+    "other-ones": ({"skip": "0"}, {"only": ["0", "5"]}, "has factors of 3, .* here, and it has no factors of 0,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_state_of_other_layers_is_refused(name, scaling):
+    """`skip=` and `only=` are no part of a checkpoint; state, options and weights are as before."""
+    then, now, message = SELECTIONS[name]
+    saved = trained(lambda model: THOR(model, scaling=scaling, **then))[1].state_dict()
+    (model, optimizer), (twin, same) = (trained(lambda m: THOR(m, scaling=scaling, **now)) for _ in range(2))
+    with pytest.raises(ValueError, match=f"other preconditioned layers: .*{message}.* Make THOR with the skip="):
+        optimizer.load_state_dict(saved)
+    assert_same(optimizer.state_dict(), same.state_dict())
+    train(model, optimizer, STREAM[4:])
+    train(twin, same, STREAM[4:])
+    assert_same(weights(model), weights(twin))
+
+
+def test_a_state_of_other_rows_of_a_fused_weight_is_refused():
+    """One parameter holds the state of three projections."""
+
+    def attention(**options):
+        torch.manual_seed(1)
+        model = nn.MultiheadAttention(4, 2, batch_first=True)
+        optimizer = THOR(model, **options)
+        x = torch.randn(6, 3, 4)
+        model(x, x, x)[0].square().mean().backward()
+        optimizer.step()
+        return optimizer
+
+    whole, partly = attention(), attention(skip="k_proj")
+    for saved, optimizer, what in ((whole, partly, "factors of k_proj"), (partly, whole, "no factors of k_proj")):
+        with pytest.raises(ValueError, match=f"it has {what}, which"):
+            optimizer.load_state_dict(saved.state_dict())
+    attention(skip="k_proj").load_state_dict(partly.state_dict())
+
+
+def test_a_layer_that_was_frozen_when_the_state_was_saved_is_loaded():
+    """It has no state at all, which no selection explains: it starts where it is trained."""
+    model = build()
+    model[3].requires_grad_(False)
+    optimizer = thor(model)
+    train(model, optimizer, STREAM[:4])
+    other = thor(build())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.curvature["0"].refreshes == 2
+    assert other.curvature["3"].refreshes == 0

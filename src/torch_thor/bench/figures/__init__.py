@@ -1,4 +1,4 @@
-"""The paper's figures on small data sets: each is measured into raw data, and drawn from these alone."""
+"""The figures of the paper on small data sets. Measurements are stored as raw data, from which figures are drawn."""
 
 from typing import TYPE_CHECKING
 

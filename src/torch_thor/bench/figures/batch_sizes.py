@@ -1,8 +1,8 @@
-"""SGD with momentum and THOR at several batch sizes and a fixed number of epochs.
+"""A table of SGD with momentum and THOR at several batch sizes and a fixed number of epochs.
 
-The rule, for both: the learning rate is the recipe's tuned one times √(batch size / the recipe's batch size), so that
-the noise of a step keeps its scale (Krizhevsky 2014; Hoffer et al. 2017). THOR's interval and the interval between
-evaluations are the same number of images at every size. Nothing is tuned at the other sizes.
+For both, the learning rate is the tuned one of the recipe times √(batch size / batch size of the recipe), which keeps
+the scale of the noise of a step (Krizhevsky 2014; Hoffer et al. 2017). The update interval of THOR and the interval
+between evaluations are the same number of images at every batch size. Nothing is tuned at the other batch sizes.
 """
 
 import math
@@ -36,14 +36,14 @@ RULE = "lr of the recipe times the square root of batch size over the recipe's"
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Choose the settings of the figure.
+    """Return the settings of the figure.
 
     Args:
-        options: The user's.
-        device: To train on.
+        options: The user's options.
+        device: The device to train on.
 
     Returns:
-        Plain values.
+        JSON values.
     """
     recipe = recipe_settings(recipe_of(options), list(OPTIMIZERS.values()))
     interval = recipe["optimizers"]["thor"]["update_interval"]
@@ -61,13 +61,13 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the table, the largest batch first: if it does not fit, that is known at once.
+    """Return the runs of the table, the largest batch first, so that an error for lack of memory comes early.
 
     Args:
-        settings: What decides it.
+        settings: The settings of the figure.
 
     Returns:
-        An optimizer, a batch size and a seed each.
+        The optimizer, the batch size and the seed of each run.
     """
     return [
         {"optimizer": name, "batch_size": size, "seed": seed}
@@ -78,15 +78,15 @@ def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def scaled(recipe: Mapping[str, Any], optimizer: str, batch_size: int) -> dict[str, Any]:
-    """Return the settings at a batch size.
+    """Return the settings of a recipe that depend on the batch size.
 
     Args:
-        recipe: Plain values, with what was tuned at its own batch size.
-        optimizer: A key of its optimizers.
-        batch_size: Images a step.
+        recipe: The recipe as JSON values, tuned at its own batch size.
+        optimizer: The name of one of its optimizers.
+        batch_size: The number of images per step.
 
     Returns:
-        Keys of a recipe: `batch_size`, `lr`, `eval_interval`, and with THOR `update_interval`.
+        The keys `batch_size`, `lr`, `eval_interval`, and for THOR `update_interval`.
     """
     own, share = recipe["optimizers"][optimizer], batch_size / recipe["batch_size"]
     words = {"batch_size": batch_size, "lr": float(f"{own['lr'] * math.sqrt(share):.6g}")}
@@ -98,15 +98,15 @@ def scaled(recipe: Mapping[str, Any], optimizer: str, batch_size: int) -> dict[s
 
 
 def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Train once; a loss that is no longer finite is a result.
+    """Train once. A training that diverges counts as a result.
 
     Args:
-        settings: What decides the table.
-        job: Optimizer, batch size and seed.
-        console: Where progress is shown.
+        settings: The settings of the figure.
+        job: The optimizer, the batch size and the seed.
+        console: The console that shows progress.
 
     Returns:
-        What was scaled, why it ended early (or None), and every point of the run.
+        The scaled settings, the error if the training has diverged (else None), and every point of the run.
     """
     optimizer = OPTIMIZERS[job["optimizer"]]
     own = scaled(settings["recipe"], optimizer, job["batch_size"])
@@ -116,7 +116,7 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
 
 
 def _targets(raw: RawData) -> list[float]:
-    """Return the recipe's targets that some run reaches."""
+    """Return the targets of the recipe that at least one run reaches."""
     best = max((top1 for run in raw.runs for top1 in run["evaluations"]["top1"]), default=0.0)
     return [target for target in raw.settings["recipe"]["targets"] if target <= best]
 
@@ -127,13 +127,13 @@ def _epochs_to(run: Mapping[str, Any], target: float) -> float | None:
 
 
 def table(raw: RawData) -> str:
-    """Accuracy and epochs to the recipe's targets at each batch size.
+    """Return a table of the accuracy and of the epochs to the recipe's targets at each batch size.
 
     Args:
         raw: Complete raw data.
 
     Returns:
-        Markdown, ours and theirs.
+        The table, and the numbers of the paper, in Markdown.
     """
     targets, processor = _targets(raw), processor_time_counts(raw.settings, raw.machine)
     heads = ["batch size", "optimizer", "lr", "steps", "final accuracy"]
@@ -166,9 +166,9 @@ def draw(raw: RawData, path: Path) -> None:
 
     Args:
         raw: Complete raw data.
-        path: The PNG to write.
+        path: The PNG file to write.
     """
-    from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
+    from matplotlib.figure import Figure as Picture  # imported here because it is slow to import
 
     targets = _targets(raw)[:1]
     values: dict[str, Callable[[Mapping[str, Any]], float | None]] = {"final accuracy, top-1": _final}

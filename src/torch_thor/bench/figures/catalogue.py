@@ -1,4 +1,4 @@
-"""`torch-thor figures`: the list of figures, and when one is measured, continued, drawn again or refused."""
+"""`torch-thor figures`: the list of figures, and the command that measures and draws them."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -43,10 +43,10 @@ class FigureJob:
     """One run of a figure, as a job.
 
     Args:
-        figure: The figure's name.
-        settings: What decides the figure.
-        which: Which run it is.
-        console: Where progress is shown.
+        figure: The name of the figure.
+        settings: The settings of the figure.
+        which: The values that identify the run.
+        console: The console that shows progress.
     """
 
     figure: str
@@ -56,14 +56,14 @@ class FigureJob:
 
     @property
     def key(self) -> str:
-        """What the run is called."""
+        """The name of the run."""
         return key_of(self.which)
 
     def run(self) -> dict[str, Any]:
-        """Measure it.
+        """Measure the run.
 
         Returns:
-            The run as raw data keep it.
+            The run in the form in which raw data store it.
         """
         return {"job": self.which, **plain(FIGURES[self.figure].measure(self.settings, self.which, self.console))}
 
@@ -91,16 +91,19 @@ def make_figures(
     overwrite: bool = False,
     redraw: bool = False,
 ) -> None:
-    """Measure what is not there yet, and draw.
+    """Measure the runs of a figure that are missing, and draw it.
 
     Args:
         name: A key of `FIGURES`, or `all`.
-        out: Where raw data, picture and table go: NAME.json, NAME.png, NAME.md.
-        console: Where to print.
-        options: What the user said of the figures.
-        device: To measure on, as a recipe has it.
-        overwrite: Throw away raw data that is there.
-        redraw: Draw from raw data that is there, whatever its settings; measure nothing.
+        out: The folder of raw data, picture and table: NAME.json, NAME.png, NAME.md.
+        console: The console to print to.
+        options: The user's options.
+        device: The device to measure on, as in a recipe.
+        overwrite: Whether to delete existing raw data first.
+        redraw: Whether to draw from existing raw data of any settings, without measuring.
+
+    Raises:
+        UserError: An option does not fit, or existing raw data cannot be continued or drawn.
     """
     names = list(FIGURES) if name == ALL else [name]
     known = [*FIGURES, ALL]
@@ -119,7 +122,7 @@ def make_figures(
         path = paths[each]
         return _stored(each, path) if redraw else _opened(each, path, options, device, overwrite=overwrite)
 
-    for each in names:  # all are checked before the first one is measured, which takes hours
+    for each in names:  # all are checked first, because measuring a figure may take hours
         find(each)
     with writing(out, ANOTHER):
         out.mkdir(parents=True, exist_ok=True)
@@ -164,7 +167,7 @@ def _stored(name: str, path: Path) -> RawData:
 
 
 def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: bool) -> RawData:
-    """Open the raw data to continue: new ones, or those that exist and were measured with the same settings."""
+    """Return the raw data to continue: existing ones that were measured with the same settings, or new ones."""
     figure = FIGURES[name]
     settings = plain(
         figure.settings(Options(**{key: getattr(options, key) for key in figure.takes}), device_of(device))
@@ -186,16 +189,16 @@ def _opened(name: str, path: Path, options: Options, device: str, *, overwrite: 
         f"{path} was begun on another machine or with other versions ({elsewhere}): measure anew with --overwrite, or "
         "choose another folder with --out",
     )
-    there.settings = settings  # the runs of other seeds stay
+    there.settings = settings  # runs of other seeds stay in the file
     return there
 
 
 def _complete(raw: RawData, path: Path, console: Console) -> None:
-    """Measure the missing runs one after the other; each is on the disk before the next one starts."""
+    """Measure the missing runs one after the other, and write each to the disk before the next one starts."""
     say = printer(console)
     with _threads_of(raw.settings):
         if not complete_here(_jobs(raw, console), RawFile(raw, path), say=lambda line: say(f"{raw.figure}: {line}")):
-            raw.write(path)  # it may be for other seeds than before
+            raw.write(path)  # the settings may list other seeds than before
             say(f"{path} holds all runs: drawn again, nothing measured")
 
 

@@ -25,34 +25,34 @@ from torch_thor.bench.numbers import running_mean
 from torch_thor.training.engine.history import History as Record
 
 BASELINE = "momentum"
-SETTINGS = {BASELINE: "sgd", "thor": "thor", "thor_stop": "thor", "thor_nt": "thor"}  # the optimizer of each
+SETTINGS = {BASELINE: "sgd", "thor": "thor", "thor_stop": "thor", "thor_nt": "thor"}  # the optimizer of each setting
 SEEDS = (0, 1, 2)
-SMOOTHED = 25  # steps before each one that its loss is averaged with
+SMOOTHED = 25  # the number of preceding steps in the running mean of the loss
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Choose the settings of the figure.
+    """Return the settings of the figure.
 
     Args:
-        options: The user's.
-        device: To train on.
+        options: The user's options.
+        device: The device to train on.
 
     Returns:
-        Plain values.
+        JSON values.
     """
     recipe = recipe_settings(recipe_of(options), ["sgd", "thor"])
-    recipe["optimizers"]["thor"].pop("trace_thresholds")  # each setting brings its own
+    recipe["optimizers"]["thor"].pop("trace_thresholds")  # each setting has its own
     return {"recipe": recipe, "device": device, "seeds": options.seeds or SEEDS, "settings": list(SETTINGS)}
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs of the figure, seed by seed: a measurement that is cut short has all settings of the first seeds.
+    """Return the runs of the figure, seed by seed, so that an interrupted measurement has complete seeds.
 
     Args:
-        settings: What decides it.
+        settings: The settings of the figure.
 
     Returns:
-        A setting and a seed each.
+        The setting and the seed of each run.
     """
     return [{"setting": name, "seed": seed} for seed in settings["seeds"] for name in settings["settings"]]
 
@@ -61,9 +61,9 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
     """Train once.
 
     Args:
-        settings: What decides the figure.
-        job: Setting and seed.
-        console: Where progress is shown.
+        settings: The settings of the figure.
+        job: The setting and the seed.
+        console: The console that shows progress.
 
     Returns:
         Every point of the run.
@@ -74,13 +74,13 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
 
 
 def table(raw: RawData) -> str:
-    """Final accuracies, and what it took to reach momentum's.
+    """Return a table of the final accuracies, and of the epochs and seconds to that of momentum.
 
     Args:
         raw: Complete raw data.
 
     Returns:
-        Markdown, ours and theirs.
+        The table, and the numbers of the paper, in Markdown.
     """
     targets = {run["job"]["seed"]: run["evaluations"]["top1"][-1] for run in raw.chosen(setting=BASELINE)}
     processor = processor_time_counts(raw.settings, raw.machine)
@@ -135,9 +135,9 @@ def draw(raw: RawData, path: Path) -> None:
 
     Args:
         raw: Complete raw data.
-        path: The PNG to write.
+        path: The PNG file to write.
     """
-    from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
+    from matplotlib.figure import Figure as Picture  # imported here because it is slow to import
 
     picture = Picture(figsize=(11, 7.6), layout="constrained")
     axes = picture.subplots(2, 2, sharey="row")

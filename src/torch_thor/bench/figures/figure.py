@@ -1,4 +1,4 @@
-"""The definition of a figure: its settings, the runs that these require, and how it is drawn from raw data."""
+"""The definition of a figure: its options, its settings, the runs that these require, and its drawing functions."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -13,25 +13,25 @@ from torch_thor.training.config.recipe_files import load_recipe
 from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError, require
 
-if TYPE_CHECKING:  # slow to import, and no window is wanted
+if TYPE_CHECKING:  # slow to import
     from matplotlib.figure import Figure as Picture
 
 DEFAULT_DATA = "fashion-mnist"
-WHICH_RUNS = ("seeds", "batch_sizes")  # settings that say which runs there are, and not how one is measured
+WHICH_RUNS = ("seeds", "batch_sizes")  # settings that determine which runs there are, but not how a run is measured
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a figure; `None` is the figure's own choice.
+    """The options of a figure; `None` stands for the default of the figure.
 
     Args:
         data: The recipe with data, network and tuned settings: `fashion-mnist`, `digits` or a YAML file.
-        epochs: Passes over the training set.
-        eval_interval: Steps between evaluations, at the recipe's batch size.
-        seeds: One training each.
-        batch_sizes: Images a step.
-        model: The network whose factors are split, as `torch-thor split-dim` takes it.
-        pixels: Height and width of its images.
+        epochs: The number of passes over the training set.
+        eval_interval: The number of steps between evaluations, at the recipe's batch size.
+        seeds: The seeds, with one training each.
+        batch_sizes: The numbers of images per step.
+        model: The network whose factors are split, as for `torch-thor split-dim`.
+        pixels: The height and width of its images.
     """
 
     data: str | None = None
@@ -50,10 +50,10 @@ class Options:
             )
 
     def given(self) -> list[str]:
-        """Return the options that the user gave.
+        """Return the names of the options that the user gave.
 
         Returns:
-            Their names.
+            The names.
         """
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
 
@@ -64,12 +64,12 @@ class Figure:
 
     Args:
         about: One line for `torch-thor figures --list`.
-        takes: The options that mean something to it.
-        settings: From options and device to what decides the measurement, in plain values.
-        jobs: From settings to the runs: which ones there are, in plain values.
-        measure: From settings and one job to that run's numbers, in plain values.
-        draw: From complete raw data to a PNG.
-        table: From complete raw data to Markdown.
+        takes: The names of the options that it uses.
+        settings: Returns the settings for given options and a device, as JSON values.
+        jobs: Returns the runs that the settings require, as JSON values that identify each.
+        measure: Returns the results of one run, as JSON values.
+        draw: Draws a PNG file from complete raw data.
+        table: Returns tables in Markdown from complete raw data.
     """
 
     about: str
@@ -85,14 +85,14 @@ def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     """Read whole numbers from an option.
 
     Args:
-        option: As the user writes it.
-        text: Numbers separated by commas; `None` where the option was not given.
+        option: The option as the user writes it.
+        text: Numbers separated by commas; `None` if the option was not given.
 
     Returns:
-        The numbers.
+        The numbers; `None` if the option was not given.
 
     Raises:
-        UserError: If it is something else.
+        UserError: The text is something else.
     """
     if text is None:
         return None
@@ -103,39 +103,39 @@ def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def recipe_of(options: Options, default: str = DEFAULT_DATA) -> Recipe:
-    """Return the recipe that a figure starts from.
+    """Return the recipe of a figure.
 
     Args:
-        options: The user's.
-        default: The recipe where these name none.
+        options: The user's options.
+        default: The recipe if the options name none.
 
     Returns:
-        The recipe, with epochs and evaluations as the user wants them.
+        The recipe, with the number of epochs and the interval of evaluations that the user gave.
     """
     words = [f"{key}={value}" for key in ("epochs", "eval_interval") if (value := getattr(options, key)) is not None]
     return load_recipe(options.data or default, words)
 
 
 def device_of(name: str) -> str:
-    """Name the device for the settings.
+    """Return the name of the device for the settings of a figure.
 
     Args:
-        name: As a recipe has it.
+        name: The device as in a recipe, which may be `auto`.
 
     Returns:
-        A device name; never `auto`.
+        The name of a device, which is not `auto`.
     """
     return str(resolve_device(name))
 
 
 def write_title(picture: "Picture", raw: RawData, how: str, what: str = "") -> None:
-    """Write above a picture what was trained, how, and with how many seeds.
+    """Write a title above a picture: the data, the network, the batch size and the number of seeds.
 
     Args:
         picture: The picture.
         raw: The raw data that it shows.
-        how: Stands after network and batch size.
-        what: Stands before the number of seeds.
+        how: Text after network and batch size.
+        what: Text before the number of seeds.
     """
     recipe, seeds = raw.settings["recipe"], len(raw.settings["seeds"])
     picture.suptitle(

@@ -1,8 +1,8 @@
-"""The F-norm of each layer's Fisher block over training, with an interval that grows (Chen et al. 2021, section 3.2).
+"""The F-norm of each layer's Fisher block during training, with a growing interval (Chen et al. 2021, section 3.2).
 
-Fresh factors are taken at every refresh and never split, so the norm is that of T · (A ⊗ G) itself: a Kronecker product
-has the product of the norms, ‖T · A ⊗ G‖_F = T · ‖A‖_F · ‖G‖_F. Factors are those of one mini-batch: their noise is in
-every change from one refresh to the next.
+Every refresh takes new factors, which are not split, so the norm is that of T · (A ⊗ G). The norm of a Kronecker
+product is the product of the norms, ‖T · A ⊗ G‖_F = T · ‖A‖_F · ‖G‖_F. The factors are those of one mini-batch, so
+every change from one refresh to the next includes their noise.
 """
 
 import itertools
@@ -31,33 +31,33 @@ from torch_thor.training.errors import UserError, require
 
 SEEDS = (0,)
 INTERVAL = {"first": 2, "factor": 1.1}  # of intervals.Geometric, which ends at one refresh an epoch
-FEWEST = 3  # refreshes: two changes
+FEWEST = 3  # the smallest number of refreshes, which gives two changes
 
 Factors = tuple[float, list[Tensor], list[Tensor]]  # T, then A and G of each group
 
 
 def factors_of(layer: LayerCurvature) -> Factors:
-    """Return the factors that a layer took last, in float64.
+    """Return the factors of a layer that are in use, in float64.
 
     Args:
         layer: A layer with factors.
 
     Returns:
-        T, and for each group of a convolution (one, for all other layers) A and G.
+        T, and lists of A and of G with one matrix per group; layers other than grouped convolutions have one group.
     """
     a, g = ([m.double() for m in (f if isinstance(f, list) else [f])] for f in layer.factors() if f is not None)
     return layer.rows_per_term, a, g
 
 
 def inner_product(one: Factors, other: Factors) -> float:
-    """⟨T A ⊗ G, T' A' ⊗ G'⟩_F = T T' ⟨A, A'⟩ ⟨G, G'⟩, without the Kronecker products; summed over groups.
+    """Return ⟨T A ⊗ G, T' A' ⊗ G'⟩_F = T T' ⟨A, A'⟩ ⟨G, G'⟩, summed over groups, without forming the products.
 
     Args:
-        one: Of a layer.
-        other: Of the same layer.
+        one: The factors of a layer.
+        other: Other factors of the same layer.
 
     Returns:
-        The inner product: of factors with themselves, the square of the F-norm.
+        The inner product. That of factors with themselves is the square of the F-norm.
     """
     parts = [
         (a * a_other).sum() * (g * g_other).sum() for a, g, a_other, g_other in zip(*one[1:], *other[1:], strict=True)
@@ -66,10 +66,10 @@ def inner_product(one: Factors, other: Factors) -> float:
 
 
 def fisher_norm(factors: Factors) -> float:
-    """‖F‖_F.
+    """Return ‖F‖_F.
 
     Args:
-        factors: Of a layer.
+        factors: The factors of a layer.
 
     Returns:
         The norm.
@@ -78,14 +78,14 @@ def fisher_norm(factors: Factors) -> float:
 
 
 def relative_distance(now: Factors, before: Factors) -> float | None:
-    """‖F_now − F_before‖_F / ‖F_before‖_F.
+    """Return ‖F_now − F_before‖_F / ‖F_before‖_F.
 
     Args:
-        now: Of a layer.
-        before: Of the same layer.
+        now: The factors of a layer.
+        before: Earlier factors of the same layer.
 
     Returns:
-        The distance; `None` where there was nothing before.
+        The distance; `None` if F_before is zero.
     """
     norm = inner_product(before, before)
     square = inner_product(now, now) + norm - 2 * inner_product(now, before)
@@ -93,7 +93,7 @@ def relative_distance(now: Factors, before: Factors) -> float | None:
 
 
 class Norms(Callback):
-    """Notes the norm of each layer at each refresh, and how far the block has moved since the one before."""
+    """Records the norm of each layer's block at each refresh, and its distance from that of the previous refresh."""
 
     def __init__(self) -> None:
         self.layers: list[str] = []
@@ -103,14 +103,14 @@ class Norms(Callback):
         self._before: dict[str, Factors] = {}
 
     def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
-        """Take the norms.
+        """Record norms and distances after a refresh.
 
         Args:
             run: The training.
-            points: What the refresh decided; every layer takes new factors.
+            points: The decisions of the refresh; every layer must have taken new factors.
 
         Raises:
-            UserError: If a layer could not.
+            UserError: A layer has not.
         """
         failed = [point.layer for point in points if point.decision == "failed"]
         if failed:
@@ -129,23 +129,24 @@ class Norms(Callback):
         self._before = now
 
     def columns(self) -> dict[str, Any]:
-        """Return what was recorded.
+        """Return the recorded values.
 
         Returns:
-            `layers`, `step` (of each refresh, from 1), and for each step a list over layers of norms and of distances.
+            `layers`; `step`, the step of each refresh, counted from 1; and `norm` and `distance`, for each refresh a
+            list over layers.
         """
         return {"layers": self.layers, "step": self.steps, "norm": self.norms, "distance": self.distances}
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Choose the settings of the figure.
+    """Return the settings of the figure.
 
     Args:
-        options: The user's.
-        device: To train on.
+        options: The user's options.
+        device: The device to train on.
 
     Returns:
-        Plain values.
+        JSON values.
     """
     recipe = recipe_settings(recipe_of(options), ["thor"])
     recipe["optimizers"]["thor"].update(trace_thresholds="thor_nt", split_dim=None, factor_decay=0.0)
@@ -158,21 +159,21 @@ def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the runs of the figure.
 
     Args:
-        settings: What decides it.
+        settings: The settings of the figure.
 
     Returns:
-        A seed each.
+        The seed of each run.
     """
     return [{"seed": seed} for seed in settings["seeds"]]
 
 
 def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Train once and take the norms.
+    """Train once and record the norms.
 
     Args:
-        settings: What decides the figure.
+        settings: The settings of the figure.
         job: The seed.
-        console: Where progress is shown.
+        console: The console that shows progress.
 
     Returns:
         The norms, and every point of the run.
@@ -196,25 +197,25 @@ def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Consol
 
 
 def norm_changes(norms: Sequence[float]) -> list[float]:
-    """Return how much a norm changed from one refresh to the next.
+    """Return the relative change of a norm from each refresh to the next.
 
     Args:
-        norms: Of one layer, refresh by refresh.
+        norms: The norm of one layer at each refresh.
 
     Returns:
-        | ‖F_now‖ − ‖F_before‖ | / ‖F_before‖, from the second refresh on; nan where there was nothing before.
+        | ‖F_now‖ − ‖F_before‖ | / ‖F_before‖, from the second refresh on; NaN if ‖F_before‖ is zero.
     """
     return [abs(now - before) / before if before else math.nan for before, now in itertools.pairwise(norms)]
 
 
 def table(raw: RawData) -> str:
-    """Norms at both ends of the training and the changes there, of the first seed.
+    """Return a table of the norms at both ends of the training, and of their changes, for the first seed.
 
     Args:
         raw: Complete raw data.
 
     Returns:
-        Markdown, ours and theirs.
+        The table, and what the paper reports, in Markdown.
     """
     run = raw.runs[0]
     norms, steps = run["norms"], run["norms"]["step"]
@@ -250,10 +251,10 @@ def draw(raw: RawData, path: Path) -> None:
 
     Args:
         raw: Complete raw data.
-        path: The PNG to write.
+        path: The PNG file to write.
     """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
+    from matplotlib.figure import Figure as Picture  # imported here because it is slow to import
 
     picture = Picture(figsize=(10, 9), layout="constrained")
     above, middle, below = picture.subplots(3, 1, sharex=True, height_ratios=[3, 3, 1.4])

@@ -1,4 +1,4 @@
-"""One training for a figure: from the settings in the raw data to a run, and its history as plain values."""
+"""Trains one run of a figure from the settings in the raw data, and converts its history into JSON values."""
 
 import itertools
 import statistics
@@ -24,7 +24,7 @@ from torch_thor.training.experiment import new_run
 from torch_thor.training.printing import printer
 from torch_thor.training.tasks.registry import TASKS
 
-UNUSED = (  # keys of a recipe that each run sets, or that change no number
+UNUSED = (  # keys of a recipe that are set for each run, or do not affect results
     "name",
     "about",
     "reaches",
@@ -36,11 +36,11 @@ UNUSED = (  # keys of a recipe that each run sets, or that change no number
     "keep_best",
     "log_interval",
 )
-COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # lists of a record -> kinds of point
+COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # the lists of a record: the kind of point
 
 
 class ProcessorClock(Callback):
-    """Processor time of the training steps alone: what others run on the machine is not in it."""
+    """Measures the processor time of the training steps alone, which other processes on the machine hardly affect."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -55,16 +55,16 @@ class ProcessorClock(Callback):
         self._begun = time.process_time()
 
     def after_step(self, run: Run, point: StepPoint) -> None:
-        """Note the time up to here.
+        """Record the time at the end of a step.
 
         Args:
             run: The training.
-            point: What the step measured.
+            point: The measurements of the step.
         """
         self.seconds.append(time.process_time() - self._begun)
 
     def at_boundary(self, run: Run) -> None:
-        """Leave out what came after the step: callbacks and evaluations.
+        """Exclude the time since the step, which callbacks and evaluations have taken.
 
         Args:
             run: The training.
@@ -74,12 +74,12 @@ class ProcessorClock(Callback):
 
 @dataclass
 class Trained:
-    """A training that is over.
+    """A completed training.
 
     Args:
         run: The run.
-        failure: Why it ended early; `None` if it did not.
-        clock: Its processor time.
+        failure: The message of the error if the training has diverged; otherwise `None`.
+        clock: The processor time of its steps.
     """
 
     run: Run
@@ -87,10 +87,10 @@ class Trained:
     clock: ProcessorClock = field(default_factory=ProcessorClock)
 
     def plain(self) -> dict[str, Any]:
-        """Every point of the run, in plain values.
+        """Return every point of the run as JSON values.
 
         Returns:
-            Steps in an epoch, the columns of the record, and processor seconds at each step.
+            The number of steps per epoch, the failure, the columns of the record, and processor seconds at each step.
         """
         columns = to_columns(self.run.record, [metric.name for metric in self.run.task.metrics()])
         return {
@@ -102,16 +102,17 @@ class Trained:
 
 
 def recipe_settings(recipe: Recipe, optimizers: Sequence[str]) -> dict[str, Any]:
-    """Select the keys of a recipe that decide the runs of a figure.
+    """Return the keys of a recipe that affect the results of a figure.
 
     Args:
         recipe: The recipe.
-        optimizers: Those that are trained with.
+        optimizers: The names of the optimizers that the figure uses.
 
     Returns:
-        Its keys without those that each run sets or that change no number; settings of the optimizers named alone.
+        The keys of the recipe, without those that are set for each run or do not affect results, and with the settings
+        of these optimizers alone.
     """
-    # environment variables are resolved now; the folder of the data may be a secret, and changes nothing
+    # Environment variables are resolved here, except in the folder of the data, which may be private.
     written = {key: text for key, text in recipe.written.items() if covers(FREE_ON_RESUME, key) and key != "epochs"}
     text = recipe_yaml(replace(recipe, written=written))
     keys = {key: value for key, value in yaml.safe_load(text).items() if key not in UNUSED}
@@ -129,23 +130,23 @@ def train_run(
     prepare: Callable[[Run], None] | None = None,
     may_diverge: bool = False,
 ) -> Trained:
-    """Train once.
+    """Train one run.
 
     Args:
-        settings: With `recipe` (as `recipe_settings` gives it) and `device`.
-        optimizer: Which of its optimizers.
-        overrides: `key=value` words, as `torch-thor train` takes them.
-        console: Where progress is shown.
-        label: What to call the run there.
-        callbacks: Told what happens.
-        prepare: Called before the first step.
-        may_diverge: Whether a loss that is no longer finite is a result, and not an error.
+        settings: Settings with the keys `recipe` (a result of `recipe_settings`) and `device`.
+        optimizer: The name of one of the recipe's optimizers.
+        overrides: Overrides `key=value`, as for `torch-thor train`.
+        console: The console that shows progress.
+        label: The name of the run in the progress display.
+        callbacks: Further callbacks of the training.
+        prepare: Called with the run before the first step.
+        may_diverge: Whether a training that diverges counts as a result and not as an error.
 
     Returns:
-        The run, done.
+        The completed training.
 
     Raises:
-        DivergedError: If the training diverged, and may not.
+        DivergedError: The training has diverged, and `may_diverge` is False.
     """
     words = [f"optimizer={optimizer}", f"device={settings['device']}", *overrides]
     recipe = parse_recipe(yaml.safe_dump(settings["recipe"]), "figures", words)
@@ -167,27 +168,29 @@ def train_run(
 
 
 def processor_time_counts(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:
-    """Tell whether a figure shows processor time: on one thread of a CPU it is what a quiet machine takes.
+    """Return whether a figure shows processor time instead of wall-clock time.
+
+    On one thread of a CPU, processor time is the wall-clock time on an otherwise idle machine.
 
     Args:
-        settings: With `device`.
-        machine: What `describe` gave.
+        settings: Settings with the key `device`.
+        machine: The description of the machine in the raw data.
 
     Returns:
-        True for one thread of a CPU; elsewhere figures show the time on the wall.
+        True for one thread of a CPU, else False.
     """
     return bool(settings["device"] == "cpu" and machine["threads"] == 1)
 
 
 def seconds_of(run: Mapping[str, Any], *, processor: bool) -> list[float]:
-    """When each step was done.
+    """Return the time at the end of each step.
 
     Args:
-        run: Of the raw data.
-        processor: Whether in processor time, or in time on the wall; of training steps alone both.
+        run: A run of the raw data.
+        processor: Whether to return processor time; otherwise wall-clock time. Both are of training steps alone.
 
     Returns:
-        Seconds, one number per step.
+        The seconds from the start of the training, one number per step.
     """
     return list(run["processor_seconds"] if processor else run["steps"]["seconds"])
 
@@ -196,12 +199,12 @@ def median_step(run: Mapping[str, Any], *, refresh: bool, processor: bool) -> fl
     """Return the median time of a step.
 
     Args:
-        run: Of the raw data.
-        refresh: Whether to look at the steps that refreshed curvature, or at the others.
+        run: A run of the raw data.
+        refresh: Whether to use the steps with a refresh; otherwise those without.
         processor: As for `seconds_of`.
 
     Returns:
-        The median in seconds, or `None` if there were no such steps.
+        The median in seconds; `None` if there are no such steps.
     """
     took = [after - before for before, after in itertools.pairwise([0.0, *seconds_of(run, processor=processor)])]
     chosen = [time for time, was in zip(took, run["steps"]["refresh"], strict=True) if was == refresh]
@@ -209,23 +212,23 @@ def median_step(run: Mapping[str, Any], *, refresh: bool, processor: bool) -> fl
 
 
 def to_columns(record: Record, metrics: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
-    """Every point of a run, a list for each of its fields: a fraction of what a mapping for each point takes.
+    """Return every point of a record in columns, which take a fraction of the size of a mapping for each point.
 
     Args:
-        record: The run's.
-        metrics: Names of the metrics of its evaluations.
+        record: The record of a run.
+        metrics: The names of the metrics of its evaluations.
 
     Returns:
-        `steps`, `evaluations` and `refreshes`, each field name -> values in order.
+        For each of `steps`, `evaluations` and `refreshes`, a mapping from the names of fields to lists of values.
     """
     return {name: history_format.to_columns(kind, getattr(record, name), metrics) for name, kind in COLUMNS.items()}
 
 
 def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
-    """Rebuild a record.
+    """Return the record for columns.
 
     Args:
-        columns: What `to_columns` made.
+        columns: A result of `to_columns`.
 
     Returns:
         The record.

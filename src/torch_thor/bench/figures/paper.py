@@ -1,8 +1,8 @@
-"""What the authors of THOR report, with its source: shown beside our figures, never as ours.
+"""The results that the authors of THOR report, with their sources, which are shown beside the figures.
 
-Their tasks are ResNet-50 on ImageNet and BERT-large, on 8 to 256 Ascend 910; ours are small, so no number of theirs can
-be compared with one of ours. What has no source that could be read is not here: times of THOR_stop and THOR_NT apart
-from THOR's, values of the F-norm, training losses, the curves of BERT.
+Their tasks are ResNet-50 on ImageNet and BERT-large, on 8 to 256 Ascend 910. The tasks of the figures here are small,
+so the numbers cannot be compared with each other. Numbers without an accessible source are left out: separate times of
+THOR_stop and THOR_NT, values of the F-norm, training losses, the curves of BERT.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ RELEASE = "MindSpore's documentation of its ResNet-50 with THOR: a later release
 
 @dataclass(frozen=True)
 class Reported:
-    """One line of what they report.
+    """One reported training.
 
     Args:
-        what: Optimizer and set-up.
-        minutes: Of training to the accuracy.
+        what: The optimizer and its setting.
+        minutes: The minutes of training to the accuracy; `None` if they are not reported.
         top1: The accuracy.
-        batch_size: Samples a step, over all devices; `None` where the source does not say.
-        devices: What they trained on.
-        epochs: To the accuracy; in words, because some are read off a curve.
-        source: Paper, section, table or page.
+        batch_size: The number of samples per step, over all devices; `None` if it is not reported.
+        devices: The devices of the training.
+        epochs: The epochs to the accuracy as text, because some are read off a curve; empty if they are not reported.
+        source: The source.
     """
 
     what: str
@@ -69,15 +69,15 @@ SPLIT_NOTE = f"{PAPER}, on an Ascend 910: the curves cross at 106, which gives 1
 
 
 def table(lines: tuple[Reported, ...], task: str = PAPER, accuracy: str = "top-1") -> str:
-    """Their numbers as Markdown.
+    """Return the reported numbers as a table.
 
     Args:
-        lines: What they report.
-        task: What they trained.
-        accuracy: Which accuracy it is.
+        lines: The reported trainings.
+        task: What was trained.
+        accuracy: The name of the accuracy.
 
     Returns:
-        A table, headed as theirs.
+        Markdown, with a sentence that says whose numbers these are.
     """
     heads = ("optimizer", "batch size", "devices", accuracy, "epochs", "minutes", "where it stands")
     rows = [

@@ -1,7 +1,7 @@
-"""The raw data of a figure: one JSON file with the settings and the machine that it was measured with.
+"""The raw data of a figure: one JSON file with the runs, the settings, and the description of the machine.
 
-A figure is measured run by run, and the file is written anew after each one: a measurement that was interrupted goes on
-with the runs that are missing. `RawFile` is the store of these runs. A checksum tells a file that was cut short or
+A figure is measured run by run, and the file is written after each run, so an interrupted measurement can be continued
+with the missing runs. `RawFile` is the store of these runs. A checksum detects a file that is incomplete or was
 changed by hand.
 """
 
@@ -17,19 +17,19 @@ from torch_thor.training.errors import UserError, require
 from torch_thor.training.output_files import write_whole
 
 FORMAT = 1
-DIGITS = 6  # significant ones that a number keeps
-MOST_NAMED = 6  # differences in one error
+DIGITS = 6  # the number of significant digits of stored numbers
+MOST_NAMED = 6  # the largest number of differences that an error names
 
 
 @dataclass
 class RawData:
-    """What was measured.
+    """The raw data of a figure.
 
     Args:
-        figure: The figure's name.
-        settings: What it was measured with: plain JSON values.
-        machine: What it was measured on.
-        runs: One mapping for each run done; `job` says which one it is.
+        figure: The name of the figure.
+        settings: The settings of the measurement, as JSON values.
+        machine: The description of the machine.
+        runs: The finished runs; the entry `job` of each identifies it.
     """
 
     figure: str
@@ -38,13 +38,13 @@ class RawData:
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, **job: Any) -> dict[str, Any] | None:
-        """Look a run up.
+        """Look up a run.
 
         Args:
-            **job: Which one.
+            **job: The values that identify the run.
 
         Returns:
-            The run, or `None` if it is not done yet.
+            The run; `None` if it is not finished.
         """
         return next((run for run in self.runs if run["job"] == job), None)
 
@@ -52,7 +52,7 @@ class RawData:
         """Return the same data with only some of the runs.
 
         Args:
-            jobs: Which; each one is done.
+            jobs: The values that identify the runs, all of which must be finished.
 
         Returns:
             Raw data with these runs, in this order.
@@ -62,18 +62,18 @@ class RawData:
         return replace(self, runs=found)
 
     def chosen(self, **part: Any) -> list[dict[str, Any]]:
-        """Return the finished runs of some kind.
+        """Return the finished runs whose jobs have given values.
 
         Args:
-            **part: What their jobs have in common.
+            **part: Some of the values that identify a run.
 
         Returns:
-            The runs, in the order in which they were done.
+            The runs, in the order in which they were measured.
         """
         return [run for run in self.runs if part.items() <= run["job"].items()]
 
     def write(self, path: Path) -> None:
-        """Write the file as a whole: it is renamed into its place when it is complete.
+        """Write the file; an existing one is replaced when the new one is complete.
 
         Args:
             path: The file.
@@ -85,10 +85,10 @@ class RawData:
 
 @dataclass
 class RawFile:
-    """The store of a figure's runs; a result says in `job` which run it is.
+    """The store of the runs of a figure; the entry `job` of a result identifies the run.
 
     Args:
-        raw: What is there so far.
+        raw: The raw data so far.
         path: The file.
     """
 
@@ -101,13 +101,13 @@ class RawFile:
         return self.path.parent
 
     def holds(self, key: str) -> bool:
-        """Tell whether a run is done.
+        """Return whether a run is finished.
 
         Args:
-            key: Of its job, see `stores.key_of`.
+            key: The key of its job, see `stores.key_of`.
 
         Returns:
-            True if it is.
+            Whether it is.
         """
         return any(key_of(run["job"]) == key for run in self.raw.runs)
 
@@ -115,24 +115,24 @@ class RawFile:
         """Add a run and write the file.
 
         Args:
-            key: Of its job, see `stores.key_of`.
+            key: The key of its job, see `stores.key_of`.
             result: The run.
         """
         assert key_of(result["job"]) == key
         self.raw.runs.append(dict(result))
         self.raw.write(self.path)
-        for ending in (".png", ".md"):  # of other data, until these are complete
+        for ending in (".png", ".md"):  # they show other data, and are made again when these are complete
             self.path.with_suffix(ending).unlink(missing_ok=True)
 
 
 def plain(values: Any) -> Any:
-    """Turn values into what JSON gives back.
+    """Convert values into the form in which JSON stores them.
 
     Args:
         values: Mappings, sequences, text and numbers.
 
     Returns:
-        The same with lists for sequences, text for keys and numbers of six significant digits.
+        The same values with lists for sequences, text for keys, and numbers rounded to six significant digits.
     """
     return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.{DIGITS}g}"))
 
@@ -142,13 +142,13 @@ def read(path: Path, figure: str) -> RawData | None:
 
     Args:
         path: The file.
-        figure: Whose data it must be.
+        figure: The name of the figure.
 
     Returns:
-        The data, or `None` if there is no such file.
+        The data; `None` if there is no such file.
 
     Raises:
-        UserError: If the file is damaged, or belongs to something else.
+        UserError: The file is damaged, or holds something else.
     """
     remedy = "measure anew with --overwrite, or choose another folder with --out"
     try:
@@ -168,14 +168,14 @@ def read(path: Path, figure: str) -> RawData | None:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """Say in what two mappings differ.
+    """Describe the differences between two mappings.
 
     Args:
-        old: Plain JSON values.
-        new: The same.
+        old: JSON values.
+        new: JSON values.
 
     Returns:
-        `key: old -> new; ...`, empty if they are equal.
+        `key: old -> new; ...`; empty if they are equal.
     """
     before, now = dict(_flat(old)), dict(_flat(new))
     found = [
@@ -186,7 +186,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _lines(value: Any) -> str:
-    """Write a list with a line per item, so that people can read and compare files of many runs."""
+    """Format a list with one line per item, so that files of many runs can be read and compared."""
     if not isinstance(value, list):
         return json.dumps(value)
     return "[\n" + ",\n".join(json.dumps(item) for item in value) + "\n]"

@@ -1,4 +1,4 @@
-"""Where falling performance meets rising information over the split dimension (Chen et al. 2021, section 3.3)."""
+"""The curves of performance and information over the split dimension, and their crossing (Chen et al. 2021, 3.3)."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,14 +19,14 @@ MODEL, BATCH, PIXELS, SEED = "resnet50", 32, 224, 0
 
 
 def settings(options: Options, device: str) -> dict[str, Any]:
-    """Choose the settings of the figure.
+    """Return the settings of the figure.
 
     Args:
-        options: The user's.
-        device: To measure on.
+        options: The user's options.
+        device: The device to measure on.
 
     Returns:
-        Plain values.
+        JSON values.
     """
     pixels = PIXELS if options.pixels is None else options.pixels
     require(pixels >= 1, f"--pixels {pixels}: give 1 or more")
@@ -40,27 +40,27 @@ def settings(options: Options, device: str) -> dict[str, Any]:
 
 
 def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the only run there is.
+    """Return the runs of the figure, of which there is one.
 
     Args:
-        settings: What decides it.
+        settings: The settings of the figure.
 
     Returns:
-        The model.
+        The model of the run.
     """
     return [{"model": settings["model"]}]
 
 
 def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
-    """Measure losses and inverse times, as `torch-thor split-dim` does.
+    """Measure spectral losses and times of inversion, as `torch-thor split-dim` does.
 
     Args:
-        settings: What decides the figure.
+        settings: The settings of the figure.
         job: The model.
-        console: Where progress is shown.
+        console: The console that shows progress.
 
     Returns:
-        Everything that the choice was made from.
+        The choice and the measurements from which it was made.
     """
     own = {key: settings[key] for key in ("device", "batch", "pixels", "seed")}
     _, numbers = measure_split_dim(job["model"], console, data=None, **own)
@@ -78,7 +78,7 @@ def table(raw: RawData) -> str:
         raw: Complete raw data.
 
     Returns:
-        Markdown, ours and theirs.
+        The table, and what the paper reports, in Markdown.
     """
     choice = _choice(raw)
     rows = []
@@ -90,11 +90,11 @@ def table(raw: RawData) -> str:
 
 
 def draw(raw: RawData, path: Path) -> None:
-    """Draw both curves with our crossing and the paper's.
+    """Draw both curves, with the measured crossing and that of the paper.
 
     Args:
         raw: Complete raw data.
-        path: The PNG to write.
+        path: The PNG file to write.
     """
     elsewhere = {paper.SPLIT_LABEL: paper.SPLIT_CROSSING}
     draw_choice(_choice(raw), raw.settings["model"], path, elsewhere)

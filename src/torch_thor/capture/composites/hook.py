@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from torch_thor.capture.watcher import Watcher, first_argument
+from torch_thor.capture.watcher import ModuleHook, Watcher, first_argument
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 
@@ -20,7 +20,7 @@ class Report(Protocol):
         ...
 
 
-class CompositeHook:
+class CompositeHook(ModuleHook):
     """Reports the inputs and outputs of the layers that one composite module computes.
 
     A subclass overrides :meth:`mode`, and :meth:`count` where its default does not fit the module.

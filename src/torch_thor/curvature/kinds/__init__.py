@@ -6,7 +6,7 @@ A new kind is a file with a class that implements :class:`Kind`, and one line be
 from torch import nn
 
 from torch_thor.curvature.kinds.base import Kind, MatrixWeight
-from torch_thor.curvature.kinds.convolution import ConvKind, ConvTransposeKind
+from torch_thor.curvature.kinds.convolution import ConvKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled, why_not_counted
 from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind, is_hugging_face_conv1d
 from torch_thor.curvature.kinds.projection import ProjectionKind, SequenceCall
@@ -26,6 +26,7 @@ from torch_thor.curvature.kinds.standardised import (
     is_same_padded,
     is_standardised,
 )
+from torch_thor.curvature.kinds.transposed_convolution import ConvTransposeKind
 
 __all__ = [
     "Kind",

@@ -56,6 +56,16 @@ class Kind(Protocol):
         """Whether each group has its own rows, possibly none, so that T is part of the factors (experts)."""
         ...
 
+    @property
+    def batch_first(self) -> bool:
+        """Whether the leading dimension of the input is the batch for certain, as that of a convolution is.
+
+        False for layers that also run on other layouts, such as a linear layer on ``(L, N, features)``. Where layers
+        see different numbers of samples, those that are certain decide. A registered kind may leave the attribute out,
+        which means False.
+        """
+        ...
+
     def loss_terms(self, x: Tensor) -> int:
         """Return the number of samples in an input: its leading dimension, 1 if it has no batch dimension."""
         ...
@@ -107,6 +117,7 @@ class MatrixWeight:
 
     solves_biases = True
     routed = False
+    batch_first = False
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as one matrix.

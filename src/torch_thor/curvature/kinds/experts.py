@@ -30,6 +30,7 @@ class ExpertsKind:
     diagonal_input = False
     solves_biases = True
     routed = True
+    batch_first = False
 
     def __init__(self, weight: Tensor, *, inputs_first: bool) -> None:
         self.transposed = inputs_first

@@ -18,6 +18,8 @@ class ProjectionKind(LinearKind):
         label: the name of the kind in ``optimizer.coverage()``, as a rule the class of the module.
     """
 
+    batch_first = True
+
     def __init__(self, weight: Tensor, label: str) -> None:
         self.outputs, self.inputs = weight.shape
         self.label = label

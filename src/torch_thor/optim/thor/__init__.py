@@ -1,1 +1,1 @@
-"""THOR: the optimizer, its update rules, and what a step needs."""
+"""The optimizer THOR: its step, its update rules, its state and its checks."""

@@ -1,4 +1,4 @@
-"""``split_dim="auto"``: it is chosen in the first step, and the number replaces the word in the parameter group."""
+"""``split_dim="auto"``: the choice of the split dimension in the first step, which replaces the word in the group."""
 
 import warnings
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ FALLBACK = 128  # the paper's choice for ResNet-50
 
 
 class AutoSplit:
-    """Decides for the layers whose group says "auto".
+    """Chooses the split dimension of the parameter groups that have ``split_dim="auto"``, one for all of them.
 
     Args:
         groups: the optimizer's parameter groups.
-        layers: its layers, by name.
+        layers: the preconditioned layers, by name.
     """
 
     def __init__(self, groups: list[Group], layers: Mapping[str, LayerCurvature]) -> None:
@@ -30,10 +30,10 @@ class AutoSplit:
             self._layers = {k: one for k, one in trained.items() if one.weight_view.options["split_dim"] == AUTO}
 
     def from_cache(self, processes: Processes) -> None:
-        """Take the number that an earlier training has left for this model, device and version.
+        """Use the split dimension that an earlier training has stored for this model, device and version.
 
         Args:
-            processes: those that train together; what the first one finds holds for all.
+            processes: the processes that train together; the result of the first one is used by all.
         """
         if not self._groups:
             return
@@ -43,10 +43,12 @@ class AutoSplit:
             self._settle(agreed)
 
     def from_statistics(self, processes: Processes) -> None:
-        """Choose from the uncut statistics of this step, and keep the choice; raises nothing.
+        """Choose the split dimension from the unsplit statistics of this step, and store it for later trainings.
+
+        If the choice fails, the default of the paper is used, with a warning.
 
         Args:
-            processes: those that train together, with the same statistics; the first one measures and chooses for all.
+            processes: the processes that train together, with equal statistics; the first one chooses for all.
         """
         if not self._groups:
             return
@@ -62,7 +64,7 @@ class AutoSplit:
                 if sums is not None:
                     losses[name] = losses_of(sums, split_dims, layer)
             choice = choose(self._layers, losses, split_dims) if losses else None
-        except (ValueError, RuntimeError) as error:  # statistics that overflowed; no memory for the largest candidate
+        except (ValueError, RuntimeError) as error:  # statistics have overflowed, or memory was too small
             return _fall_back(str(error))
         if choice is None:
             return _fall_back("the first step brought no statistics")

@@ -1,4 +1,4 @@
-"""What is preconditioned today: the inspection of the model, seen with what was frozen and what was never called."""
+"""The coverage of a model as it is now: the result of its inspection, updated for frozen and for uncalled layers."""
 
 import math
 import warnings
@@ -15,13 +15,15 @@ from torch_thor.optim.thor.parameter_index import ParameterIndex
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 
 
-def covered_now(entries: Iterable[Covered], parameters: Mapping[str, Tensor], index: ParameterIndex) -> list[Covered]:
-    """Return the inspection's entries as they hold now.
+def current_coverage(
+    entries: Iterable[Covered], parameters: Mapping[str, Tensor], index: ParameterIndex
+) -> list[Covered]:
+    """Return the entries of an inspection as they are now.
 
     Args:
-        entries: what the inspection found.
-        parameters: the model's parameters, by name.
-        index: knows the layers of each.
+        entries: the entries when the model was inspected.
+        parameters: the model's current parameters, by name.
+        index: the index of the model's parameters, which knows the layers of each.
 
     Returns:
         One entry per parameter, in the model's order.
@@ -44,24 +46,24 @@ def _now(entry: Covered, parameter: Tensor, index: ParameterIndex) -> Covered:
 
 
 def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
-    """Count what is trained.
+    """Count the elements of the trained parameters.
 
     Args:
-        entries: what each parameter gets.
+        entries: one entry per parameter.
 
     Returns:
-        How many numbers are preconditioned, and how many are trained at all.
+        The number of elements that are preconditioned, and the number of all that are trained.
     """
     trained = [entry for entry in entries if entry.trained]
     return sum(_size(entry) for entry in trained if entry.preconditioned), sum(_size(entry) for entry in trained)
 
 
 def warn_of_little(entries: Iterable[Covered], stacklevel: int) -> None:
-    """Say so, where less than half of what is trained is preconditioned, and the user has not chosen so by ``skip=``.
+    """Warn if less than half of the trained parameters is preconditioned, apart from what ``skip=`` leaves out.
 
     Args:
-        entries: what each parameter gets.
-        stacklevel: as for :func:`warnings.warn`.
+        entries: one entry per parameter.
+        stacklevel: as for :func:`warnings.warn`, seen from the caller.
     """
     entries = [entry for entry in entries if entry.reason != SKIPPED]
     covered, total = sizes(entries)
@@ -82,30 +84,33 @@ def _size(entry: Covered) -> int:
     return math.prod(entry.shape)
 
 
-def gone_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *, computed: bool = False) -> str:
-    """Return the text of the warning for a module that is no longer in the model, or has lost a parameter.
+def removed_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *, computed: bool = False) -> str:
+    """Return the text of the warning for a layer that was removed from the model, or whose weight is computed now.
 
     Args:
-        name: the module.
-        before: what every parameter got while it was there.
-        now: what every parameter gets.
-        computed: whether the module is there, and computes what was its weight.
+        name: the name of the module.
+        before: one entry per parameter of the model before the change.
+        now: one entry per parameter of the model after it.
+        computed: whether the module is still there, and its weight is computed from other parameters.
 
     Returns:
         The message.
     """
     known = {entry.name for entry in before if entry.reason == NOT_TRAINED}
     new = [entry.name for entry in now if entry.reason == NOT_TRAINED and entry.name not in known]
-    told = f"THOR: module {name!r} is no longer in the model: it was replaced or removed after THOR was made"
-    then = ", and what it had is not trained any more"
+    change = f"THOR: module {name!r} is no longer in the model: it was replaced or removed after THOR was made"
+    consequence = ", and its parameters are not trained any more"
     if computed:
-        told = (
+        change = (
             f"THOR: the weight of {name!r} is no parameter any more: it was pruned or parametrised after THOR was made"
         )
-        then = ", and what it is computed from is trained plainly; THOR takes it up again when it is a parameter again"
+        consequence = (
+            ", and the parameters that it is computed from are trained plainly; THOR preconditions it again when it is "
+            "a parameter again"
+        )
     if not new:
-        return told + then
+        return change + consequence
     return (
-        f"{told}. In no parameter group, and so not trained, are {some(new)}: give them to "
-        f"optimizer.add_param_group({{'params': [...]}}), or make THOR anew"
+        f"{change}. In no parameter group, and so not trained, are {some(new)}: give them to "
+        f"optimizer.add_param_group({{'params': [...]}}), or make THOR again"
     )

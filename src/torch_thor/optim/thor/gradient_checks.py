@@ -1,45 +1,47 @@
-"""What is wrong with gradients that a step cannot be taken with."""
+"""Finds gradients with which no step can be taken, and describes them in errors."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torch_thor.optim.parameters import Group, with_gradient
+from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
-def numbers_of(gradient: Tensor) -> Tensor:
-    """Return the real numbers that a gradient holds, whatever its layout.
+def real_elements(gradient: Tensor) -> Tensor:
+    """Return the elements of a gradient as a dense real tensor.
 
     Args:
         gradient: dense or sparse (COO), real or complex.
 
     Returns:
-        A dense real tensor, for looking at.
+        The stored elements; a complex one as two real numbers. The shape is not that of the gradient.
     """
     values = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def nonfinite_names(groups: list[Group], index: ParameterIndex) -> list[str]:
-    """Return the parameters whose gradients hold NaN or inf.
+    """Return the names of the parameters whose gradients hold NaN or inf.
 
     Args:
-        groups: parameter groups.
-        index: knows the parameters' names.
+        groups: the optimizer's parameter groups.
+        index: the index of the model's parameters, which knows their names.
 
     Returns:
-        Their names.
+        The names.
     """
-    return [index.name(p) for _, p, g in with_gradient(groups) if not bool(numbers_of(g).isfinite().all())]
+    return [
+        index.name(p) for _, p, g in parameters_with_gradient(groups) if not bool(real_elements(g).isfinite().all())
+    ]
 
 
 def layout_message(name: str, layout: torch.layout) -> str:
     """Return the text of the error for a gradient that is neither dense nor sparse COO.
 
     Args:
-        name: the parameter.
+        name: the name of the parameter.
         layout: the layout of its gradient.
 
     Returns:
@@ -49,11 +51,11 @@ def layout_message(name: str, layout: torch.layout) -> str:
 
 
 def nonfinite_message(step: int, names: Sequence[str]) -> str:
-    """Return the text of the error for a step that is refused.
+    """Return the text of the error for a step whose gradients are not finite.
 
     Args:
-        step: its number.
-        names: the parameters whose gradients are not finite; none where only their norms overflow.
+        step: the number of the step.
+        names: the names of the parameters whose gradients are not finite; empty if only their norms overflow.
 
     Returns:
         The message.
@@ -66,11 +68,11 @@ def nonfinite_message(step: int, names: Sequence[str]) -> str:
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """Return the first few names as text.
+    """Return the first few names of a list as text.
 
     Args:
-        names: all of them.
-        most: how many to spell out.
+        names: all names.
+        most: the largest number of names to write out.
 
     Returns:
         ``"a, b and 3 more"``.

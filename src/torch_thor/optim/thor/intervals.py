@@ -1,16 +1,15 @@
-"""When to refresh, as small objects: ``THOR(model, update_interval=intervals.Geometric(10, 500, factor=1.2))``.
+"""Schedules of refreshes: ``THOR(model, update_interval=intervals.Geometric(10, 500, factor=1.2))``.
 
-A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until the next one. These
-depend on the step alone, so that a resumed run has the schedule it would have had, and their repr says all there is to
-know: it stands in the state dict, from which :meth:`torch_thor.THOR.load_state_dict` makes the schedule again. Any
-function of the step will do as well; it is the program's then, and no checkpoint holds it.
+A schedule is a callable from the step of a refresh, counted from 0, to the number of steps until the next refresh. The
+schedules here depend on the step alone, so a resumed run continues the schedule. Their repr describes them completely:
+it is stored in the state dict, from which :meth:`torch_thor.THOR.load_state_dict` makes the schedule again. Any other
+callable can be passed too, but state dicts do not contain it.
 
-Each parameter group counts its own steps, in the group itself, where every checkpoint sees them: ``group["step"]``
-counts the steps taken, ``group["next_refresh"]`` is the step of the next refresh, and ``group["update_interval"]`` (a
-number, a schedule or any callable) is asked on each refresh for the steps until the next one.
+Each parameter group counts its own steps, and stores the counts in the group itself, so that every checkpoint contains
+them: ``group["step"]`` is the number of steps taken, ``group["next_refresh"]`` is the step of the next refresh, and
+``group["update_interval"]`` (a number, a schedule or any callable) gives the steps from one refresh to the next.
 """
 
-import ast
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -18,15 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch_thor.optim.checks import check_interval
-from torch_thor.optim.parameters import Group
 
 UpdateInterval = int | Callable[[int], int]
 
-CALLABLE = "callable"  # what a state dict says of a function
-
 
 class Schedule(Protocol):
-    """What the classes of this module have in common."""
+    """The interface of the schedules in this module."""
 
     def __call__(self, step: int) -> int:
         """Return the interval after a refresh.
@@ -45,13 +41,13 @@ def _number(name: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same interval all through, as the plain number means it.
+    """The same interval throughout the training; equivalent to the number itself.
 
     Args:
         interval: steps between refreshes, at least 1.
 
     Raises:
-        ValueError: it is no whole number of at least 1.
+        ValueError: the interval is not a whole number of at least 1.
     """
 
     interval: int
@@ -63,27 +59,27 @@ class Constant:
         """Return the interval.
 
         Args:
-            step: the step of a refresh.
+            step: not used.
 
         Returns:
-            Steps to the next refresh.
+            The number of steps to the next refresh.
         """
         return self.interval
 
 
 @dataclass(frozen=True)
 class Piecewise:
-    """One interval up to the first boundary, the next up to the second, and so on.
+    """A piecewise constant interval: one value up to the first boundary, the next up to the second, and so on.
 
     ``Piecewise([500, 2000], [10, 50, 200])`` refreshes every 10 steps before step 500, every 50 before step 2000, then
     every 200; ``Piecewise([1, 5], [50, 200, 834], steps_per_epoch=5004)`` has its boundaries after epochs 1 and 5. The
-    interval is the one at the refresh itself: it may reach over a boundary.
+    interval is determined at each refresh, and it may extend beyond a boundary.
 
     Args:
-        boundaries: steps, or epochs (fractions are fine) where ``steps_per_epoch`` is given; above 0 and rising. From
-            a boundary on the next interval holds.
+        boundaries: increasing steps above 0; or epochs, which may be fractions, if ``steps_per_epoch`` is given. From
+            each boundary on, the next interval is used.
         intervals: steps between refreshes, one more than there are boundaries.
-        steps_per_epoch: optimizer steps in one epoch; None: boundaries are steps.
+        steps_per_epoch: the number of optimizer steps in one epoch; None if the boundaries are steps.
 
     Raises:
         ValueError: a value is out of range, or the numbers of boundaries and intervals do not fit.
@@ -126,7 +122,7 @@ class Piecewise:
         Returns:
             Steps to the next refresh.
         """
-        # whole steps times epochs, not steps over steps_per_epoch: the same comparison without a rounded quotient
+        # epochs are multiplied, instead of dividing the step, because a quotient would be rounded
         return self.intervals[sum(step >= b * (self.steps_per_epoch or 1) for b in self.boundaries)]
 
 
@@ -134,14 +130,15 @@ class Piecewise:
 class Geometric:
     """An interval that grows by the same factor on each refresh, from ``first`` to ``last`` (Chen et al. 2021, 3.2).
 
-    With ``last`` the number of steps in an epoch it ends at one refresh an epoch, as the paper has it on ResNet-50. The
-    interval is a function of the step alone: where refreshes follow each other at intervals k, factor · k, factor² · k,
-    and so on, the interval is ``first + (factor - 1) · step``, so that is what it is, rounded down, up to ``last``.
+    If ``last`` is the number of steps in an epoch, it ends at one refresh per epoch, as in the paper on ResNet-50. The
+    interval depends on the step alone: intervals k, factor · k, factor² · k, and so on have the closed form
+    ``first + (factor - 1) · step``, which is rounded down and bounded by ``last``.
 
     Args:
         first: the interval after the first step, in steps; at least 1.
-        last: the longest interval, in steps; not below ``first``.
-        factor: growth on each refresh, above 1: 1.2 goes from 10 to 500 in 22 refreshes, over 2,450 steps.
+        last: the longest interval, in steps; at least ``first``.
+        factor: the growth on each refresh, above 1: with 1.2 the interval grows from 10 to 500 in 22 refreshes, over
+            2,450 steps.
 
     Raises:
         ValueError: a value is out of range.
@@ -168,97 +165,21 @@ class Geometric:
         Returns:
             Steps to the next refresh.
         """
-        # the product first: 1.2 · 5 is 6 in floating point too, 0.2 · 5 of (1.2 - 1) is not 1
+        # factor · step, and not (factor - 1) · step: in floating point 1.2 · 5 is 6, but (1.2 - 1) · 5 is not 1
         return math.floor(min(float(self.last), self.first - step + self.factor * step))
 
 
-_KNOWN: dict[str, type[Constant | Piecewise | Geometric]] = {
-    cls.__name__: cls for cls in (Constant, Piecewise, Geometric)
-}
-
-
-def to_plain(interval: int | Callable[[int], int]) -> int | str:
-    """Return what a state dict holds of an interval.
-
-    Args:
-        interval: a number, a schedule or any callable.
-
-    Returns:
-        The number; the schedule's repr; ``"callable"`` for any other callable.
-    """
-    if not callable(interval):
-        return interval
-    return repr(interval) if type(interval) in _KNOWN.values() else CALLABLE
-
-
-def from_plain(plain: Any) -> Any:
-    """Make what :func:`to_plain` was given, without running what the text says.
-
-    Args:
-        plain: an entry of a state dict.
-
-    Returns:
-        The schedule that a text describes; anything else as it is, ``"callable"`` too.
-
-    Raises:
-        ValueError: a text describes no schedule of this version.
-    """
-    if not isinstance(plain, str) or plain == CALLABLE:
-        return plain
-    try:
-        call = ast.parse(plain, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("not a call of a class with keywords")
-        return _KNOWN[call.func.id](**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
-    except (SyntaxError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"update_interval={plain!r} in the state dict is no schedule of this version, which knows "
-            f"{', '.join(_KNOWN)}; set group['update_interval'] in the state dict to a whole number or to one of them"
-        ) from error
-
-
 def steps_until_next(interval: Callable[[int], int], step: int) -> int:
-    """Ask a schedule for the way to the next refresh.
+    """Return the number of steps to the next refresh, as a schedule gives it.
 
     Args:
         interval: a schedule or any callable.
         step: the step of a refresh, counted from 0.
 
     Returns:
-        The steps until the next one, at least 1.
+        The number of steps, at least 1.
 
     Raises:
-        ValueError: it gives something else.
+        ValueError: the callable returns something else.
     """
     return check_interval(f"update_interval({step})", interval(step))
-
-
-def plain_group(group: Group) -> Group:
-    """Return a group as a state dict holds it.
-
-    Args:
-        group: a parameter group.
-
-    Returns:
-        A copy with plain data for its interval.
-    """
-    return {**group, "update_interval": to_plain(group["update_interval"])}
-
-
-def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
-    """Return the interval that holds after a state dict was loaded.
-
-    Args:
-        saved: the group in the state dict.
-        own: what the program gave; it stays where it is a function, or where the saved one was, since no checkpoint
-            holds functions, and where the state dict has no interval.
-
-    Returns:
-        The saved number or schedule, or the program's own.
-
-    Raises:
-        ValueError: the state dict holds a text that is no schedule of this version.
-    """
-    interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
-    of_the_program = callable(own) and to_plain(own) == CALLABLE
-    return own if of_the_program or isinstance(interval, str) else interval

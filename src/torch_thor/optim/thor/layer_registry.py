@@ -1,4 +1,4 @@
-"""The preconditioned layers of a model: found by inspection, watched by Capture, followed when the model changes."""
+"""The preconditioned layers of a model: finds them, registers their hooks, and updates both when the model changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,23 +9,24 @@ from torch import Tensor, nn
 from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.inspection import Inspection, inspect_model
+from torch_thor.capture.layers import Layer
 from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.covered import covered_now, gone_message
+from torch_thor.optim.thor.covered import current_coverage, removed_message
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.step_warnings import StepWarnings
 
 
 class LayerRegistry:
-    """The layers that an optimizer preconditions, and what they need around them.
+    """The layers that an optimizer preconditions, the index of the parameters, and the capture of statistics.
 
     Args:
         model: the model.
         sides: the factors of each layer: ``("A", "G")``, or ``("A",)``.
-        skip: layers to leave out.
-        only: layers to keep.
+        skip: the layers to leave out.
+        only: the layers to keep.
         sampled: whether statistics come from sampled labels.
     """
 
@@ -40,33 +41,34 @@ class LayerRegistry:
         self.warnings = StepWarnings()
         self._skip, self._only = skip, only
         self._found: list[Covered] = []
-        self.replacement: Inspection | None = None  # what is to be watched from the next step on
+        self.left_out: list[Layer] = []  # the layers that skip= and only= leave out
+        self.replacement: Inspection | None = None  # the layers to use from the next step on
 
     @property
     def device(self) -> torch.device:
-        """Where the model is, as far as its first layer tells."""
+        """The device of the first layer, which stands for that of the model."""
         return next(iter(self.layers.values())).weight.device
 
     def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
-        """Inspect the model, and watch the layers that are found.
+        """Inspect the model, and capture the statistics of the layers that are found.
 
         Args:
             groups: the optimizer's parameter groups.
-            states: its state.
+            states: the optimizer's state.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no layer can be preconditioned.
         """
         self._watch(self._inspect_or_raise(groups), groups, states)
 
     def leave_out_removed(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
-        """Leave out the layers whose modules are no longer in the model, or compute their weight now (pruning).
+        """Drop the layers whose modules were removed from the model, or compute their weight now (pruning).
 
-        What has come in their place is watched after this step, which has no statistics of it.
+        Layers that have replaced them are used from the next step on, because this step has no statistics of them.
 
         Args:
             groups: the optimizer's parameter groups.
-            states: its state.
+            states: the optimizer's state.
         """
         removed, computed = self.index.removed_modules(self.model), self.index.computed
         if not removed and not computed:
@@ -75,9 +77,9 @@ class LayerRegistry:
         before = set(self.layers)
         self.layers = self._still_there(found)
         for name in removed:
-            self.warnings.note((name, "gone"), gone_message(name, self._found, found.entries))
+            self.warnings.note((name, "gone"), removed_message(name, self._found, found.entries))
         for name in sorted(before - set(found.layers)) if computed else ():
-            self.warnings.note((name, "computed"), gone_message(name, self._found, found.entries, computed=True))
+            self.warnings.note((name, "computed"), removed_message(name, self._found, found.entries, computed=True))
         self.index.read_modules(self.model)
         self.index.set_layers(self.layers, found.matrices)
         self.index.update(groups, states)
@@ -85,21 +87,21 @@ class LayerRegistry:
         self.replacement = found
 
     def watch_replacement(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
-        """Watch what was found in the place of removed layers.
+        """Use the layers that have replaced removed ones, if there are any.
 
         Args:
             groups: the optimizer's parameter groups.
-            states: its state.
+            states: the optimizer's state.
         """
         if self.replacement is not None:
             self._watch(self.replacement, groups, states)
 
     def coverage(self, groups: list[Group], states: Mapping[Tensor, Any]) -> list[Covered]:
-        """Return what each parameter gets now.
+        """Return how each parameter of the model is trained now.
 
         Args:
             groups: the optimizer's parameter groups.
-            states: its state.
+            states: the optimizer's state.
 
         Returns:
             One entry per parameter, in the model's order.
@@ -109,11 +111,11 @@ class LayerRegistry:
         return self._now(self._inspect(groups).entries if changed else self._found)
 
     def report(self, layer: LayerCurvature, what: str) -> None:
-        """Warn of a problem of a layer after the step, once for each kind of problem.
+        """Warn of a problem of a layer after the step, once for each layer and problem.
 
         Args:
             layer: the layer.
-            what: a sentence.
+            what: a sentence that describes the problem.
         """
         step = layer.weight_view.options["step"]
         self.warnings.note((layer.name, what), f"THOR, step {step}, layer {layer.name!r}: {what}")
@@ -122,7 +124,7 @@ class LayerRegistry:
         """Return the text of the error for a model without a layer to precondition.
 
         Args:
-            entries: what each parameter gets.
+            entries: one entry per parameter of the model.
 
         Returns:
             The message.
@@ -149,7 +151,7 @@ class LayerRegistry:
 
     def _watch(self, found: Inspection, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         self.replacement = None
-        self._found = found.entries
+        self._found, self.left_out = found.entries, found.left_out
         self.index.read_modules(self.model)
         known = self._still_there(found)
         self.layers = {
@@ -163,11 +165,11 @@ class LayerRegistry:
         self.capture.resume()
 
     def _still_there(self, found: Inspection) -> dict[str, LayerCurvature]:
-        """Return the layers of before whose weights are still those that have their names."""
+        """Return the present layers that were found again, with the same weights."""
         layers = found.layers
         return {
             k: old for k, old in self.layers.items() if k in layers and old.weight_view.is_same_as(layers[k].weight)
         }
 
     def _now(self, entries: list[Covered]) -> list[Covered]:
-        return covered_now(entries, dict(self.model.named_parameters()), self.index)
+        return current_coverage(entries, dict(self.model.named_parameters()), self.index)

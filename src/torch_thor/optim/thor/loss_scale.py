@@ -1,4 +1,4 @@
-"""By how much a GradScaler has scaled what a step is about to use, and whether it wants the step skipped."""
+"""The loss scale of a GradScaler: by how much it has scaled gradients, and whether the step must be skipped."""
 
 import inspect
 from collections.abc import Iterable
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class LossScale:
-    """What is known of a GradScaler in the step that is being taken.
+    """The loss scale in the current step.
 
-    GradScaler hands an optimizer that sets ``_step_supports_amp_scaling`` two tensors as attributes, ``grad_scale`` and
-    ``found_inf``, in the place of unscaling and skipping itself: the only way to learn the scale of the captured output
-    gradients from a plain ``scaler.step(optimizer)``. Where the user has called ``scaler.unscale_`` it hands over no
-    scale, and the scaler itself is asked.
+    GradScaler does not unscale gradients or skip steps for an optimizer that sets ``_step_supports_amp_scaling``.
+    Instead it sets two tensors as attributes of the optimizer, ``grad_scale`` and ``found_inf``. From a plain
+    ``scaler.step(optimizer)`` the scale of the captured output gradients cannot be learnt in any other way. If the user
+    has called ``scaler.unscale_``, it sets no scale, and the scaler itself is asked.
 
     Args:
-        optimizer: where GradScaler puts its attributes.
+        optimizer: the optimizer, whose attributes GradScaler sets.
         grad_scaler: the scaler, if the user gave it.
     """
 
@@ -29,14 +29,17 @@ class LossScale:
 
     @property
     def found_inf(self) -> bool:
-        """Whether the scaler wants the step skipped (a synchronisation that the scaler would make otherwise)."""
+        """Whether the scaler has found inf, so that the step must be skipped (a host–device synchronisation).
+
+        The scaler would otherwise make this synchronisation itself.
+        """
         return self._found_inf is not None and float(self._found_inf) > 0
 
     def unscale_(self, gradients: Iterable[Tensor]) -> None:
-        """Divide by the scale, where the scaler has left that to the optimizer.
+        """Divide gradients by the scale, if the scaler has left that to the optimizer.
 
         Args:
-            gradients: changed in place.
+            gradients: the gradients, changed in place.
         """
         if self.of_gradients is not None:
             inverse = self.of_gradients.double().reciprocal().float()
@@ -44,13 +47,13 @@ class LossScale:
                 gradient.mul_(inverse.to(gradient.device))
 
     def of_outputs(self) -> float:
-        """Return by how much the captured output gradients are scaled.
+        """Return the scale of the captured output gradients.
 
         Returns:
-            The scale, 1 without a scaler.
+            The scale; 1 without a scaler.
 
         Raises:
-            RuntimeError: the gradients were unscaled beforehand, by something that is not torch's GradScaler.
+            RuntimeError: the gradients were unscaled beforehand, by a scaler that is not torch's GradScaler.
         """
         if self._scaler is not None:
             return float(self._scaler.get_scale())
@@ -68,11 +71,11 @@ class LossScale:
 
 
 def _calling_scaler() -> torch.amp.GradScaler | None:
-    """Return the GradScaler in whose ``step`` we are.
+    """Return the GradScaler that is calling the optimizer's ``step``, by looking at the call stack.
 
-    After ``scaler.unscale_(optimizer)`` GradScaler hands over its verdict and no scale (torch 2.9 to 2.15), nor itself,
-    but for a keyword that it deprecates. It is on the call stack all the same, and asking it there spares everyone who
-    clips gradients an argument that no other optimizer wants.
+    After ``scaler.unscale_(optimizer)`` GradScaler passes ``found_inf`` but no scale, and itself only by a deprecated
+    keyword (torch 2.9 to 2.15). It is on the call stack, however. Finding it there spares users who clip gradients an
+    argument that no other optimizer needs.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,6 +1,6 @@
-"""THOR's own step: the natural gradient; weight decay; the bound on the step; momentum, in this order.
+"""The update rule of the paper: natural gradient, weight decay, the bound on the step and momentum, in this order.
 
-What is not preconditioned takes the step of :class:`torch.optim.SGD`, rounded as that rounds it.
+Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same rounding.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale,
 
 @dataclass
 class _Part:
-    """Parameters of one group that are treated alike.
+    """The parameters of one group that are preconditioned, or those that are not; only those with a gradient.
 
     Args:
         group: their parameter group.
-        scale: what gradients are multiplied by: 1 / N where the loss is a sum that was taken for a mean.
-        params: those with a gradient.
-        gradients: as they were given.
-        decaying: which of them decay.
-        buffers: their momentum buffers; empty where momentum is 0.
-        shares: of each, what the layers that precondition it have of it; empty for the others.
-        on_cpu: whether all of them are on the CPU.
+        scale: the number that multiplies the gradients: 1 / N if the loss is a sum, else 1.
+        params: the parameters.
+        gradients: their gradients, which are not changed.
+        decaying: for each parameter, whether weight decay applies to it.
+        buffers: their momentum buffers; empty if momentum is 0.
+        shares: for each parameter, the shares of the layers that precondition it; empty if they are not preconditioned.
+        on_cpu: whether all parameters are on the CPU.
     """
 
     group: Group
@@ -43,12 +43,12 @@ class _Part:
     on_cpu: bool = True
 
     def dense_gradients(self) -> list[Tensor]:
-        """Return the gradients, sparse ones made dense, as momentum and weight decay are."""
+        """Return the gradients as dense tensors."""
         return [g.to_dense() if g.is_sparse else g for g in self.gradients]
 
 
 class NaturalGradient:
-    """``ΔW = (1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``, bounded, with SGD's momentum (Chen et al. 2021)."""
+    """The natural gradient ``(1/T) · (G + √(λ/T) I)⁻¹ ∇W (A + √(λ/T) I)⁻¹``, bounded, with momentum as in SGD."""
 
     sides: tuple[str, ...] = SIDES
     relative_damping: bool = False
@@ -58,21 +58,21 @@ class NaturalGradient:
 
         Args:
             index: not used.
-            parameter: one of the group's.
-            state: its state; changed in place.
-            group: its parameter group.
+            parameter: the parameter.
+            state: the state of the parameter; changed in place.
+            group: the parameter's group.
         """
         if group["momentum"] and "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
 
     def update(self, groups: list[Group], index: ParameterIndex, states: States, decaying: frozenset[int]) -> None:
-        """Move every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            groups: parameter groups.
-            index: which layer preconditions which parameter.
+            groups: the optimizer's parameter groups.
+            index: the index of the parameters, which knows the layers of each.
             states: the optimizer's state.
-            decaying: ``id`` of the parameters to which weight decay applies.
+            decaying: the ``id`` of each parameter to which weight decay applies.
         """
         clipped: list[tuple[_Part, list[Tensor]]] = []
         for group in groups:
@@ -120,7 +120,7 @@ class NaturalGradient:
             part.decaying.append(id(parameter) in decaying)
             if group["momentum"]:
                 state = states[parameter]
-                if "momentum_buffer" not in state:  # momentum was 0 until now
+                if "momentum_buffer" not in state:  # momentum has been 0 so far
                     self.make_state(index, parameter, state, group)
                 part.buffers.append(state["momentum_buffer"])
         return natural, plain
@@ -130,7 +130,7 @@ def _update_plain(part: _Part) -> None:
     directions = []
     for parameter, given, decaying in zip(part.params, part.gradients, part.decaying, strict=True):
         gradient = given.to_dense() if given.is_sparse else given
-        # a copy only where something would change the user's gradient, or its precision is below the momentum's
+        # copied only if it is changed below, or if the momentum has a higher precision
         copied = decaying or part.scale != 1.0
         directions.append(gradient.to(factor_dtype(parameter.dtype), copy=copied))
     if part.scale != 1.0:
@@ -141,12 +141,12 @@ def _update_plain(part: _Part) -> None:
 
 
 def _update_one_by_one(natural: _Part) -> None:
-    """On a CPU one parameter at a time, while it and its direction are in cache: one pass over memory for the model."""
+    """Update one parameter at a time, for a CPU: the parameter and its direction then stay in the cache."""
     group = natural.group
     momentum, lr, ratio = float(group["momentum"]), float(group["lr"]), group["max_update_ratio"]
-    memory: dict[torch.dtype, Tensor] = {}  # one piece for all directions: a fresh one for each costs page faults
+    memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
     for i, (parameter, buffer) in enumerate(zip(natural.params, natural.buffers, strict=True)):
-        if ratio is None:  # v ← μ v + d with d added block by block, never formed
+        if ratio is None:  # v ← μ v + d, where d is added to v block by block and never stored
             _accumulate_natural_gradient_(natural, i, buffer, momentum)
             if natural.decaying[i]:
                 buffer.add_(parameter, alpha=float(group["weight_decay"]))
@@ -161,12 +161,12 @@ def _update_one_by_one(natural: _Part) -> None:
             scale = relative_scale(parameter, direction, lr, float(ratio))
             if scale != 1.0:
                 direction.mul_(scale)
-            torch.add(direction, buffer, alpha=momentum, out=buffer)  # one pass, where mul_ and add_ are two
+            torch.add(direction, buffer, alpha=momentum, out=buffer)  # one pass over memory; mul_ and add_ take two
         torch._foreach_add_([parameter], [buffer], alpha=-lr)
 
 
 def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:
-    """Return the directions, those that are too long for their parameter shortened; never in place."""
+    """Return the directions with ``max_update_ratio`` applied; directions are not changed in place."""
     ratio, lr = part.group["max_update_ratio"], float(part.group["lr"])
     if ratio is None or not lr:
         return directions
@@ -187,24 +187,24 @@ def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:
 
 
 def _accumulate_natural_gradient_(part: _Part, i: int, target: Tensor, decay: float) -> None:
-    """``target ← decay * target + d`` with the natural gradient d of the i-th parameter."""
+    """Compute ``target ← decay * target + d``, where d is the natural gradient of the i-th parameter."""
     shares, gradient, scale = part.shares[i], part.gradients[i], part.scale
     if shares[0].view.rows is not None:
         for free in _unpreconditioned_rows(shares, len(target)):
             scale_(target[free], decay).add_(gradient[free], alpha=scale)
     for share in shares:
         layer, rows = share.layer, share.view.rows
-        ours, theirs = (gradient, target) if rows is None else (gradient[rows], target[rows])
-        if not layer.refreshes:  # one projection of a fused weight may have none while the others do
-            scale_(theirs, decay).add_(ours, alpha=scale)
+        source, into = (gradient, target) if rows is None else (gradient[rows], target[rows])
+        if not layer.refreshes:  # one projection of a fused weight may have no factors yet
+            scale_(into, decay).add_(source, alpha=scale)
         elif share.is_weight:
-            layer.accumulate_natural_gradient_(ours, theirs, decay, scale)
+            layer.accumulate_natural_gradient_(source, into, decay, scale)
         else:
-            layer.accumulate_natural_bias_gradient_(ours, theirs, decay, scale)
+            layer.accumulate_natural_bias_gradient_(source, into, decay, scale)
 
 
 def _unpreconditioned_rows(shares: Sequence[Share], length: int) -> list[slice]:
-    """Return the rows of a parameter that no layer has: those of a projection of a fused weight that was left out."""
+    """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out."""
     taken = sorted((s.view.rows.start, s.view.rows.stop) for s in shares if s.view.rows is not None)
     starts, stops = [0, *(stop for _, stop in taken)], [*(start for start, _ in taken), length]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
@@ -221,7 +221,7 @@ def _add_weight_decay_(part: _Part, directions: list[Tensor]) -> None:
 
 
 def _momentum_step(part: _Part, directions: list[Tensor]) -> None:
-    """``v ← μ v + d``, ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``)."""
+    """Compute ``v ← μ v + d`` and ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``)."""
     momentum = float(part.group["momentum"])
     if momentum:
         torch._foreach_mul_(part.buffers, momentum)

@@ -1,7 +1,8 @@
 """THOR: the trace-based, layer-wise natural-gradient optimizer (Chen et al., AAAI 2021), for any PyTorch model.
 
-:meth:`THOR.step` reads as the algorithm: the statistics were captured in forward and backward; refresh the layers that
-are due; precondition and update. :mod:`torch_thor.curvature` has the mathematics of a layer.
+:meth:`THOR.step` follows the algorithm: statistics have been captured in the forward and backward pass; it refreshes
+the layers that are due, preconditions the gradients and updates the weights. The mathematics of one layer is in
+:mod:`torch_thor.curvature`.
 """
 
 from collections.abc import Callable, Iterable
@@ -117,8 +118,8 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
     """
 
     _last_refresh: tuple[RefreshEvent, ...]
-    _fitting: list[Any] | None  # what the state was last found to fit
-    _checked: dict[int, dict[str, Any]]  # options of the groups that were found right
+    _fitting: list[Any] | None  # the fingerprint of parameters and state when they were last found to fit
+    _checked: dict[int, dict[str, Any]]  # options of each group that have passed check_group()
 
     def __init__(
         self,
@@ -186,10 +187,11 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             "kl_clip": kl_clip,
             "max_update_ratio": max_update_ratio,
             "scaling": scaling,
-            "step": 0,  # the clock of the group, and the step of its next refresh: in the group, where DCP sees them
-            "next_refresh": 0,
+            # counters are stored in the group, so that torch.distributed.checkpoint saves them
+            "step": 0,
+            "next_refresh": 0,  # the step of the next refresh
             "last_loss_terms": 0,  # N of the latest refresh, for information
-            "loss_scale": 1.0,  # what gradients are divided by: N where the loss is a sum that was taken for a mean
+            "loss_scale": 1.0,  # divides the gradients: N if loss_reduction is "mean" and the loss is found to be a sum
         }
         defaults = with_defaults(defaults, scaling)
         check_group(defaults)
@@ -200,7 +202,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             raise ValueError(registry.nothing_found(self.coverage()))
         if only is None:
             warn_of_little(self.coverage(), stacklevel=2)
-        if self._processes().count == 1:  # several find a number together, in a step
+        if self._processes().count == 1:  # several processes agree on the split dimension in a step
             AutoSplit(self.param_groups, registry.layers).from_cache(ALONE)
 
     @torch.no_grad()
@@ -208,15 +210,15 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         """Take one step: refresh the layers that are due, precondition, update.
 
         Args:
-            closure: reevaluates the model and returns the loss; called first, with gradients enabled.
+            closure: evaluates the model again and returns the loss; called first, with gradients enabled.
 
         Returns:
             The closure's loss, or None.
 
         Raises:
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
-            RuntimeError: layers that are due have gradients, and no statistics came of any, or the state no longer fits
-                the model; nothing has changed.
+            RuntimeError: the layers to refresh have gradients but no statistics, or the state no longer fits the model;
+                nothing has changed.
         """
         self._last_refresh = ()
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -225,7 +227,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             return loss
         if inputs.due or not inputs.fits:
             refresh_layers(self, inputs)
-        if not inputs.state_only:  # from here on nothing raises: a step is taken as a whole or not at all
+        if not inputs.state_only:  # nothing raises from here on, so a step is taken completely or not at all
             self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
             for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
                 group.update(step=group["step"] + 1, next_refresh=next_refresh)
@@ -244,22 +246,22 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         capture = self._registry.capture
         capture.discard_with_gradients()
         super().zero_grad(set_to_none)
-        if capture.reached:  # what belongs to a loss that is still to come
+        if capture.reached:  # statistics of a forward pass whose backward pass is still to come
             capture.note_gradients()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # see LossScale; with a scaler of our own to ask, GradScaler unscales and skips as it does for any optimizer
+        # see LossScale; if the user gave the scaler, it unscales gradients and skips steps as for any optimizer
         return self.grad_scaler is None
 
     @staticmethod
     def preset(name: str) -> dict[str, Any]:
-        """Return the options of a setting by name: ``THOR(model, **THOR.preset("paper"))``.
+        """Return the options of a named setting: ``THOR(model, **THOR.preset("paper"))``.
 
         Args:
-            name: ``"paper"``, the step of the paper, which nothing bounds. Or one of its settings of the trace rule
-                (Chen et al. 2021, section 4): ``"thor"``, a layer keeps its factors where the trace changed by 1 % or
-                less; ``"thor_stop"``, the same, and below 0.1 % it stops for good; ``"thor_nt"``, no trace rule.
+            name: ``"paper"``: the step of the paper, without a bound. Or a setting of the trace rule (Chen et al. 2021,
+                section 4): ``"thor"``: a layer keeps its factors if the trace has changed by 1 % or less;
+                ``"thor_stop"``: the same, and below 0.1 % it stops for good; ``"thor_nt"``: no trace rule.
 
         Returns:
             ``trace_thresholds``; for ``"paper"`` also ``kl_clip`` and ``max_update_ratio``, both None.
@@ -271,7 +273,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
 
     @property
     def process_group(self) -> Any:
-        """The processes that train this model together, as given: a group, None for the default one, or False."""
+        """The processes that train this model together: a group, None for the default group, or False for none."""
         return self._group_handle.group
 
     @process_group.setter
@@ -279,7 +281,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self._group_handle = ProcessGroupHandle(group)
 
     def _reset(self) -> None:
-        """Start without layers and hooks; to be followed by ``self._registry.find``."""
+        """Start without layers and hooks; ``self._registry.find`` must be called next."""
         self._rule = _RULES[self.scaling]()
         self._registry = LayerRegistry(
             self.model, self._rule.sides, skip=self.skip, only=self.only, sampled=self.fisher == "sampled"

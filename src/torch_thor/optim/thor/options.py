@@ -1,4 +1,4 @@
-"""What a parameter group of THOR may hold, checked once for every group."""
+"""The options of THOR: their defaults, the presets, and checks of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 from torch_thor.optim.checks import check_interval, in_range, number, require, whole
 from torch_thor.optim.thor.intervals import Geometric
 
-FISHERS = ("empirical", "sampled")  # whose labels statistics come from
-AUTO = "auto"  # of kl_clip and max_update_ratio: left out, see with_defaults
+FISHERS = ("empirical", "sampled")  # the labels of the statistics: those of the loss, or drawn from predictions
+AUTO = "auto"  # kl_clip or max_update_ratio is not given, see with_defaults
 
-# By name: the paper's whole step, which nothing bounds; and its three settings of (ω1, ω2).
+# "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2) in the paper.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"trace_thresholds": (0.01, 0.0), "kl_clip": None, "max_update_ratio": None},
     "thor": {"trace_thresholds": (0.01, 0.0)},
@@ -37,7 +37,7 @@ def preset_options(name: str) -> dict[str, Any]:
     return dict(PRESETS[name])
 
 
-# What an option that is left out (None) stands for, by ``scaling``.
+# The default of each option, which None stands for, by ``scaling``.
 SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
     None: {
         "lr": 0.05,
@@ -53,7 +53,7 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         "damping": 0.1,
         "momentum": 0.8,
         "nesterov": True,
-        # the first factors, of the initial weights, are the worst: every step at first, every 50th from step 98 on
+        # factors change fastest at first: they are refreshed in every step at first, and every 50 from step 98 on
         "update_interval": Geometric(1, 50, factor=1.5),
         "factor_decay": 0.5,
         "max_update_ratio": None,
@@ -62,18 +62,17 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
 
 
 def with_defaults(given: Mapping[str, Any], scaling: str | None) -> dict[str, Any]:
-    """Fill in the options that were left out, as ``scaling`` has them.
+    """Fill in the defaults of the options that were not given.
 
-    A ``kl_clip`` that is given, a number or None, is the user's own word on what bounds the step, so it takes the place
-    of the relative bound unless that is given too.
+    If ``kl_clip`` is given, as a number or None, it replaces the default of ``max_update_ratio``.
 
     Args:
-        given: options of a parameter group; None where left out, ``"auto"`` for ``kl_clip`` and ``max_update_ratio``,
-            where None means no bound.
-        scaling: None or ``"spectral"``.
+        given: the options. Those that were not given are None; ``kl_clip`` and ``max_update_ratio``, for which None
+            means no bound, are then ``"auto"``.
+        scaling: None or ``"spectral"``, which have different defaults.
 
     Returns:
-        The options.
+        The complete options.
     """
     usual = SCALED_DEFAULTS[scaling]
     given = dict(given)
@@ -89,11 +88,14 @@ def with_defaults(given: Mapping[str, Any], scaling: str | None) -> dict[str, An
 
 
 def check_scaling(groups: Sequence[Mapping[str, Any]], scaling: str | None) -> None:
-    """Check that groups have the scaling that their optimizer was made with.
+    """Check that parameter groups have the scaling of their optimizer.
 
     Args:
         groups: parameter groups, given or loaded.
-        scaling: the optimizer's.
+        scaling: the scaling of the optimizer.
+
+    Raises:
+        ValueError: a group has another scaling.
     """
     for group in groups:
         require(
@@ -109,7 +111,10 @@ def check_group(group: Mapping[str, Any]) -> None:
     """Check every option of a parameter group.
 
     Args:
-        group: the group, defaults filled in.
+        group: the group, with defaults filled in.
+
+    Raises:
+        ValueError: an option is out of range.
     """
     in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", "start from 0.05")
     in_range(
@@ -172,7 +177,10 @@ def check_thresholds(thresholds: Any) -> tuple[float, float]:
         thresholds: ``(ω1, ω2)``.
 
     Returns:
-        The pair.
+        The pair as floats.
+
+    Raises:
+        ValueError: it is not a pair of numbers ≥ 0 with ω2 ≤ ω1.
     """
     pair = isinstance(thresholds, tuple | list) and len(thresholds) == 2
     numbers = [number(t) for t in thresholds] if pair else []
@@ -195,13 +203,16 @@ def check_thresholds(thresholds: Any) -> tuple[float, float]:
 
 
 def check_loss_terms(value: Any) -> int:
-    """Check a number of loss terms, given by the user or by the user's callable.
+    """Check a number of loss terms, given by the user or returned by the user's callable.
 
     Args:
-        value: the number; a one-element integer tensor will do, as ``mask.sum()`` gives it.
+        value: the number, which may be a one-element integer tensor such as ``mask.sum()``.
 
     Returns:
         The number.
+
+    Raises:
+        ValueError: it is not a whole number of at least 1.
     """
     is_count = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
     require(
@@ -215,7 +226,7 @@ def check_loss_terms(value: Any) -> int:
 
 
 def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher: Any, loss_terms: Any) -> None:
-    """Check the options that hold for the whole optimizer.
+    """Check the options that are not part of parameter groups.
 
     Args:
         loss_reduction: ``"mean"`` or ``"sum"``.
@@ -223,6 +234,9 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher
         scaling: None or ``"spectral"``.
         fisher: ``"empirical"`` or ``"sampled"``.
         loss_terms: None, a number or a callable.
+
+    Raises:
+        ValueError: an option has another value, or two of them exclude each other.
     """
     named = (
         ("loss_reduction", loss_reduction, ("mean", "sum")),
@@ -242,7 +256,7 @@ def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher
         "fisher",
         fisher,
         not (fisher == "sampled" and scaling == "spectral"),
-        "'empirical' with scaling='spectral', which takes the inputs' moments alone and looks at no label",
+        "'empirical' with scaling='spectral', which uses the inputs of layers alone and no labels",
         "leave it out",
     )
     if loss_terms is not None and not callable(loss_terms):

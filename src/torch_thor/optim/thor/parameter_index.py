@@ -1,8 +1,8 @@
-"""Which parameter is which: names, groups and layers, looked up by today's parameter objects.
+"""An index of a model's parameters: the name, the group and the layers of each current parameter object.
 
-Wrappers such as FSDP2 and Accelerate put new parameter objects into modules and groups after the optimizer was made:
-names stay, identities do not. So every step compares what it finds with what it found before
-(:func:`torch_thor.optim.thor.step_inputs.fingerprint`), and looks everything up again where that differs.
+Wrappers such as FSDP2 and Accelerate put new parameter objects into modules and groups after the optimizer was created;
+their names stay the same. So every step compares a fingerprint of them with that of the step before
+(:func:`torch_thor.optim.thor.step_inputs.fingerprint`), and updates the index if it differs.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from torch_thor.optim.parameters import Group
 
 @dataclass(frozen=True)
 class Share:
-    """What a layer has of a parameter.
+    """The share of a layer in a parameter.
 
     Args:
         layer: the layer.
-        view: the parameter, or rows of it.
-        is_weight: whether it is the layer's weight, else a bias.
+        view: the parameter, or the rows of it that belong to the layer.
+        is_weight: whether the share is the layer's weight; otherwise it is a bias.
     """
 
     layer: LayerCurvature
@@ -32,7 +32,7 @@ class Share:
 
 
 class ParameterIndex:
-    """Names and roles of a model's parameters.
+    """The names, groups and layers of a model's parameters.
 
     Args:
         model: the model.
@@ -40,32 +40,32 @@ class ParameterIndex:
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, str] = {}
-        self.shares_of: dict[int, list[Share]] = {}  # what layers have of a parameter, by its id
-        self.matrix_of: dict[int, PlainMatrix] = {}  # how a parameter without factors is a matrix, by its id
+        self.shares_of: dict[int, list[Share]] = {}  # the shares of layers in a parameter, by its id
+        self.matrix_of: dict[int, PlainMatrix] = {}  # the matrices of a parameter without factors, by its id
         self.read_modules(model)
 
     def read_modules(self, model: nn.Module) -> None:
-        """Look up the names of the parameters, and which modules own them.
+        """Look up the names of the parameters and the modules that own them.
 
         Args:
-            model: the model; it may have new layers.
+            model: the model, which may have new layers.
         """
         self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
         self.owner_ids = frozenset(map(id, self._owners.values()))
         self.attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
-        self.computed: list[str] = []  # modules that have lost a parameter: pruned or parametrised since
+        self.computed: list[str] = []  # the names of modules that compute a parameter since: pruned or parametrised
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
         self._matrices: dict[str, PlainMatrix] = {}
 
     def set_layers(self, layers: Mapping[str, LayerCurvature], matrices: Mapping[str, PlainMatrix]) -> None:
-        """Say which layers are preconditioned.
+        """Set the layers that are preconditioned.
 
         Args:
-            layers: by name.
-            matrices: what is a matrix and has no factors, by the parameter's name.
+            layers: the layers, by name.
+            matrices: the matrices of the parameters without factors, by the parameter's name.
         """
-        # by identity: a layer may be known by another of a shared parameter's names than the model's first
+        # by identity, because a layer may use another name of a shared parameter than named_parameters()
         names = {id(module._parameters[name.rpartition(".")[2]]): name for name, module in self._owners.items()}
         self._shares, self._matrices = {}, dict(matrices)
         for layer in layers.values():
@@ -74,11 +74,11 @@ class ParameterIndex:
                 self._shares.setdefault(name, []).append(Share(layer, view, view is layer.weight_view))
 
     def update(self, groups: list[Group], states: Mapping[Tensor, State]) -> None:
-        """Look up today's parameter objects, and hand their state and options to the layers' views.
+        """Look up the current parameter objects, and bind the views of the layers to their state and options.
 
         Args:
             groups: the optimizer's parameter groups.
-            states: its state.
+            states: the optimizer's state.
         """
         self._names, self.shares_of, self.matrix_of = {}, {}, {}
         self.computed = []
@@ -97,13 +97,13 @@ class ParameterIndex:
                 share.view.bind(states.get(parameter), self._groups.get(id(parameter), {}))
 
     def removed_modules(self, model: nn.Module) -> list[str]:
-        """Return the modules that were replaced or deleted since :meth:`read_modules`.
+        """Return the modules that were replaced or removed since :meth:`read_modules`.
 
         Args:
             model: the model.
 
         Returns:
-            Names of modules that have parameters of their own.
+            The names of those modules that had parameters of their own.
         """
         present = {id(module) for module in model.modules()}
         names = (name.rpartition(".")[0] for name, module in self._owners.items() if id(module) not in present)
@@ -113,10 +113,10 @@ class ParameterIndex:
         """Return a parameter's name in the model.
 
         Args:
-            parameter: one of today's parameters.
+            parameter: a current parameter.
 
         Returns:
-            The name; a description where the model has replaced the parameter by another.
+            The name; a description if the model has replaced the parameter by another.
         """
         return self._names.get(id(parameter), f"<parameter of shape {tuple(parameter.shape)}>")
 
@@ -124,13 +124,13 @@ class ParameterIndex:
         """Return a parameter's group.
 
         Args:
-            parameter: one of today's parameters.
+            parameter: a current parameter.
 
         Returns:
             The group.
 
         Raises:
-            RuntimeError: it is in none: a module's parameter was replaced without the optimizer's knowledge.
+            RuntimeError: it is in none, because the parameter of a module was replaced after the optimizer was created.
         """
         if id(parameter) not in self._groups:
             raise RuntimeError(
@@ -141,12 +141,12 @@ class ParameterIndex:
         return self._groups[id(parameter)]
 
     def shares(self, parameter: Tensor) -> list[Share]:
-        """Return what preconditions a parameter, layer by layer.
+        """Return the shares of the layers that precondition a parameter.
 
         Args:
-            parameter: one of today's parameters.
+            parameter: a current parameter.
 
         Returns:
-            The layers' shares of it; none for one without.
+            The shares; an empty list for a parameter that is not preconditioned.
         """
         return self.shares_of.get(id(parameter), [])

@@ -1,4 +1,4 @@
-"""Parameter groups that are added, state dicts, copies and pickles of THOR."""
+"""Adding parameter groups to THOR, saving and loading its state dict, copying and pickling it."""
 
 from typing import Any
 
@@ -6,21 +6,20 @@ import torch
 from torch import nn
 
 from torch_thor.optim.checkpoint import (
-    as_a_whole,
-    check_factors,
     check_moments,
-    check_thors,
     complete_groups,
-    hooked_load,
+    load_checked,
     options_of,
     restore_tensors,
+    restored_on_error,
 )
 from torch_thor.optim.thor.gradient_checks import some
-from torch_thor.optim.thor.intervals import loaded_interval, plain_group
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.options import check_group, check_scaling
+from torch_thor.optim.thor.state_dict_checks import check_factors, check_is_of_thor, check_selection
+from torch_thor.optim.thor.stored_intervals import loaded_interval, plain_group
 
-# What a copied or pickled optimizer keeps beside groups and state; layers and hooks are found anew on its model.
+# The attributes that are copied and pickled beside groups and state. Layers and hooks are found again on the model.
 _COPIED = (
     "model",
     "scaling",
@@ -38,7 +37,7 @@ _COPIED = (
 
 
 class Persistence(torch.optim.Optimizer):
-    """What an optimizer with layers must do beyond :class:`torch.optim.Optimizer` to be saved, loaded and copied."""
+    """The part of THOR that saves, loads and copies it, and adds parameter groups."""
 
     model: nn.Module
     scaling: str | None
@@ -55,7 +54,7 @@ class Persistence(torch.optim.Optimizer):
             param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
 
         Raises:
-            ValueError: an option is out of range, or a parameter is not the model's.
+            ValueError: an option is out of range, or a parameter is not in the model.
         """
         complete = {**self.defaults, **param_group}
         check_scaling([complete], self.scaling)
@@ -63,12 +62,12 @@ class Persistence(torch.optim.Optimizer):
         if self.param_groups:  # one loss trains them all
             param_group.setdefault("loss_scale", self.param_groups[0]["loss_scale"])
         super().add_param_group(param_group)
-        ours = {id(p) for p in self.model.parameters()}
-        strangers = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in ours]
-        if strangers:
+        known = {id(p) for p in self.model.parameters()}
+        unknown = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in known]
+        if unknown:
             self.param_groups.pop()
             raise ValueError(
-                f"parameters of shape {some(strangers)} are not in the model, so THOR cannot see their layers run; "
+                f"parameters of shape {some(unknown)} are not in the model, so THOR cannot see their layers run; "
                 f"pass the model that holds them, or give them an optimizer of their own"
             )
         if self._registry.layers:
@@ -78,23 +77,24 @@ class Persistence(torch.optim.Optimizer):
         """Return state and options, as tensors, numbers and strings.
 
         Returns:
-            As :meth:`torch.optim.Optimizer.state_dict`; a schedule stands in it as text.
+            As :meth:`torch.optim.Optimizer.state_dict`; a schedule of :mod:`torch_thor.intervals` is stored as text.
         """
         state_dict = super().state_dict()
         return {**state_dict, "param_groups": [plain_group(group) for group in state_dict["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as a whole, or raise and have changed nothing; tensors take the dtype that the model asks for.
+        """Load a state dict; if it raises an error, nothing has changed.
 
         Args:
-            state_dict: what ``state_dict()`` of a THOR gave, this version's or an earlier one's: options that it does
-                not hold stay as they are. So does ``update_interval`` where it is a function, here or in the run that
-                was saved: functions are the program's. Schedules of :mod:`torch_thor.intervals` are loaded like any
-                option.
+            state_dict: a result of ``state_dict()`` of THOR, in this version or an earlier one. Options that it does
+                not contain keep their values. So does ``update_interval`` if it is a function here or in the run that
+                was saved, because state dicts contain no functions; schedules of :mod:`torch_thor.intervals` are
+                loaded like any other option.
 
         Raises:
-            ValueError: it is another optimizer's, has other groups or parameters, tensors of other shapes, NaN or inf,
-                an option that is out of range, or an unknown schedule.
+            ValueError: it is the state dict of another optimizer; it has other groups or parameters, or tensors of
+                other shapes; it was saved with another ``skip=`` or ``only=``; or it holds NaN or inf, an option that
+                is out of range, or an unknown schedule.
         """
         registry = self._registry
         registry.index.update(self.param_groups, self.state)
@@ -102,8 +102,8 @@ class Persistence(torch.optim.Optimizer):
             registry.find(self.param_groups, self.state)
         own = options_of(self.param_groups)
         try:
-            with as_a_whole(self):
-                saved = hooked_load(self, super().load_state_dict, state_dict, check_thors)
+            with restored_on_error(self):
+                saved = load_checked(self, super().load_state_dict, state_dict, check_is_of_thor)
                 complete_groups(self.param_groups, own)
                 for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
                     group["update_interval"] = loaded_interval(given, kept["update_interval"])
@@ -111,6 +111,7 @@ class Persistence(torch.optim.Optimizer):
                     check_group(group)
                 restore_tensors(self.state, self.param_groups, saved)
                 registry.index.update(self.param_groups, self.state)
+                check_selection(registry.layers.values(), registry.left_out, self.state)
                 check_factors(registry.layers.values())
                 check_moments(self.state, self.param_groups, registry.index.name)
         finally:
@@ -124,6 +125,6 @@ class Persistence(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "model" in state:  # a copy or an unpickled one; load_state_dict calls this too, with state and groups only
+        if "model" in state:  # copied or unpickled; load_state_dict calls this too, with state and groups only
             self._reset()
             self._registry.find(self.param_groups, self.state)

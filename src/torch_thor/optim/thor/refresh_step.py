@@ -1,6 +1,7 @@
-"""A refresh: gather the statistics of all processes, decide layer by layer, invert what is taken, put it to use.
+"""The refresh in a step: the statistics of all processes are summed up, and layers that are due take new factors.
 
-What is gathered comes from :mod:`torch_thor.capture`; :mod:`torch_thor.curvature.refresh` decides and inverts.
+Statistics have been gathered by :mod:`torch_thor.capture`. :mod:`torch_thor.curvature.refresh` applies the trace rule
+to each layer and inverts the new factors.
 """
 
 from collections.abc import Sequence
@@ -20,20 +21,19 @@ from torch_thor.optim.thor.summed_loss import rescale_summed_loss
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
 
-_Uncalled = list[
-    tuple[LayerCurvature, str]
-]  # layers whose weight is used without calling them, and what to say of each
+# the layers whose weights are used without calling their modules, each with a sentence for a warning
+_Uncalled = list[tuple[LayerCurvature, str]]
 
 
 def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
-    """Make the state that is missing, and take new factors for the layers that are due.
+    """Create missing state, and take new factors for the layers that are due.
 
     Args:
         thor: the optimizer.
-        inputs: what is known of the step.
+        inputs: the inputs of the step.
 
     Raises:
-        RuntimeError: layers that are due have gradients, and no statistics came of any; nothing has changed.
+        RuntimeError: the layers that are due have gradients, and none has statistics; nothing has changed.
     """
     registry = thor._registry
     try:
@@ -43,13 +43,13 @@ def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
             thor._fitting = fingerprint(thor.param_groups, thor.state, registry.index)
         if inputs.due and not inputs.state_only:
             _take_new_factors(thor, inputs, uncalled)
-    except BaseException:  # the sums may be half scaled, or half summed
+    except BaseException:  # the statistics may be partly scaled, or partly summed over processes
         registry.capture.discard()
         raise
 
 
 def _gather(thor: "THOR", inputs: StepInputs) -> _Uncalled:
-    """Bring the statistics of all processes together, cut them as was chosen, and find the layers without any."""
+    """Sum the statistics over all processes, choose the split dimension if it is "auto", and find uncalled layers."""
     registry, capture, auto = thor._registry, thor._registry.capture, None
     for group in thor.param_groups:
         if group["split_dim"] == AUTO:
@@ -70,10 +70,10 @@ def _gather(thor: "THOR", inputs: StepInputs) -> _Uncalled:
 
 
 def _take_new_factors(thor: "THOR", inputs: StepInputs, uncalled: _Uncalled) -> None:
-    """Decide on new factors for the layers that are due, and invert what is taken."""
+    """Apply the trace rule to the layers that are due, and invert the new factors."""
     registry, due, terms = thor._registry, inputs.due, inputs.terms
-    if terms and _may_be_summed(thor):
-        rescale_summed_loss(thor, inputs)  # without N no layer was reached: what held before goes on
+    if terms and _may_be_summed(thor):  # if N is 0, the loss has reached no layer, and the loss scale stays
+        rescale_summed_loss(thor, inputs)
     absence = Absence()
     if not registry.capture.reached.issuperset(due):
         absence = registry.capture.absence(due, [layer for layer, _ in uncalled])
@@ -92,7 +92,7 @@ def _take_new_factors(thor: "THOR", inputs: StepInputs, uncalled: _Uncalled) -> 
 
 
 def _may_be_summed(thor: "THOR") -> bool:
-    """Return whether the loss has been found to be a sum, or that is to be found out now, in the first refresh."""
+    """Return whether the loss has been found to be a sum, or this is the first refresh, which finds out."""
     found = refreshed = False
     for group in thor.param_groups:
         found = found or group["loss_scale"] != 1.0
@@ -102,7 +102,7 @@ def _may_be_summed(thor: "THOR") -> bool:
 
 
 def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
-    """Make a candidate of every layer that has rows; its statistics become the candidate's factors."""
+    """Return a candidate for each layer that has rows; the memory of its statistics becomes that of its factors."""
     candidates = []
     for layer in layers:
         options, rows = layer.weight_view.options, layer.statistics.rows
@@ -123,7 +123,7 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
                 layer,
                 options["step"],
                 factors,
-                # without G there is nothing for T to weigh
+                # T weights the product of A and G, so it is 1 for a layer without G
                 rows_per_term=rows / terms if group_terms is None and len(factors) > 1 else 1.0,
                 damping=float(options["damping"]),
                 thresholds=(float(upper), float(lower)),
@@ -135,11 +135,11 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
 
 
 def prepare_next_step(thor: "THOR", inputs: StepInputs) -> None:
-    """Have the next step gather what it will refresh, and drop what a step that was no refresh has gathered.
+    """Register the hooks that the next step needs, and drop unused statistics of this step.
 
     Args:
-        thor: the optimizer; its groups have counted the step.
-        inputs: what was known of the step.
+        thor: the optimizer, whose groups have counted this step.
+        inputs: the inputs of this step.
     """
     registry = thor._registry
     if inputs.waiting and not inputs.due:

@@ -1,4 +1,4 @@
-"""What users may look at: the layers and their factors, what each parameter gets, what the latest refresh did."""
+"""What THOR reports to users: its layers and their factors, the coverage of the model, and the latest refresh."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,12 +12,12 @@ from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.optim.thor.covered import sizes
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 
-# What a parameter group holds beside the options: which parameters, and what step() keeps there.
+# The entries of a parameter group that are not options: its parameters, and the counters of step().
 NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms", "loss_scale"}
 
 
 class Reporting(torch.optim.Optimizer):
-    """Properties and listings of an optimizer with layers."""
+    """The part of THOR that reports to users."""
 
     _registry: LayerRegistry
     _last_refresh: tuple[RefreshEvent, ...]
@@ -29,11 +29,11 @@ class Reporting(torch.optim.Optimizer):
 
     @property
     def row_mask(self) -> Tensor | None:
-        """Which rows of sequences count: ``bool``, ``(N, L)``, True for real tokens and False for padding.
+        """The rows of sequences that count: ``bool``, ``(N, L)``, True for real tokens and False for padding.
 
-        Set it before each forward pass, as ``optimizer.row_mask = attention_mask.bool()``; None counts every row. It
-        holds for layers whose input has these leading dimensions (embeddings: that shape). The number of loss terms
-        is another matter: see ``loss_terms``.
+        Set it before each forward pass, as in ``optimizer.row_mask = attention_mask.bool()``; None counts every row. It
+        applies to layers whose input has these leading dimensions, and to embeddings whose input has this shape. It
+        does not change the number of loss terms: see ``loss_terms``.
         """
         return self._registry.capture.row_mask
 
@@ -49,14 +49,14 @@ class Reporting(torch.optim.Optimizer):
 
     @property
     def last_refresh(self) -> tuple[RefreshEvent, ...]:
-        """What the latest :meth:`step` did with the layers that were due; empty where none was. Not in checkpoints."""
+        """The decisions of the latest :meth:`step`, one per refreshed layer; empty if none. Not part of checkpoints."""
         return self._last_refresh
 
     def coverage(self) -> list[Covered]:
         """List how each parameter of the model is trained.
 
         Returns:
-            One entry per parameter, in the model's order: kind and factor sizes, or the reason why it has none.
+            One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none.
         """
         return self._registry.coverage(self.param_groups, self.state)
 
@@ -72,7 +72,7 @@ class Reporting(torch.optim.Optimizer):
         )
 
     def _options_listed(self) -> str:
-        """List the options of each group in the order of the arguments; torch would sort internal keys among them."""
+        """List the options of each group in the order of the arguments, without internal entries."""
         lines = [f"{type(self).__name__} ("]
         for number, group in enumerate(self.param_groups):
             keys = [key for key in dict.fromkeys((*self.defaults, *group)) if key in group and key not in NO_OPTIONS]

@@ -1,8 +1,8 @@
 """The sampled Fisher matrix: statistics from labels that are drawn from the model's own predictions.
 
-Which labels are drawn is a function of a seed, the step, the process and the call within the step. So there is no
-random state to save, a resumed run draws what it would have drawn, and torch's own generators go on as if nothing had
-been drawn.
+The drawn labels are a function of a seed, the step, the process and the number of the call within the step. So there is
+no random state to save, a resumed run draws the same labels as an uninterrupted one, and the states of torch's own
+generators do not change.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ Predicts = str | Callable[[Any], Distribution]
 
 
 class SampledFisher:
-    """What an optimizer with ``fisher="sampled"`` has beside :meth:`step`."""
+    """The part of THOR that gathers statistics from sampled labels (``fisher="sampled"``)."""
 
     param_groups: list[dict[str, Any]]
     _registry: LayerRegistry
@@ -38,26 +38,26 @@ class SampledFisher:
     ) -> None:
         """Gather statistics from labels drawn from the model's predictions; does nothing between refreshes.
 
-        Once for each forward pass, before ``loss.backward()``. A refresh step needs it (``fisher="sampled"``); it costs
-        a backward pass from the drawn labels to the layers' outputs, without the gradients of weights. ``.grad`` and
-        torch's random generators stay as they are.
+        Call it once for each forward pass, before ``loss.backward()``. With ``fisher="sampled"`` a refresh step
+        requires it. It costs a backward pass from the drawn labels to the outputs of the layers, without the gradients
+        of weights. ``.grad`` and torch's random generators are not changed.
 
         Args:
-            output: what the model has predicted, not detached.
-            distribution: of the labels, given the output: ``"categorical"`` (logits, the loss ``cross_entropy``),
-                ``"bernoulli"`` (logits, ``binary_cross_entropy_with_logits``), ``"normal"`` (means, variance 1: the
-                loss is half of ``mse_loss``), or a callable from the output to a
-                :class:`torch.distributions.Distribution`, called on refresh steps only. Each element of its
-                ``batch_shape`` is a loss term; N is their number, unless ``loss_terms`` says otherwise.
-            dim: which dimension of categorical logits holds the classes; None where there are no more than two: the
-                last.
-            mask: bool, of the shape of the labels: True for those that count (``labels != -100``); None: all.
-            seed: which labels are drawn, together with step, process and call.
+            output: the predictions of the model, not detached.
+            distribution: the distribution of the labels given the output: ``"categorical"`` (of logits, for
+                ``cross_entropy``), ``"bernoulli"`` (of logits, for ``binary_cross_entropy_with_logits``), ``"normal"``
+                (of means, with variance 1, for half of ``mse_loss``), or a callable from the output to a
+                :class:`torch.distributions.Distribution`, which is called on refresh steps only. Each element of its
+                ``batch_shape`` is a loss term; N is their number, unless ``loss_terms`` is set.
+            dim: the dimension of categorical logits that holds the classes. None means the last one, and is allowed for
+                logits of at most two dimensions.
+            mask: bool, in the shape of the labels, True for the labels that count (``labels != -100``); None: all.
+            seed: determines the drawn labels, together with the step, the process and the number of the call.
 
         Raises:
-            RuntimeError: the optimizer was made with ``fisher="empirical"``, or the call is not between the forward
-                pass and its ``loss.backward()``, or the second one.
-            ValueError: the distribution is not known, ``dim`` or ``mask`` do not fit, or the output has no gradient.
+            RuntimeError: the optimizer was created with ``fisher="empirical"``, the call is not between a forward pass
+                and its ``loss.backward()``, or it is the second call for this forward pass.
+            ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output has no gradient.
         """
         capture = self._registry.capture
         sampler = capture.sampler
@@ -76,7 +76,7 @@ class SampledFisher:
                 "give what the model returned, not detached"
             )
         if any(_nonfinite(tensor) for tensor in tensors):
-            sampler.nonfinite = True  # the loss is not finite either, and step() says so
+            sampler.nonfinite = True  # as a rule the loss is not finite either, and step() raises the error
             return
         where = tensors[0].device
         key = f"{seed}/{self.param_groups[0]['step']}/{self._processes().rank}/{sampler.passes}"
@@ -99,7 +99,8 @@ class SampledFisher:
 
 
 def _nonfinite(output: Tensor) -> bool:
-    return output.is_floating_point() and bool((output.isnan() | output.isposinf()).any())  # -inf: an excluded class
+    # a logit of -inf is allowed: it excludes a class
+    return output.is_floating_point() and bool((output.isnan() | output.isposinf()).any())
 
 
 def _distribution(output: Any, distribution: Predicts, dim: int | None) -> Distribution:
@@ -120,7 +121,7 @@ def _distribution(output: Any, distribution: Predicts, dim: int | None) -> Distr
     return made
 
 
-# validate_args would synchronise host and device; sample_fisher() has looked for NaN already
+# validate_args would synchronise host and device; sample_fisher() has checked the output for NaN already
 _NAMED: dict[str, Callable[[Tensor, int | None], Distribution]] = {
     "categorical": lambda logits, dim: Categorical(logits=_classes_last(logits, dim), validate_args=False),
     "bernoulli": lambda logits, _: Bernoulli(logits=logits, validate_args=False),
@@ -160,7 +161,7 @@ def _count(mask: Tensor, shape: torch.Size) -> int:
 
 @contextmanager
 def _drawing(device: torch.device, key: str) -> Iterator[None]:
-    """Have torch's generators of this device give the numbers of a key, and go on afterwards as before."""
+    """Seed torch's generators of a device by a key, and restore their states when the block is left."""
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
     devices = [] if device.type == "cpu" else [device.index]
     with torch.random.fork_rng(devices, device_type=device.type):

@@ -1,15 +1,16 @@
-"""The scale-free step: precondition the momentum of the raw gradient, orthogonalise, give it a norm of its own.
+"""The scale-free update rule: momentum on the raw gradient, preconditioned, orthogonalised and scaled to a fixed norm.
 
 For a matrix W (``d_out × d_in``) with momentum ``v ← μ v + ∇W`` (Nesterov: ``u = ∇W + μ v``, else ``u = v``)
 
-    d = orth( u (A + λ tr(A)/d_in I)⁻¹ ),    ‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)
+    d = orth( u (A + λ tr(A)/d_in I)⁻¹ ),    scaled to ‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)
     W ← (1 − lr · weight_decay) W − lr · d
 
-so that lr means the same on every layer and task: neither the loss's scale nor the layer's width is in it. A is the
-second moment of the layer's input, all the curvature that there is: no gradient is looked at, and no label. ``orth``
-gives polar factors, of blocks of ``split_dim`` rows (:mod:`torch_thor.curvature.polar`). A matrix without factors (a
-layer that THOR does not know, or whose statistics never came) takes the same step with the identity in A's place. What
-is no matrix (biases, norms, embeddings) takes a step of :class:`torch.optim.AdamW`.
+The step does not depend on the scale of the loss or on the width of the layer, so lr has the same meaning for every
+layer and task. A is the second moment of the input of the layer. It is the only curvature that is used, so no
+statistics of gradients are needed. ``orth`` returns polar factors of blocks of ``split_dim`` rows
+(:mod:`torch_thor.curvature.polar`). A matrix without factors, because THOR has no kind for its layer or has got no
+statistics, takes the same step with the identity in the place of A. Parameters that are not matrices (biases,
+normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW`.
 """
 
 import math
@@ -29,7 +30,7 @@ from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
-# AdamW's learning rate is this share of lr, and its betas these.
+# The learning rate of AdamW as a share of lr, and its other options.
 ADAMW_SHARE = 0.2
 ADAMW_BETAS = (0.9, 0.95)
 _ADAMW_EPS = 1e-8
@@ -37,13 +38,13 @@ _ADAMW_EPS = 1e-8
 
 @dataclass
 class _Piece:
-    """A parameter, or a layer's rows of one, as matrices.
+    """A parameter, or the rows of one that belong to a layer, as a batch of matrices.
 
     Args:
-        parameter: the parameter, or those rows.
-        direction: of its shape, what is to be orthogonalised.
-        geometry: how it is matrices.
-        layer: whose factor preconditions it; None for none.
+        parameter: the parameter, or the rows of it.
+        direction: the direction to precondition and orthogonalise, in the shape of ``parameter``.
+        geometry: converts tensors of this shape into matrices.
+        layer: the layer whose factor A preconditions the direction; None if there is no factor.
     """
 
     parameter: Tensor
@@ -53,21 +54,21 @@ class _Piece:
 
     @property
     def is_tall(self) -> bool:
-        """Whether its matrices, as they lie in memory, have more rows than columns."""
+        """Whether the matrices that the geometry returns have more rows than columns."""
         kind = self.geometry
         return kind.outputs != kind.inputs and (kind.outputs > kind.inputs) != kind.transposed
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The smaller and the larger side of its matrices."""
+        """The smaller and the larger side of the matrices."""
         kind = self.geometry
         return min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
 
     def write(self, into: Tensor) -> None:
-        """Write its matrices, preconditioned.
+        """Write the preconditioned direction as matrices.
 
         Args:
-            into: ``(groups, smaller, larger)``.
+            into: ``(groups, smaller side, larger side)``, overwritten.
         """
         into = into.mT if self.is_tall else into
         if self.layer is not None:
@@ -76,31 +77,31 @@ class _Piece:
             into.copy_(self.geometry.to_matrix(self.direction))
 
     def step_(self, unit: Tensor, lr: float) -> None:
-        """Move the parameter.
+        """Take the step of the parameter.
 
         Args:
-            unit: ``(groups, smaller, larger)``, of norm 1.
-            lr: learning rate.
+            unit: the orthogonalised direction, ``(groups, smaller side, larger side)``, each matrix of norm 1.
+            lr: the learning rate.
         """
-        matrix = self.geometry.to_matrix(self.parameter)  # the parameter itself, wherever its memory allows
+        matrix = self.geometry.to_matrix(self.parameter)  # a view of the parameter if its memory layout allows
         length = lr * step_norm(self.geometry.outputs, self.geometry.inputs)
         matrix.add_(unit.mT if self.is_tall else unit, alpha=-length)
         self.geometry.from_matrix_(matrix, self.parameter)
 
 
 class ScaleFree:
-    """The scale-free step, behind :class:`torch_thor.optim.thor.update_rule.UpdateRule`."""
+    """The scale-free update rule, a :class:`torch_thor.optim.thor.update_rule.UpdateRule`."""
 
     sides: tuple[str, ...] = SIDES[:1]
     relative_damping: bool = True
 
     def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Add ``momentum_buffer`` for a matrix, else what :class:`torch.optim.AdamW` keeps.
+        """Add ``momentum_buffer`` to the state of a matrix, and the entries of :class:`torch.optim.AdamW` to others.
 
         Args:
-            index: which layer preconditions which parameter.
-            parameter: one of the group's.
-            state: its state; changed in place.
+            index: the index of the parameters, which knows which of them are matrices.
+            parameter: the parameter.
+            state: the state of the parameter; changed in place.
             group: not used.
         """
         dtype = factor_dtype(parameter.dtype)
@@ -113,19 +114,19 @@ class ScaleFree:
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
 
     def update(self, groups: list[Group], index: ParameterIndex, states: States, decaying: frozenset[int]) -> None:
-        """Move every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            groups: parameter groups.
-            index: which layer preconditions which parameter.
+            groups: the optimizer's parameter groups.
+            index: the index of the parameters, which knows the layers of each.
             states: the optimizer's state.
-            decaying: ``id`` of the parameters to which weight decay applies.
+            decaying: the ``id`` of each parameter to which weight decay applies.
         """
         for group in groups:
             lr = float(group["lr"])
             shrunk: list[Tensor] = []
-            matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with gradient and momentum
-            others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]] = []
+            matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, gradient, momentum
+            others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]] = []  # parameter, gradient, state
             for parameter in group["params"]:
                 gradient, key = parameter.grad, id(parameter)
                 if gradient is None:
@@ -134,7 +135,7 @@ class ScaleFree:
                     shrunk.append(parameter)
                 state, is_matrix = states[parameter], key in index.shares_of or key in index.matrix_of
                 kept = state["momentum_buffer" if is_matrix else "exp_avg"]
-                if gradient.is_sparse:  # momenta and averages decay for every row, so nothing would be saved
+                if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
                     gradient = gradient.to_dense()
                 gradient = gradient.to(kept.dtype)
                 if is_matrix:
@@ -145,18 +146,18 @@ class ScaleFree:
                 torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
             if matrices:
                 pieces: list[_Piece] = []
-                for (parameter, _, _), ahead in zip(matrices, _ahead(matrices, group), strict=True):
-                    _add_pieces(pieces, parameter, ahead, index)
+                for (parameter, _, _), direction in zip(matrices, _directions(matrices, group), strict=True):
+                    _add_pieces(pieces, parameter, direction, index)
                 _step_(pieces, lr, group["split_dim"])
             if others:
                 _adamw_step_(others, lr * ADAMW_SHARE)
 
 
 def step_norm(outputs: int, inputs: int) -> float:
-    """Return the Frobenius norm of a matrix's step at lr 1.
+    """Return the Frobenius norm of the step of a matrix at lr 1.
 
-    An orthogonal matrix of this shape times ``√max(1, d_out / d_in)``: a step that changes an output of RMS 1 by about
-    lr, whatever the widths (Bernstein et al. 2024, "Old optimizer, new norm").
+    It is that of a (semi-)orthogonal matrix times ``√max(1, d_out / d_in)``. Such a step changes outputs of RMS 1 by
+    about lr, whatever the widths of the layer are (Bernstein et al. 2024, "Old optimizer, new norm").
 
     Args:
         outputs: d_out.
@@ -168,8 +169,8 @@ def step_norm(outputs: int, inputs: int) -> float:
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / inputs))
 
 
-def _ahead(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Group) -> list[Tensor]:
-    """Move the momenta, and return what is stepped along; the user's gradients stay as they are."""
+def _directions(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Group) -> list[Tensor]:
+    """Update the momenta, and return the directions u; the gradients are not changed."""
     momentum = float(group["momentum"])
     gradients, buffers = [g for _, g, _ in matrices], [buffer for _, _, buffer in matrices]
     torch._foreach_mul_(buffers, momentum)
@@ -177,20 +178,20 @@ def _ahead(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Group) ->
     return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 
-def _add_pieces(pieces: list[_Piece], parameter: nn.Parameter, ahead: Tensor, index: ParameterIndex) -> None:
+def _add_pieces(pieces: list[_Piece], parameter: nn.Parameter, direction: Tensor, index: ParameterIndex) -> None:
     plain = index.matrix_of.get(id(parameter))
     if plain is not None:
-        pieces.append(_Piece(parameter, ahead, plain, None))
+        pieces.append(_Piece(parameter, direction, plain, None))
         return
     for share in index.shares_of[id(parameter)]:
         rows, layer = share.view.rows, share.layer if share.layer.refreshes else None
-        ours, theirs = (parameter, ahead) if rows is None else (parameter[rows], ahead[rows])
-        pieces.append(_Piece(ours, theirs, share.layer.kind, layer))
+        part, its_direction = (parameter, direction) if rows is None else (parameter[rows], direction[rows])
+        pieces.append(_Piece(part, its_direction, share.layer.kind, layer))
 
 
 def _step_(pieces: list[_Piece], lr: float, split_dim: int | str | None) -> None:
-    """Take the step of every piece, those of one shape in one batch."""
-    rows = split_dim if isinstance(split_dim, int) else None  # unsplit, or "auto" that is not decided yet
+    """Take the steps of all pieces, in one batch for each shape."""
+    rows = split_dim if isinstance(split_dim, int) else None  # None also while "auto" is undecided
     alike: defaultdict[tuple[torch.dtype, torch.device], list[_Piece]] = defaultdict(list)
     for piece in pieces:
         alike[piece.direction.dtype, piece.direction.device].append(piece)
@@ -207,9 +208,9 @@ def _step_(pieces: list[_Piece], lr: float, split_dim: int | str | None) -> None
                     piece.write(own)
             steps = orthogonalise(batches, rows)
         for shaped, step in zip(by_shape.values(), steps, strict=True):
-            # of a matrix of zeros too: it stays where it is
+            # clamped for matrices of zeros, whose step is zero
             norms = torch.linalg.matrix_norm(step, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
-            step.div_(norms)  # orthogonalise() has returned it, so it is nobody else's
+            step.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
             for piece, own in zip(shaped, step.split([p.geometry.groups for p in shaped]), strict=True):
                 piece.step_(own, lr)
 
@@ -235,7 +236,7 @@ def _adamw_step_(others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]], lr: 
         squares,
         [],
         steps,
-        # torch's batched kernels want parameters of the state's dtype, which is float32 under bfloat16
+        # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters state is float32
         foreach=None if alike else False,
         fused=(alike and on_cpu and not is_complex) or None,
         has_complex=is_complex,

@@ -1,16 +1,17 @@
-"""How several processes come to know the same of a step that refreshes, or raise the same."""
+"""Makes all processes take the same decisions on a refresh step, or raise the same error."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch_thor.curvature.processes import Processes
 from torch_thor.distributed.consistency import agree, check_same_gradients
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
     from torch_thor.optim.thor.step_inputs import StepInputs
 
-# Options that affect weights and factors. An interval may be a function: what it gives is compared in its place.
+# Options that affect weights and factors. update_interval may be a function, so its results are compared instead.
 _OPTIONS = (
     "lr",
     "damping",
@@ -29,30 +30,32 @@ _OPTIONS = (
 )
 
 
-def read_together(
-    thor: "THOR", inputs: "StepInputs", read_own: Callable[["THOR", "StepInputs"], "StepInputs"]
-) -> "StepInputs":
-    """Read, and have all processes raise what one of them found wrong, skip what one skips, and know all loss terms.
+def read_together(thor: "THOR", processes: Processes, read_own: Callable[[], "StepInputs"]) -> "StepInputs":
+    """Read the inputs of a step on every process, and combine them.
+
+    If one process finds an error, all of them raise it; if one of them skips the step, all of them do.
 
     Args:
         thor: the optimizer.
-        inputs: what is known of the step so far, the processes among it.
-        read_own: what one process does that trains alone; it may raise.
+        processes: the processes that train together.
+        read_own: reads the inputs of this process; it may raise.
 
     Returns:
-        This process's inputs, with the decisions and the loss terms of all.
+        The inputs of this process, with the decisions and the loss terms of all processes.
 
     Raises:
         Exception: what ``read_own`` raised here or on another process.
         RuntimeError: the processes differ.
     """
-    read, error, facts = inputs, None, []
+    read, error, facts, numbers = None, None, [], [0.0] * 4
     try:
-        read = read_own(thor, inputs)
+        read = read_own()
         facts = list(_facts(thor, read))
+        numbers = [read.terms, read.skipped, read.counted, read.largest]
     except Exception as problem:  # it is raised on every process
         error = problem
-    rows = agree(inputs.processes, error, facts, [read.terms, read.skipped, read.counted, read.largest])
+    rows = agree(processes, error, facts, numbers)
+    assert read is not None  # agree() raises the error of this process
     terms, skipped, counted, largest = zip(*rows, strict=True)
     if any(skipped):
         return replace(read, skipped=True, counted=any(counted))
@@ -61,7 +64,7 @@ def read_together(
 
 
 def _facts(thor: "THOR", inputs: "StepInputs") -> Iterator[str]:
-    """Yield what must be the same on all processes."""
+    """Yield lines of text that must be the same on all processes."""
     yield f"loss_reduction={thor.loss_reduction!r}"
     yield f"fisher={thor.fisher!r}"
     sampler = thor._registry.capture.sampler
@@ -71,7 +74,7 @@ def _facts(thor: "THOR", inputs: "StepInputs") -> Iterator[str]:
         for name in _OPTIONS:
             value = group[name]
             yield f"parameter group {i}: {name}={float(value) if hasattr(value, 'item') else value!r}"
-        # where intervals differ, one rank would wait in a refresh that the others do not take: known one refresh before
+        # compared one refresh ahead: with other intervals one rank would wait in a refresh that the others do not take
         yield f"parameter group {i}: update_interval makes step {inputs.next_refreshes[i]} the next refresh"
     for layer in inputs.due:
         weight = layer.weight

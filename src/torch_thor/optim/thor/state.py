@@ -1,7 +1,8 @@
-"""What is kept of each parameter from step to step: when it is made, and that it still fits the model.
+"""The state of each parameter: it is created in the first step, and converted when the model is.
 
-Between two steps a model may be moved or converted (``model.double()``, ``model.to(device)``): its state follows. What
-cannot be followed (another shape, another cut of the factors) is an error while everything is as it was.
+Between two steps a model may be moved or converted (``model.double()``, ``model.to(device)``), and its state is moved
+and converted with it. If that is impossible (another shape, another block size), an error is raised before anything
+has changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,30 +14,30 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.layer_state import make_layer_state, stored_tensors
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.checkpoint import MOMENTS, as_made
-from torch_thor.optim.parameters import Group, States, with_gradient
+from torch_thor.optim.parameters import Group, States, parameters_with_gradient
 from torch_thor.optim.thor.auto_split import AUTO
-from torch_thor.optim.thor.gradient_checks import numbers_of
+from torch_thor.optim.thor.gradient_checks import real_elements
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.update_rule import UpdateRule
 
 _NOTHING: Mapping[str, Any] = {}
 
 
-def is_only_asked_for(groups: list[Group], states: States) -> bool:
-    """Return whether torch.distributed.checkpoint asks for the state, by a first step in which nothing moves.
+def creates_state_only(groups: list[Group], states: States) -> bool:
+    """Return whether torch.distributed.checkpoint takes the first step to create the state, with lr and gradients 0.
 
-    That is no step of training, and maybe not every process takes it.
+    Such a step is not part of the training, and perhaps not every process takes it.
 
     Args:
         groups: the optimizer's parameter groups.
-        states: its state.
+        states: the optimizer's state.
 
     Returns:
-        Whether there is no state yet, lr is 0 and every gradient is.
+        Whether there is no state yet, and lr and every gradient is 0.
     """
     if states or any(float(group["lr"]) for group in groups):
         return False
-    return not any(bool(numbers_of(gradient).any()) for _, _, gradient in with_gradient(groups))
+    return not any(bool(real_elements(gradient).any()) for _, _, gradient in parameters_with_gradient(groups))
 
 
 def make_state(
@@ -46,24 +47,25 @@ def make_state(
     layers: Iterable[LayerCurvature],
     rule: UpdateRule,
 ) -> None:
-    """Make all state that there is not yet, at the first step and where parameters have come.
+    """Create all state that is missing, in the first step and after parameters were added.
 
-    So that a checkpoint has the same keys on every rank and at every time; not at construction, because wrappers that
-    replace parameters would leave it under keys that are gone. Frozen parameters have none.
+    All entries are created at once, so that a checkpoint has the same keys on every rank and at every time. They are
+    not created with the optimizer, because wrappers may replace the parameters after that. Frozen parameters have no
+    state.
 
     Args:
         groups: the optimizer's parameter groups.
-        states: its state, which makes missing entries.
-        index: which layer preconditions which parameter; hands the new state to the layers.
+        states: the optimizer's state, a mapping that creates missing keys.
+        index: the index of the parameters, which binds the layers to the new state.
         layers: the preconditioned layers.
-        rule: makes what it keeps of a parameter.
+        rule: the update rule, which adds its own entries.
     """
     for group in groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
             state = states[parameter]
-            # a number for each: torch.distributed.checkpoint takes a parameter without any for one that is lost
+            # every parameter has an entry, because torch.distributed.checkpoint reports one without state as missing
             state.setdefault("preconditioned", int(bool(index.shares(parameter))))
             rule.make_state(index, parameter, state, group)
     index.update(groups, states)
@@ -77,16 +79,16 @@ def conform(
     layers: Iterable[LayerCurvature],
     index: ParameterIndex,
 ) -> None:
-    """Check that the state fits today's parameters, then bring it to their devices and precisions.
+    """Check that the state fits the current parameters, then move and convert it to their devices and dtypes.
 
     Args:
         groups: the optimizer's parameter groups.
-        states: its state; changed in place.
+        states: the optimizer's state; changed in place.
         layers: the preconditioned layers.
-        index: knows the model's parameters of today.
+        index: the index of the current parameters.
 
     Raises:
-        RuntimeError: a parameter was replaced, or has another shape than its state.
+        RuntimeError: a parameter was replaced or has another shape than its state, or the block size has changed.
     """
     for group in groups:
         for parameter in group["params"]:
@@ -95,14 +97,14 @@ def conform(
                 if isinstance(kept, Tensor) and kept.shape != parameter.shape:
                     raise RuntimeError(
                         f"parameter {index.name(parameter)!r} has shape {tuple(parameter.shape)}, and its {key!r} has "
-                        f"{tuple(kept.shape)}: one of them was changed behind the optimizer's back. Make THOR anew "
-                        f"after a weight was given another shape; weights and optimizer state are as before this step"
+                        f"{tuple(kept.shape)}: one of them was changed outside of the optimizer. Make THOR again after "
+                        f"the shape of a weight has changed; weights and optimizer state are as before this step"
                     )
     for layer in layers:
         _check_cut(layer, index.group(layer.weight)["split_dim"])
     for group in groups:
         for parameter in group["params"]:
-            _follow(parameter, states.get(parameter))
+            _convert_state(parameter, states.get(parameter))
     for layer in layers:
         layer.statistics.follow_weight()
 
@@ -116,15 +118,15 @@ def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
         if found != layouts[matrix[0]].shapes or split_dim == AUTO:
             raise RuntimeError(
                 f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
-                f"{blocks.shape[-1]}, and stay so; put the group's split_dim back, or make THOR anew with the "
-                f"other. Weights and optimizer state are as before this step"
+                f"{blocks.shape[-1]}, and cannot be cut again; restore the group's split_dim, or make THOR again with "
+                f"the other. Weights and optimizer state are as before this step"
             )
 
 
-def _follow(parameter: Tensor, state: dict[str, Any] | None) -> None:
+def _convert_state(parameter: Tensor, state: dict[str, Any] | None) -> None:
     dtype = factor_dtype(parameter.dtype)
     for key, value in (state or {}).items():
-        # AdamW's step is a number, stored as a tensor
+        # AdamW's step is a counter that is stored as a tensor, and stays on the CPU in float32
         if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
             assert state is not None
             state[key] = as_made(value, parameter, dtype)

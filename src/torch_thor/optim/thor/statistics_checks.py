@@ -1,4 +1,4 @@
-"""Statistics that are wrong, or that have not come where a refresh needs them: what is raised and what is reported."""
+"""Errors and warnings for statistics that are missing on a refresh step, or do not fit the options."""
 
 from collections.abc import Collection
 
@@ -9,14 +9,14 @@ from torch_thor.optim.thor.gradient_checks import some
 
 
 def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None:
-    """Refuse a row mask that fits no layer.
+    """Raise an error for a row mask that fits no layer.
 
     Args:
         layers: the preconditioned layers.
-        capture: gathers their statistics, and forgets them where this raises.
+        capture: gathers their statistics, which are dropped if this raises.
 
     Raises:
-        RuntimeError: statistics came, and the mask fits no layer.
+        RuntimeError: there are statistics, and the mask fits the input of no layer.
     """
     mask = capture.row_mask
     if mask is None or capture.mask_taken or not any(layer.statistics.rows for layer in layers):
@@ -29,18 +29,18 @@ def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None
 
 
 def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> list[tuple[LayerCurvature, str]]:
-    """Refuse a refresh whose statistics never came, on any process, with the cause.
+    """Raise an error for a refresh without any statistics, on any process, that names the cause.
 
     Args:
         layers: the preconditioned layers.
-        capture: gathers their statistics, and forgets them where this raises.
+        capture: gathers their statistics, which are dropped if this raises.
 
     Returns:
-        The layers that have a gradient and no statistics while others have theirs, and what to say of each: their
-        weights are used without calling them.
+        The layers that have a gradient and no statistics while other layers have some, each with a sentence for a
+        warning. As a rule their weights are used without calling their modules.
 
     Raises:
-        RuntimeError: layers that are due have gradients, and none has statistics.
+        RuntimeError: layers that are due have gradients, and no layer has statistics.
     """
     required = [layer for layer in layers if capture.phase(layer) is Phase.REQUIRED]
     silent = [layer for layer in required if layer not in capture.reached and layer.weight_view.has_gradient()]
@@ -60,7 +60,7 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
             f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
         )
     if sampler is not None:
-        raise RuntimeError(_unsampled(called, nonfinite))
+        raise RuntimeError(_no_samples_message(called, nonfinite))
     raise RuntimeError(
         f"layers {some([layer.name for layer in silent])} have gradients and no statistics, and so has every other "
         f"layer, because their forward was not seen: the gradients were not made by loss.backward() (or before THOR "
@@ -83,11 +83,11 @@ def _uncalled_message(layer: LayerCurvature, inside_transform: bool, sampled: bo
 
 
 def conflicting_terms_message(number: int, last: int) -> str:
-    """Return the text of the warning for a number of loss terms that the layers do not agree on.
+    """Return the text of the warning for layers that see different numbers of loss terms.
 
     Args:
-        number: N, as taken from a backward pass.
-        last: what the layer nearest to the loss saw.
+        number: N, as derived from a backward pass.
+        last: the number that the layer nearest to the loss has seen.
 
     Returns:
         The message.
@@ -99,7 +99,7 @@ def conflicting_terms_message(number: int, last: int) -> str:
     )
 
 
-def _unsampled(called: bool, nonfinite: bool) -> str:
+def _no_samples_message(called: bool, nonfinite: bool) -> str:
     if nonfinite and not called:
         return (
             "the output given to sample_fisher() held NaN or inf where the loss does not, so no labels could be drawn "

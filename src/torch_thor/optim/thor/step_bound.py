@@ -1,7 +1,7 @@
-"""What keeps a step from being too long for the weights that it changes.
+"""Bounds on the length of a step.
 
-The natural gradient of early, low-rank factors can be many times longer than the weights: without a bound most networks
-that were not tuned for it diverge within a few steps. Two bounds are known here, both applied before momentum:
+The natural gradient of early, low-rank factors can be many times longer than the weights, and without a bound most
+networks that were not tuned for it diverge within a few steps. There are two bounds, both applied before momentum:
 
 - relative to each parameter (the default): ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. LARS (You et al. 2017, section 4)
   gives every layer a step of that proportion; used as a limit, it leaves a shorter natural gradient as it is.
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from torch_thor.optim.parameters import Group
 
-# A weight of zeros (a residual branch that starts closed, a LoRA adapter) must be able to leave zero, so its norm
-# counts as at least this share of √d_out, a twentieth of what a linear layer is initialised with (√(d_out / 3)).
+# A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so its norm counts as at
+# least this number times √d_out. That is a twentieth of the norm of a newly initialised linear layer, √(d_out / 3).
 _SMALLEST_SHARE = 0.03
 
 
 def smallest_norm(parameter: Tensor) -> float:
-    """Return what a parameter's norm counts as at least.
+    """Return the smallest norm that is assumed for a parameter.
 
     Args:
-        parameter: a weight, its rows first, or a vector.
+        parameter: a weight, with rows in its first dimension, or a vector.
 
     Returns:
-        ``0.03 √rows``, where dimensions of size 1 do not count: a vector has as many rows as numbers, whatever its
-        shape, a position embedding ``(1, L, D)`` has L, a scalar has one.
+        ``0.03 √rows``. The number of rows is the first size other than 1: a vector of any shape has as many rows as
+        elements, a position embedding ``(1, L, D)`` has L, and a scalar has one.
     """
     for size in parameter.shape:
         if size != 1:
@@ -38,13 +38,13 @@ def smallest_norm(parameter: Tensor) -> float:
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of tensors that can be measured together.
+    """Group tensors that can be measured together.
 
     Args:
-        tensors: on any devices, of any dtypes.
+        tensors: tensors on any devices, of any dtypes.
 
     Returns:
-        Lists of indices, those of one device and dtype in each.
+        The indices of the tensors, in one list for each device and dtype.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -55,24 +55,24 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
 def relative_scales(
     parameters: Sequence[Tensor], directions: Sequence[Tensor], lr: float, ratio: float
 ) -> Tensor | None:
-    """Return by what each direction is to be multiplied so that no step is too long for its parameter.
+    """Return the factors by which directions are multiplied so that no step is too long for its parameter.
 
-    No host–device synchronisation: on an accelerator the numbers stay there.
+    This makes no host–device synchronisation: on an accelerator the factors stay there.
 
     Args:
         parameters: the parameters, all on one device.
-        directions: what momentum will take in, of the same shapes, all of one dtype.
-        lr: learning rate.
-        ratio: r, the longest step as a share of the parameter's norm.
+        directions: the directions before momentum, in the shapes of the parameters, all of one dtype.
+        lr: the learning rate.
+        ratio: r, the largest length of a step relative to the norm of the parameter.
 
     Returns:
-        ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``, one number per parameter; None where all are known to be 1.
+        ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``, one number per parameter; None if all are known to be 1.
     """
     if directions[0].device.type == "cpu":
         scales = [relative_scale(p, d, lr, ratio) for p, d in zip(parameters, directions, strict=True)]
         return None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, dtype=directions[0].dtype)
     lengths = torch.stack(list(torch._foreach_norm(list(directions)))) * lr
-    # in the directions' precision: norms of half-precision weights would be rounded to 3 digits, or overflow
+    # in the dtype of the directions: a norm in half precision has 3 digits and may overflow
     norms = torch.stack(list(torch._foreach_norm(list(parameters), 2, dtype=directions[0].dtype)))
     smallest = torch.tensor([smallest_norm(p) for p in parameters], dtype=lengths.dtype, device=lengths.device)
     longest = ratio * torch.maximum(norms, smallest)
@@ -80,23 +80,23 @@ def relative_scales(
 
 
 def relative_scale(parameter: Tensor, direction: Tensor, lr: float, ratio: float) -> float:
-    """Return by what one direction on the CPU is to be multiplied so that the step is not too long.
+    """Return the factor by which a direction on the CPU is multiplied so that the step is not too long.
 
-    In Python's numbers, where :func:`relative_scales` has tensors of one element: half a dozen operations on those
-    take as long as the norm of a small layer.
+    It is computed with Python numbers. :func:`relative_scales` uses tensors of one element, and half a dozen operations
+    on these take as long as the norm of a small layer.
 
     Args:
         parameter: the parameter.
-        direction: what momentum will take in, of the same shape.
-        lr: learning rate.
-        ratio: r, the longest step as a share of the parameter's norm.
+        direction: the direction before momentum, in the shape of the parameter.
+        lr: the learning rate.
+        ratio: r, the largest length of a step relative to the norm of the parameter.
 
     Returns:
-        ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``; 1 for a direction of zeros, NaN for one with a NaN.
+        ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``; 1 for a direction of zeros, NaN if it holds NaN.
     """
     length = lr * _norm(direction, direction.dtype)
     longest = ratio * smallest_norm(parameter)
-    if length <= longest:  # the parameter's own norm can only allow more
+    if length <= longest:  # then the norm of the parameter, which can only raise the bound, is not needed
         return 1.0
     longest = max(longest, ratio * _norm(parameter, direction.dtype))
     return 1.0 if length <= longest else longest / length
@@ -107,10 +107,10 @@ def _norm(tensor: Tensor, dtype: torch.dtype) -> float:
 
 
 def kl_divergence(parts: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Group]]) -> Tensor:
-    """Return twice the Kullback–Leibler divergence that a step is predicted to make, ``Σ lr² ⟨d, ∇⟩``.
+    """Return ``Σ lr² ⟨d, ∇⟩``, twice the Kullback–Leibler divergence that is predicted for a step.
 
     Args:
-        parts: directions, gradients and parameter group of all that is preconditioned.
+        parts: the directions, gradients and parameter group of all preconditioned parameters.
 
     Returns:
         A 0-dimensional tensor.
@@ -124,10 +124,10 @@ def kl_divergence(parts: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Grou
 
 
 def kl_scale(divergence: Tensor, group: Group) -> Tensor:
-    """Return what a group's directions are multiplied by, ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``.
+    """Return the factor by which the directions of a group are multiplied, ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``.
 
     Args:
-        divergence: what :func:`kl_divergence` returned.
+        divergence: the result of :func:`kl_divergence`.
         group: the parameter group; κ is its ``kl_clip``.
 
     Returns:

@@ -1,11 +1,13 @@
-"""What a step knows before it changes anything: gathered in one place, into one object.
+"""The inputs of a step: everything that is read and checked before the step changes anything.
 
-How several processes come to know the same is in :mod:`torch_thor.optim.thor.shared_inputs`.
+:func:`collect` returns them as one object. If several processes train together,
+:mod:`torch_thor.optim.thor.shared_inputs` makes them take the same decisions.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +18,12 @@ from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.optim.parameters import Group, with_gradient
+from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.thor.gradient_checks import (
     layout_message,
     nonfinite_message,
     nonfinite_names,
-    numbers_of,
+    real_elements,
 )
 from torch_thor.optim.thor.intervals import steps_until_next
 from torch_thor.optim.thor.layer_registry import LayerRegistry
@@ -29,14 +31,14 @@ from torch_thor.optim.thor.loss_scale import LossScale
 from torch_thor.optim.thor.options import check_group, check_loss_terms
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.shared_inputs import read_together
-from torch_thor.optim.thor.state import conform, is_only_asked_for
+from torch_thor.optim.thor.state import conform, creates_state_only
 from torch_thor.optim.thor.statistics_checks import check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
 
-# Options that are not numbers in a range: a value that was found right stays right until it is replaced.
-_OTHERS = (
+# Options that are not numbers. A value that has passed check_group() is checked again only after it was replaced.
+_NOT_NUMBERS = (
     "nesterov",
     "kl_clip",
     "max_update_ratio",
@@ -49,23 +51,23 @@ _OTHERS = (
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What is known of a step.
+    """What is known about a step before it changes anything.
 
     Args:
-        due: the layers that refresh, the same on every process, whichever of them has their rows.
-        processes: those that decide together: on a refresh step all that train together; else this one alone, because
-            then they have the same gradients and nothing else to agree on.
-        fits: whether the state is known to fit the model as it is (:func:`fingerprint`).
-        waiting: whether statistics of some layer are wanted and can come.
-        state_only: whether torch.distributed.checkpoint asks for the state, and nothing may move.
-        terms: N, of this process; of all of them once they have agreed. 0 where no layer has counted.
-        output_scale: what turns this process's output gradients into gradients of one loss term.
-        next_refreshes: the step of each group's next refresh, as it will be after this step.
+        due: the layers to refresh, the same on every process, also on one that has no rows of a layer.
+        processes: the processes that take their decisions together: on a refresh step all that train together,
+            otherwise this one alone, because averaged gradients are equal and no other decision is left.
+        fits: whether the optimizer state is known to fit the current parameters (:func:`fingerprint`).
+        state_only: whether torch.distributed.checkpoint takes this step to create the state, so that nothing may move.
+        waiting: whether a layer gathers statistics that is trained and, as far as is known, called by the model.
+        next_refreshes: for each parameter group, the step of its next refresh as of the end of this step.
         refreshes_next: whether the next step refreshes a group.
-        skipped: the step is not taken.
-        counted: it is not taken because a gradient is not finite, which ``skipped_steps`` counts.
-        largest: the largest norm of a gradient.
-        decaying: ``id`` of the parameters to which weight decay applies in this step.
+        terms: N, the number of loss terms of all processes together; 0 if no layer has counted any.
+        output_scale: multiplies the captured output gradients of this process, to make them gradients of one loss term.
+        largest: the largest Euclidean norm of a gradient.
+        decaying: the ``id`` of each parameter to which weight decay applies in this step.
+        skipped: whether the step is skipped.
+        counted: whether it is skipped because a gradient is not finite, so that ``skipped_steps`` counts it.
     """
 
     due: Sequence[LayerCurvature]
@@ -73,26 +75,28 @@ class StepInputs:
     fits: bool
     state_only: bool
     waiting: bool
+    next_refreshes: tuple[int, ...]
+    refreshes_next: bool
     terms: int = 0
     output_scale: float = 1.0
-    next_refreshes: tuple[int, ...] = ()
-    refreshes_next: bool = False
-    skipped: bool = False
-    counted: bool = False
     largest: float = 0.0
     decaying: frozenset[int] = frozenset()
+    skipped: bool = False
+    counted: bool = False
 
 
 def fingerprint(groups: Iterable[Group], states: Mapping[Tensor, State], index: ParameterIndex) -> list[Any]:
-    """Return all that the layers' views and the optimizer's state depend on, cheap enough for every step.
+    """Return everything on which the parameter views of the layers and the optimizer state depend.
+
+    It is compared in every step, so it is cheap to compute.
 
     Args:
         groups: the optimizer's parameter groups.
-        states: its state.
-        index: knows the model's parameters.
+        states: the optimizer's state.
+        index: the index of the model's parameters.
 
     Returns:
-        Identities, shapes, precisions, devices and block sizes; two equal results mean that nothing has changed.
+        Identities, shapes, dtypes, devices and block sizes. If two results are equal, nothing has changed in between.
     """
     found: list[Any] = [len(states)]
     for _, attribute, module in index.attributes:
@@ -108,15 +112,15 @@ def fingerprint(groups: Iterable[Group], states: Mapping[Tensor, State], index: 
 
 
 def collect(thor: "THOR") -> StepInputs:
-    """Look at what this process has for the step, and come to know the same as all others.
+    """Read and check the inputs of a step, and agree on them with the other processes.
 
-    The statistics of a step that is not taken are dropped, and a step with gradients that are not finite is counted.
+    If the step is skipped, its statistics are dropped, and it is counted if its gradients are not finite.
 
     Args:
         thor: the optimizer.
 
     Returns:
-        This process's inputs, with the decisions and the loss terms of all.
+        The inputs of this process, with the decisions and the loss terms of all processes.
 
     Raises:
         FloatingPointError: a gradient holds NaN or inf.
@@ -127,7 +131,7 @@ def collect(thor: "THOR") -> StepInputs:
     index, capture = registry.index, registry.capture
     fits = thor._fitting is not None and fingerprint(groups, states, index) == thor._fitting
     if not fits:
-        thor._fitting = None  # the views may be given what turns out not to fit
+        thor._fitting = None  # until the state has been checked: the views are bound to it before that
         index.update(groups, states)
     watching, due = capture.watching, []
     if index.computed or (watching and not index.owner_ids.issubset(map(id, thor.model.modules()))):
@@ -139,13 +143,13 @@ def collect(thor: "THOR") -> StepInputs:
             if phase in GATHERING and layer.weight.requires_grad:
                 due.append(layer)
                 waiting = waiting or phase is Phase.REQUIRED or not layer.uncalled
-    state_only = not states and is_only_asked_for(groups, states)
+    state_only = not states and creates_state_only(groups, states)
     processes: Processes = ALONE
     if not state_only and (thor._group_handle.is_lost or (due and dist.is_available() and dist.is_initialized())):
         processes = thor._group_handle.join(thor.model, registry.device)
-    inputs = StepInputs(due, processes, fits, state_only, waiting)
+    read_own = partial(_read, thor, due, processes, fits, state_only, waiting)
     try:
-        inputs = _read(thor, inputs) if processes.count == 1 else read_together(thor, inputs, _read)
+        inputs = read_own() if processes.count == 1 else read_together(thor, processes, read_own)
     except FloatingPointError:
         capture.discard()
         raise
@@ -155,14 +159,16 @@ def collect(thor: "THOR") -> StepInputs:
     return inputs
 
 
-def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
-    """Look at what this process has for the step, and raise what is wrong with it."""
+def _read(
+    thor: "THOR", due: list[LayerCurvature], processes: Processes, fits: bool, state_only: bool, waiting: bool
+) -> StepInputs:
+    """Return the inputs of this process; raise an error for an option, a state or a gradient that cannot be used."""
     groups, registry = thor.param_groups, thor._registry
     for group in groups:
-        if not _is_usual(thor, group):  # again: a schedule may have run damping down to 0
+        if not _is_usual(thor, group):  # checked in every step: a schedule may have changed damping to 0
             check_group(group)
-            thor._checked[id(group)] = {name: group[name] for name in _OTHERS}
-    if not inputs.fits:
+            thor._checked[id(group)] = {name: group[name] for name in _NOT_NUMBERS}
+    if not fits:
         conform(groups, thor.state, registry.layers.values(), registry.index)
     upcoming, refreshes_next = [], False
     for group in groups:
@@ -171,22 +177,22 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
             due_at = step + (steps_until_next(interval, step) if callable(interval) else interval)
         upcoming.append(due_at)
         refreshes_next = refreshes_next or step + 1 >= due_at
-    inputs = replace(inputs, next_refreshes=tuple(upcoming), refreshes_next=refreshes_next)
-    # a GradScaler says by this attribute that it wants to be asked
+    known = due, processes, fits, state_only, waiting, tuple(upcoming), refreshes_next
+    # GradScaler sets this attribute before it calls step()
     scale = None if thor.grad_scaler is None and not hasattr(thor, "found_inf") else LossScale(thor, thor.grad_scaler)
     if scale is not None and scale.found_inf:
-        return replace(inputs, skipped=True)
-    sampled = registry.capture.sampler is not None  # their gradients are those of single terms as they are
+        return StepInputs(*known, skipped=True)
+    sampled = registry.capture.sampler is not None  # then captured gradients are those of single loss terms already
     backward, terms = registry.capture.backward, 0
     given = thor.loss_terms() if callable(thor.loss_terms) else thor.loss_terms
     if given is not None:
         terms = check_loss_terms(given)
-    elif inputs.due and (sampled or backward.passes):
+    elif due and (sampled or backward.passes):
         if backward.first is None:
             _note_conflicting_terms(registry)
         terms = backward.loss_terms
     captured = 1.0
-    if scale is not None and not sampled and any(one.statistics.rows and "G" in one.sides for one in inputs.due):
+    if scale is not None and not sampled and any(layer.statistics.rows and "G" in layer.sides for layer in due):
         captured = scale.of_outputs()
     decaying: set[int] = set()
     for group in groups:
@@ -194,28 +200,22 @@ def _read(thor: "THOR", inputs: StepInputs) -> StepInputs:
             if parameter.grad is not None and (thor.decay_filter is None or thor._decays(parameter)):
                 decaying.add(id(parameter))
     if scale is not None:
-        scale.unscale_(gradient for _, _, gradient in with_gradient(groups))
+        scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
     largest = _largest_gradient(groups, registry.index)
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
-            return replace(inputs, skipped=True, counted=True)
+            return StepInputs(*known, skipped=True, counted=True)
         raise FloatingPointError(nonfinite_message(groups[0]["step"], nonfinite_names(groups, registry.index)))
-    if inputs.due and registry.capture.row_mask is not None:
+    if due and registry.capture.row_mask is not None:
         check_row_mask(registry.layers.values(), registry.capture)
     output_scale = (terms if terms and thor.loss_reduction == "mean" and not sampled else 1) / captured
-    return replace(
-        inputs,
-        terms=terms,
-        output_scale=output_scale,
-        largest=largest,
-        decaying=frozenset(decaying),
-    )
+    return StepInputs(*known, terms, output_scale, largest, frozenset(decaying))
 
 
 def _is_usual(thor: "THOR", group: Group) -> bool:
-    """Return whether a group's options are plain numbers in range, and the others those that were checked before.
+    """Return whether a group's numbers are Python numbers in range, and its other options have been checked before.
 
-    What is not usual (a tensor, an option that was changed) is for :func:`check_group` to judge.
+    Everything else, such as a tensor or an option that was replaced, is passed to :func:`check_group`.
     """
     lr, weight_decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
     factor_decay, damping, loss_scale = group["factor_decay"], group["damping"], group["loss_scale"]
@@ -225,7 +225,7 @@ def _is_usual(thor: "THOR", group: Group) -> bool:
     checked = thor._checked.get(id(group))
     if checked is None:
         return False
-    for name in _OTHERS:
+    for name in _NOT_NUMBERS:
         if group[name] is not checked[name]:
             return False
     in_range = 0 <= lr < math.inf and 0 <= weight_decay < math.inf and 0 <= momentum < 1 and 0 <= factor_decay < 1
@@ -241,11 +241,11 @@ def _note_conflicting_terms(registry: LayerRegistry) -> None:
 
 
 def _largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
-    """Return the largest Euclidean norm of a gradient; NaN or inf where one is not finite, or a step could overflow.
+    """Return the largest Euclidean norm of a gradient; NaN or inf if one is not finite or the step could overflow.
 
-    One pass over the gradients and one host–device synchronisation per device: the price of the promise that NaN
-    reaches no weight. A float32 norm that overflows (beyond 1e19) counts as inf, and so does one at which a natural
-    gradient, at most |∇| / λ, could.
+    This takes one pass over the gradients and one host–device synchronisation per device. It guarantees that no NaN
+    reaches a weight. A norm that overflows float32 (beyond 1e19) counts as inf, and so does a norm with which a natural
+    gradient, whose norm is at most |∇| / λ, could overflow.
 
     Raises:
         RuntimeError: a gradient is neither dense nor sparse COO.
@@ -262,11 +262,11 @@ def _largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
                 raise RuntimeError(layout_message(index.name(parameter), gradient.layout))
             if gradient.numel():
                 usual = gradient.layout is torch.strided and not gradient.is_complex()
-                numbers = gradient if usual else numbers_of(gradient)
+                numbers = gradient if usual else real_elements(gradient)
                 batches.setdefault((numbers.device, numbers.dtype == torch.float64), []).append(numbers)
     largest = 0.0
     for (_, wide), batch in batches.items():
-        # float16 norms would overflow at 65,504, where the gradients themselves are sound
+        # not in float16, where norms overflow at 65,504 although every gradient is finite
         norms = torch._foreach_norm(batch, 2, dtype=torch.float64 if wide else torch.float32)
         norm = float(torch.stack(norms).max())
         if not math.isfinite(norm):

@@ -1,4 +1,4 @@
-"""What an update rule is: how weights move once the curvature stands."""
+"""The interface of update rules, which change the weights by the gradients and the current curvature."""
 
 from typing import Any, Protocol
 
@@ -9,33 +9,33 @@ from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
 class UpdateRule(Protocol):
-    """From gradients to weights, for all parameters.
+    """Updates all parameters in one step.
 
-    ``sides`` are the factors that it needs of each layer, ``("A", "G")`` or ``("A",)``; ``relative_damping`` says that
-    λ is relative to the mean diagonal of the factors, in the place of ``√(λ/T)``.
+    ``sides`` are the factors that the rule needs of each layer, ``("A", "G")`` or ``("A",)``. ``relative_damping`` is
+    True if λ is relative to the mean diagonal of each factor, and False if ``√(λ/T)`` is added to the diagonals.
     """
 
     sides: tuple[str, ...]
     relative_damping: bool
 
     def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Add the entries that a parameter's state lacks.
+        """Add the entries that the state of a parameter lacks.
 
         Args:
-            index: which layer preconditions which parameter.
-            parameter: one of the group's.
-            state: its state; changed in place.
-            group: its parameter group.
+            index: the index of the parameters, which knows the layers of each.
+            parameter: the parameter.
+            state: the state of the parameter; changed in place.
+            group: the parameter's group.
         """
         ...
 
     def update(self, groups: list[Group], index: ParameterIndex, states: States, decaying: frozenset[int]) -> None:
-        """Move every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            groups: parameter groups.
-            index: which layer preconditions which parameter.
+            groups: the optimizer's parameter groups.
+            index: the index of the parameters, which knows the layers of each.
             states: the optimizer's state.
-            decaying: ``id`` of the parameters to which weight decay applies.
+            decaying: the ``id`` of each parameter to which weight decay applies.
         """
         ...

@@ -1,0 +1,89 @@
+"""Update intervals in state dicts: a schedule is stored as its repr, and made again from that text.
+
+A state dict contains no functions. For an interval that is any other callable it contains a placeholder, and the
+optimizer that loads it keeps its own interval.
+"""
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
+
+CALLABLE = "callable"  # stored for a callable that is not a schedule of this package
+
+_KNOWN: dict[str, type[Constant | Piecewise | Geometric]] = {
+    cls.__name__: cls for cls in (Constant, Piecewise, Geometric)
+}
+
+
+def to_plain(interval: int | Callable[[int], int]) -> int | str:
+    """Return an interval in the form in which a state dict stores it.
+
+    Args:
+        interval: a number, a schedule or any callable.
+
+    Returns:
+        The number; the schedule's repr; ``"callable"`` for any other callable.
+    """
+    if not callable(interval):
+        return interval
+    return repr(interval) if type(interval) in _KNOWN.values() else CALLABLE
+
+
+def from_plain(plain: Any) -> Any:
+    """Return the interval that :func:`to_plain` was given. The text of a schedule is parsed and not executed.
+
+    Args:
+        plain: an interval as a state dict stores it.
+
+    Returns:
+        The schedule that a text describes; every other value, and ``"callable"``, unchanged.
+
+    Raises:
+        ValueError: a text describes no schedule of this version.
+    """
+    if not isinstance(plain, str) or plain == CALLABLE:
+        return plain
+    try:
+        call = ast.parse(plain, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("not a call of a class with keywords")
+        return _KNOWN[call.func.id](**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+    except (SyntaxError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"update_interval={plain!r} in the state dict is no schedule of this version, which knows "
+            f"{', '.join(_KNOWN)}; set group['update_interval'] in the state dict to a whole number or to one of them"
+        ) from error
+
+
+def plain_group(group: Group) -> Group:
+    """Return a parameter group in the form in which a state dict stores it.
+
+    Args:
+        group: a parameter group.
+
+    Returns:
+        A copy, with the interval as :func:`to_plain` returns it.
+    """
+    return {**group, "update_interval": to_plain(group["update_interval"])}
+
+
+def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
+    """Return the interval to use after a state dict was loaded.
+
+    Args:
+        saved: the parameter group in the state dict.
+        own: the interval of the optimizer that loads. It is kept if it or the saved one is a callable other than a
+            schedule, which state dicts do not contain, and if the state dict has no interval.
+
+    Returns:
+        The saved number or schedule, or ``own``.
+
+    Raises:
+        ValueError: the state dict holds a text that is no schedule of this version.
+    """
+    interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
+    is_unstored = callable(own) and to_plain(own) == CALLABLE
+    return own if is_unstored or isinstance(interval, str) else interval
