@@ -71,8 +71,7 @@ def figures(
     Raises:
         UserError: If no figure is named, or an option is wrong.
     """
-    from torch_thor.bench.figures.catalogue import FIGURES, figure_table, make_figures
-    from torch_thor.bench.figures.figure import Options, numbers
+    from torch_thor.bench.figures import FIGURES, Options, figure_table, make_figures, numbers
 
     if list_figures:
         Console().print(figure_table())

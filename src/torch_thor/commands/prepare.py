@@ -68,8 +68,8 @@ def prepare(
         max_faults: Largest fraction of documents that may be unreadable.
     """
     from torch_thor.training.text.manifest import Settings
-    from torch_thor.training.text.prepare import Preparation
-    from torch_thor.training.text.prepare import prepare as prepare_corpus
+    from torch_thor.training.text.preparing import Preparation
+    from torch_thor.training.text.preparing import prepare as prepare_corpus
 
     settings = Settings(
         vocab_size=vocab_size,

@@ -10,18 +10,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from command_line import assert_refused, contents, succeed
-from torch_thor.training.callbacks.metrics_file import read_metrics
-from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import open_checkpoint
-from torch_thor.training.checkpoints.manifest import AVERAGED, MANIFEST, METRICS, RECIPE, STATE, WEIGHTS
-from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.checkpoints.saving import record_of
-from torch_thor.training.errors import DamagedCheckpointError, UserError
+from torch_thor.training import DamagedCheckpointError, UserError, image_run
+from torch_thor.training.callbacks import read_metrics
+from torch_thor.training.checkpoints import RunFolder, checkpoint, open_checkpoint, restore
+from torch_thor.training.data import load_data
 
 WORDS = ["optimizer=thor", "epochs=3", "batch_size=479", "eval_interval=3", "keep_best=false", "ema_decay=0.5"]
 WORDS += ["checkpoint_interval=3", "keep_checkpoints=2", "device=cpu"]
 NEWEST = "thor/checkpoints/step-00000009"
-IN_CHECKPOINT = [WEIGHTS, AVERAGED, STATE, METRICS, RECIPE, MANIFEST]
+IN_CHECKPOINT = [checkpoint.WEIGHTS, checkpoint.AVERAGED, checkpoint.STATE, checkpoint.METRICS]
+IN_CHECKPOINT += [checkpoint.RECIPE, checkpoint.MANIFEST]
 FILES = ["recipe.yaml", "thor/metrics.jsonl", *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT)]
 
 
@@ -51,13 +49,20 @@ def finished(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def again(finished):
+    """A run of the same recipe, before its first step."""
+    recipe = RunFolder(finished).stored_recipe(pytest.fail)
+    return image_run(recipe, "thor", load_data(recipe.data))
+
+
 def untimed(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("seconds", "duration", "waited")} for line in lines]
 
 
 def assert_same_end(run, whole):
-    for name in (WEIGHTS, AVERAGED):
+    for name in (checkpoint.WEIGHTS, checkpoint.AVERAGED):
         left, right = (load_file(folder / NEWEST / name) for folder in (run, whole))
         assert left.keys() == right.keys()
         assert all(left[key].equal(right[key]) for key in left)
@@ -93,7 +98,7 @@ def test_a_damaged_part_of_a_checkpoint_is_named(finished, tmp_path, name, damag
     path = tmp_path / "step-00000009"
     shutil.copytree(finished / NEWEST, path)
     harm(path / name, damage)
-    if (name, damage) == (MANIFEST, "one byte less"):  # the newline at its end
+    if (name, damage) == (checkpoint.MANIFEST, "one byte less"):  # the newline at its end
         assert open_checkpoint(path) == replace(open_checkpoint(finished / NEWEST), path=path)
         return
     with pytest.raises(DamagedCheckpointError, match=rf"{path} is damaged: .*{name}"):
@@ -113,14 +118,16 @@ def test_a_damaged_recipe_is_named_and_a_checkpoints_copy_takes_its_place(finish
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_metrics_file_is_named_and_a_checkpoints_copy_takes_its_place(finished, tmp_path, damage):
+def test_a_damaged_metrics_file_is_named_and_a_checkpoints_copy_takes_its_place(finished, again, tmp_path, damage):
     metrics, heard = tmp_path / "metrics.jsonl", []
     shutil.copy(finished / "thor/metrics.jsonl", metrics)
     saved = open_checkpoint(finished / NEWEST)
-    before = record_of(saved, metrics, pytest.fail)
+    restore(again, saved, metrics, pytest.fail)
+    before = again.record
     assert before == read_metrics(metrics)
     harm(metrics, damage)
-    assert record_of(saved, metrics, heard.append) == before
+    restore(again, saved, metrics, heard.append)
+    assert again.record == before
     [said] = heard
     assert str(metrics) in said
     assert f"the copy in {finished / NEWEST}" in said

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
-from torch_thor.training.checkpoints.manifest import MANIFEST, RECIPE, STATE, WEIGHTS
-from torch_thor.training.checksums import add_checksum, sha256
-from torch_thor.training.errors import DamagedCheckpointError, UserError
+from sums import sealed, sha256
+from torch_thor.training import DamagedCheckpointError, UserError
+from torch_thor.training.checkpoints import checkpoint, newest_whole, open_checkpoint
 
-FILES = [WEIGHTS, STATE, RECIPE, MANIFEST]
+FILES = [checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.RECIPE, checkpoint.MANIFEST]
 
 
 def save(folder, step, keep=5):
@@ -111,7 +109,7 @@ def test_damage_is_noticed_and_the_one_before_is_taken(tmp_path, name, damage):
 def test_all_damaged_is_an_error(tmp_path):
     for step in (1, 2):
         path, _ = save(tmp_path, step)
-        (path / WEIGHTS).write_bytes(b"")
+        (path / checkpoint.WEIGHTS).write_bytes(b"")
     with pytest.raises(DamagedCheckpointError, match="every checkpoint"):
         newest_whole(tmp_path, lambda line: None)
 
@@ -122,11 +120,11 @@ def test_loading_runs_no_code(tmp_path):
             return (os.mkdir, (str(tmp_path / "evil"),))
 
     path, _ = save(tmp_path, 1)
-    (path / STATE).write_bytes(pickle.dumps({"optimizer": Evil()}, protocol=2))
-    manifest = json.loads((path / MANIFEST).read_text())
+    (path / checkpoint.STATE).write_bytes(pickle.dumps({"optimizer": Evil()}, protocol=2))
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     del manifest["checksum"]
-    manifest["sha256"][STATE] = sha256(path / STATE)  # a forger can do sums too
-    (path / MANIFEST).write_text(json.dumps(add_checksum(manifest)))
+    manifest["sha256"][checkpoint.STATE] = sha256(path / checkpoint.STATE)  # a forger can do sums too
+    (path / checkpoint.MANIFEST).write_text(json.dumps(sealed(manifest)))
     with pytest.raises(DamagedCheckpointError, match="cannot be loaded"):
         open_checkpoint(path).load_state()
     assert not (tmp_path / "evil").exists()
