@@ -50,7 +50,7 @@ def test_train_compares_and_writes_everything(run, tmp_path):
         "30.0%",
         "not reached",
         "final accuracy, top-1",
-        "a refresh step",
+        "median refresh step",
         "What thor refreshed",
         "runs/digits",
     ):
@@ -358,7 +358,7 @@ def test_split_dim_takes_names(run, tmp_path, name, layer):
         (["resnet5"], "did you mean resnet50?"),
         (["mine.py:nothing"], "mine.py:nothing failed: AttributeError"),
         (["mine.py:broken"], "mine.py:broken failed: KeyError"),
-        (["mine.py:words"], "mine.py:words returned str: return a model"),
+        (["mine.py:words"], "mine.py:words returned an object of type str: return a model"),
         (["yours.py:net"], "yours.py does not exist"),
         (["mine.py:net", "--pixels", "1"], "could not be measured"),
         (["mine.py:net", "--batch", "0"], "--batch 0"),

@@ -116,7 +116,7 @@ def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
     stopped(2, 1)
     assert "was saved by 2 processes, and this run has 4" in stopped(4, None, "--resume")
     assert checkpoints(run, "momentum")[-1] < 320
-    assert "is of 4 processes, this run of 1" in succeed(pictures, *words, "--out", "stopped", "--resume")
+    assert "was saved by 4 processes, and this run has 1" in succeed(pictures, *words, "--out", "stopped", "--resume")
     succeed(pictures, *words, "--out", "whole")
     assert_same_training(pictures / "whole", run, "momentum")
 

@@ -39,7 +39,7 @@ def check_workers(workers: Workers, processes: int, say: Callable[[str], None]) 
     total = workers.count * processes
     if total > cores:
         each = f"workers={workers.count}" + (f" on each of {processes} processes" if processes > 1 else "")
-        say(f"{each}: {total} worker processes share {cores} cores; {cores // processes} or fewer would be enough")
+        say(f"{each}: {total} worker processes share {cores} cores; workers={cores // processes} would be enough")
 
 
 class DeathWatch:
