@@ -8,7 +8,7 @@ import re
 import torch
 import yaml
 
-from sums import sealed, sha256
+from sums import add_checksum, sha256
 
 
 def _lines(text):
@@ -49,4 +49,4 @@ def write_as_older_version(run, optimizer):
         assert old["format"] == 3
         sums = {name: sha256(path / name) for name in old["sha256"]}
         values = {key: value for key, value in old.items() if key != "checksum"} | {"sha256": sums}
-        (path / "manifest.json").write_text(json.dumps(sealed(values), indent=2) + "\n")
+        (path / "manifest.json").write_text(json.dumps(add_checksum(values), indent=2) + "\n")

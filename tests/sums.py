@@ -8,6 +8,6 @@ def sha256(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def sealed(values):
+def add_checksum(values):
     """The manifest `values` with its own checksum."""
     return {**values, "checksum": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}

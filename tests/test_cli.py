@@ -94,12 +94,12 @@ def test_what_is_said_and_kept_while_it_runs(run, tmp_path):
     ]
     summary = json.loads((tmp_path / "mine" / "summary.json").read_text())[0]
     assert summary["ended_at_target"]
-    assert summary["best"]["accuracy"] >= 0.3
+    assert summary["best"]["top1"] >= 0.3
     assert summary["targets"]["0.3"]["steps"] == 30
     for path in ("best", "best/step-00000030", "."):
         code, out, _ = run("eval", folder / "checkpoints" / path)
         assert code == 0
-        assert f"{summary['best']['accuracy']:.2%}" in out
+        assert f"{summary['best']['top1']:.2%}" in out
 
 
 def test_threads_are_the_recipes_while_it_trains(run, monkeypatch):
@@ -157,7 +157,7 @@ def finished(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (QUICK, "holds a run already"),
+        (QUICK, "contains a run already"),
         (["train", "fashion-mnist", "data.download=false"], "belongs to recipe digits, not fashion-mnist"),
         (["train", "fashion-mnist", "--resume"], "belongs to recipe digits"),
         (["train", "fashion-mnist", "--overwrite"], "belongs to recipe digits"),
@@ -213,7 +213,7 @@ def test_a_truncated_checkpoint(run, finished):
     code, out, _ = run("train", "--resume", "--out", "mine")
     assert code == 0
     assert "falling back" in out
-    assert "goes on from step 16 of 22" in out
+    assert "continues from step 16 of 22" in out
     assert run("eval", newest)[0] == 0
 
 
@@ -232,7 +232,7 @@ def test_stopped_by_signals_then_resumed_equals_never_stopped(run, tmp_path):
         process.send_signal(number)
         code, _, err = finish(process)
         assert code == 130
-        assert "go on with: torch-thor train digits --resume --out stopped" in err
+        assert "continue with: torch-thor train digits --resume --out stopped" in err
         assert "Traceback" not in err
         assert checkpoints(tmp_path / "stopped", "thor")[-1] < 359
     assert run("train", "digits", "--resume", "--out", "stopped")[0] == 0
@@ -335,7 +335,9 @@ def test_split_dim_takes_images_of_ones_own(run, mine):
     code, out, _ = run(*words, "--batch", 2)
     assert code == 0
     assert "crops of 2 images of photos" in out
-    assert_refused(run(*words, "--batch", 3, "--out", "b"), "holds 2 images: give --batch 2")
+    assert_refused(
+        run(*words, "--batch", 3, "--out", "b"), "contains 2 images, fewer than --batch 3: give a smaller --batch"
+    )
     (mine / "photos" / "three.png").write_text("no image")
     assert_refused(run(*words, "--batch", 3, "--out", "b"), "three.png cannot be read")
 

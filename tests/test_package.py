@@ -15,7 +15,19 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "torch_thor"
 
 # Each package may import itself and those below it.
-LAYERS = ["lazy", "files", "curvature", "capture", "distributed", "split", "optim", "training", "bench", "cli"]
+LAYERS = [
+    "lazy",
+    "files",
+    "curvature",
+    "capture",
+    "distributed",
+    "split",
+    "optim",
+    "training",
+    "bench",
+    "commands",
+    "cli",
+]
 
 # The package that each public name is from.
 HOMES = {name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hooked import hooked
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
+from hooked import hooked
 from tiny import batches, train, weights
 from torch_thor import THOR, register_kind
 from torch_thor.capture import CompositeHook, InnerLayer, register_composite

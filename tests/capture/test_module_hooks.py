@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hooked import hooked
 from torch import nn
 from torch.overrides import _get_current_function_mode
 
+from hooked import hooked
 from torch_thor.capture.module_calls import ModuleCalls
 
 

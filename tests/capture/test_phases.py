@@ -4,9 +4,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-from hooked import hooked
 from torch import nn
 
+from hooked import hooked
 from tiny import listened_to
 from torch_thor.capture import forward_pass
 from torch_thor.capture.capture import Capture

@@ -42,7 +42,7 @@ def test_a_moved_folder_whose_training_images_may_be_gone(run, tmp_path, names):
     if "train" not in names:
         shutil.rmtree(tmp_path / "moved/train")
         (tmp_path / "moved/val").rename(tmp_path / "moved" / names[0])
-    assert_refused(run("eval", "run"), "data.root=data is not a folder: set it to the folder that holds val/")
+    assert_refused(run("eval", "run"), "data.root=data is not a folder: set it to the folder that contains val/")
     code, out, err = run("eval", "run", "data.root=moved", "--json")
     assert (code, err) == (0, "")
     own, averaged = json.loads(out)
@@ -81,15 +81,21 @@ def test_a_damaged_image_is_told_and_not_counted(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lr=0.1"], "lr is not a key of eval, which takes data, device, batch_size, threads"),
-        (["model=small-cnn"], "model is not a key of eval"),
-        (["classes=5"], "classes is not a key of eval"),
+        (["lr=0.1"], "lr cannot be changed for an evaluation, only data, device, batch_size, threads"),
+        (["model=small-cnn"], "model cannot be changed for an evaluation"),
+        (["classes=5"], "classes cannot be changed for an evaluation"),
         (["data.rot=moved"], "there is no key data.rot (did you mean data.root?)"),
         (["data.root"], "'data.root' is not an override: write key=value"),
-        (["data.name=digits", "data.transform=null"], "does not hold the weights of this network"),
-        (["data.name=cifar10", "data.root=nowhere", "data.download=false"], "cifar10 is not whole in nowhere"),
-        (["data.root=run"], "data.root=run must hold val/ or ilsvrc_eval/, with a folder for each class; it holds sgd"),
-        (["data.root=null"], "image-folder needs the folder that holds val/"),
+        (["data.name=digits", "data.transform=null"], "does not contain the weights of this network"),
+        (
+            ["data.name=cifar10", "data.root=nowhere", "data.download=false"],
+            "cifar10 is missing or incomplete in nowhere",
+        ),
+        (
+            ["data.root=run"],
+            "data.root=run must contain val/ or ilsvrc_eval/, with a folder for each class; it contains sgd",
+        ),
+        (["data.root=null"], "image-folder needs the folder that contains val/"),
     ],
 )
 def test_mistakes_are_one_line(run, words, said):
@@ -101,7 +107,7 @@ def test_classes_that_differ_from_those_of_training(run, tmp_path):
     assert_refused(run("eval", "run", "data.root=moved"), "digit only in train/; digits only in val/")
     shutil.rmtree(tmp_path / "moved/train")
     shutil.copytree(tmp_path / "moved/val/china", tmp_path / "moved/val/zebra")
-    assert_refused(run("eval", "run", "data.root=moved"), "does not hold the weights of this network")
+    assert_refused(run("eval", "run", "data.root=moved"), "does not contain the weights of this network")
 
 
 def test_fewer_classes_than_outputs_are_said(run, tmp_path):
@@ -111,7 +117,9 @@ def test_fewer_classes_than_outputs_are_said(run, tmp_path):
     assert run("eval", "more")[2] == ""
     code, _, err = run("eval", "more", "data.root=moved")
     assert code == 0
-    assert err.count("the data has 3 classes, the network 5 outputs: classes are numbered in their sorted order") == 1
+    assert (
+        err.count("the data has 3 classes, and the network 5 outputs: classes are numbered in their sorted order") == 1
+    )
 
 
 def test_another_data_set_is_read_as_the_network_was_trained():

@@ -69,7 +69,7 @@ def test_tasks_train_resume_and_report(printed, little, tmp_path, recipe, metric
         board.Reload()
         tags = set(board.Tags()["scalars"])
         assert {f"test/{metrics[1]}", f"averaged/{metrics[1]}", "train/loss", f"train/{unit}_per_second"} <= tags
-    assert f"{unit} a second, ordinary steps" in out
+    assert f"{unit} per second, ordinary steps" in out
     assert f"{unit}/s" in printed("train", recipe, *words[2:], "log_interval=3", "epochs=1", "--out", "half")
     shutil.rmtree(tmp_path / "half/thor/checkpoints/step-00000006")
     printed("train", recipe, *words[2:], "epochs=2", "--out", "half", "--resume")
@@ -94,7 +94,7 @@ def test_a_target_ends_a_run_that_gets_below_it(printed, little, tmp_path):
     out = printed(*words, "schedule.kind=constant", f"stop_at={values[2]}", "targets=[0.001]", "--out", "cut")
     assert [line["squared_error"] for line in lines(tmp_path / "cut", "sgd", "eval")] == values[:3]
     assert re.search(r"ended at squared error [\d.]+ +│ +yes", out)
-    assert re.search(r"steps \(seconds\) to squared error 0.001 +│ +not reached", out)
+    assert re.search(r"steps \(seconds\) to reach squared error 0.001 +│ +not reached", out)
 
 
 LITTLE = """
@@ -185,7 +185,7 @@ def test_a_run_of_an_older_version_goes_on_bit_for_bit(printed, tmp_path):
     write_as_older_version(tmp_path / "old", "thor")
     assert "task" not in (tmp_path / "old/recipe.yaml").read_text()
     out = printed(*words, "epochs=2", "--out", "old", "--resume")
-    assert "thor: goes on from step 22 of 44" in out
+    assert "thor: continues from step 22 of 44" in out
     assert "damaged" not in out
     shutil.rmtree(tmp_path / "whole/thor/checkpoints/step-00000033")  # the one that only the uninterrupted run keeps
     shutil.rmtree(tmp_path / "old/thor/checkpoints/step-00000033")
@@ -202,5 +202,5 @@ def test_lines_that_were_written_anew_are_no_damage(printed, tmp_path):
     shutil.rmtree(tmp_path / "old/sgd/checkpoints/step-00000044")
     shutil.rmtree(tmp_path / "old/sgd/checkpoints/best")
     out = printed("train", "digits", "--out", "old", "--resume")
-    assert "goes on from step 22 of 44" in out
+    assert "continues from step 22 of 44" in out
     assert "damaged" not in out

@@ -44,7 +44,7 @@ def test_the_faster_of_two_that_find_nothing_there_gets_the_folder(tmp_path):
     assert sorted(code for code, _, _ in codes.values()) == [0, 2]
     [(_, _, err)] = [result for result in codes.values() if result[0] == 2]
     [said] = complaints(err)
-    assert "in use by" in said or "holds a run already" in said  # it came when the other was done
+    assert "in use by" in said or "contains a run already" in said  # it came when the other was done
     assert checkpoints(tmp_path / "run", "sgd")[-1] == 3 * 179
 
 

@@ -91,7 +91,7 @@ def test_names_of_files_do_nothing_on_the_terminal(run, tmp_path):
     metrics.write_text("")
     code, out, err = run("train", "--resume", "--out", NASTY)
     assert code == 0
-    assert f"{shown}/sgd/metrics.jsonl is cut short" in out
+    assert f"{shown}/sgd/metrics.jsonl is truncated" in out
     weights = next((tmp_path / NASTY).glob("sgd/checkpoints/*/model.safetensors"))
     weights.write_bytes(b"")
     _, _, err = run("eval", NASTY)
@@ -126,7 +126,7 @@ FILES = {
     "large.yaml": (b"about: " + b"x" * 2_000_000, "has more than 1000000 bytes"),
     "date.yaml": (b"about: 2020-13-45", "is not YAML"),
     "keys.yaml": (b"optimizers: {3: {lr: 1}}", "optimizers.3: no such optimizer"),
-    "empty.yaml": (b"", "holds no keys"),
+    "empty.yaml": (b"", "has no keys"),
 }
 
 
@@ -214,5 +214,5 @@ def test_ctrl_c_in_the_first_seconds_is_one_line(tmp_path, importing):
     process = start(tmp_path, importing, *QUICK, script=tmp_path / "interrupted.py", cold=True)
     code, out, err = finish(process)
     assert (code, out) == (130, "")
-    assert err == "torch-thor: stopped by Ctrl-C; a run that has a checkpoint goes on with --resume\n"
+    assert err == "torch-thor: stopped by Ctrl-C; a run that has a checkpoint can be continued with --resume\n"
     assert [path.name for path in tmp_path.iterdir()] == ["interrupted.py"]

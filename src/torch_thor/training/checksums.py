@@ -1,4 +1,4 @@
-"""Checksums of files and of mappings that are written as JSON, to detect damage."""
+"""Checksums that detect damage: of files, and of mappings that are written as JSON."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHECKSUM = "checksum"  # the key that `sealed` adds
+CHECKSUM = "checksum"  # the key that `add_checksum` adds
 
 
 def sha256(path: Path) -> str:
@@ -22,37 +22,37 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a checksum to a mapping that becomes JSON.
+def add_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a checksum to a mapping that is to be written as JSON.
 
     Args:
-        values: Plain JSON values, text for keys.
+        values: JSON values with strings as keys.
 
     Returns:
-        The mapping with the key `checksum` at its end.
+        A new mapping, with the key `checksum` at its end.
     """
     return {**values, CHECKSUM: digest(values)}
 
 
-def intact(values: Mapping[str, Any]) -> bool:
-    """Tell whether a mapping that was read from JSON is what `sealed` returned.
+def checksum_matches(values: Mapping[str, Any]) -> bool:
+    """Verify the checksum of a mapping that was read from JSON.
 
     Args:
-        values: The mapping.
+        values: The mapping, as `add_checksum` returned it.
 
     Returns:
-        False where the checksum is missing or wrong.
+        False if the checksum is missing or wrong.
     """
     return values.get(CHECKSUM) == digest({key: value for key, value in values.items() if key != CHECKSUM})
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """Compute the checksum of plain JSON values.
+    """Compute the checksum of JSON values.
 
     Args:
-        values: The values, text for keys.
+        values: JSON values with strings as keys.
 
     Returns:
-        SHA-256 of their JSON with sorted keys.
+        SHA-256 of their JSON with sorted keys, in hexadecimal digits.
     """
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

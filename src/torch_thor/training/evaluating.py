@@ -1,4 +1,4 @@
-"""Evaluating the checkpoints of a run, on its own data or on other data."""
+"""Evaluating the checkpoints of a run, on the data of the run or on other data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.finding import TAKEN, find_checkpoints
+from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.config.recipe_text import override
 from torch_thor.training.config.stored_recipe import read_stored
@@ -18,20 +18,20 @@ from torch_thor.training.errors import require
 from torch_thor.training.tasks.registry import TASKS
 from torch_thor.training.tasks.task import Metric
 
-KEYS = ("data", "device", "batch_size", "threads")  # what may be changed: all other keys determined the weights
+KEYS = ("data", "device", "batch_size", "threads")  # the keys that may be overridden; the others shaped the weights
 
 
 @dataclass(frozen=True)
 class SavedScore:
-    """What one set of weights reaches.
+    """The evaluation of the weights, or of the averaged weights, of one checkpoint.
 
     Args:
         optimizer: The optimizer's name in the recipe.
-        averaged: Whether they are the averaged weights.
+        averaged: Whether the averaged weights were evaluated.
         step: Optimizer steps done.
         path: The checkpoint.
-        unit: What a loss term is, in the plural.
-        metrics: What the score has.
+        unit: The name of a loss term in the plural, such as images.
+        metrics: The metrics of the task.
         score: Their values.
     """
 
@@ -45,17 +45,20 @@ class SavedScore:
 
 
 def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None]) -> list[SavedScore]:
-    """Evaluate a checkpoint, or the newest whole checkpoint of every optimizer in a run folder.
+    """Evaluate a checkpoint, or the newest undamaged checkpoint of every optimizer in a run folder.
 
-    Under `torchrun` the processes share the data; all get the scores of one process, bit for bit.
+    Under `torchrun` the processes share the data. The scores are then bit for bit those of one process.
 
     Args:
-        path: What `find_checkpoints` takes.
-        words: `key=value` words, of `KEYS`.
-        say: Told, in one line each, what was passed over.
+        path: A run folder, a checkpoint, or a folder of checkpoints (see `find_checkpoints`).
+        words: `key=value` words that override the keys in `KEYS`.
+        say: Prints a line; it is called once for each damaged checkpoint and each unreadable image.
 
     Returns:
-        A score for each optimizer, and one for its averaged weights where there are any.
+        A score for each optimizer, and one for its averaged weights if it has any.
+
+    Raises:
+        UserError: If there is no checkpoint, a key cannot be overridden, or the data do not fit the network.
     """
     found = _find(path, parallel.rank_zero_print(say))
     recipes = [_recipe(saved, words) for saved in found]
@@ -69,9 +72,9 @@ def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None])
 
 
 def _find(path: Path, say: Callable[[str], None]) -> list[checkpoint.Checkpoint]:
-    require(path.exists(), f"{path} does not exist: give {TAKEN}")
+    require(path.exists(), f"{path} does not exist: give {ACCEPTED}")
     found = find_checkpoints(path, say)
-    require(bool(found), f"{path} is neither a run folder nor a checkpoint: give {TAKEN}")
+    require(bool(found), f"{path} is neither a run folder nor a checkpoint: give {ACCEPTED}")
     return found
 
 
@@ -84,8 +87,8 @@ def _recipe(saved: checkpoint.Checkpoint, words: Sequence[str]) -> Recipe:
     for key in keys:
         require(
             key.split(".")[0] in KEYS,
-            f"{key} is not a key of eval, which takes {', '.join(KEYS)} and what is inside of data: the weights are as "
-            f"they were trained; leave {key} out",
+            f"{key} cannot be changed for an evaluation, only {', '.join(KEYS)} and the keys inside data can: leave "
+            f"{key} out",
         )
     stored = read_stored(saved.recipe_text)
     trained, recipe = stored.recipe, override(stored.recipe, list(words))

@@ -1,4 +1,4 @@
-"""Running a recipe: train with each optimizer in turn, then report."""
+"""Running a recipe: training with each of its optimizers in turn, then the report."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.checkpoints.run_paths import CURVES_FILE, SUMMARY_FILE
 from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.checkpoints.weights import load_weights, with_checksum
+from torch_thor.training.checkpoints.weights import load_weights, with_weights_checksum
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.config.stored_recipe import stored_text
 from torch_thor.training.data.stream import DataSet
@@ -28,11 +28,11 @@ from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.output_files import write_whole, writing
 from torch_thor.training.printing import printer
+from torch_thor.training.reports.curves import draw_curves
 from torch_thor.training.reports.refresh_plot import draw_refreshes
 from torch_thor.training.reports.summary import (
     Summary,
     as_json,
-    draw_curves,
     refresh_table,
     refreshed_layers,
     summary_table,
@@ -51,41 +51,45 @@ def run_recipe(
     overwrite: bool = False,
     profile: bool = False,
 ) -> list[Summary]:
-    """Train a recipe's optimizers one after the other and write the run folder.
+    """Train with each optimizer of a recipe, one after the other, and write the run folder.
 
     Args:
         recipe: The recipe.
         folder: The run folder.
-        console: Where the bar and the table go.
-        resume: Go on with the run in the folder.
-        overwrite: Throw away the run in the folder.
-        profile: Profile a few steps of each optimizer.
+        console: Where progress and the final tables are printed.
+        resume: Whether to continue the run in the folder.
+        overwrite: Whether to delete the run in the folder.
+        profile: Whether to profile a few steps of each optimizer.
 
     Returns:
         One summary for each optimizer.
+
+    Raises:
+        UserError: If the recipe cannot be run, or the folder may not be written to.
+        StoppedError: If a signal stopped the training.
     """
     device = resolve_device(recipe.device)
     with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
         say = parallel.rank_zero_print(printer(console))
         with parallel.agreed():
-            recipe = with_checksum(recipe, say)
+            recipe = with_weights_checksum(recipe, say)
             if parallel.is_first() and folder.is_run():
                 lock.take()
             folder.check(recipe, resume=resume, overwrite=overwrite, say=say)
             task = TASKS[recipe.task].open(recipe, device, say, printer(console))
-        # the first run is made before the folder is touched: a recipe that cannot start must leave it as it is
+        # the first run is built before the folder is changed: a recipe that cannot start must leave it as it was
         pending = {recipe.optimizer[0]: _begin(recipe, recipe.optimizer[0], task, folder, say, resume=resume)}
         with parallel.agreed():
             if parallel.is_first():
                 folder.claim(recipe, lock, resume=resume, overwrite=overwrite)
-        # bars are redrawn again and again, which is of no use in a file
+        # progress bars are redrawn in place, which only a terminal can show
         hidden = not (parallel.is_first() and console.is_interactive)
         with StopSignal().listening() as stop, Display(console=console, disable=hidden) as display:
             bars = {name: display.add_run(name) for name in recipe.optimizer}
             say = parallel.rank_zero_print(printer(display.console))
             summaries = []
             for name, bar in bars.items():
-                # nothing else holds it: a run that is over goes before the next one is made
+                # no other reference is kept, so that a finished run is freed before the next one is built
                 begun = pending.pop(name, None) or _begin(recipe, name, task, folder, say, resume=resume)
                 progress = Lines(display, name, recipe.log_interval) if hidden else Bar(display, bar)
                 profiler = Profiler(folder.profile(name), display.console) if profile else None
@@ -97,16 +101,16 @@ def run_recipe(
 
 
 def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False) -> Run:
-    """Return a run of one optimizer, before its first step.
+    """Build a run of one optimizer, before its first step.
 
     Args:
         recipe: The recipe.
-        optimizer: Which of its optimizers.
+        optimizer: The name of one of its optimizers.
         task: The recipe's task, with its data.
-        resumed: Whether its weights come from a checkpoint later, so that those it started from need not be there.
+        resumed: Whether a checkpoint will be loaded. The file of `weights` is then not needed.
 
     Returns:
-        The run; its weights are a function of the recipe's seed, or those that the recipe names.
+        The run. Its weights depend only on the recipe's seed, or are those of `weights`.
     """
     torch.manual_seed(recipe.seed)
     model = task.build_model()
@@ -121,26 +125,29 @@ def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False
 
 
 def image_run(recipe: Recipe, optimizer: str, data: DataSet) -> Run:
-    """Return a run of one optimizer on images that are open already, before its first step.
+    """Build a run of one optimizer on images that are open already, before its first step.
 
     Args:
         recipe: A recipe of image classification.
-        optimizer: Which of its optimizers.
+        optimizer: The name of one of its optimizers.
         data: The images.
 
     Returns:
         The run.
+
+    Raises:
+        UserError: If the recipe has another task.
     """
     require(
         recipe.task == "image-classification",
-        f"task={recipe.task} is not trained on labelled images: use a recipe of task=image-classification",
+        f"task={recipe.task} does not use labelled images: use a recipe with task=image-classification",
     )
     return new_run(recipe, optimizer, ImageClassification(data, recipe, model=recipe.model, outputs=recipe.classes))
 
 
 @dataclass
-class _Begun:
-    """A run that is ready to go on, and the checkpoint that it goes on from."""
+class _PendingRun:
+    """A run that is ready to train, and the checkpoint that it continues from, if any."""
 
     run: Run
     saved: checkpoint.Checkpoint | None
@@ -148,19 +155,20 @@ class _Begun:
 
 def _begin(
     recipe: Recipe, name: str, task: Task, folder: RunFolder, say: Callable[[str], None], *, resume: bool
-) -> _Begun:
+) -> _PendingRun:
     with parallel.agreed():
         saved = checkpoint.newest_whole(folder.checkpoints(name), say) if resume else None
         if saved is not None:
             require(
                 saved.optimizer == name,
-                f"checkpoint {saved.path} is of optimizer {saved.optimizer}, not {name}: put it back where it belongs",
+                f"checkpoint {saved.path} belongs to optimizer {saved.optimizer}, not {name}: move it to the folder of "
+                f"{saved.optimizer}",
             )
-        return _Begun(new_run(recipe, name, task, resumed=saved is not None), saved)
+        return _PendingRun(new_run(recipe, name, task, resumed=saved is not None), saved)
 
 
 def _train_one(
-    begun: _Begun,
+    begun: _PendingRun,
     recipe: Recipe,
     name: str,
     folder: RunFolder,
@@ -173,7 +181,7 @@ def _train_one(
     if begun.saved is not None:
         with parallel.agreed():
             restore(run, begun.saved, folder.metrics(name), say)
-            say(f"{name}: goes on from step {run.step} of {run.total_steps}")
+            say(f"{name}: continues from step {run.step} of {run.total_steps}")
     with writing(folder.metrics(name)):
         folder.metrics(name).parent.mkdir(exist_ok=True)
     metrics = MetricsFile(folder.metrics(name))

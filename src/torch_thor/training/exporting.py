@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from torch_thor.files import whole_folder
-from torch_thor.training.checkpoints.finding import TAKEN, find_checkpoints
+from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
 from torch_thor.training.config.stored_recipe import read_stored
 from torch_thor.training.errors import require
 from torch_thor.training.output_files import check_place, writing
@@ -31,9 +31,9 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
             no averaged weights, or the folder exists.
     """
     require(form in FORMATS, f"--format {form} must be one of {', '.join(FORMATS)}")
-    require(path.exists(), f"{path} does not exist: give {TAKEN}")
+    require(path.exists(), f"{path} does not exist: give {ACCEPTED}")
     found = find_checkpoints(path, say)
-    require(bool(found), f"{path} is neither a run folder nor a checkpoint: give {TAKEN}")
+    require(bool(found), f"{path} is neither a run folder nor a checkpoint: give {ACCEPTED}")
     names = [saved.optimizer for saved in found]
     require(len(found) == 1, f"{path} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}")
     (saved,) = found

@@ -1,4 +1,4 @@
-"""A lock on a file, so that one process at a time writes to a folder; it is released when its process ends.
+"""A file lock, so that only one process at a time writes to a folder. It is released when its process ends.
 
 The file itself remains. It names the process that holds the lock, for the error message of another process.
 """
@@ -18,33 +18,33 @@ LOCK_FILE = ".lock"
 
 
 class Lock:
-    """A lock that is taken at once or refused, and released at the end of the `with` block.
+    """A lock that is either acquired at once or refused, and that is released at the end of the `with` block.
 
     Args:
-        path: The lock's file.
-        what: What it guards, for the error message.
-        remedy: What to do where another process has it.
+        path: The file of the lock.
+        what: What the lock protects, for the error message.
+        remedy: What the user can do if another process holds the lock, for the error message.
     """
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
         self.path, self.what, self.remedy = path, what, remedy
-        # filelock's own child-after-fork handling matters here: a worker that outlives its parent holds nothing
+        # filelock releases the lock in forked children, so a worker that outlives its parent does not hold it
         self._lock = FileLock(path, blocking=False)
 
     def take(self) -> None:
-        """Take the lock, if this process does not have it yet; the file's folder must be there.
+        """Acquire the lock, unless this process holds it already. The folder of the file must exist.
 
         Raises:
-            UserError: If another process has it, or the file cannot be written.
+            UserError: If another process holds the lock, or the file cannot be written.
         """
         if self._lock.is_locked:
             return
         with writing(self.path, "choose another folder with --out"):
             try:
                 self._lock.acquire()
-            except Timeout as error:  # an OSError, too
+            except Timeout as error:  # a subclass of OSError
                 raise UserError(f"{self.what} is in use by {self._owner()}: {self.remedy}") from error
-            # in place: the lock is on this very file, and a message cut short does no harm
+            # written in place, because the lock is on this very file; a truncated message does no harm
             self.path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
     def _owner(self) -> str:
@@ -60,6 +60,6 @@ class Lock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lock.is_locked:
-            with contextlib.suppress(OSError):  # a disk that is gone is no reason to hide what the block raised
+            with contextlib.suppress(OSError):  # an error of the disk must not hide an exception of the block
                 self.path.write_text("", encoding="utf-8")
             self._lock.release()

@@ -1,4 +1,4 @@
-"""Writing the files of a run, with an error of one line where they cannot be written."""
+"""Writing the files of a run, with a one-line error if a file cannot be written."""
 
 import os
 from collections.abc import Iterator
@@ -8,22 +8,22 @@ from pathlib import Path
 from torch_thor.files import write_text
 from torch_thor.training.errors import UserError, require
 
-MAKE_ROOM = "make room for it, then go on with --resume"
+MAKE_ROOM = "free some disk space, then continue with --resume"
 
 
 @contextmanager
 def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
-    """Turn an `OSError` into a `UserError` of one line that says what could not be written, and why.
+    """Convert an `OSError` of the block into a one-line `UserError` that names the path and the reason.
 
     Args:
-        path: What the block writes.
-        remedy: What to do about it.
+        path: The file or folder that the block writes.
+        remedy: What the user can do, for the error message.
 
     Yields:
-        For the block.
+        Nothing.
 
     Raises:
-        UserError: In the place of an `OSError`, such as that of a full disk.
+        UserError: Instead of an `OSError`, such as that of a full disk.
     """
     try:
         yield
@@ -32,30 +32,36 @@ def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str, remedy: str = MAKE_ROOM) -> None:
-    """Replace a text file as a whole.
+    """Replace a text file atomically: it is written under another name, then renamed.
 
     Args:
-        path: The file. A `UserError` names it where it cannot be written.
-        text: Its contents.
-        remedy: What to do then.
+        path: The file.
+        text: The new content.
+        remedy: What the user can do if the file cannot be written, for the error message.
+
+    Raises:
+        UserError: If the file cannot be written.
     """
     with writing(path, remedy):
         write_text(path, text)
 
 
 def check_place(folder: Path, option: str = "--out") -> None:
-    """Refuse a folder that cannot be made or written to, before any work is done for it; nothing is touched.
+    """Refuse a folder that cannot be created or written to, before any work is done. Nothing is changed.
 
     Args:
-        folder: The folder, there or not.
-        option: What the user chose it with.
+        folder: The folder; it need not exist.
+        option: The option that the user chose it with, for the error message.
+
+    Raises:
+        UserError: If the folder cannot be created or written to.
     """
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    below = "" if there == folder else f" (which {folder} would be in)"
-    require(there.is_dir(), f"{option} {folder}: {there} is a file{below}: choose another folder with {option}")
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    below = "" if existing == folder else f" (which {folder} would be in)"
+    require(existing.is_dir(), f"{option} {folder}: {existing} is a file{below}: choose another folder with {option}")
     require(
-        os.access(there, os.W_OK | os.X_OK),
-        f"{option} {folder}: {there} cannot be written to{below}: choose another folder with {option}",
+        os.access(existing, os.W_OK | os.X_OK),
+        f"{option} {folder}: {existing} cannot be written to{below}: choose another folder with {option}",
     )

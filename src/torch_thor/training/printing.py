@@ -1,7 +1,7 @@
-"""Printing text from outside (file names, recipe values, error messages) so that it has no effect on the terminal.
+"""Printing untrusted text (file names, recipe values, error messages) without markup or terminal control sequences.
 
-A file name may hold what Rich takes for markup and what a terminal takes for a command. Every line and every cell that
-can hold such text goes through here.
+A file name may contain Rich markup or control sequences of the terminal. Every line and every table cell that can
+contain such text is made by the functions of this module.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from rich.text import Text
 
 
 def visible(text: str) -> str:
-    r"""Write what cannot be printed as Python writes it in a string: `\x1b`, `\n`, `\u202e`.
+    r"""Replace unprintable characters by Python's escape sequences, such as `\x1b`, `\n`, `\u202e`.
 
     Args:
-        text: Any text, also with bytes of a file name that are no UTF-8.
+        text: Any text, also a file name that is not valid UTF-8.
 
     Returns:
         One line of printable characters.
@@ -26,10 +26,10 @@ def printer(console: Console) -> Callable[[str], None]:
     """Make a function that prints one line of plain text on a console.
 
     Args:
-        console: Where it goes; above the bars where it has a live display.
+        console: The console. If it has a live display, lines are printed above it.
 
     Returns:
-        A function of the line.
+        A function that takes the line.
     """
 
     def say(line: str) -> None:
@@ -39,12 +39,12 @@ def printer(console: Console) -> Callable[[str], None]:
 
 
 def cell(text: str) -> Text:
-    """Make a cell, heading or title of a table.
+    """Make the plain text of a table's cell, heading or title.
 
     Args:
         text: Any text.
 
     Returns:
-        The same as plain text.
+        The text, with unprintable characters replaced.
     """
     return Text(visible(text))

@@ -89,7 +89,7 @@ def test_a_full_disk_is_one_line_and_no_checkpoint(tmp_path, moment):
         file._file = FULL.open("w", buffering=1 if moment == "a line" else -1)
 
     file.before_training = fill
-    said = r"m.jsonl cannot be written \(No space left on device\): make room for it, then go on with --resume"
+    said = r"m.jsonl cannot be written \(No space left on device\): free some disk space, then continue with --resume"
     if moment == "the end":
         train(run, [file])
     else:

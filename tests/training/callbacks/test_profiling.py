@@ -82,7 +82,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
 
 
 def test_training_that_is_over_at_once_says_so(tmp_path):
-    assert "nothing was profiled: training went on for 2 steps only" in profile(sgd_run(2), tmp_path / "profile")
+    assert "nothing was profiled: the training had only 2 more steps" in profile(sgd_run(2), tmp_path / "profile")
     assert not (tmp_path / "profile").exists()
 
 
@@ -105,5 +105,5 @@ def test_a_trace_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written"):
         profile(sgd_run(40), tmp_path / "profile")
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda me, path: None)  # it does not raise
-    with pytest.raises(UserError, match=r"steps-00000007-00000012.json cannot be written: make room"):
+    with pytest.raises(UserError, match=r"steps-00000007-00000012.json cannot be written: free some disk space"):
         profile(sgd_run(40), tmp_path / "other")

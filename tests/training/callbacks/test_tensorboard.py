@@ -122,5 +122,5 @@ def test_a_long_training_makes_a_small_file(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file/events cannot be written \(.*\): make room"):
+    with pytest.raises(UserError, match=r"file/events cannot be written \(.*\): free some disk space"):
         tensorboard.TensorBoard(tmp_path / "file" / "events", 1).before_training(small_run(PLAN))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sums import sealed, sha256
+from sums import add_checksum, sha256
 from torch_thor.training import DamagedCheckpointError, UserError
 from torch_thor.training.checkpoints import checkpoint, newest_whole, open_checkpoint
 
@@ -124,7 +124,7 @@ def test_loading_runs_no_code(tmp_path):
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     del manifest["checksum"]
     manifest["sha256"][checkpoint.STATE] = sha256(path / checkpoint.STATE)  # a forger can do sums too
-    (path / checkpoint.MANIFEST).write_text(json.dumps(sealed(manifest)))
+    (path / checkpoint.MANIFEST).write_text(json.dumps(add_checksum(manifest)))
     with pytest.raises(DamagedCheckpointError, match="cannot be loaded"):
         open_checkpoint(path).load_state()
     assert not (tmp_path / "evil").exists()
@@ -134,6 +134,6 @@ def test_weights_of_another_network_are_refused(tmp_path):
     path, _ = save(tmp_path, 1)
     for other in (nn.Linear(4, 2), nn.Linear(3, 2, bias=False)):
         with pytest.raises(
-            UserError, match=r"does not hold the weights of this network \((size mismatch for weight|Unexpected key)"
+            UserError, match=r"does not contain the weights of this network \((size mismatch for weight|Unexpected key)"
         ):
             open_checkpoint(path).load_weights(other)

@@ -18,8 +18,14 @@ from torch_thor.training.data import load_data
 WORDS = ["optimizer=thor", "epochs=3", "batch_size=479", "eval_interval=3", "keep_best=false", "ema_decay=0.5"]
 WORDS += ["checkpoint_interval=3", "keep_checkpoints=2", "device=cpu"]
 NEWEST = "thor/checkpoints/step-00000009"
-IN_CHECKPOINT = [checkpoint.WEIGHTS, checkpoint.AVERAGED, checkpoint.STATE, checkpoint.METRICS]
-IN_CHECKPOINT += [checkpoint.RECIPE, checkpoint.MANIFEST]
+IN_CHECKPOINT = [
+    checkpoint.WEIGHTS,
+    checkpoint.AVERAGED,
+    checkpoint.STATE,
+    checkpoint.METRICS,
+    checkpoint.RECIPE,
+    checkpoint.MANIFEST,
+]
 FILES = ["recipe.yaml", "thor/metrics.jsonl", *(f"{NEWEST}/{name}" for name in IN_CHECKPOINT)]
 
 
@@ -114,7 +120,7 @@ def test_a_damaged_recipe_is_named_and_a_checkpoints_copy_takes_its_place(finish
     assert folder.stored_recipe(heard.append) == before
     [said] = heard
     assert str(folder.path / "recipe.yaml") in said
-    assert f"the copy in {folder.path / NEWEST} takes its place" in said
+    assert f"the copy in {folder.path / NEWEST} is used instead" in said
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -171,7 +177,7 @@ def test_a_manifest_of_wrong_types_is_damage(finished, tmp_path, content):
     path = tmp_path / "step-00000009"
     shutil.copytree(finished / NEWEST, path)
     (path / "manifest.json").write_bytes(content.encode("utf-8", "surrogatepass"))
-    with pytest.raises(UserError, match=r"manifest.json is not whole$|has format"):
+    with pytest.raises(UserError, match=r"manifest.json is truncated or altered$|has format"):
         open_checkpoint(path)
 
 
@@ -196,7 +202,7 @@ def test_wrong_values_in_a_manifest_are_damage_with_and_without_a_checksum(finis
 
 def test_a_renamed_checkpoint_is_not_taken_for_a_newer_one(finished, tmp_path):
     shutil.copytree(finished / NEWEST, tmp_path / "step-00000099")
-    with pytest.raises(UserError, match="step-00000099 is damaged: it holds step 9"):
+    with pytest.raises(UserError, match="step-00000099 is damaged: it contains step 9"):
         open_checkpoint(tmp_path / "step-00000099")
 
 

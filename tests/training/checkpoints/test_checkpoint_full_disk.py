@@ -79,7 +79,7 @@ def test_the_older_ones_stay_whole_and_nothing_else_is_left(tmp_path, monkeypatc
     assert "\n" not in message
     assert f"{tmp_path / 'step-00000003'} cannot be written (" in message
     assert "No space left on device" in message
-    assert "the newest whole one is step-00000002: make room, then go on with --resume" in message
+    assert "the newest complete one is step-00000002: free some disk space, then continue with --resume" in message
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     assert newest_whole(tmp_path, pytest.fail).step == 2
@@ -89,7 +89,7 @@ def test_the_older_ones_stay_whole_and_nothing_else_is_left(tmp_path, monkeypatc
 
 def test_the_first_one_of_all(tmp_path, monkeypatch):
     break_writer(monkeypatch, "state 1")
-    with pytest.raises(UserError, match="there is none before it: make room"):
+    with pytest.raises(UserError, match="there is no earlier one: free some disk space"):
         save(tmp_path / "new", 3)
     assert list((tmp_path / "new").iterdir()) == []
 
@@ -147,7 +147,7 @@ def test_training_ends_with_one_line_and_goes_on_when_there_is_room(tmp_path):
         assert "cannot be written (" in said[0]
         assert "File too large" in said[0]
         kept = checkpoints(tmp_path / "run", "adamw")
-        assert f"the newest whole one is step-{kept[-1]:08d}" in said[0]
+        assert f"the newest complete one is step-{kept[-1]:08d}" in said[0]
         folder = tmp_path / "run/adamw/checkpoints"
         assert len(list(folder.iterdir())) == len(kept)
         assert all(open_checkpoint(path) for path in folder.iterdir())

@@ -123,14 +123,14 @@ def test_metrics_that_lost_steps_come_back_from_the_checkpoint(tmp_path, recipe,
     metrics = tmp_path / "metrics.jsonl"
     whole = metrics.read_bytes()
     for damage, said in (
-        (b"".join(whole.splitlines(keepends=True)[:3]), "is cut short"),
+        (b"".join(whole.splitlines(keepends=True)[:3]), "is truncated"),
         (whole.replace(b'"step": 5', b'"step": 6', 1), "is damaged in line 6"),  # after the evaluation of step 4
         (None, "cannot be read (No such file or directory)"),
     ):
         metrics.unlink() if damage is None else metrics.write_bytes(damage)
         run, heard = new_run(recipe, "sgd", data), []
         restore(run, newest_whole(tmp_path / "checkpoints", pytest.fail), metrics, heard.append)
-        assert heard == [f"{metrics} {said}: written anew from the copy in {tmp_path / 'checkpoints/step-00000007'}"]
+        assert heard == [f"{metrics} {said}: it is restored from the copy in {tmp_path / 'checkpoints/step-00000007'}"]
         file = MetricsFile(metrics)
         file.before_training(run)
         file.close()

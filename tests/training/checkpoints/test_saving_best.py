@@ -225,7 +225,9 @@ def test_no_room_for_the_best_is_one_line(tmp_path, go, monkeypatch):
 
     monkeypatch.setattr(os, "link", full)
     monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(UserError, match=r"best/step-00000002 cannot be written \(No space left on device\): make room"):
+    with pytest.raises(
+        UserError, match=r"best/step-00000002 cannot be written \(No space left on device\): free some disk space"
+    ):
         go(interval=2)
     open_checkpoint(tmp_path / "c/step-00000002")
 

@@ -15,7 +15,7 @@ from tiny import assert_same
 from torch_thor.training import UserError, evaluate_saved, load_recipe, override, run_recipe
 from torch_thor.training import image_run as new_run
 from torch_thor.training.checkpoints import RunFolder, newest_whole
-from torch_thor.training.checkpoints.weights import with_checksum
+from torch_thor.training.checkpoints.weights import with_weights_checksum
 from torch_thor.training.data import DataSpec, load_data
 from torch_thor.training.models import MODELS, build_model
 
@@ -185,8 +185,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(file):
     for path in folder.rglob(f"{newest(Path('before'), 'sgd').name}/model.safetensors"):
         path.write_bytes(b"damaged")
     said = []
-    found = with_checksum(load_recipe("digits", [*WORDS, f"weights={folder}"]), said.append)
-    assert any("falling back to the one before" in line for line in said)
+    found = with_weights_checksum(load_recipe("digits", [*WORDS, f"weights={folder}"]), said.append)
+    assert any("falling back to the previous one" in line for line in said)
     weights = newest_whole(folder, lambda _: None).path / "model.safetensors"
     assert found.weights_sha256 == sha256(weights)
 

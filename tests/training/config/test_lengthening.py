@@ -81,7 +81,7 @@ def test_a_run_that_was_stopped_on_its_way_may_be_lengthened(train, tmp_path):
         (
             ["schedule.kind=cosine"],
             3,
-            ["epochs=3: schedule.kind=cosine ends with the training, ", "those of 2 epochs", "weights=CHECKPOINT"],
+            ["epochs=3: schedule.kind=cosine ends with the training, ", "schedule of 2 epochs", "weights=CHECKPOINT"],
         ),
         (["schedule={kind: thor-lr, decay: 2}"], 3, ["schedule.kind=thor-lr ends with", "schedule.horizon_epochs "]),
         (
@@ -106,5 +106,5 @@ def test_what_would_have_been_another_run_is_refused_and_nothing_is_touched(
 def test_a_run_of_so_many_steps_is_not_lengthened_by_epochs():
     stored = load_recipe("digits", ["steps=5"])
     check_epochs(stored, override(stored, ["lr=0.1"]))
-    with pytest.raises(UserError, match="epochs=30: the run ends after steps=5 and not after epochs; leave epochs out"):
+    with pytest.raises(UserError, match="epochs=30: the length of the run is set by steps=5; leave epochs out"):
         check_epochs(stored, override(stored, ["epochs=30"]))

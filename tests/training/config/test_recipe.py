@@ -67,7 +67,7 @@ def test_one_optimizer_by_name():
         ("optimizers.thor.dampin=1", r"optimizers\.thor\.dampin .*optimizers\.thor\.damping"),
         ("optimizers.tohr.lr=1", "tohr: no such optimizer"),
         ("optimizer=tohr", "optimizer=tohr is not an optimizer"),
-        ("optimizer=sgd,sgd", "names one twice"),
+        ("optimizer=sgd,sgd", "names an optimizer twice"),
         ("optimizer=[]", "optimizer is empty"),
         ("epochs=many", "epochs: .*'many'"),
         ("epochs=null", "epochs: "),

@@ -104,12 +104,14 @@ def test_padded_crops_reach_the_batches(archive):
 def test_missing_and_damaged_files(archive, name, tmp_path):
     root, _ = archive
     kind = KINDS[name][0]
-    with pytest.raises(UserError, match=f"{name} is not whole in .*{kind.base_folder}.* data.download=true") as caught:
+    with pytest.raises(
+        UserError, match=f"{name} is missing or incomplete in .*{kind.base_folder}.* data.download=true"
+    ) as caught:
         open_cifar(name, tmp_path / "nowhere", download=False)
     assert "\n" not in str(caught.value)
     path = root / kind.base_folder / kind.train_list[0][0]
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"{name} is not whole"):
+    with pytest.raises(UserError, match=f"{name} is missing or incomplete"):
         open_cifar(name, root, download=False)
 
 

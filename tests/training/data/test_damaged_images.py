@@ -32,8 +32,8 @@ def spoil(data):
     return said | {
         "bomb.jpg": "exceeds limit of 178956970 pixels",
         "zero.png": "the file is empty",
-        "pipe.png": "a named pipe, no file",
-        "device.png": "a device, no file",
+        "pipe.png": "a named pipe, not a file",
+        "device.png": "a device, not a file",
         "circle.png": "Too many levels of symbolic links",
     }
 

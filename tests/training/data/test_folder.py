@@ -54,7 +54,7 @@ def test_a_file_that_went_away_is_broken(tree):
 
 def test_missing_splits(tree):
     (tree / "val").rename(tree / "validation")
-    refused(tree, "must hold train/ and val/ or ilsvrc/ and ilsvrc_eval/.* it holds train, validation")
+    refused(tree, "must contain train/ and val/ or ilsvrc/ and ilsvrc_eval/.* it contains train, validation")
     refused(tree / "nowhere", "nowhere is not a folder")
     (tree / "empty").mkdir()
     refused(tree / "empty", "no folders")
@@ -65,7 +65,7 @@ def test_images_without_class_folders(tree):
         path.rename(tree / "val" / path.name)
     for name in CLASSES:
         (tree / "val" / name).rmdir()
-    refused(tree, "val holds its images directly: .* sort the images")
+    refused(tree, "val contains its images directly: .* sort the images")
 
 
 def test_one_class(tree):
@@ -96,7 +96,7 @@ def test_an_empty_evaluation_class_is_a_warning(tree):
 def test_no_evaluation_image_at_all(tree):
     for path in (tree / "val").rglob("*.JPEG"):
         path.unlink()
-    refused(tree, "nothing to evaluate")
+    refused(tree, "contains no image: add the evaluation images")
 
 
 def test_different_class_lists(tree):

@@ -54,14 +54,14 @@ def disk(path):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (pipe, "a named pipe, no file"),
-        (listening, "a socket, no file"),
-        (endless, "a device, no file"),
-        (terminal, "a device, no file"),
-        (link_to_a_pipe, "a named pipe, no file"),
+        (pipe, "a named pipe, not a file"),
+        (listening, "a socket, not a file"),
+        (endless, "a device, not a file"),
+        (terminal, "a device, not a file"),
+        (link_to_a_pipe, "a named pipe, not a file"),
         (circle, os.strerror(errno.ELOOP)),
         (nowhere, "No such file or directory"),
-        (disk, "1099.5 GB are too many for an image"),
+        (disk, "1099.5 GB are too much for an image"),
     ],
 )
 def test_what_is_no_file_is_a_broken_image_and_never_opened(tree, make, reason, monkeypatch):
@@ -98,20 +98,20 @@ def refused(root, match):
 def test_a_link_to_a_folder_around_it_is_an_error(tree, target):
     link = tree / "train/digit/more"
     link.symlink_to(target, target_is_directory=True)
-    refused(tree, r"train/digit/more.* is a link to .*, which holds it: .* remove the link")
+    refused(tree, r"train/digit/more.* is a link to .*, which contains it, .*: remove the link")
 
 
 def test_a_class_that_is_a_link_to_its_split_is_an_error(tree):
     for part in ("train", "val"):
         (tree / part / "zebra").symlink_to(".", target_is_directory=True)
-    refused(tree, "train/zebra is a link to .*train, which holds it")
+    refused(tree, "train/zebra is a link to .*train, which contains it")
 
 
 def test_two_links_in_a_circle_are_an_error(tree):
     # os.walk follows each of them again in every folder that it comes to: 2^40 folders
     for name in ("first", "second"):
         (tree / "train/digit" / name).symlink_to("..", target_is_directory=True)
-    refused(tree, "which holds it")
+    refused(tree, "which contains it")
 
 
 def test_links_that_lead_elsewhere_are_followed(tree, tmp_path):
@@ -145,7 +145,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tree, monkeypatch, place):
 
     for name in ("scandir", "listdir"):
         monkeypatch.setattr(os, name, closing(getattr(os, name)))
-    refused(tree, rf"{place} cannot be listed \(Permission denied\): .* make it readable")
+    refused(tree, rf"{place} cannot be listed \(Permission denied\), .*: make it readable")
     if place == "train":
         with pytest.raises(UserError, match="train cannot be listed"):
             open_evaluation_folder(tree, say=pytest.fail)

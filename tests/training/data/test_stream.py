@@ -196,7 +196,7 @@ def test_each_epoch_counts_its_own(imagenet):
 
 
 def test_a_training_batch_without_any_image_is_an_error(imagenet):
-    with pytest.raises(UserError, match=r"no image of a whole batch can be read, the last is .*_2.JPEG"):
+    with pytest.raises(UserError, match=r"no image of a batch can be read; the last one is .*_2.JPEG"):
         list(opened(imagenet, batch_size=1).train)
 
 
@@ -211,7 +211,7 @@ def test_bad_options(imagenet):
         ImageSet(DataSpec(name="image-folder"), CPU, print)
     with pytest.raises(UserError, match="cifar10 is in memory already"):
         DataSpec(name="cifar10", cache=str(imagenet))
-    with pytest.raises(UserError, match=r"digits is trained on as it is; leave data.transform=null"):
+    with pytest.raises(UserError, match=r"digits is used without crops: leave data.transform=null"):
         DataSpec(name="digits", transform=SMALL)
-    with pytest.raises(UserError, match=r"data.max_broken=1 must be a share in \[0, 1\)"):
+    with pytest.raises(UserError, match=r"data.max_broken=1 must be a fraction in \[0, 1\)"):
         DataSpec(max_broken=1)

@@ -19,7 +19,7 @@ from torch_thor.training.data import EvaluationTransform, ImageTransform, Worker
 
 CROP = EvaluationTransform(ImageTransform(size=8, resize=8))
 WORDS = ("train", "digits", *IMAGES, "data.root=data", "model=small-resnet", "optimizer=sgd", "batch_size=4", "lr=0.01")
-SHARED = "enlarge /dev/shm (docker run --shm-size=8g), or use fewer data.workers.count, fewer data.workers.prefetch"
+SHARED = "enlarge /dev/shm (docker run --shm-size=8g), or use a smaller data.workers.count, data.workers.prefetch"
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the workers")
 
 
@@ -58,7 +58,7 @@ def refused(happens, workers, match):
 @pytest.mark.parametrize(
     ("number", "said", "workers"),
     [
-        (signal.SIGKILL, r"has died \(SIGKILL\): memory was most likely full: use fewer data.workers.count", 2),
+        (signal.SIGKILL, r"has died \(SIGKILL\): memory was most likely full: use a smaller data.workers.count", 2),
         (signal.SIGBUS, r"has died \(SIGBUS\): shared memory was most likely full: enlarge /dev/shm", 1),
         (signal.SIGSEGV, r"has died \(SIGSEGV\): with data.workers.count=0 the training process shows", 1),
     ],
@@ -104,7 +104,9 @@ def test_no_memory_for_an_image_is_one_line(workers):
     def fail():
         raise MemoryError
 
-    refused(fail, workers, r"no memory to read images/5.png: use fewer data.workers.count, then go on with --resume")
+    refused(
+        fail, workers, r"no memory to read images/5.png: use a smaller data.workers.count, then continue with --resume"
+    )
 
 
 def test_workers_that_cannot_be_started_are_one_line(monkeypatch):
@@ -207,7 +209,7 @@ def test_a_worker_that_the_system_kills_ends_training_with_one_line(tmp_path, co
     workers = workers_of(process)
     assert len(workers) >= count
     os.kill(workers[-1], signal.SIGKILL)
-    assert_refused(finish(process), "has died (SIGKILL): memory was most likely full: use fewer data.workers.count")
+    assert_refused(finish(process), "has died (SIGKILL): memory was most likely full: use a smaller data.workers.count")
     assert_all_end(workers)
 
 

@@ -114,7 +114,7 @@ def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
         return out
 
     stopped(2, 1)
-    assert "is of 2 processes, this run of 4" in stopped(4, None, "--resume")
+    assert "was saved by 2 processes, and this run has 4" in stopped(4, None, "--resume")
     assert checkpoints(run, "momentum")[-1] < 320
     assert "is of 4 processes, this run of 1" in succeed(pictures, *words, "--out", "stopped", "--resume")
     succeed(pictures, *words, "--out", "whole")
@@ -137,7 +137,7 @@ def test_what_one_process_cannot_do_ends_all(pictures):
     assert code != 0
     said = [line for line in err.splitlines() if line.startswith("torch-thor")]
     assert said == [
-        "torch-thor, rank 1: data.root=elsewhere is not a folder: set it to the folder that holds train/ and val/"
+        "torch-thor, rank 1: data.root=elsewhere is not a folder: set it to the folder that contains train/ and val/"
     ]
     assert not (pictures / "run").exists()
 
@@ -158,8 +158,8 @@ def test_a_batch_that_cannot_be_shared(tmp_path):
     code, _, err = command(tmp_path, "train", "digits", "batch_size=63", "device=cpu", ranks=2)
     assert code != 0
     assert [line for line in err.splitlines() if line.startswith("torch-thor")] == [
-        "torch-thor: batch_size=63 cannot be shared evenly by 2 processes: it is the images of a step on all of them "
-        "together; choose a multiple"
+        "torch-thor: batch_size=63 cannot be shared evenly by 2 processes: it is the number of images per step on all "
+        "of them together; choose a multiple of 2"
     ]
     assert not (tmp_path / "runs").exists()
 

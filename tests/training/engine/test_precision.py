@@ -151,7 +151,9 @@ def test_too_many_overflows_in_a_row_are_an_error(data, monkeypatch, loss_scale)
     monkeypatch.setattr(precision, "MOST_SKIPPED", 3)
     record = train(new(data, precision="fp16", loss_scale=loss_scale), [Spoil({1, 2, 4, 5, 7, 8})])
     assert sum(point.skipped for point in record.steps) == 6  # never three in a row
-    with pytest.raises(UserError, match=r"^3 steps in a row overflowed float16, the loss scale is \d+: lower lr, or"):
+    with pytest.raises(
+        UserError, match=r"^3 consecutive steps overflowed float16, and the loss scale is \d+: lower lr, or"
+    ):
         train(new(data, precision="fp16", loss_scale=loss_scale), [Spoil({3, 4, 5})])
 
 

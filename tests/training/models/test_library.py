@@ -51,7 +51,7 @@ def test_timm_takes_any_number_of_channels():
 
 def test_torchvision_takes_three():
     with pytest.raises(
-        UserError, match=r"model=resnet18 takes images of 3 channels and the data has 1: .*timm:resnet18"
+        UserError, match=r"model=resnet18 takes images of 3 channels, and those of the data have 1: .*timm:resnet18"
     ):
         find("resnet18").build_classifier(1, 10)
 

@@ -209,9 +209,9 @@ def test_what_an_optimizer_refuses_itself_names_it():
 
 def test_settings_of_another_optimizer_are_refused():
     assert set(default_settings()) == set(OPTIMIZERS)
-    with pytest.raises(UserError, match="not for sgd: pass a SGDSettings"):
+    with pytest.raises(UserError, match="not for sgd: pass an object of class SGDSettings"):
         build_optimizer("sgd", net(), settings("adam"))
-    with pytest.raises(UserError, match="not for adam: pass a AdamSettings"):
+    with pytest.raises(UserError, match="not for adam: pass an object of class AdamSettings"):
         build_optimizer("adam", net(), settings("adamw"))
     with pytest.raises(UserError, match="optimizer=sdg is not an optimizer"):
         build_optimizer("sdg", net())

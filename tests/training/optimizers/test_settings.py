@@ -78,6 +78,7 @@ def test_only_the_rules_that_are_asked_for():
 
         Args:
             lr: Learning rate.
+            weight_decay: Weight decay.
             eps: Something.
         """
 

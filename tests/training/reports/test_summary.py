@@ -43,16 +43,16 @@ def rows(summaries, targets):
 def test_one_run():
     table = rows([summary("sgd", record())], [0.7597, 0.9])
     assert table == {
-        "steps (seconds) to 75.97%": ["2 (5.0 s)"],
-        "steps (seconds) to 90.0%": ["not reached"],
+        "steps (seconds) to reach 75.97%": ["2 (5.0 s)"],
+        "steps (seconds) to reach 90.0%": ["not reached"],
         "final accuracy, top-1": ["70.00%"],
         "final accuracy, top-5": ["90.00%"],
         "best accuracy (its step)": ["80.00% (2)"],
-        "steps (seconds) in all": ["4 (8.0 s)"],
-        "images a second, ordinary steps": ["8"],
+        "steps (seconds) in total": ["4 (8.0 s)"],
+        "images per second, ordinary steps": ["8"],
         "waiting for data": ["25.0% of the time"],
-        "an ordinary step, median": ["1000.0 ms"],
-        "a refresh step, median": ["4000.0 ms"],
+        "median ordinary step": ["1000.0 ms"],
+        "median refresh step": ["4000.0 ms"],
         "refresh steps": ["1"],
         "layers refreshed, of those due": ["none"],
         "layers stopped": ["none"],
@@ -74,7 +74,7 @@ def test_json():
     told = as_json(summary("ema", record(averages=[(0.5, 0.75), (0.85, 0.95)], skipped=True), 0.85), [0.85])
     assert json.loads(json.dumps(told, allow_nan=False)) == {
         "optimizer": "ema", "steps": 4, "seconds": 8.0, "loss": 1.0, "top1": 0.7, "top5": 0.9,
-        "averaged_loss": 0.5, "averaged_top1": 0.85, "averaged_top5": 0.95, "best": {"step": 4, "accuracy": 0.85},
+        "averaged_loss": 0.5, "averaged_top1": 0.85, "averaged_top5": 0.95, "best": {"step": 4, "top1": 0.85},
         "stop_at": 0.85, "ended_at_target": True, "targets": {"0.85": {"steps": 4, "seconds": 8.0}},
         "images_per_second": 8.0, "waiting_for_data": 0.25, "skipped_steps": 1,
         "ordinary_step_seconds": 1.0, "refresh_step_seconds": 4.0, "refreshed": {},

@@ -62,8 +62,11 @@ def test_loss_and_figures_by_hand(task):
     ("word", "said"),
     [
         ("model=small-cnn", "model=small-cnn is not a network of task=autoencoder: use deep-autoencoder"),
-        ("data.name=cifar10", "data.name=cifar10: task=autoencoder takes one of digits, fashion-mnist"),
-        ("label_smoothing=0.1", "label_smoothing=0.1: task=autoencoder has no smoothed labels"),
+        (
+            "data.name=cifar10",
+            "data.name=cifar10 cannot be used for task=autoencoder: use one of digits, fashion-mnist",
+        ),
+        ("label_smoothing=0.1", "label_smoothing=0.1: task=autoencoder has no label smoothing"),
         ("classes=10", "classes=10: task=autoencoder has no classes"),
         ("task=autoencode", "task=autoencode is not a task: use one of image-classification, autoencoder, char-lm"),
         ("targets=[0]", r"targets=\[0\.0\] must be above 0"),

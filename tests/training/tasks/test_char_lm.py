@@ -81,8 +81,11 @@ def test_the_network_sees_no_character_to_come():
     ("word", "said"),
     [
         ("model=deep-autoencoder", "model=deep-autoencoder is not a network of task=char-lm: use char-transformer"),
-        ("data.name=fashion-mnist", "data is set: task=char-lm is trained on the text of this Python's own help"),
-        ("label_smoothing=0.1", "label_smoothing=0.1: task=char-lm has no smoothed labels"),
+        (
+            "data.name=fashion-mnist",
+            "data is set, but task=char-lm always uses the language reference of Python: leave data out",
+        ),
+        ("label_smoothing=0.1", "label_smoothing=0.1: task=char-lm has no label smoothing"),
     ],
 )
 def test_what_is_refused(word, said):

@@ -96,19 +96,19 @@ def nothing(data):
         (spoil_one_class, [], "one class folder, china"),
         (spoil_empty_class, [], "no image in digit"),
         (spoil_class_lists, [], "digit only in train/; digits only in val/"),
-        (spoil_evaluation, [], "nothing to evaluate"),
+        (spoil_evaluation, [], "val contains no image: add the evaluation images"),
         (spoil_root, [], "data.root=data is not a folder"),
         (spoil_root_kind, [], "data.root=data is not a folder"),
         (nothing, ["data.root=null"], "data.root is not set"),
-        (nothing, ["classes=2"], "labels 2 to 2 lie outside its head"),
-        (nothing, ["model=small-cnn"], "model=small-cnn does not take the data's images"),
+        (nothing, ["classes=2"], "the network only 2 outputs"),
+        (nothing, ["model=small-cnn"], "model=small-cnn cannot process the data's images"),
         (nothing, ["batch_size=19"], "batch_size=19 is larger than the training set (18 images)"),
         (nothing, ["accumulation=5"], "accumulation=5 must lie in [1, batch_size=4]"),
         (nothing, ["schedule.horizon_epochs=1"], "schedule.horizon_epochs=1.0 is shorter than the training (2 epochs)"),
         (nothing, ["schedule.horizon_steps=7"], "schedule.horizon_steps=7 is shorter than the training (8 steps)"),
         (nothing, ["schedule.warmup_epochs=3"], "schedule.warmup_epochs=3.0 is longer than the training"),
-        (nothing, ["loss_scale=128"], "loss_scale=128.0 must be a number above 0, with precision=fp16"),
-        (nothing, ["precision=fp8"], "precision=fp8 is none of fp32, bf16, fp16"),
+        (nothing, ["loss_scale=128"], "loss_scale=128.0 must be a number above 0, and needs precision=fp16"),
+        (nothing, ["precision=fp8"], "precision=fp8 must be one of fp32, bf16, fp16"),
         (nothing, ["stop_at=76"], "stop_at=76.0 must lie in (0, 1]"),
         (nothing, ["ema_decay=1"], "ema_decay=1.0 must lie in [0, 1)"),
         (nothing, ["eval_epochs=0"], "eval_epochs=0 must be 1 or more"),
@@ -126,7 +126,7 @@ def test_more_workers_than_cores_is_one_warning(run, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     code, out, err = run(*WORDS, "data.workers.count=2", "epochs=1")
     assert (code, err) == (0, "")
-    assert out.count("workers=2: 2 worker processes share 1 cores; 1 or fewer would do") == 1
+    assert out.count("workers=2: 2 worker processes share 1 cores; 1 or fewer would be enough") == 1
 
 
 def test_an_unreadable_file_is_a_broken_image(run, tmp_path):
@@ -147,7 +147,7 @@ def test_too_many_broken_images_end_training_with_its_checkpoints(run, tmp_path)
     code, out, err = run("train", "digits", "--resume", "--out", "run")
     assert code == 0, err
     if kept:
-        assert f"sgd: goes on from step {kept[-1]} of 8" in out
+        assert f"sgd: continues from step {kept[-1]} of 8" in out
 
 
 def test_another_network_is_refused_and_nothing_is_lost(run, tmp_path):
@@ -162,7 +162,7 @@ def test_another_network_is_refused_and_nothing_is_lost(run, tmp_path):
     shutil.rmtree(there)
     shutil.copytree(tmp_path / "other/sgd/checkpoints", there)
     foreign = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
-    assert_refused(run("train", "digits", "--out", "run", "--resume"), "does not hold the weights of this network")
+    assert_refused(run("train", "digits", "--out", "run", "--resume"), "does not contain the weights of this network")
     assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == foreign
 
 
@@ -172,22 +172,22 @@ def test_a_checkpoint_of_another_optimizer_is_refused(run, tmp_path):
     there = tmp_path / "run/sgd/checkpoints"
     shutil.rmtree(there)
     shutil.copytree(tmp_path / "other/adamw/checkpoints", there)
-    assert_refused(run("train", "digits", "--out", "run", "--resume"), "is of optimizer adamw, not sgd")
+    assert_refused(run("train", "digits", "--out", "run", "--resume"), "belongs to optimizer adamw, not sgd")
 
 
 def test_eval_of_images_that_have_changed(run, tmp_path):
     assert run(*WORDS, "--out", "run")[0] == 0
     for part in ("train", "val"):
         shutil.copytree(tmp_path / f"data/{part}/digit", tmp_path / f"data/{part}/zebra")
-    assert_refused(run("eval", "run"), "does not hold the weights of this network")
-    assert_refused(run("train", "digits", "--resume", "--out", "run"), "does not hold the weights of this network")
+    assert_refused(run("eval", "run"), "does not contain the weights of this network")
+    assert_refused(run("train", "digits", "--resume", "--out", "run"), "does not contain the weights of this network")
 
 
 def test_eval_of_labels_outside_the_head(run, tmp_path):
     assert run(*WORDS, "classes=3", "--out", "run")[0] == 0
     for part in ("train", "val"):
         shutil.copytree(tmp_path / f"data/{part}/digit", tmp_path / f"data/{part}/zebra")
-    assert_refused(run("eval", "run"), "labels 3 to 3 lie outside its head")
+    assert_refused(run("eval", "run"), "the network only 3 outputs")
 
 
 def test_resuming_an_ended_run_does_nothing(run, tmp_path):

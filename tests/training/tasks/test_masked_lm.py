@@ -126,7 +126,7 @@ def test_other_networks_by_their_config_file(words, tmp_path, config):
         (["data.name=corpus", "data.root=null"], "data.root is not set"),
         (["data.text.masked=1.5"], r"data\.text\.masked=1\.5 must be a share"),
         (["classes=3"], "classes=3: task=masked-lm has no classes"),
-        (["task=image-classification", "model=small-cnn"], "is text: task=image-classification takes images"),
+        (["task=image-classification", "model=small-cnn"], "is text, and task=image-classification needs images"),
     ],
 )
 def test_recipes_that_cannot_be_right_are_refused(words, change, message):

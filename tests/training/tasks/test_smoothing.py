@@ -67,7 +67,7 @@ def test_a_recipe_trains_in_its_form():
 
 
 def test_what_cannot_be_is_refused_before_the_first_step():
-    with pytest.raises(UserError, match="smoothing_form=keras is none of torch, reference"):
+    with pytest.raises(UserError, match="smoothing_form=keras must be one of torch, reference"):
         load_recipe("digits", ["smoothing_form=keras"])
     recipe = load_recipe("digits", ["smoothing_form=reference", "label_smoothing=0.95", "device=cpu"])
     with pytest.raises(UserError, match=r"label_smoothing=0.95 with smoothing_form=reference must be below 0.9 for 10"):

@@ -14,7 +14,7 @@ from torch_thor.training.callbacks.progress import Bar, Display, Lines
 from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
 from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
 from torch_thor.training.config.recipe_values import covers
-from torch_thor.training.engine import history
+from torch_thor.training.engine import history_format
 from torch_thor.training.engine.history import History as Record
 from torch_thor.training.engine.history import StepPoint
 from torch_thor.training.engine.loop import Callback, Run, train
@@ -218,7 +218,7 @@ def to_columns(record: Record, metrics: Sequence[str]) -> dict[str, dict[str, li
     Returns:
         `steps`, `evaluations` and `refreshes`, each field name -> values in order.
     """
-    return {name: history.to_columns(kind, getattr(record, name), metrics) for name, kind in COLUMNS.items()}
+    return {name: history_format.to_columns(kind, getattr(record, name), metrics) for name, kind in COLUMNS.items()}
 
 
 def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
@@ -230,4 +230,4 @@ def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
     Returns:
         The record.
     """
-    return Record(**{name: history.from_columns(kind, columns[name]) for name, kind in COLUMNS.items()})
+    return Record(**{name: history_format.from_columns(kind, columns[name]) for name, kind in COLUMNS.items()})

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a line for each step, each layer that a step refreshed, and each evaluation."""
+"""`metrics.jsonl`: a line for each step, for each layer that was due on a refresh, and for each evaluation."""
 
 import json
 import os
@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TextIO
 
 from torch_thor.files import whole_file
-from torch_thor.training.engine.history import EvalPoint, History, Point, RefreshPoint, StepPoint, from_lines, to_line
+from torch_thor.training.engine.history import EvalPoint, History, Point, RefreshPoint, StepPoint
+from torch_thor.training.engine.history_format import from_lines, to_line
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.errors import UserError
 from torch_thor.training.output_files import writing
 
 
 class MetricsFile(Callback):
-    """Writes `metrics.jsonl`: a line for each step, each layer that a step refreshed, and each evaluation.
+    """Writes `metrics.jsonl`: a line for each step, for each layer that was due on a refresh, and for each evaluation.
 
-    A resumed run first drops the lines that are newer than its checkpoint. Every method raises a `UserError` where the
+    A resumed run first removes the lines that are newer than its checkpoint. Every method raises a `UserError` if the
     file cannot be written.
 
     Args:
@@ -28,7 +29,7 @@ class MetricsFile(Callback):
         self._file: TextIO | None = None
 
     def before_training(self, run: Run) -> None:
-        """Write the points that the run already has, then open the file to append more.
+        """Write the points that a resumed run has already, then open the file for appending.
 
         Args:
             run: The training.
@@ -40,35 +41,35 @@ class MetricsFile(Callback):
             self._file = self.path.open("a", encoding="utf-8")
 
     def after_step(self, run: Run, point: StepPoint) -> None:
-        """Write the step.
+        """Write the line of the step.
 
         Args:
             run: The training.
-            point: What the step measured.
+            point: The measurements of the step.
         """
         self._write(point)
 
     def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
-        """Write what was decided, layer by layer.
+        """Write a line for each layer that was due.
 
         Args:
             run: The training.
-            points: What was decided.
+            points: The decisions of the trace rule.
         """
         for point in points:
             self._write(point)
 
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
-        """Write the evaluation.
+        """Write the line of the evaluation.
 
         Args:
             run: The training.
-            point: What the evaluation measured.
+            point: The metrics of the evaluation.
         """
         self._write(point)
 
     def sync(self) -> None:
-        """Flush to the disk: a checkpoint must never know more steps than this file."""
+        """Flush the file to the disk, so that a checkpoint never has more steps than this file."""
         assert self._file is not None
         with writing(self.path):
             _flush(self._file)
@@ -77,7 +78,7 @@ class MetricsFile(Callback):
         """Return the content of the file up to the latest `sync`.
 
         Returns:
-            Its bytes.
+            The bytes of the file.
         """
         with writing(self.path):
             return self.path.read_bytes()
@@ -111,7 +112,7 @@ def read_metrics(path: Path) -> History:
         path: The file.
 
     Returns:
-        Its record; a last line that a killed run left unfinished is not in it.
+        The record, without an incomplete last line that a killed run has left.
 
     Raises:
         UserError: If the file cannot be read.
@@ -128,29 +129,29 @@ def parse_metrics(content: bytes, path: Path) -> History:
 
     Args:
         content: The bytes.
-        path: Where they are from.
+        path: The file that they are from, for the error message.
 
     Returns:
-        The record; a last line that a killed run left unfinished is not in it.
+        The record, without an incomplete last line that a killed run has left.
 
     Raises:
-        UserError: If a line is no metrics line.
+        UserError: If a line is not a valid line of the file.
     """
     try:
-        lines = content.decode("utf-8").split("\n")[:-1]  # what follows the last newline is unfinished
+        lines = content.decode("utf-8").split("\n")[:-1]  # text after the last newline is incomplete
         return from_lines([json.loads(line) for line in lines])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): start again with --overwrite or --out") from error
 
 
-def as_written_now(content: bytes, path: Path) -> bytes:
-    """Convert the lines of an older version to those of this one.
+def in_current_format(content: bytes, path: Path) -> bytes:
+    """Convert lines that an older version wrote to the format of this version.
 
     Args:
         content: The bytes of a `metrics.jsonl`.
-        path: Where they are from.
+        path: The file that they are from, for the error message.
 
     Returns:
-        The bytes of the same points.
+        The same points as this version writes them.
     """
     return "".join(_line(point) for point in parse_metrics(content, path).points()).encode("utf-8")

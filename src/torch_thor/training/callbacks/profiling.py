@@ -1,4 +1,4 @@
-"""A profile of a few steps in the middle of a training, which then continues."""
+"""A profile of a few steps in the middle of a training."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,22 +19,22 @@ from torch_thor.training.errors import require
 from torch_thor.training.output_files import MAKE_ROOM, writing
 from torch_thor.training.printing import cell, printer
 
-UNWATCHED = 5  # first steps of the process: they compile, choose kernels and fill caches
-WARM_UP = 1  # steps that pay for starting the profiler; thrown away
-ACTIVE = 6  # steps in the profile: a refresh and five ordinary ones where refreshes are far apart
-ROWS = 15
-BETWEEN = "between steps"  # evaluation and checkpoints, as the trace calls them
+SKIPPED = 5  # first steps of the process, which are never profiled: they compile, select kernels and fill caches
+WARM_UP = 1  # first steps of the profile, which are discarded: they contain the start of the profiler
+ACTIVE = 6  # recorded steps: one refresh and five ordinary steps, where refreshes are far apart
+ROWS = 15  # operations in the table
+BETWEEN = "between steps"  # the name of evaluations and checkpoints in the trace
 
 
 class Profiler(Callback):
-    """Profiles a few steps from the next refresh on, writes a Chrome trace and shows where the time went.
+    """Profiles a few steps from the next refresh on, writes a Chrome trace, and prints the slowest operations.
 
-    Where no refresh comes any more, the steps are ordinary ones. It must be the last of the callbacks: what the others
-    do is between the steps.
+    If there will be no further refresh, it profiles ordinary steps. It must be the last of the callbacks, so that the
+    time of the others counts as time between steps.
 
     Args:
-        folder: Where the trace goes, as `steps-00000021-00000026.json`.
-        console: Where a table of the operations that took longest goes.
+        folder: The folder of the trace, whose name is of the form `steps-00000021-00000026.json`.
+        console: Where the table of operations is printed.
     """
 
     def __init__(self, folder: Path, console: Console) -> None:
@@ -46,11 +46,11 @@ class Profiler(Callback):
         self._done = False
 
     def after_step(self, run: Run, point: StepPoint) -> None:
-        """Look at the step, and end the profile if it was the last one.
+        """Record the step, and end the profile if it was the last one.
 
         Args:
             run: The training.
-            point: What the step measured.
+            point: The measurements of the step.
         """
         self._seen += 1
         if self._profile is None:
@@ -63,7 +63,7 @@ class Profiler(Callback):
             self._between.__enter__()
 
     def at_boundary(self, run: Run) -> None:
-        """Begin or go on.
+        """Start the profiler when it is time, or continue with the next step.
 
         Args:
             run: The training.
@@ -77,17 +77,17 @@ class Profiler(Callback):
             self._profile.start()
 
     def after_training(self, run: Run) -> None:
-        """Write what there is if training has ended before the profile was complete.
+        """Write an incomplete profile if the training has ended.
 
         Args:
             run: The training.
         """
         self._end()
         if not self._done:
-            printer(self.console)(f"nothing was profiled: training went on for {self._seen} steps only")
+            printer(self.console)(f"nothing was profiled: the training had only {self._seen} more steps")
 
     def close(self) -> None:
-        """Stop profiling; what was not complete is not written."""
+        """Stop profiling without writing an incomplete profile."""
         self._done = True
         self._end()
 
@@ -106,10 +106,10 @@ class Profiler(Callback):
         left = run.total_steps - run.step
         if left <= WARM_UP + ACTIVE:
             return left > WARM_UP
-        if self._seen < UNWATCHED:
+        if self._seen < SKIPPED:
             return False
         refresh = steps_to_refresh(run.optimizer)
-        always = refresh == 0 and run.record.steps[-1].refresh  # one refresh after the other
+        always = refresh == 0 and run.record.steps[-1].refresh  # every step is a refresh
         return refresh is None or refresh == WARM_UP or refresh >= left or always
 
     def _write(self, finished: profile) -> None:
@@ -122,21 +122,21 @@ class Profiler(Callback):
             self.folder.mkdir(parents=True, exist_ok=True)
             with whole_file(path) as temporary:
                 finished.export_chrome_trace(str(temporary))
-                # written by C++ code, which logs an error and does not raise
+                # C++ code writes the file; it logs errors instead of raising them
                 require(temporary.exists(), f"{path} cannot be written: {MAKE_ROOM}")
         self.console.print(top_operations(finished, points))
         printer(self.console)(f"The trace is {path}: open it in ui.perfetto.dev or chrome://tracing")
 
 
 def top_operations(finished: profile, points: list[StepPoint]) -> Table:
-    """Make a table of the operations that the steps spent their time in.
+    """Make a table of the operations that took the most time.
 
     Args:
         finished: The profile.
-        points: The steps in it.
+        points: The profiled steps.
 
     Returns:
-        Operations by the time that they themselves took, without those that they called.
+        The operations by their own time, without the time of the operations that they called.
     """
     on_device = ProfilerActivity.CUDA in supported_activities()
     calls: dict[str, int] = defaultdict(int)
@@ -161,7 +161,9 @@ def top_operations(finished: profile, points: list[StepPoint]) -> Table:
 
 def _in_steps(finished: profile) -> Iterator[FunctionEvent]:
     for event in finished.events() or []:
-        if event.device_type != DeviceType.CPU:  # a kernel: its time is also that of the operation that started it
+        if (
+            event.device_type != DeviceType.CPU
+        ):  # a kernel, whose time is already counted for the operation that launched it
             continue
         above: FunctionEvent | None = event
         while above is not None and above.key != BETWEEN:

@@ -1,4 +1,4 @@
-"""Progress of a training: a live bar in a terminal, printed lines elsewhere."""
+"""The progress of a training: a live progress bar in a terminal, printed lines otherwise."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -22,14 +22,14 @@ from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.engine.throughput import throughput
 from torch_thor.training.printing import printer
 
-WINDOW = 100  # steps that the bar's loss, throughput and time of ordinary steps are taken over
-REFRESHES = 20  # refresh steps that their time is taken over: they may be far apart
+WINDOW = 100  # the bar shows the loss, throughput and step time of this many latest steps
+REFRESHES = 20  # the time of a refresh step is the median of this many latest ones, which may be far apart
 
 
 class Display(Progress):
-    """A bar for each optimizer, and below the one at work what it is doing; of any width.
+    """A progress bar for each optimizer, and below the active one a line with its latest figures.
 
-    A run has the fields `metric`, beside its bar, and `figures`, below it.
+    Each task of the display has two fields: `metric` is shown beside its bar, `figures` below it.
     """
 
     def __init__(self, **options: object) -> None:
@@ -44,13 +44,13 @@ class Display(Progress):
         super().__init__(*columns, **options)  # type: ignore[arg-type]
 
     def add_run(self, name: str) -> TaskID:
-        """Add a run that has not begun.
+        """Add the bar of a run that has not begun.
 
         Args:
-            name: The optimizer's.
+            name: The optimizer's name.
 
         Returns:
-            Its task.
+            The ID of its task in the display.
         """
         return self.add_task(name, start=False, total=None, metric="", figures="")
 
@@ -58,7 +58,7 @@ class Display(Progress):
         """Yield the parts of the display.
 
         Yields:
-            The bars, then the figures of the runs at work.
+            The bars, then the figures of the active runs.
         """
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
@@ -66,8 +66,8 @@ class Display(Progress):
                 yield Padding(task.fields["figures"], (0, 0, 0, 9))
 
 
-class _Watch(Callback):
-    """Counts what the steps of the whole run did, and puts a stretch of them into words."""
+class _StepStatistics(Callback):
+    """Counts refreshes and skipped steps over the whole run, and describes the latest steps in words."""
 
     def __init__(self) -> None:
         self.refresh_steps = 0
@@ -77,7 +77,7 @@ class _Watch(Callback):
         self.refresh_durations: deque[float] = deque(maxlen=REFRESHES)
 
     def before_training(self, run: Run) -> None:
-        """Take up what a resumed run has done.
+        """Count the earlier steps of a resumed run.
 
         Args:
             run: The training.
@@ -88,11 +88,11 @@ class _Watch(Callback):
             self._count(point)
 
     def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
-        """Count what was decided.
+        """Count the decisions of the trace rule.
 
         Args:
             run: The training.
-            points: What was decided.
+            points: The decisions.
         """
         self.decisions.update(point.decision for point in points)
 
@@ -103,7 +103,7 @@ class _Watch(Callback):
             self.refresh_durations.append(point.duration)
 
     def _figures(self, run: Run, steps: int) -> str:
-        """Describe the latest steps, and what the run has refreshed so far."""
+        """Describe the latest steps, and the refreshes of the run so far."""
         points = run.record.since(run.step - steps).steps
         latest, speed = points[-1], throughput(points)
         refresh = median(self.refresh_durations) if self.refresh_durations else None
@@ -122,12 +122,12 @@ class _Watch(Callback):
         return ", ".join(word for word in said if word)
 
 
-class Bar(_Watch):
-    """One run in a live display.
+class Bar(_StepStatistics):
+    """The progress bar of one run.
 
     Args:
         display: The display.
-        task: This run's, from `Display.add_run`.
+        task: The ID of the run's task, from `Display.add_run`.
     """
 
     def __init__(self, display: Display, task: TaskID) -> None:
@@ -135,7 +135,7 @@ class Bar(_Watch):
         self.display, self.task = display, task
 
     def before_training(self, run: Run) -> None:
-        """Show where the run starts.
+        """Show the step at which the run starts.
 
         Args:
             run: The training.
@@ -146,11 +146,11 @@ class Bar(_Watch):
             self.after_evaluation(run, run.record.evaluations[-1])
 
     def after_step(self, run: Run, point: StepPoint) -> None:
-        """Move on by one step.
+        """Advance the bar by one step.
 
         Args:
             run: The training.
-            point: What the step measured.
+            point: The measurements of the step.
         """
         self._count(point)
         self.display.update(self.task, completed=point.step, figures=self._figures(run, WINDOW))
@@ -160,12 +160,12 @@ class Bar(_Watch):
 
         Args:
             run: The training.
-            point: What the evaluation measured.
+            point: The metrics of the evaluation.
         """
         self.display.update(self.task, metric=f"{run.primary.word} {run.primary.text(point.value)}")
 
     def after_training(self, run: Run) -> None:
-        """Show the run as finished, also if it has reached its target before its last step.
+        """Show the run as finished, also if it reached its target before the last step.
 
         Args:
             run: The training.
@@ -173,13 +173,13 @@ class Bar(_Watch):
         self.display.update(self.task, total=run.step)
 
 
-class Lines(_Watch):
-    """A printed line every so many steps and for each evaluation, where there is no terminal: for log files.
+class Lines(_StepStatistics):
+    """Prints a line at regular intervals and after each evaluation, for log files and other outputs without a terminal.
 
     Args:
-        display: Prints them.
-        name: The optimizer's.
-        interval: Steps between lines, which a line sums up; `None` prints evaluations alone.
+        display: Its console prints the lines.
+        name: The optimizer's name.
+        interval: Steps between lines, which a line summarises; `None` prints a line for each evaluation only.
     """
 
     def __init__(self, display: Display, name: str, interval: int | None) -> None:
@@ -191,16 +191,16 @@ class Lines(_Watch):
 
         Args:
             run: The training.
-            point: What the step measured.
+            point: The measurements of the step.
         """
         self._count(point)
 
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
-        """Print the primary metric, and the loss.
+        """Print the primary metric and the loss.
 
         Args:
             run: The training.
-            point: What the evaluation measured.
+            point: The metrics of the evaluation.
         """
         metric = run.primary
         said = [f"{point.seconds:.1f} s", f"{metric.word} {metric.text(point.metrics[metric.name])}"]
@@ -211,7 +211,7 @@ class Lines(_Watch):
         self._say(run, ", ".join(said))
 
     def at_boundary(self, run: Run) -> None:
-        """Print how it goes, if it is time: here, because the step's refreshes are counted by now.
+        """Print a progress line, if it is time. By now the refreshes of the step are counted.
 
         Args:
             run: The training.
@@ -225,12 +225,12 @@ class Lines(_Watch):
 
 
 def milliseconds(seconds: float) -> str:
-    """Write the time of a step for people.
+    """Format the duration of a step.
 
     Args:
-        seconds: The time.
+        seconds: The duration, in seconds.
 
     Returns:
-        Milliseconds, with one digit after the point below 100.
+        Milliseconds, with one decimal below 100 ms.
     """
     return f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"

@@ -1,8 +1,8 @@
 """Scalars for TensorBoard.
 
-The viewer draws 1000 points of a curve, chosen at random, and hundreds of thousands of steps would make a file of
-hundreds of megabytes. So a point sums up a stretch of steps: `log_interval`, or fewer in trainings so short that a
-curve would have less than `FULL_CURVE` points. Every step is in `metrics.jsonl`.
+TensorBoard draws 1000 randomly chosen points of a curve, and hundreds of thousands of steps would make a file of
+hundreds of megabytes. A point therefore summarises several steps: `log_interval`, or fewer in short trainings, whose
+curves would otherwise have fewer than `FULL_CURVE` points. `metrics.jsonl` contains every step.
 """
 
 from pathlib import Path
@@ -19,11 +19,11 @@ FULL_CURVE = 2000  # points
 
 
 class TensorBoard(Callback):
-    """Scalars for TensorBoard; every method raises a `UserError` where they cannot be written.
+    """Writes scalars for TensorBoard. Every method raises a `UserError` if they cannot be written.
 
     Args:
-        folder: Where the event files go.
-        interval: Most steps between points; `None` leaves it to the length of the training.
+        folder: The folder of the event files.
+        interval: Largest number of steps between points; `None` lets the length of the training decide.
     """
 
     def __init__(self, folder: Path, interval: int | None) -> None:
@@ -33,7 +33,7 @@ class TensorBoard(Callback):
         self._stopped = 0
 
     def before_training(self, run: Run) -> None:
-        """Open the writer; scalars newer than the checkpoint are purged.
+        """Open the writer, and purge scalars that are newer than the checkpoint.
 
         Args:
             run: The training.
@@ -45,11 +45,11 @@ class TensorBoard(Callback):
             self._writer = SummaryWriter(str(self.folder), purge_step=run.step + 1)
 
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
-        """Write the evaluation.
+        """Write the metrics of the evaluation.
 
         Args:
             run: The training.
-            point: What the evaluation measured.
+            point: The metrics of the evaluation.
         """
         for name, value in point.metrics.items():
             self._add(f"test/{name}", value, point.step)
@@ -57,25 +57,26 @@ class TensorBoard(Callback):
                 self._add(f"averaged/{name}", point.averaged[name], point.step)
 
     def at_boundary(self, run: Run) -> None:
-        """Write the steps since the point before, if it is time.
+        """Write a point that summarises the steps since the previous one, if it is time.
 
         Args:
             run: The training.
         """
         if run.step % self._every == 0 or run.done:
-            self._add_stretch(run)
+            self._add_point(run)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close the writer."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with writing(self.folder):
                 writer.close()
 
-    def _add_stretch(self, run: Run) -> None:
-        # from the record, and on a grid of steps: a resumed run writes what an uninterrupted one would have written
-        stretch = run.record.since((run.step - 1) // self._every * self._every)
-        latest, speed = stretch.steps[-1], throughput(stretch.steps)
+    def _add_point(self, run: Run) -> None:
+        # from the record, on fixed multiples of the interval: a resumed run writes the same points as an uninterrupted
+        # one
+        recent = run.record.since((run.step - 1) // self._every * self._every)
+        latest, speed = recent.steps[-1], throughput(recent.steps)
         train = {
             "loss": speed.loss,
             "lr": latest.lr,
@@ -84,13 +85,13 @@ class TensorBoard(Callback):
             "ordinary_step_seconds": speed.ordinary_seconds,
             "refresh_step_seconds": speed.refresh_seconds,
             "data_wait_seconds": speed.waited_seconds,
-            "skipped": sum(p.skipped for p in stretch.steps) if run.config.precision == "fp16" else None,
+            "skipped": sum(p.skipped for p in recent.steps) if run.config.precision == "fp16" else None,
         }
         for name, value in train.items():
             self._add(f"train/{name}", value, run.step)
         if not curvature_of(run.optimizer):
             return
-        decisions = [point.decision for point in stretch.refreshes]
+        decisions = [point.decision for point in recent.refreshes]
         self._stopped += decisions.count("stop")
         layers = {
             "refreshed": decisions.count("update"),
@@ -100,7 +101,7 @@ class TensorBoard(Callback):
         }
         for name, value in layers.items():
             self._add(f"thor/{name}", value, run.step)
-        for layer, change in {point.layer: point.trace_change for point in stretch.refreshes}.items():
+        for layer, change in {point.layer: point.trace_change for point in recent.refreshes}.items():
             self._add(f"trace_change/{layer}", change, run.step)
 
     def _add(self, tag: str, value: float | None, step: int) -> None:

@@ -1,6 +1,7 @@
-"""The best checkpoint of a run: the one after the best evaluation, the first of equals.
+"""The best checkpoint of a run: that of the evaluation with the best primary metric, or of the first such evaluation.
 
-It is kept beside the newest ones as `best/step-00000123`. The one before is removed once it is complete.
+It is stored as `best/step-00000123` in the folder of the newest checkpoints. The previous best checkpoint is removed
+when the new one is complete.
 """
 
 import contextlib
@@ -9,33 +10,35 @@ import shutil
 from pathlib import Path
 
 from torch_thor.files import whole_folder
-from torch_thor.training.checkpoints import checkpoint
+from torch_thor.training.checkpoints.checkpoint import BEST
+from torch_thor.training.checkpoints.manifest import PREFIX
 from torch_thor.training.engine.history import History
 from torch_thor.training.output_files import writing
 
 
 def is_best(record: History, step: int) -> bool:
-    """Tell whether a step has the best weights so far.
+    """Return whether the weights after a step are the best so far.
 
     Args:
         record: The run up to that step.
         step: Optimizer steps done.
 
     Returns:
-        True if they were evaluated, with a better primary metric than all before.
+        True if the weights were evaluated after this step, and the primary metric was better than ever before.
     """
     return record.best is not None and record.best.step == step
 
 
 def keep(path: Path) -> None:
-    """Make a checkpoint the best one.
+    """Make one of the newest checkpoints the best one.
 
-    Its files are linked where the file system can do that, so that they take no room a second time, else copied.
+    Its files become hard links if the file system supports these, so that they need no more disk space; otherwise they
+    are copied.
 
     Args:
-        path: One of the newest, whole.
+        path: The checkpoint, which must be complete.
     """
-    folder = path.parent / checkpoint.BEST
+    folder = path.parent / BEST
     final = folder / path.name
     with writing(final):
         folder.mkdir(exist_ok=True)
@@ -46,7 +49,7 @@ def keep(path: Path) -> None:
 
 
 def remove_others(path: Path) -> None:
-    """Remove what was best before, and what a kill has left half-written.
+    """Remove previous best checkpoints, and incomplete ones that a killed process has left.
 
     Args:
         path: The best checkpoint.
@@ -56,16 +59,16 @@ def remove_others(path: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def catch_up(folder: Path, record: History) -> None:
-    """Make the best checkpoint what the record says, where a run was killed before it could.
+def keep_missing_best(folder: Path, record: History) -> None:
+    """Keep the best checkpoint if the run was killed after writing it and before marking it as the best.
 
     Args:
         folder: The folder of the newest checkpoints.
-        record: What the run knows when it begins or goes on.
+        record: The record of the run when it begins or is resumed.
     """
     if record.best is not None:
-        path = folder / f"{checkpoint.PREFIX}{record.best.step:08d}"
-        if path.exists() and not (folder / checkpoint.BEST / path.name).exists():
+        path = folder / f"{PREFIX}{record.best.step:08d}"
+        if path.exists() and not (folder / BEST / path.name).exists():
             keep(path)
 
 

@@ -1,25 +1,24 @@
-"""Checkpoints that are either complete or absent.
+"""Writing, finding and opening checkpoints, which are either complete or absent.
 
-A checkpoint is a folder `step-00000123` with
+A checkpoint is a folder `step-00000123` that contains
 
-    model.safetensors      the weights: loading them runs no code
-    averaged.safetensors   their moving average, where there is one
-    state.pt               optimizer, loss scale, random numbers, position: tensors and plain values, loaded as such
-    metrics.jsonl.gz       the lines of `metrics.jsonl` up to its step, so that the run can do without that file
-    recipe.yaml            the recipe as run
-    manifest.json          the step, the SHA-256 of each file above, and one of its own
+    model.safetensors      the weights; loading them executes no code
+    averaged.safetensors   the averaged weights, if the run has any
+    state.pt               state of optimizer, loss scale, random number generators and data; loading executes no code
+    metrics.jsonl.gz       the lines of `metrics.jsonl` up to the step, in case that file is lost
+    recipe.yaml            the recipe of the run
+    manifest.json          the step, the SHA-256 of each file above, and a checksum of the manifest itself
 
-It is written under a temporary name, flushed to the disk, and renamed. Reading starts with the checksums. The best one
-of a run is in a folder of its own, `best`, in the same form. Checkpoints of format 2 have no metrics and no
-checksum of the manifest itself; all else in them is checked as here.
+It is written under a temporary name, flushed to the disk, and renamed. Opening it verifies the checksums. The best
+checkpoint of a run has the same form and is in the folder `best`. Checkpoints of the older format 2 have no metrics and
+no checksum of the manifest itself; everything else is verified in the same way.
 """
 
 import gzip
-import json
 import pickle
 import shutil
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,31 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from torch_thor.files import remove_remains, whole_folder
-from torch_thor.training.checksums import CHECKSUM, intact, sealed, sha256
+from torch_thor.training.checkpoints.manifest import (
+    AVERAGED,
+    MANIFEST,
+    METRICS,
+    PREFIX,
+    RECIPE,
+    STATE,
+    WEIGHTS,
+    read_manifest,
+    write_manifest,
+)
 from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line
 
-FORMAT, UNSEALED_FORMAT = 3, 2
-PREFIX = "step-"
-BEST = "best"
-WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
-METRICS, RECIPE, MANIFEST = "metrics.jsonl.gz", "recipe.yaml", "manifest.json"
+BEST = "best"  # the folder of the best checkpoint, inside that of the newest ones
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose checksums were right when it was opened."""
+    """A checkpoint whose checksums matched when it was opened.
+
+    Args:
+        path: Its folder.
+        step: Optimizer steps done.
+        optimizer: The optimizer's name in the recipe.
+    """
 
     path: Path
     step: int
@@ -50,7 +61,7 @@ class Checkpoint:
 
     @property
     def recipe_text(self) -> str:
-        """The recipe as run, in YAML."""
+        """The recipe of the run, in YAML."""
         return (self.path / RECIPE).read_text(encoding="utf-8")
 
     @property
@@ -61,7 +72,7 @@ class Checkpoint:
 
     @property
     def has_average(self) -> bool:
-        """Whether averaged weights are in it."""
+        """Whether it contains averaged weights."""
         return (self.path / AVERAGED).exists()
 
     def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
@@ -69,27 +80,27 @@ class Checkpoint:
 
         Args:
             model: The network.
-            averaged: Whether to load the averaged ones.
+            averaged: Whether to load the averaged weights instead.
 
         Raises:
-            UserError: If the weights are those of another network.
+            UserError: If the weights belong to another network.
         """
         path = self.path / (AVERAGED if averaged else WEIGHTS)
         try:
             load_model(model, path)
         except (RuntimeError, OSError, SafetensorError) as error:
             lines = str(error).splitlines()
-            reason = lines[min(1, len(lines) - 1)].strip()  # torch names the first culprit in the second line
-            raise UserError(f"{path} does not hold the weights of this network ({reason})") from error
+            reason = lines[min(1, len(lines) - 1)].strip()  # torch names the first mismatch in the second line
+            raise UserError(f"{path} does not contain the weights of this network ({reason})") from error
 
     def load_state(self) -> dict[str, Any]:
-        """Load everything but the weights, without running code.
+        """Load everything but the weights, without executing code.
 
         Returns:
-            What was given to `save` as `state`.
+            The `state` that was given to `save`.
 
         Raises:
-            DamagedCheckpointError: If the file is no archive of tensors and plain values.
+            DamagedCheckpointError: If the file is not an archive of tensors and plain values.
         """
         try:
             state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
@@ -110,47 +121,50 @@ def save(
     metrics: bytes | None = None,
     average: nn.Module | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove the oldest ones before it.
+    """Write a checkpoint, then remove older ones.
 
     Args:
-        folder: The folder of the checkpoints, which are folders themselves.
+        folder: The folder that contains the folders of the checkpoints.
         model: The network.
         state: Tensors and plain values, for everything but the weights.
         step: Optimizer steps done.
         optimizer: The optimizer's name in the recipe.
-        recipe: The recipe as run, in YAML.
-        keep: Newest checkpoints to keep, this one among them; a newer one, which can only be damaged, does not count.
-        metrics: The run's `metrics.jsonl`, which ends with this step.
+        recipe: The recipe of the run, in YAML.
+        keep: Number of newest checkpoints to keep, including this one. Checkpoints of later steps do not count: a run
+            continues from an earlier step only if they are damaged.
+        metrics: The content of the run's `metrics.jsonl`, which ends with this step.
         average: The network with averaged weights.
 
     Returns:
-        The new checkpoint's folder.
+        The folder of the new checkpoint.
 
     Raises:
-        UserError: If it cannot be written whole; then nothing half-written is left, and older ones are as before.
+        UserError: If the checkpoint cannot be written. No incomplete checkpoint is left, and older ones are kept.
     """
     final = folder / f"{PREFIX}{step:08d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_remains(folder)
-        with whole_folder(final) as temporary:  # it may be there: a run falls back past a damaged checkpoint
-            _write(temporary, model, state, {"step": step, "optimizer": optimizer}, recipe, metrics, average)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        with whole_folder(final) as temporary:  # replaces a damaged checkpoint of the same step
+            _write(temporary, model, state, recipe, metrics, average)
+            write_manifest(temporary, step=step, optimizer=optimizer)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
         reason = _reason(error)
-        whole = _newest_first(folder)
-        left = f"the newest whole one is {whole[0].name}" if whole else "there is none before it"
+        kept = _newest_first(folder)
+        left = f"the newest complete one is {kept[0].name}" if kept else "there is no earlier one"
         raise UserError(
-            f"checkpoint {final} cannot be written ({reason}); {left}: make room, then go on with --resume"
+            f"checkpoint {final} cannot be written ({reason}); {left}: free some disk space, then continue with "
+            "--resume"
         ) from error
     older = [path for path in _newest_first(folder) if path.name < final.name]
     for old in older[keep - 1 :]:
-        shutil.rmtree(old, ignore_errors=True)  # no reason to end a training: the next checkpoint tries again
+        shutil.rmtree(old, ignore_errors=True)  # an error here must not end the training; the next checkpoint retries
     return final
 
 
 def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
-    while cause is not None:  # torch reports positions in an archive, where the cause is the error of a full disk
+    while cause is not None:  # torch's own message is a position in the archive; the error of the disk is its cause
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         cause = cause.__context__
@@ -161,7 +175,6 @@ def _write(
     folder: Path,
     model: nn.Module,
     state: dict[str, Any],
-    about: dict[str, Any],
     recipe: str,
     metrics: bytes | None,
     average: nn.Module | None,
@@ -169,20 +182,17 @@ def _write(
     save_model(model, str(folder / WEIGHTS))
     if average is not None:
         save_model(average, str(folder / AVERAGED))
-    with (folder / STATE).open("wb") as file:  # given a path, torch would not say why it could not be written
+    with (folder / STATE).open("wb") as file:  # given a path, torch would not give the reason of a failure
         torch.save(state, file)
-    for path in folder.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+    for path in folder.glob("*.safetensors"):  # safetensors makes them readable for their owner only
         path.chmod(stat.S_IMODE((folder / STATE).stat().st_mode))
     if metrics is not None:
         (folder / METRICS).write_bytes(gzip.compress(metrics, compresslevel=1, mtime=0))
     (folder / RECIPE).write_text(recipe, encoding="utf-8")
-    sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    manifest = sealed({"format": FORMAT, **about, "sha256": sums})
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Check one checkpoint.
+    """Open a checkpoint and verify its checksums.
 
     Args:
         path: Its folder.
@@ -191,52 +201,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         The checkpoint.
 
     Raises:
-        DamagedCheckpointError: If a file is missing, cut short or altered.
+        DamagedCheckpointError: If a file is missing, truncated or altered.
     """
-    try:
-        manifest = _manifest(path)
-        for name, digest in manifest["sha256"].items():
-            if sha256(path / name) != digest:
-                raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
-        return Checkpoint(path, manifest["step"], manifest["optimizer"])
-    except OSError as error:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error.strerror}: {error.filename}") from error
-
-
-def _manifest(path: Path) -> Mapping[str, Any]:
-    # of a checkpoint, when it holds what `save` writes
-    damaged = DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is not whole")
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
-        raise damaged from error
-    if not isinstance(manifest, dict):
-        raise damaged
-    format_ = manifest.get("format")
-    # a version to come may write anything, but one whose checksum is wrong is only damaged
-    if (CHECKSUM in manifest or format_ == FORMAT) and not intact(manifest):
-        raise damaged
-    if format_ not in (FORMAT, UNSEALED_FORMAT):
-        raise DamagedCheckpointError(f"{path} has format {format_}, this version reads {UNSEALED_FORMAT} and {FORMAT}")
-    step, sums = manifest.get("step"), manifest.get("sha256")
-    if type(step) is not int or not isinstance(manifest.get("optimizer"), str) or not isinstance(sums, dict):
-        raise damaged
-    missing = {WEIGHTS, STATE, RECIPE, *sums} - {file.name for file in path.iterdir()}
-    if missing:
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {', '.join(sorted(missing))} is missing")
-    if not {WEIGHTS, STATE, RECIPE} <= sums.keys():
-        raise damaged
-    if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{step:08d}":
-        raise DamagedCheckpointError(f"checkpoint {path} is damaged: it holds step {step}")
-    return manifest
+    manifest = read_manifest(path)
+    return Checkpoint(path, manifest["step"], manifest["optimizer"])
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint that passes its checksums, the best one among them.
+    """Return the newest checkpoint whose checksums match, the best one included.
 
     Args:
         folder: The folder of the checkpoints.
-        say: Told, in one line each, which ones are damaged.
+        say: Prints a line; it is called once for each damaged checkpoint.
 
     Returns:
         The checkpoint, or `None` if there is none at all.
@@ -249,32 +225,32 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
         try:
             return open_checkpoint(path)
         except DamagedCheckpointError as error:
-            say(f"{error}; falling back to the one before")
+            say(f"{error}; falling back to the previous one")
     if candidates:
         raise DamagedCheckpointError(f"every checkpoint in {folder} is damaged: start again with --overwrite or --out")
     return None
 
 
 def holds_checkpoints(path: Path) -> bool:
-    """Tell whether a path is a folder of checkpoints.
+    """Return whether a path is a folder of checkpoints.
 
     Args:
         path: Any path.
 
     Returns:
-        True if one is in it, whole or not.
+        True if it contains a checkpoint, damaged or not.
     """
     return path.is_dir() and bool(_newest_first(path))
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell whether a path is meant as a checkpoint, whole or not.
+    """Return whether a path is a checkpoint, damaged or not.
 
     Args:
         path: Any path.
 
     Returns:
-        True for a folder that is named like one or holds a manifest.
+        True for a folder that has the name of a checkpoint or contains a manifest.
     """
     return path.is_dir() and (path.name.startswith(PREFIX) or (path / MANIFEST).exists())
 

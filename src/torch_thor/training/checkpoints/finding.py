@@ -1,4 +1,4 @@
-"""Which checkpoint a user means by a path: `torch-thor eval PATH` and `weights=PATH` take the same paths.
+"""Finding the checkpoint that a path stands for: `torch-thor eval PATH` and `weights=PATH` accept the same paths.
 
 A path may be a run folder, an optimizer's folder in it, a folder of checkpoints (`checkpoints`, `best`), or one
 checkpoint.
@@ -11,22 +11,22 @@ from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.run_folder import RunFolder
 from torch_thor.training.errors import require
 
-TAKEN = "a run folder, a checkpoint or a folder of checkpoints"  # for messages
+ACCEPTED = "a run folder, a checkpoint or a folder of checkpoints"  # for error messages
 
 
 def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[checkpoint.Checkpoint]:
-    """Open the checkpoint that a path stands for, or the newest whole one of each optimizer in a run folder.
+    """Open the checkpoint that a path stands for, or the newest undamaged one of each optimizer in a run folder.
 
     Args:
         path: A path that exists.
-        say: Told, in one line each, which damaged checkpoints were passed over.
+        say: Prints a line; it is called once for each damaged checkpoint that is skipped.
 
     Returns:
-        One checkpoint for each optimizer; none where the path is not one of those named above.
+        One checkpoint for each optimizer; none if the path is not one of those named above.
 
     Raises:
         DamagedCheckpointError: If there are checkpoints and every one is damaged.
-        UserError: If the run folder holds no checkpoint yet.
+        UserError: If the run folder contains no checkpoint yet.
     """
     if checkpoint.is_checkpoint(path):
         return [checkpoint.open_checkpoint(path)]
@@ -41,5 +41,5 @@ def find_checkpoints(path: Path, say: Callable[[str], None]) -> list[checkpoint.
     assert recipe is not None
     newest_ones = [checkpoint.newest_whole(run.checkpoints(name), say) for name in recipe.optimizer]
     found = [saved for saved in newest_ones if saved is not None]
-    require(bool(found), f"{path} holds no checkpoint yet: train it on with --resume")
+    require(bool(found), f"{path} contains no checkpoint yet: continue the training with --resume")
     return found

@@ -1,4 +1,4 @@
-"""A run's folder: which run it belongs to, and when a training may write to it."""
+"""The folder of a run: which run it belongs to, and the conditions under which a training may write to it."""
 
 import shutil
 from collections.abc import Callable
@@ -22,32 +22,35 @@ from torch_thor.training.output_files import check_place, write_whole, writing
 
 @dataclass(frozen=True)
 class RunFolder(RunPaths):
-    """A run's folder.
+    """The folder of a run.
 
     Args:
         path: The folder.
-        parsed: No argument: the content of its recipe file by its text, so that each text is parsed once.
+        parsed: Not an argument. It caches the parsed recipe by the text of the file.
     """
 
     parsed: dict[str, StoredRecipe] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def lock(self) -> Lock:
-        """Return the lock that the process writing to the folder holds.
+        """Return the lock that a process must hold to write to the folder.
 
         Returns:
-            The lock, not taken yet.
+            The lock, not acquired yet.
         """
         what = f"the run in {self.path}"
         return Lock(self.path / LOCK_FILE, what, "wait for it, end it, or choose another folder with --out")
 
     def stored_recipe(self, say: Callable[[str], None] = lambda _: None) -> Recipe | None:
-        """Return the recipe that this folder was made with.
+        """Return the recipe of the run in this folder.
 
         Args:
-            say: Told, in one line, if the file is damaged and a checkpoint's copy takes its place.
+            say: Prints a line; it is called if the file is damaged and the copy in a checkpoint is used instead.
 
         Returns:
-            The recipe, or `None` if there is nothing here yet.
+            The recipe, or `None` if the folder contains no run yet.
+
+        Raises:
+            UserError: If the folder is used for something else, or the recipe is damaged and there is no copy.
         """
         stored = self._stored(say)
         return None if stored is None else stored.recipe
@@ -56,28 +59,28 @@ class RunFolder(RunPaths):
         file = self.path / RECIPE_FILE
         if not self.is_run():
             if self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
-                raise UserError(f"{self.path} is not a run folder and not empty: choose another with --out")
+                raise UserError(f"{self.path} is not a run folder and not empty: choose another folder with --out")
             return None
         try:
             require(file.is_file(), f"{file} is missing")
             text = read_text(file)
             stored = self.parsed[text] = self.parsed.get(text) or read_stored(text)
-            copy = None if stored.sealed else self._copy()
+            copy = None if stored.has_checksum else self._copy()
             if copy is not None:
                 changed = differences(copy[1].recipe, stored.recipe, but=FREE_ON_RESUME)
-                require(not changed, f"it is not that of {copy[0].path}: {'; '.join(changed)}")
+                require(not changed, f"it differs from the copy in {copy[0].path}: {'; '.join(changed)}")
                 check_epochs(copy[1].recipe, stored.recipe)
         except UserError as error:
             copy = self._copy()
             if copy is None:
-                what = "damaged" if isinstance(error, DamagedRecipeError) else "not a recipe of this version"
+                what = "damaged" if isinstance(error, DamagedRecipeError) else "not a recipe that this version can read"
                 raise UserError(f"{file} is {what} ({error}): choose another folder with --out") from error
-            say(f"{file} cannot be used ({error}): the copy in {copy[0].path} takes its place")
+            say(f"{file} cannot be used ({error}): the copy in {copy[0].path} is used instead")
             return copy[1]
         return stored
 
     def is_run(self) -> bool:
-        """Tell whether the folder holds a run, whole or not.
+        """Return whether the folder contains a run, damaged or not.
 
         Returns:
             True if there is a recipe or a checkpoint.
@@ -87,7 +90,7 @@ class RunFolder(RunPaths):
         return any(checkpoint.holds_checkpoints(self.checkpoints(name)) for name in OPTIMIZERS)
 
     def _copy(self) -> tuple[checkpoint.Checkpoint, StoredRecipe] | None:
-        # the recipe in the latest of the whole checkpoints
+        # the newest undamaged checkpoint, with its recipe
         found = []
         for name in OPTIMIZERS:
             with suppress(DamagedCheckpointError):
@@ -99,34 +102,40 @@ class RunFolder(RunPaths):
         return None
 
     def claim(self, recipe: Recipe, lock: Lock, *, resume: bool, overwrite: bool) -> None:
-        """Make the folder this recipe's, or refuse before anything is touched.
+        """Create or take over the folder for a run of this recipe, or refuse before anything is changed.
 
         Args:
             recipe: The recipe to run.
-            lock: From `lock`; it is taken here, if it is not yet.
-            resume: Go on with the run that is here.
-            overwrite: Throw away the run that is here.
+            lock: The lock from `lock`; it is acquired here unless it is already.
+            resume: Whether to continue the run in the folder.
+            overwrite: Whether to delete the run in the folder.
+
+        Raises:
+            UserError: If the run may not write to the folder.
         """
         with writing(self.path, "choose another folder with --out"):
             self.path.mkdir(parents=True, exist_ok=True)
         lock.take()
-        self.check(recipe, resume=resume, overwrite=overwrite)  # another process may have been faster
+        self.check(recipe, resume=resume, overwrite=overwrite)  # another process may have begun a run since
         if overwrite and not resume:
             self._clear()
         file, text = self.path / RECIPE_FILE, stored_text(recipe)
         if not file.is_file() or file.read_bytes() != text.encode("utf-8"):
-            write_whole(file, text)  # there is none, it was damaged, or a resumed run has changed what it may
+            write_whole(file, text)  # it is missing or damaged, or a resumed run has changed a key that it may change
 
     def check(
         self, recipe: Recipe, *, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """Refuse a folder that this run may not write to; nothing is touched.
+        """Refuse a folder that this run may not write to. Nothing is changed.
 
         Args:
             recipe: The recipe to run.
-            resume: Go on with the run that is here.
-            overwrite: Throw away the run that is here.
-            say: As for `stored_recipe`.
+            resume: Whether to continue the run in the folder.
+            overwrite: Whether to delete the run in the folder.
+            say: Prints a line, as in `stored_recipe`.
+
+        Raises:
+            UserError: If the run may not write to the folder.
         """
         stored = self._stored(say)
         check_place(self.path)
@@ -136,12 +145,12 @@ class RunFolder(RunPaths):
             return
         require(
             stored.recipe.name == recipe.name,
-            f"{self.path} belongs to recipe {stored.recipe.name}, not {recipe.name}: choose another with --out",
+            f"{self.path} belongs to recipe {stored.recipe.name}, not {recipe.name}: choose another folder with --out",
         )
         require(
             resume or overwrite,
-            f"{self.path} holds a run already: go on with --resume, choose another folder with --out, "
-            "or throw it away with --overwrite",
+            f"{self.path} contains a run already: continue it with --resume, choose another folder with --out, "
+            "or delete it with --overwrite",
         )
         if overwrite:
             return
@@ -157,14 +166,10 @@ class RunFolder(RunPaths):
     def _clear(self) -> None:
         for name in OPTIMIZERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for name in (
-            CURVES_FILE,
-            SUMMARY_FILE,
-            RECIPE_FILE,
-        ):  # the recipe last: until then the folder is known as ours
+        for name in (CURVES_FILE, SUMMARY_FILE, RECIPE_FILE):  # the recipe last, because it marks the folder as a run
             (self.path / name).unlink(missing_ok=True)
 
 
 def _is_foreign(path: Path) -> bool:
-    # whether a file in a folder without a recipe shows that the folder is used for something else
+    # whether a file shows that a folder without a recipe is used for something else
     return path.name != LOCK_FILE and not path.name.startswith(REMAINS)

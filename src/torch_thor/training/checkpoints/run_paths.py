@@ -1,15 +1,15 @@
 """The paths of the files in a run folder.
 
-    recipe.yaml       the recipe as run               curves.png     loss and primary metric of all optimizers
-    .lock             who writes to the folder        summary.json   the results as plain values
+    recipe.yaml       the recipe of the run             curves.png     loss and primary metric of all optimizers
+    .lock             the process that writes to it     summary.json   the results as JSON
 
-and for each optimizer in a folder of its name
+and for each optimizer, in a folder with its name
 
     metrics.jsonl     every step, refresh and evaluation
-    checkpoints/      the newest ones, and in best/ the one of the best evaluation
-    refreshes.png     which layers were refreshed, for optimizers that have curvature
-    tensorboard/      event files
-    profile/          traces of a few steps, with --profile
+    checkpoints/      the newest checkpoints, and in best/ that of the best evaluation
+    refreshes.png     the decisions of the trace rule, for optimizers with curvature
+    tensorboard/      the event files of TensorBoard
+    profile/          traces of a few steps, written with --profile
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The paths in a run's folder.
+    """The paths in the folder of a run.
 
     Args:
         path: The folder.
@@ -53,7 +53,7 @@ class RunPaths:
         return self.path / optimizer / "checkpoints"
 
     def tensorboard(self, optimizer: str) -> Path:
-        """Return the path of an optimizer's event files.
+        """Return the path of an optimizer's TensorBoard files.
 
         Args:
             optimizer: The optimizer's name.
@@ -64,7 +64,7 @@ class RunPaths:
         return self.path / optimizer / "tensorboard"
 
     def profile(self, optimizer: str) -> Path:
-        """Return the path of an optimizer's traces of a few steps, for `--profile`.
+        """Return the path of the traces that `--profile` writes for an optimizer.
 
         Args:
             optimizer: The optimizer's name.
@@ -75,7 +75,7 @@ class RunPaths:
         return self.path / optimizer / "profile"
 
     def refreshes(self, optimizer: str) -> Path:
-        """Return the picture of what one optimizer refreshed.
+        """Return the path of the plot of an optimizer's refreshes.
 
         Args:
             optimizer: The optimizer's name.

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, what they contain, and how a run is resumed from one."""
+"""Saving checkpoints during a training, and resuming a run from a checkpoint."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from torch_thor.training.callbacks.metrics_file import MetricsFile, as_written_now, parse_metrics, read_metrics
+from torch_thor.training.callbacks.metrics_file import MetricsFile, in_current_format, parse_metrics, read_metrics
 from torch_thor.training.checkpoints import best, checkpoint
+from torch_thor.training.checkpoints.manifest import METRICS
 from torch_thor.training.engine import parallel
 from torch_thor.training.engine.history import History
 from torch_thor.training.engine.loop import Callback, Run
@@ -18,14 +19,14 @@ from torch_thor.training.errors import StoppedError, UserError
 
 
 class StopSignal:
-    """Remembers that SIGINT or SIGTERM came; a second one acts at once, as if this were not here."""
+    """Records that SIGINT or SIGTERM was received. A second signal has its usual effect."""
 
     def __init__(self) -> None:
         self.received = False
 
     @contextmanager
     def listening(self) -> Iterator["StopSignal"]:
-        """Listen while the block runs.
+        """Handle the signals while the block runs.
 
         Yields:
             This object.
@@ -46,17 +47,17 @@ class StopSignal:
 
 
 class Checkpoints(Callback):
-    """Saves every so many steps, at the end, when a signal asks to stop, and what is best so far.
+    """Saves checkpoints at regular intervals, at the end, when a signal stops the training, and of the best evaluation.
 
     Args:
         folder: The folder of the checkpoints.
-        metrics: The metrics file, flushed before each checkpoint.
-        stop: The signal.
+        metrics: The metrics file, which is flushed before each checkpoint.
+        stop: The record of a signal.
         interval: Steps between checkpoints; `None` saves after each epoch.
-        keep: Newest checkpoints to keep.
+        keep: Number of newest checkpoints to keep.
         optimizer: The optimizer's name in the recipe.
-        recipe: The recipe as run, in YAML.
-        keep_best: Whether to keep that of the best evaluation too.
+        recipe: The recipe of the run, in YAML.
+        keep_best: Whether to keep also the checkpoint of the best evaluation.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Checkpoints(Callback):
         self.interval, self.keep, self.optimizer, self.recipe = interval, keep, optimizer, recipe
 
     def before_training(self, run: Run) -> None:
-        """Make up for a run that was killed between a checkpoint and naming it the best.
+        """Keep the best checkpoint of a run that was killed before it could.
 
         Args:
             run: The training.
@@ -83,19 +84,19 @@ class Checkpoints(Callback):
         if self.keep_best:
             with parallel.agreed():
                 if parallel.is_first():
-                    best.catch_up(self.folder, run.record)
+                    best.keep_missing_best(self.folder, run.record)
 
     def at_boundary(self, run: Run) -> None:
-        """Save if it is time, stop if asked; on all processes, of which the first one writes.
+        """Save a checkpoint if it is time, and stop after a signal. All processes call it; the first one writes.
 
         Args:
             run: The training.
 
         Raises:
-            StoppedError: If a signal came; the checkpoint is written by then.
+            StoppedError: If any process has received a signal. The checkpoint has then been written.
         """
         due = run.step % (self.interval or run.steps_per_epoch) == 0 or run.done
-        received = parallel.total([float(self.stop.received)], run.task.device)[0] > 0  # by whichever process
+        received = parallel.total([float(self.stop.received)], run.task.device)[0] > 0  # on any process
         stopping = received and not run.done
         is_best = self.keep_best and best.is_best(run.record, run.step)
         if due or stopping or is_best:
@@ -107,7 +108,7 @@ class Checkpoints(Callback):
                         path = self._save(run, state, self.folder, self.keep)
                         if is_best:
                             best.keep(path)
-                    else:  # none of the newest: a run of many evaluations would have no others
+                    else:  # not among the newest ones, which frequent evaluations would otherwise all replace
                         best.remove_others(self._save(run, state, self.folder / checkpoint.BEST, 1))
         if stopping:
             raise StoppedError(run.step)
@@ -127,7 +128,7 @@ class Checkpoints(Callback):
 
 
 def capture_state(run: Run) -> dict[str, object]:
-    """Return everything but the weights that the rest of a run depends on; every process must call it.
+    """Return everything except the weights that a resumed run needs. Every process must call it.
 
     Args:
         run: The training.
@@ -152,19 +153,22 @@ def capture_state(run: Run) -> dict[str, object]:
 
 
 def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> None:
-    """Load a checkpoint into a run, so that it continues from there.
+    """Load a checkpoint into a run, so that the training continues from its step.
 
-    It then goes on bit for bit, as long as the machine, the number of processes and `torch.get_num_threads()` are the
-    same: sums in floating point depend on how they are divided. On another number of processes it sees the same
-    batches.
+    The training is then bit for bit that of an uninterrupted run if the machine, the number of processes and
+    `torch.get_num_threads()` are the same, because floating-point sums depend on how they are divided. With another
+    number of processes, the run has the same batches.
 
     Args:
-        run: A new training, of the same recipe.
+        run: A new run of the same recipe.
         saved: The checkpoint.
         metrics: The run's `metrics.jsonl`.
-        say: Told, in one line each, if the metrics file is damaged, and if the number of processes has changed.
+        say: Prints a line; it is called if the metrics file is damaged, and if the number of processes has changed.
+
+    Raises:
+        UserError: If the checkpoint belongs to another network or other data, or the metrics are incomplete.
     """
-    record = known_record(saved, metrics, say)
+    record = record_of(saved, metrics, say)
     saved.load_weights(run.model)
     state = saved.load_state()
     run.optimizer.load_state_dict(state["optimizer"])
@@ -179,8 +183,8 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
     run.streams.train.load_state_dict(own["data"])
     if not same:
         say(
-            f"the checkpoint is of {len(ranks)} processes, this run of {shard.world_size}: it goes on with the same "
-            "batches, and with other random numbers where the network draws any"
+            f"the checkpoint was saved by {len(ranks)} processes, and this run has {shard.world_size}: it continues "
+            "with the same batches, but with other random numbers in layers such as dropout"
         )
         return
     torch.set_rng_state(own["rng"])
@@ -188,31 +192,34 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
         torch.cuda.set_rng_state(own["device_rng"], run.task.device)
 
 
-def known_record(saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> History:
-    """Return what a run had measured when a checkpoint was written.
+def record_of(saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], None]) -> History:
+    """Return the measurements of a run up to a checkpoint.
 
-    The checkpoint's own copy decides: the file beside it, which a resumed run goes on to write anew, has no checksum.
+    They are read from the copy in the checkpoint, because the run's `metrics.jsonl` has no checksum. A resumed run
+    writes that file anew.
 
     Args:
         saved: The checkpoint.
         metrics: The run's `metrics.jsonl`.
-        say: Told, in one line, if the file is damaged.
+        say: Prints a line; it is called if that file is damaged.
 
     Returns:
-        The record up to the checkpoint's step.
+        The record up to the step of the checkpoint.
 
     Raises:
-        UserError: If a checkpoint of format 2, which has no copy, knows more steps than the file.
+        UserError: If the checkpoint has format 2, which contains no copy, and the file lacks steps.
     """
     own = saved.metrics
     if own is None:  # of format 2
         record = read_metrics(metrics).up_to(saved.step)
     else:
-        record = parse_metrics(own, saved.path / checkpoint.METRICS)
+        record = parse_metrics(own, saved.path / METRICS)
         if damage := _damage(metrics, own):
-            say(f"{metrics} {damage}: written anew from the copy in {saved.path}")
+            say(f"{metrics} {damage}: it is restored from the copy in {saved.path}")
     if [point.step for point in record.steps] != list(range(1, saved.step + 1)):
-        raise UserError(f"{metrics} holds {len(record.steps)} of {saved.step} steps: use --overwrite or another --out")
+        raise UserError(
+            f"{metrics} contains {len(record.steps)} of {saved.step} steps: use --overwrite or another --out"
+        )
     return record
 
 
@@ -221,8 +228,10 @@ def _damage(metrics: Path, own: bytes) -> str | None:
         found = metrics.read_bytes()
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if found.startswith(own) or found.startswith(as_written_now(own, metrics)):  # a resumed run writes old lines anew
+    if found.startswith(own) or found.startswith(
+        in_current_format(own, metrics)
+    ):  # a resumed run rewrites lines of older versions
         return None
     lines = zip(found.splitlines(keepends=True), own.splitlines(keepends=True), strict=False)
     same = next((number for number, (left, right) in enumerate(lines) if left != right), None)
-    return "is cut short" if same is None else f"is damaged in line {same + 1}"
+    return "is truncated" if same is None else f"is damaged in line {same + 1}"

@@ -1,4 +1,4 @@
-"""The weights that a training starts from: those of a safetensors file, or of a checkpoint of a run."""
+"""The initial weights of a training: those of a safetensors file, or of a checkpoint of another run."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -11,24 +11,24 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torch_thor.capture.selection import self_and_parents
-from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.finding import TAKEN, find_checkpoints
+from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
+from torch_thor.training.checkpoints.manifest import WEIGHTS
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.errors import UserError, require
 
-SHOWN = 3  # names in a message
-COUNTERS = "num_batches_tracked"  # BatchNorm's, which its running averages do without, and many files too
+SHOWN = 3  # largest number of names in a message
+COUNTERS = "num_batches_tracked"  # buffers of BatchNorm that many files lack, and that are not needed
 
 
-def with_checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> Recipe:
-    """Write down which weights a recipe starts from.
+def with_weights_checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> Recipe:
+    """Record the checksum of the weights that a recipe starts from.
 
     Args:
         recipe: A recipe.
-        say: Told, in one line each, which damaged checkpoints were passed over.
+        say: Prints a line; it is called once for each damaged checkpoint that is skipped.
 
     Returns:
-        The recipe with the SHA-256 of its weights; as it is where it has one already, or starts from none.
+        The recipe with `weights_sha256`; unchanged if it has a checksum already, or no `weights`.
     """
     if recipe.weights is None or recipe.weights_sha256 is not None:
         return recipe
@@ -37,22 +37,22 @@ def with_checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -
 
 
 def load_weights(model: nn.Module, recipe: Recipe) -> None:
-    """Load what a recipe starts from into its network.
+    """Load the weights of a recipe into its network.
 
     Args:
-        model: The network, as its seed made it.
-        recipe: With `weights`, and `weights_except` for what stays as the seed made it.
+        model: The network, with random weights.
+        recipe: The recipe; it has `weights`, and in `weights_except` the weights that stay random.
 
     Raises:
-        UserError: If the weights are not there, not those that the run started from, or of another network.
+        UserError: If the file is missing, does not match `weights_sha256`, or belongs to another network.
     """
     assert recipe.weights is not None
-    path = _file(recipe.weights, lambda _: None)  # `with_checksum` has said it
+    path = _file(recipe.weights, lambda _: None)  # `with_weights_checksum` has reported damaged ones
     found = _checksum(path)
     require(
         found == (recipe.weights_sha256 or found),
         f"weights={recipe.weights} is not the file that the recipe names: its SHA-256 is {found}, not "
-        f"weights_sha256={recipe.weights_sha256}; give the file that it was, or start another run with --out",
+        f"weights_sha256={recipe.weights_sha256}; give the original file, or start another run with --out",
     )
     try:
         given = load_file(path)
@@ -64,7 +64,7 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
     left_out = _left_out([*own, *given], recipe.weights_except)
     given = {name: tensor for name, tensor in given.items() if name not in left_out}
     _check_fit(own, given, left_out, recipe)
-    model.load_state_dict(given, strict=False)  # what it would be strict about has been looked at
+    model.load_state_dict(given, strict=False)  # `_check_fit` has compared the names
 
 
 def _file(word: str, say: Callable[[str], None]) -> Path:
@@ -72,13 +72,13 @@ def _file(word: str, say: Callable[[str], None]) -> Path:
     if path.is_file():
         return path
     found = find_checkpoints(path, say)
-    require(bool(found), f"weights={word} is neither a safetensors file nor a checkpoint: give a file, or {TAKEN}")
+    require(bool(found), f"weights={word} is neither a safetensors file nor a checkpoint: give a file, or {ACCEPTED}")
     names = [saved.optimizer for saved in found]
     require(
         len(found) == 1,
-        f"weights={word} holds checkpoints of {', '.join(names)}: choose one, such as weights={path / names[0]}",
+        f"weights={word} contains checkpoints of {', '.join(names)}: choose one, such as weights={path / names[0]}",
     )
-    return found[0].path / checkpoint.WEIGHTS
+    return found[0].path / WEIGHTS
 
 
 def _checksum(path: Path) -> str:
@@ -95,14 +95,14 @@ def _left_out(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
         matched = {name for name in names if any(fnmatchcase(part, pattern) for part in self_and_parents(name))}
         require(
             bool(matched),
-            f"weights_except={pattern} matches no weight, neither of the file nor of the network: {_some(names)}",
+            f"weights_except={pattern} matches no weight of the file or of the network; these have {_some(names)}",
         )
         found |= matched
     return found
 
 
 def _check_fit(own: dict[str, Tensor], given: dict[str, Tensor], left_out: set[str], recipe: Recipe) -> None:
-    # a checkpoint has a weight of several names under one of them
+    # safetensors stores a shared weight under only one of its names
     known = {own[name].data_ptr() for name in given if name in own and own[name].numel()}
     missing = [
         name
@@ -119,8 +119,8 @@ def _check_fit(own: dict[str, Tensor], given: dict[str, Tensor], left_out: set[s
     faults = [f"{what}: {_some(names)}" for what, names in parts.items() if names]
     require(
         not faults,
-        f"weights={recipe.weights} are not those of model={recipe.model} ({'; '.join(faults)}): choose the network "
-        f"that they are of, or leave names out, such as the head's, with weights_except=[NAME]",
+        f"weights={recipe.weights} do not fit model={recipe.model} ({'; '.join(faults)}): choose the network that they "
+        f"belong to, or exclude weights, such as those of the head, with weights_except=[NAME]",
     )
 
 

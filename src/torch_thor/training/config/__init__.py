@@ -1,1 +1,1 @@
-"""What a recipe may say, how it is read, and how a run keeps it."""
+"""The keys of a recipe, how a recipe is read, and how a run stores it."""

@@ -1,4 +1,4 @@
-"""The settings of the data in a recipe: which data set, its folder, and how its images are read."""
+"""The settings of the data in a recipe: the data set, its folder, and how its images are read."""
 
 from dataclasses import dataclass, field
 
@@ -17,18 +17,18 @@ CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageTransform:
-    """Sizes and chances.
+    """How images are cropped, flipped and normalised.
 
     Args:
-        size: Side of the square that the network sees, in pixels.
+        size: Height and width of the network's input, in pixels.
         resize: Length of the shorter side before the centre crop of evaluation, in pixels.
-        scale: Least and greatest share of the area that a training crop covers.
-        ratio: Least and greatest width over height of a training crop.
+        scale: Smallest and largest fraction of the image's area that a random training crop covers.
+        ratio: Smallest and largest aspect ratio (width / height) of a random training crop.
         flip: Probability of a horizontal flip.
-        padding: `None`: random resized crops. A number: crops of `size` out of the image with that many black pixels
-            around it, as is usual on CIFAR; `scale` and `ratio` are then not used.
-        mean: Of each channel, for pixels in [0, 1].
-        std: Of each channel, for pixels in [0, 1].
+        padding: `None` uses random resized crops. A number pads the image with that many black pixels on each side
+            and takes a random crop of `size`, as is usual on CIFAR; `scale` and `ratio` then have no effect.
+        mean: Mean of each channel, for pixel values in [0, 1]; it is subtracted.
+        std: Standard deviation of each channel, for pixel values in [0, 1]; images are divided by it.
     """
 
     size: int = 224
@@ -48,16 +48,16 @@ class ImageTransform:
         )
         require(
             0 < self.scale[0] <= self.scale[1] <= 1,
-            f"transform.scale={list(self.scale)} must be two shares of the area, 0 < least <= greatest <= 1",
+            f"transform.scale={list(self.scale)} must be two fractions of the area, 0 < smallest <= largest <= 1",
         )
         require(
             0 < self.ratio[0] <= self.ratio[1],
-            f"transform.ratio={list(self.ratio)} must be two ratios of width to height, 0 < least <= greatest",
+            f"transform.ratio={list(self.ratio)} must be two ratios of width to height, 0 < smallest <= largest",
         )
         require(0 <= self.flip <= 1, f"transform.flip={self.flip} must be a probability in [0, 1]")
         require(
             self.padding is None or self.padding >= 0,
-            f"transform.padding={self.padding} must be 0 pixels or more; null takes random resized crops",
+            f"transform.padding={self.padding} must be 0 pixels or more; null uses random resized crops",
         )
         require(all(value > 0 for value in self.std), f"transform.std={list(self.std)} must be above 0")
 
@@ -68,11 +68,11 @@ CIFAR = ImageTransform(size=32, resize=32, mean=CIFAR_MEAN, std=CIFAR_STD)
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """The processes that read and crop.
+    """The worker processes that read and crop images.
 
     Args:
-        count: How many; 0 reads in the training process.
-        prefetch: Batches that each keeps ready.
+        count: Number of worker processes; 0 reads the images in the training process.
+        prefetch: Batches that each worker reads ahead.
     """
 
     count: int = 4
@@ -85,21 +85,25 @@ class Workers:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Which data set, its folder, and how it is read.
+    """The data set, its folder, and how it is read.
 
     Args:
-        name: digits or fashion-mnist (held in memory, as they are); cifar10 or cifar100; or image-folder:
-            ImageNet-2012, or any images in its shape. Of masked-lm python-text, the text that every Python carries, or
-            corpus, a folder that `torch-thor prepare` has written.
-        root: The folder that holds the files, or for image-folder the splits (it must be given before training). For
-            all others `None` is ~/.cache/torch-thor, and for fashion-mnist Debian's package too.
-        download: Whether missing files may be downloaded (image-folder never is).
-        transform: Sizes and chances of crops; `None` is 224 pixels out of 256 for image-folder, 32 out of 32 for CIFAR,
-            with the mean and deviation of ImageNet or CIFAR-10.
-        workers: The processes that read and crop, for training and evaluation each. Not for what is in memory.
-        max_broken: Greatest share of an epoch's images that may be broken.
-        cache: Folder for decoded evaluation images, of image-folder only; `None` decodes at each evaluation.
-        text: Length and masking of examples, of masked-lm only.
+        name: The data set. Images: digits or fashion-mnist (kept in memory, without crops), cifar10, cifar100, or
+            image-folder (ImageNet-2012, or other images in folders of the same layout). Text, for task masked-lm:
+            python-text (the documentation that is part of Python), or corpus (a folder that `torch-thor prepare` has
+            written).
+        root: The folder that contains the files; for image-folder, the folder that contains the training and the
+            evaluation folder. image-folder and corpus need it. For the others `None` stands for ~/.cache/torch-thor;
+            fashion-mnist is then also looked for in Debian's package dataset-fashion-mnist.
+        download: Whether missing files may be downloaded. Nothing is ever downloaded for image-folder.
+        transform: Crops, flips and normalisation. `None` stands for 224 pixels out of 256 for image-folder and 32 out
+            of 32 for CIFAR, with the mean and standard deviation of ImageNet and CIFAR-10 respectively.
+        workers: The processes that read and crop images. Training and evaluation each have this many. Data sets that
+            are kept in memory have none.
+        max_broken: Largest fraction of an epoch's images that may be unreadable; more of them are an error.
+        cache: Folder for a cache of decoded evaluation images, for image-folder only; `None` decodes the images in each
+            evaluation.
+        text: Length and masking of examples, for task masked-lm only.
     """
 
     name: str = "digits"
@@ -113,7 +117,7 @@ class DataSpec:
 
     @property
     def crops(self) -> ImageTransform:
-        """Sizes and chances, where images are cropped: what is given, or what the data set is usually read with."""
+        """The transform that is given, or the usual one of the data set; for data sets whose images are cropped."""
         return self.transform or (IMAGENET if self.name == FOLDER else CIFAR)
 
     @property
@@ -126,7 +130,7 @@ class DataSpec:
         require(self.name in names, f"data.name={self.name} is not a data set: use one of {', '.join(names)}")
         require(
             self.transform is None or self.name not in (*IN_MEMORY, *TEXTS),
-            f"data.transform is set: {self.name} is trained on as it is; leave data.transform=null",
+            f"data.transform is set, but {self.name} is used without crops: leave data.transform=null",
         )
         require(
             self.cache is None or self.name == FOLDER,
@@ -134,5 +138,5 @@ class DataSpec:
         )
         require(
             0 <= self.max_broken < 1,
-            f"data.max_broken={self.max_broken} must be a share in [0, 1); 0 allows no broken image",
+            f"data.max_broken={self.max_broken} must be a fraction in [0, 1); 0 allows no broken image",
         )

@@ -1,4 +1,4 @@
-"""The keys of a recipe with type, default and meaning, taken from the classes that define them."""
+"""The keys of a recipe with type, default and meaning, read from the classes that define them."""
 
 import inspect
 import re
@@ -22,13 +22,13 @@ TYPES = {int: "whole number", float: "number", str: "text", bool: "true or false
 
 @dataclass(frozen=True)
 class Key:
-    """One key.
+    """One key of a recipe.
 
     Args:
-        name: As a recipe has it, without what it stands in.
-        type: In words.
-        default: As YAML has it.
-        meaning: From the documentation of its class.
+        name: The name in a recipe, without the mapping that contains it.
+        type: The type, in words.
+        default: The default value, in YAML.
+        meaning: The meaning, from the docstring of the class.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Key:
 
 
 def keys_of(kind: type) -> list[Key]:
-    """Return the keys that a class of settings holds.
+    """Return the keys that a class of settings defines.
 
     Args:
-        kind: A dataclass whose documentation says what each of its fields means.
+        kind: A dataclass whose docstring describes each of its fields.
 
     Returns:
-        One for each field, in their order.
+        One key for each field, in the order of the fields.
     """
     hints, meanings = typing.get_type_hints(kind), _meanings(kind)
     own = [item for item in fields(kind) if not item.metadata.get("omegaconf_ignore")]
@@ -52,33 +52,33 @@ def keys_of(kind: type) -> list[Key]:
 
 
 def key_tables() -> Iterator[Table]:
-    """All keys of a recipe.
+    """List all keys of a recipe.
 
     Yields:
         A table for the recipe's own keys, then one for each mapping in it.
     """
-    yield _table("Keys of a recipe, and KEY=VALUE on the command line; defaults where it does not say", keys_of(Recipe))
-    yield _table("data.KEY: what is trained on", keys_of(DataSpec))
+    yield _table("Keys of a recipe file, which KEY=VALUE on the command line overrides", keys_of(Recipe))
+    yield _table("data.KEY: the data set", keys_of(DataSpec))
     yield _table("data.transform.KEY: crops of images", keys_of(ImageTransform))
     yield _table("data.workers.KEY: the processes that read images", keys_of(Workers))
     yield _table("data.text.KEY: examples of a masked language model", keys_of(TextSpec))
-    yield _table("schedule.KEY and damping_schedule.KEY", keys_of(ScheduleSpec))
+    yield _table("schedule.KEY and damping_schedule.KEY: schedules", keys_of(ScheduleSpec))
     for name, entry in OPTIMIZERS.items():
-        title = f"optimizers.{name}.KEY, or KEY alone for every optimizer that is trained with"
+        title = f"optimizers.{name}.KEY; KEY alone sets it for every optimizer of the training that has this setting"
         yield _table(title, keys_of(entry.settings))
 
 
 def _table(title: str, keys: list[Key]) -> Table:
     table = Table("key", "type", "default", "meaning", title=title, title_justify="left")
     table.columns[0].no_wrap = True
-    for key in keys:  # texts: what is in brackets is not markup
+    for key in keys:  # as Text, because Rich would read brackets in a string as markup
         table.add_row(*(Text(part) for part in (key.name, key.type, key.default, key.meaning)))
     return table
 
 
 def _meanings(kind: type) -> dict[str, str]:
     found: dict[str, str] = {}
-    for owner in reversed(kind.__mro__):  # a class may say more of a key than the one that it inherits it from
+    for owner in reversed(kind.__mro__):  # a class may describe an inherited key anew
         arguments = (inspect.cleandoc(owner.__doc__ or "")).partition("\nArgs:\n")[2]
         for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", arguments, re.MULTILINE):
             found[name] = " ".join(text.split()).replace("`None`", "null").replace("`", "")

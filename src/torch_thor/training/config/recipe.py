@@ -1,4 +1,4 @@
-"""The keys of a recipe: a `RunConfig` with names, of the task, the data, the network and the optimizers."""
+"""The keys of a recipe: those of `RunConfig`, and the names of task, data set, network and optimizers."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,50 +12,54 @@ from torch_thor.training.tasks.registry import TASKS
 from torch_thor.training.tasks.task import primary
 
 MOST_THREADS, MOST_CLASSES = 4096, 10_000_000
-# What a resumed run may change: where data are and how they are read, when a run ends, what is written and when. A key
-# with a dot at its end means all inside. None of them changes what a step computes; `lengthening` checks the epochs,
-# and weights are known by their checksum.
+# The keys that a resumed run may change: where the data are, when the run ends, what is written and when. A key with a
+# dot at its end stands for all keys inside it. None of them changes what a step computes. `lengthening` checks the
+# epochs, and a checksum identifies the weights.
 FREE_ON_RESUME = (
     "about", "reaches", "epochs", "weights",
     "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
     "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best", "log_interval",
 )  # fmt: skip
-WHOLE_SETTINGS = {"update_interval", "trace_thresholds", "decay_filter"}  # THOR's, which are of more than one type
+WHOLE_SETTINGS = {
+    "update_interval",
+    "trace_thresholds",
+    "decay_filter",
+}  # settings of THOR that may be of more than one type
 
 
 @dataclass(frozen=True)
 class Recipe(RunConfig):
-    """A training from beginning to end; the keys of a recipe file.
+    """All settings of a training, which are the keys of a recipe file.
 
     Args:
-        name: The recipe's name: its file's, without `.yaml`.
-        about: One line for `torch-thor train --list`.
-        reaches: What it should reach, and from where that is known; printed beside it.
-        task: What is trained: image-classification, autoencoder or char-lm.
+        name: The name of the recipe; by default that of its file, without `.yaml`.
+        about: A one-line description, which `torch-thor train --list` prints.
+        reaches: The result that the recipe should reach and its source, which `torch-thor train --list` prints.
+        task: The task: image-classification, autoencoder, char-lm or masked-lm.
         data: The data set.
-        model: The network: of image-classification small-cnn, small-resnet, cifar-resnet18, or an image classifier of
-            torchvision's or timm's (`torchvision:NAME`, `timm:NAME`, or bare); of autoencoder deep-autoencoder; of
-            char-lm char-transformer. Its weights are random.
-        weights: What the network starts from in the place of random weights: a safetensors file, or what `torch-thor
-            eval` takes (a checkpoint, a folder of checkpoints such as `best`, a run folder with one optimizer); `None`
-            is random weights.
-        weights_except: Weights that start at random all the same, by name or pattern: `[head]`.
-        weights_sha256: The checksum of the file, which a run writes down; where it is given it must be right.
-        classes: Outputs of the network, at least the classes of the data; `None` is that number. (The reference
-            ResNet-50 has 1001 for ImageNet's 1000.)
+        model: The network. For image-classification: small-cnn, small-resnet, cifar-resnet18, or an image classifier of
+            torchvision or timm (`torchvision:NAME`, `timm:NAME`, or just `NAME`). For autoencoder: deep-autoencoder.
+            For char-lm: char-transformer. For masked-lm: bert-tiny, bert-mini, bert-base, bert-large, or the path of a
+            transformers configuration (`config.json`). Weights are random unless `weights` is given.
+        weights: The weights that the network starts from: a safetensors file, a checkpoint, a folder of checkpoints
+            such as `best`, or a run folder with one optimizer. `None` starts from random weights.
+        weights_except: Weights that are not loaded and stay random, by name or pattern: `[head]`.
+        weights_sha256: SHA-256 of the file of `weights`. A run records it; if a recipe gives it, the file must match.
+        classes: Number of outputs of the classifier, at least the number of classes in the data, which is the default
+            (`None`). The reference ResNet-50 has 1001 outputs for the 1000 classes of ImageNet.
         optimizer: The optimizers to train with, one after the other.
-        optimizers: Settings of every optimizer, whether it is trained with or not.
-        targets: Values of the task's primary metric (top-1 accuracies, in (0, 1], of a classifier) that the final table
-            counts steps and seconds to.
-        checkpoint_interval: Steps between checkpoints; `None` is one epoch. The last step is always saved.
-        keep_checkpoints: Newest checkpoints to keep.
-        keep_best: Whether to keep the checkpoint of the best evaluation too, in `best/`.
-        log_interval: Steps between the lines that are printed where there is no terminal, and at most between points in
-            TensorBoard; `None` prints a line for each evaluation only.
-        threads: CPU threads; `None` leaves torch's choice. A tiny network is fastest with one, above all where other
-            programs want the cores too; and a resumed run is the same bit for bit only with the same number.
-        written: No key of a recipe: what was written in the place of a value that OmegaConf has resolved, by key
-            (`{"data.root": "${oc.env:DATA}"}`). A file keeps this text and not the value, which may be a secret.
+        optimizers: The settings of every optimizer, also of those that are not used.
+        targets: Values of the task's primary metric (for a classifier: top-1 accuracies in (0, 1]). The final table
+            gives the steps and seconds that each optimizer needed to reach them.
+        checkpoint_interval: Steps between checkpoints; `None` stands for one epoch. The last step is always saved.
+        keep_checkpoints: Number of newest checkpoints to keep.
+        keep_best: Whether to keep, in `best/`, also the checkpoint of the best evaluation.
+        log_interval: Steps between printed progress lines, where the output is not a terminal; also the largest number
+            of steps between points in TensorBoard. `None` prints a line for each evaluation only.
+        threads: Number of CPU threads; `None` leaves the choice to torch. Small networks train fastest with one thread.
+            A resumed run is bit for bit the same only with the same number.
+        written: Not a key of a recipe. The text that stood in the recipe for each value that OmegaConf has resolved, by
+            key (`{"data.root": "${oc.env:DATA}"}`). Files contain this text instead of the value, which may be secret.
     """
 
     name: str = "unnamed"
@@ -92,12 +96,12 @@ class Recipe(RunConfig):
         )
         require(
             self.classes is None or 1 <= self.classes <= MOST_CLASSES,
-            f"classes={self.classes} must lie in [1, {MOST_CLASSES}]; null is the number of the data's",
+            f"classes={self.classes} must lie in [1, {MOST_CLASSES}]; null takes the number of classes of the data",
         )
         TASKS[self.task].check(self)
         require(
             self.weights is not None or (self.weights_sha256 is None and not self.weights_except),
-            f"weights is not set, and weights_except={list(self.weights_except)} or "
+            f"weights is not set, but weights_except={list(self.weights_except)} or "
             f"weights_sha256={self.weights_sha256} is: give weights=FILE, or leave them out",
         )
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
@@ -105,7 +109,7 @@ class Recipe(RunConfig):
             require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
         require(
             len(set(self.optimizer)) == len(self.optimizer),
-            f"optimizer={','.join(self.optimizer)} names one twice: name each once",
+            f"optimizer={','.join(self.optimizer)} names an optimizer twice: name each once",
         )
         for target in self.targets:
             metric.check_target("targets", target, list(self.targets))
@@ -115,7 +119,7 @@ class Recipe(RunConfig):
         )
         require(
             self.keep_checkpoints >= 1,
-            f"keep_checkpoints={self.keep_checkpoints} must be 1 or more; 2 keeps one to fall back on",
+            f"keep_checkpoints={self.keep_checkpoints} must be 1 or more; 2 leaves one if the newest is damaged",
         )
         require(
             self.log_interval is None or self.log_interval >= 1,

@@ -1,4 +1,4 @@
-"""The recipes that come with the package, and recipes in files of the user."""
+"""Finding recipes: those that come with the package, and the user's own YAML files."""
 
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -16,13 +16,13 @@ DEFAULT_RECIPE = "digits"
 
 
 def recipe_folder() -> Traversable:
-    """Find the folder of the recipes: inside an installed package, or at the top of a source tree.
+    """Find the folder of the recipes: in the installed package, or at the top of a source tree.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: If neither is there.
+        UserError: If neither exists.
     """
     installed = files("torch_thor") / "recipes"
     if installed.is_dir():
@@ -45,7 +45,7 @@ def recipe_names() -> list[str]:
 def recipe_list() -> list[tuple[str, str, str]]:
     """List the recipes with their descriptions.
 
-    Read as plain YAML: what a recipe needs (timm for its network, say) need not be installed to list it.
+    The files are read as plain YAML, so the packages that a recipe needs (such as timm) need not be installed.
 
     Returns:
         Name, `about` and `reaches` of each.
@@ -60,32 +60,32 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 
     Args:
         name: A recipe's name, or the path of a YAML file.
-        overrides: `key=value` words; a key is a recipe's (dots go inside: `schedule.kind`), or a setting of
-            the chosen optimizers (`lr`, `damping`, ...).
+        overrides: `key=value` words. A key is one of the recipe's, with dots between the levels (`schedule.kind`), or
+            a setting of the chosen optimizers (`lr`, `damping`, ...).
 
     Returns:
         The checked recipe.
     """
-    text, own = _text_of(name)
-    return parse_recipe(text, own, overrides or [])
+    text, default_name = _text_and_name(name)
+    return parse_recipe(text, default_name, overrides or [])
 
 
 def name_of(name: str) -> str:
-    """Find out a recipe's name, which `name:` in its file may set, without checking the rest of it.
+    """Return the name of a recipe, which `name:` in its file may set, without checking the other keys.
 
     Args:
-        name: As for `load_recipe`.
+        name: A recipe's name, or the path of a YAML file.
 
     Returns:
         The name.
     """
-    text, own = _text_of(name)
-    content = load_yaml(text, f"recipe {own}")
-    return str(content.get("name", own)) if isinstance(content, dict) else own
+    text, default_name = _text_and_name(name)
+    content = load_yaml(text, f"recipe {default_name}")
+    return str(content.get("name", default_name)) if isinstance(content, dict) else default_name
 
 
-def _text_of(name: str) -> tuple[str, str]:
-    # of a recipe, with the name that it has where the text has none
+def _text_and_name(name: str) -> tuple[str, str]:
+    # the text of a recipe, and the name that it has unless the text gives another one
     path = Path(name)
     if path.suffix in {".yaml", ".yml"}:
         require(

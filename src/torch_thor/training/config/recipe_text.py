@@ -1,6 +1,7 @@
-"""Recipes as text: YAML and `key=value` overrides become a `Recipe`, and a `Recipe` becomes YAML.
+"""Conversion of recipes: from YAML and `key=value` overrides to a `Recipe`, and from a `Recipe` to YAML.
 
-OmegaConf merges the texts, checks types and resolves `${oc.env:NAME}`; its errors become one line with the key.
+OmegaConf merges the texts, checks types and resolves `${oc.env:NAME}`. Its errors are raised as a `UserError` of one
+line that names the key.
 """
 
 import copy
@@ -26,14 +27,14 @@ def parse_recipe(text: str, name: str, overrides: list[str]) -> Recipe:
 
     Args:
         text: The YAML.
-        name: The recipe's name where the YAML has none.
+        name: The name of the recipe if the YAML does not give one.
         overrides: `key=value` words, as for `load_recipe`.
 
     Returns:
         The checked recipe.
     """
     content = load_yaml(text, f"recipe {name}")
-    require(isinstance(content, dict), f"recipe {name} holds no keys: write it as `key: value` lines")
+    require(isinstance(content, dict), f"recipe {name} has no keys: write it as `key: value` lines")
     config = _merged(OmegaConf.structured(Recipe), {"name": name, **content})
     pairs = [_split(word) for word in overrides]
     for key, value in pairs:
@@ -78,7 +79,7 @@ def recipe_yaml(recipe: Recipe) -> str:
     """
     written = recipe.written
     if written:
-        with suppress(UserError):  # a variable is gone: then no text can be compared with its value
+        with suppress(UserError):  # an environment variable is no longer set: the text cannot be resolved and compared
             again = flat_values(_to_recipe(_merged(OmegaConf.structured(Recipe), _with(recipe, written))))
             values = flat_values(recipe)
             replaced = {key for key in values if values[key] != again.get(key)}  # by `dataclasses.replace`
@@ -111,12 +112,12 @@ def _split(word: str) -> tuple[str, Any]:
         return key, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))["value"]  # type: ignore[index, call-overload]
     except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
         raise UserError(
-            f"{word}: the value is not YAML; quote it if it begins with * or holds brackets or colons"
+            f"{word}: the value is not YAML; quote it if it begins with * or contains brackets or colons"
         ) from error
 
 
 def _spread(config: DictConfig, key: str, value: Any) -> dict[str, Any]:
-    # a recipe's key, or that setting of every chosen optimizer which has it
+    # a key of the recipe itself, or a setting of every chosen optimizer that has it
     if key.split(".")[0] in config:
         return _nested(key, value)
     chosen = [name for name in config.optimizer if name in OPTIMIZERS]
@@ -149,7 +150,7 @@ def _merged(config: DictConfig, change: dict[str, Any]) -> DictConfig:
     except (ConfigKeyError, ConfigAttributeError) as error:
         known = list(flat(OmegaConf.to_container(config)))
         raise UserError(f"there is no key {error.full_key}{nearest(str(error.full_key), known)}") from error
-    except TypeError as error:  # what OmegaConf says of a mapping in the place of a list
+    except TypeError as error:  # OmegaConf raises it for a mapping instead of a list
         raise UserError(f"{next(iter(flat(change)))}: {error}") from error
     except OmegaConfBaseException as error:
         key = error.full_key or next(iter(flat(change)))
@@ -162,8 +163,8 @@ def _settings_in(change: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_replaced(config: DictConfig, change: dict[str, Any]) -> DictConfig:
-    # OmegaConf merges a mapping into a mapping and takes no word for a list. A setting that may be either, and a
-    # mapping that says its kind, are given as a whole and replace the value that was there.
+    # OmegaConf merges a mapping into a mapping and refuses a string for a list. Settings that may be of several types,
+    # and mappings with a `kind`, are complete values, so they replace the old value instead.
     config = copy.deepcopy(config)
     for name, settings in _settings_in(change).items():
         for key, value in settings.items() if isinstance(settings, dict) else ():
@@ -174,6 +175,6 @@ def _without_replaced(config: DictConfig, change: dict[str, Any]) -> DictConfig:
             ):
                 own = config.optimizers[name]
                 with read_write(own), open_dict(own):
-                    own.pop(key)  # only a new node may be of another type
+                    own.pop(key)  # only a new node may have another type
                     own[key] = None
     return config

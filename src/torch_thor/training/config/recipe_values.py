@@ -1,4 +1,4 @@
-"""The values of recipes by key, with dots inside (`schedule.kind`), and the keys in which two recipes differ."""
+"""The values of a recipe by dotted key (`schedule.kind`), and the keys in which two recipes differ."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from torch_thor.training.config.recipe import Recipe
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """List the values of a recipe, with what OmegaConf has resolved.
+    """List the resolved values of a recipe.
 
     Args:
         recipe: The recipe.
 
     Returns:
-        Each value by its key, with dots inside.
+        Each value by its dotted key.
     """
     return flat(OmegaConf.to_container(OmegaConf.structured(recipe)))
 
@@ -25,10 +25,10 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
     Args:
         tree: Mappings of mappings; anything else is a leaf.
-        prefix: What keys begin with.
+        prefix: Text before each key.
 
     Returns:
-        Each leaf by its key, with dots inside.
+        Each leaf by its dotted key.
     """
     if not isinstance(tree, dict):
         return {prefix.removesuffix("."): tree}
@@ -36,27 +36,27 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def is_inside(key: str, outer: str) -> bool:
-    """Tell whether a key is another one, or lies inside of it.
+    """Return whether a key is equal to another one or lies inside it.
 
     Args:
         key: A key such as `schedule.kind`.
         outer: A key such as `schedule`.
 
     Returns:
-        True if it is or does.
+        True if `key` is `outer` or begins with `outer` and a dot.
     """
     return f"{key}.".startswith(f"{outer}.")
 
 
 def covers(keys: Sequence[str], key: str) -> bool:
-    """Tell whether a list of keys names one.
+    """Return whether a list of keys includes a key.
 
     Args:
-        keys: Keys; one with a dot at its end means all that lie inside of it.
+        keys: Keys; a key with a dot at its end stands for all keys inside it.
         key: A key.
 
     Returns:
-        True if it is in the list.
+        True if the list includes it.
     """
     return any(key == one or (one.endswith(".") and key.startswith(one)) for one in keys)
 
@@ -67,10 +67,10 @@ def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
     Args:
         old: One recipe.
         new: Another recipe.
-        but: Keys to leave out, as `covers` takes them.
+        but: Keys to leave out, in the form of `covers`.
 
     Returns:
-        `key: old -> new` for each, with the text in the place of a resolved value; empty if they are equal.
+        `key: old -> new` for each difference, with the unresolved text of values that were resolved.
     """
     flat_old, flat_new = flat_values(old), flat_values(new)
     keys = [key for key in {**flat_old, **flat_new} if flat_old.get(key) != flat_new.get(key) and not covers(but, key)]

@@ -1,4 +1,4 @@
-"""The settings of the training loop: a script makes a `RunConfig`, and a recipe is a `RunConfig` with more keys."""
+"""The settings of the training loop. A script makes a `RunConfig`; a recipe is a `RunConfig` with more keys."""
 
 from dataclasses import dataclass, field
 
@@ -16,39 +16,44 @@ def check_seed(said: str, seed: int) -> None:
     """Refuse a seed that is out of the range of torch's generators.
 
     Args:
-        said: What the user wrote before it.
+        said: The text before the value in the error message, such as `seed=`.
         seed: The seed.
+
+    Raises:
+        UserError: If the seed is out of range.
     """
     require(0 <= seed <= MOST_SEED, f"{said}{seed} must lie in [0, {MOST_SEED}]")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Length, batch size, precision and evaluations of a training.
+    """The settings of a training: its length, batch size, precision, schedules and evaluations.
 
     Args:
         epochs: Passes over the training set.
-        steps: Optimizer steps of the training, in the place of `epochs`; they may be less than an epoch and need not be
-            whole epochs. `None` trains for `epochs`.
-        batch_size: Samples a step, on all processes together: images, or windows of a text. What is left over at the
-            end of an epoch is left out.
-        seed: Decides the initial weights, and with the epoch's number the order of the data.
-        label_smoothing: Share of the target that labels give away, in the training loss only.
-        smoothing_form: torch spreads it over all outputs; reference, as THOR's reference trainings, over all but the
-            label's.
-        eval_interval: Steps between evaluations; `None` is `eval_epochs`. The last step is always evaluated.
-        eval_epochs: Epochs between evaluations, where `eval_interval` is `None`.
-        schedule: Of the learning rate.
-        damping_schedule: Of the damping, for optimizers that have one.
-        device: `auto` (CUDA if there is one, else the CPU) or any device name that torch knows.
-        precision: fp32; or bf16 or fp16, in which the network computes while weights and optimizer stay float32.
-        loss_scale: With fp16: what the loss is multiplied by before backward; `None` finds it as training goes on.
-        accumulation: Parts that the batch of a step is computed in, one after the other, to save memory.
+        steps: Optimizer steps of the training, instead of `epochs`. The last epoch may be incomplete. `None` trains for
+            `epochs`.
+        batch_size: Samples per step, on all processes together: images, or windows of a text. Samples that do not fill
+            a batch at the end of an epoch are dropped.
+        seed: Determines the initial weights and, together with the epoch, the order of the data.
+        label_smoothing: Probability s that label smoothing moves from the label to the other outputs, in [0, 1). Only
+            the training loss uses it.
+        smoothing_form: How label smoothing distributes s. torch: equally over all outputs, the label among them.
+            reference, as in THOR's reference trainings: equally over all outputs except the label.
+        eval_interval: Steps between evaluations; `None` uses `eval_epochs`. The last step is always evaluated.
+        eval_epochs: Epochs between evaluations, if `eval_interval` is `None`.
+        schedule: Schedule of the learning rate.
+        damping_schedule: Schedule of the damping, for optimizers that have one.
+        device: `auto` (CUDA if available, otherwise the CPU), or any device name that torch accepts.
+        precision: Precision of the forward and backward pass: fp32, or bf16 or fp16 (autocast). Weights and optimizer
+            state are always float32.
+        loss_scale: Factor on the loss before the backward pass, with fp16 only; `None` adapts it during the training.
+        accumulation: Number of micro-batches into which the batch of a step is divided, to save memory.
         compile: Whether `torch.compile` compiles the network.
-        ema_decay: Share of the old average that an exponential moving average of the weights keeps per step (0.9999 is
-            usual); it is evaluated beside the weights. `None` keeps no average.
-        stop_at: Value of the task's primary metric (top-1 accuracy, in (0, 1], of a classifier) at which training ends,
-            of the averaged weights where there are any; `None` trains to the end.
+        ema_decay: Decay per step of an exponential moving average of the weights (0.9999 is usual). The averaged
+            weights are evaluated as well. `None` keeps no average.
+        stop_at: Value of the task's primary metric (for a classifier: top-1 accuracy in (0, 1]) at which training ends.
+            The averaged weights decide if there are any. `None` trains to the end.
     """
 
     epochs: int = 1
@@ -80,7 +85,7 @@ class RunConfig:
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")
         require(
             self.smoothing_form in FORMS,
-            f"smoothing_form={self.smoothing_form} is none of {', '.join(FORMS)}",
+            f"smoothing_form={self.smoothing_form} must be one of {', '.join(FORMS)}",
         )
         require(
             self.eval_interval is None or self.eval_interval >= 1,
@@ -89,17 +94,18 @@ class RunConfig:
         require(self.eval_epochs >= 1, f"eval_epochs={self.eval_epochs} must be 1 or more")
         require(
             self.precision in PRECISIONS,
-            f"precision={self.precision} is none of {', '.join(PRECISIONS)}",
+            f"precision={self.precision} must be one of {', '.join(PRECISIONS)}",
         )
         require(
             self.loss_scale is None or (self.precision == "fp16" and 0 < self.loss_scale < float("inf")),
-            f"loss_scale={self.loss_scale} must be a number above 0, with precision=fp16; null elsewhere",
+            f"loss_scale={self.loss_scale} must be a number above 0, and needs precision=fp16; use null otherwise",
         )
         require(
             1 <= self.accumulation <= self.batch_size,
-            f"accumulation={self.accumulation} must lie in [1, batch_size={self.batch_size}]: it is parts of a batch",
+            f"accumulation={self.accumulation} must lie in [1, batch_size={self.batch_size}]: it is a number of "
+            "micro-batches",
         )
         require(
             self.ema_decay is None or 0 <= self.ema_decay < 1,
-            f"ema_decay={self.ema_decay} must lie in [0, 1), 0.9999 is usual; null averages nothing",
+            f"ema_decay={self.ema_decay} must lie in [0, 1); 0.9999 is usual, and null keeps no average",
         )

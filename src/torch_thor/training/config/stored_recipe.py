@@ -1,11 +1,11 @@
-"""The recipe in a run folder: with a checksum, with `${oc.env:NAME}` unresolved, and digests of resolved values.
+"""The recipe in a run folder, with a checksum, with `${oc.env:NAME}` unresolved, and with digests of resolved values.
 
-The first lines are comments, so that the file is still a recipe for `torch-thor train FILE.yaml`:
+The first lines are comments, so that `torch-thor train FILE.yaml` accepts the file as a recipe:
 
     # sha256 4f9c...: of all lines below this one
     # resolved {"seed": "81d0..."}: digests of what the values were when the run began, where they change what trains
 
-A file without the first comment is of an older version, or someone has written it.
+A file without the first comment was written by an older version or by hand.
 """
 
 import hashlib
@@ -19,36 +19,36 @@ from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
 from torch_thor.training.config.recipe_values import covers, flat_values, is_inside
 from torch_thor.training.errors import UserError, require
 
-_SEAL = re.compile(r"# sha256 ([0-9a-f]{64}): of all lines below this one\n")
+_CHECKSUM_LINE = re.compile(r"# sha256 ([0-9a-f]{64}): of all lines below this one\n")
 _RESOLVED = re.compile(r"^# resolved (\{.*\}): digests of ", re.MULTILINE)
 
 
 class DamagedRecipeError(UserError):
-    """A stored recipe that is not what was written."""
+    """A stored recipe whose checksum does not match."""
 
 
 @dataclass(frozen=True)
 class StoredRecipe:
-    """What a run was made with.
+    """The recipe that a run was started with.
 
     Args:
-        recipe: The recipe, resolved anew.
+        recipe: The recipe, with environment variables resolved at the time of reading.
         resolved: Digest of each value that was resolved when the run began, by key.
-        sealed: Whether a checksum has vouched for it.
+        has_checksum: Whether the file has a checksum, which then matched.
     """
 
     recipe: Recipe
     resolved: Mapping[str, str]
-    sealed: bool
+    has_checksum: bool
 
     def unchanged(self, recipe: Recipe) -> list[str]:
-        """Return the keys whose values were resolved, and are in a recipe what they were then.
+        """Return the resolved keys that have the same value in a recipe as when the run began.
 
         Args:
-            recipe: The recipe to go on with.
+            recipe: The recipe to continue with.
 
         Returns:
-            Each key, and once more with a dot for all that is inside.
+            Each key twice, the second time with a dot at its end, which stands for all keys inside it.
         """
         now = _digests(recipe, self.resolved)
         return [name for key in now if now[key] == self.resolved[key] for name in (key, f"{key}.")]
@@ -57,9 +57,12 @@ class StoredRecipe:
         """Refuse a recipe whose resolved values are not those that the run began with.
 
         Args:
-            recipe: The recipe to go on with.
-            what: Run or checkpoint, for the error.
-            but: Keys that may have changed, as `covers` takes them.
+            recipe: The recipe to continue with.
+            what: The name of the run or checkpoint in the error message.
+            but: Keys that may have changed, in the form of `covers`.
+
+        Raises:
+            UserError: If another value has changed.
         """
         same = self.unchanged(recipe)
         changed = [key for key in self.resolved if key not in same and not covers(but, key)]
@@ -68,16 +71,16 @@ class StoredRecipe:
 
 
 def stored_text(recipe: Recipe) -> str:
-    """Return what is written into a run folder and into each checkpoint.
+    """Write a recipe as a run folder and each checkpoint store it.
 
     Args:
-        recipe: The recipe as run.
+        recipe: The recipe of the run.
 
     Returns:
-        YAML under its comments.
+        YAML, with the comments in front.
     """
     body = recipe_yaml(recipe)
-    free = [key for key in FREE_ON_RESUME if key != "epochs"]  # which only a word on the command line may raise
+    free = [key for key in FREE_ON_RESUME if key != "epochs"]  # only the command line may change them
     digests = _digests(recipe, sorted(key for key in recipe.written if not covers(free, key)))
     if digests:
         what = "digests of what the values were when the run began, where they change what trains"
@@ -86,25 +89,25 @@ def stored_text(recipe: Recipe) -> str:
 
 
 def read_stored(text: str) -> StoredRecipe:
-    """Read what `stored_text` gave, or a recipe of an older version.
+    """Read a recipe that `stored_text` or an older version has written.
 
     Args:
         text: The content of the file.
 
     Returns:
-        The recipe and what is known of it.
+        The recipe, and the digests of its resolved values.
 
     Raises:
-        DamagedRecipeError: If the checksum does not fit.
+        DamagedRecipeError: If the checksum does not match.
     """
-    seal = _SEAL.match(text)
-    if seal is not None and _sha256(text[seal.end() :]) != seal[1]:
+    checksum = _CHECKSUM_LINE.match(text)
+    if checksum is not None and _sha256(text[checksum.end() :]) != checksum[1]:
         raise DamagedRecipeError("it does not match its checksum")
-    if seal is None and "sha256" in text[:80]:
+    if checksum is None and "sha256" in text[:80]:
         raise DamagedRecipeError("its checksum cannot be read")
     resolved = _RESOLVED.search(text)
-    digests: dict[str, str] = json.loads(resolved[1]) if resolved and seal else {}
-    return StoredRecipe(parse_recipe(text, "unnamed", []), digests, seal is not None)
+    digests: dict[str, str] = json.loads(resolved[1]) if resolved and checksum else {}
+    return StoredRecipe(parse_recipe(text, "unnamed", []), digests, checksum is not None)
 
 
 def _digests(recipe: Recipe, keys: Iterable[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Reading YAML that a user has written: as plain data, and no more of it than a recipe can need.
+"""Reading a user's YAML as plain data, with limits on its size.
 
-A few aliases of aliases stand for billions of values, and an alias may stand for what it is itself in. Such a text is
+A few nested aliases can expand to billions of values, and an alias can refer to a node that contains it. Such a text is
 refused before it is expanded.
 """
 
@@ -12,7 +12,7 @@ import yaml
 from torch_thor.training.errors import UserError, require
 
 MOST_BYTES = 1_000_000
-MOST_VALUES = 100_000  # after aliases are expanded; the largest recipe of ours has some 300
+MOST_VALUES = 100_000  # after aliases are expanded; the largest recipe of the package has about 300
 
 
 def read_text(path: Path) -> str:
@@ -25,7 +25,7 @@ def read_text(path: Path) -> str:
         Its text.
 
     Raises:
-        UserError: If it cannot be read, is no UTF-8, or is too large for a recipe.
+        UserError: If the file cannot be read, is not UTF-8, or is larger than `MOST_BYTES`.
     """
     try:
         with path.open("rb") as file:
@@ -40,14 +40,14 @@ def read_text(path: Path) -> str:
 
 
 def check_yaml(text: str, what: str) -> None:
-    """Refuse what is not YAML, or expands to too much.
+    """Refuse a text that is not YAML, is nested too deeply, or expands to too many values.
 
     Args:
         text: The YAML.
-        what: What an error calls it.
+        what: The name of the text in error messages.
 
     Raises:
-        UserError: If it breaks one of the rules.
+        UserError: If the text breaks one of these rules.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -66,27 +66,28 @@ def load_yaml(text: str, what: str) -> Any:
 
     Args:
         text: The YAML.
-        what: What an error calls it.
+        what: The name of the text in error messages.
 
     Returns:
         Mappings, lists, text and numbers.
 
     Raises:
-        UserError: If it is not YAML, or expands to too much.
+        UserError: If the text is not YAML, is nested too deeply, or expands to too many values.
     """
     check_yaml(text, what)
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # such as a date of a 13th month
+    except (yaml.YAMLError, ValueError) as error:  # such as a date in month 13
         raise UserError(_no_yaml(what, error)) from error
 
 
 def _no_yaml(what: str, error: Exception) -> str:
-    return f"{what} is not YAML ({' '.join(str(error).split())}): quote what begins with * or holds brackets or colons"
+    reason = " ".join(str(error).split())
+    return f"{what} is not YAML ({reason}): quote values that begin with * or contain brackets or colons"
 
 
 def _values(node: yaml.Node, known: dict[yaml.Node, int], above: frozenset[yaml.Node]) -> int:
-    # each node is counted once, however many aliases there are; a node inside itself has no end
+    # `known` visits each node once, however many aliases refer to it; a node inside itself would never end
     if node in above:
         raise RecursionError
     if node not in known:

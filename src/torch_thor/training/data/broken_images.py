@@ -1,7 +1,8 @@
 """Images that cannot be read: each is reported once, left out and counted, and too many of them are an error.
 
-Nothing takes the place of a broken image: its batch is smaller by one. Workers send what they could not read along with
-the batch, and the count is kept where batches arrive, so it does not depend on the number of workers.
+A broken image is not replaced, so its batch is smaller by one. Workers report the images that they could not read along
+with the batch. The process that receives the batches counts them, so the count does not depend on the number of
+workers.
 """
 
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from torch_thor.training.errors import UserError, require
 
 
 class BrokenImages:
-    """The broken images of one set, as one process sees them.
+    """The broken images of one data set that one process has met.
 
     Args:
-        max_share: Greatest share of the images of an epoch (those of this process) that may be broken; 0 allows none.
-        say: Told of each broken image, once, in one line.
+        max_share: Largest fraction of this process's images of an epoch that may be broken; 0 allows none.
+        say: Prints a line; it is called once for each broken image.
+
+    Raises:
+        UserError: If `max_share` is out of range.
     """
 
     def __init__(self, max_share: float, say: Callable[[str], None]) -> None:
-        require(0 <= max_share < 1, f"max_broken={max_share} must be a share in [0, 1); 0 allows no broken image")
+        require(0 <= max_share < 1, f"max_broken={max_share} must be a fraction in [0, 1); 0 allows no broken image")
         self.max_share, self.say = max_share, say
         self.named: set[int] = set()
         self.epoch = -1
@@ -27,15 +31,15 @@ class BrokenImages:
 
     @property
     def count(self) -> int:
-        """Different broken images so far, over all epochs."""
+        """Number of different broken images so far, over all epochs."""
         return len(self.named)
 
     def begin(self, epoch: int, start: int) -> None:
-        """Note that an epoch begins or goes on.
+        """Begin or resume an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Batches of it already done.
+            start: Batches of the epoch that are already done.
         """
         if epoch != self.epoch or start == 0:
             self.epoch, self.in_epoch = epoch, set()
@@ -44,13 +48,13 @@ class BrokenImages:
         """Count one broken image.
 
         Args:
-            index: Its number in the set.
+            index: Its index in the data set.
             path: Its path.
             reason: Why it cannot be read.
             images: Images in the epoch, on this process.
 
         Raises:
-            UserError: If there are now too many.
+            UserError: If there are now more broken images than `max_share` allows.
         """
         self.in_epoch.add(index)
         if index not in self.named:
@@ -64,7 +68,7 @@ class BrokenImages:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to continue the count and to report no image twice.
+        """Return the state that a resumed run needs to continue the count and to report no image twice.
 
         Returns:
             Plain values.
@@ -72,7 +76,7 @@ class BrokenImages:
         return {"named": sorted(self.named), "epoch": self.epoch, "in_epoch": sorted(self.in_epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up where another run was.
+        """Restore the state of another run.
 
         Args:
             state: From `state_dict`.

@@ -1,13 +1,15 @@
-"""A cache of decoded evaluation images: cropped, uint8, one memory-mapped file.
+"""A cache of decoded and cropped evaluation images, as one memory-mapped file of uint8.
 
-Evaluation crops never change, so decoding them at each evaluation is the same work again. The cache is a folder
+The crops of an evaluation never change, so decoding them in each evaluation repeats the same work. The cache is a
+folder
 
-    <what>-<key>/images.u8    (N, size, size, 3), uint8
-    <what>-<key>/index.json   what it was made from, the images that could not be read, and a checksum of each file
+    <set>-<key>/images.u8    (N, size, size, 3), uint8
+    <set>-<key>/index.json   the source, the images that could not be read, and checksums
 
-whose key is a digest over the crop and over path, size and modification time of every file. It is written under another
-name, flushed, and renamed. When a file changes the key does, and the stale folder is removed. Each opening reads all of
-it once, to compare the checksums: some seconds for the 7.5 GB of ImageNet, which evaluation is about to read anyway.
+where the key is a digest of the crop and of the path, size and modification time of every file. The folder is written
+under another name, flushed, and renamed. If a file changes, so does the key, and the outdated folder is removed.
+Opening the cache reads it once to verify the checksums. This takes some seconds for the 7.5 GB of ImageNet, which the
+evaluation is about to read anyway.
 """
 
 import hashlib
@@ -24,7 +26,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from torch_thor.files import remove_remains, whole_folder
-from torch_thor.training.checksums import intact, sealed, sha256
+from torch_thor.training.checksums import add_checksum, checksum_matches, sha256
 from torch_thor.training.config.data_spec import Workers
 from torch_thor.training.data.decoding import BrokenImageError
 from torch_thor.training.data.folder import FolderSource
@@ -33,20 +35,20 @@ from torch_thor.training.data.transforms import EvaluationTransform
 from torch_thor.training.errors import UserError
 from torch_thor.training.output_files import writing
 
-FORMAT = 2  # in the key: a cache of format 1, without checksums, is stale
+FORMAT = 2  # part of the key, so that caches of format 1, which have no checksums, are replaced
 IMAGES, INDEX = "images.u8", "index.json"
 BATCH = 64
 ANOTHER = "choose another data.cache, or null for none"
 
 
 class CachedSource:
-    """Evaluation images, already cropped.
+    """Evaluation images that are already cropped.
 
     Args:
-        source: Where they came from.
-        folder: The cache's folder.
-        size: Side of an image, in pixels.
-        broken: Reason for each image that could not be read.
+        source: The image files.
+        folder: The folder of the cache.
+        size: Height and width of an image, in pixels.
+        broken: The reason for each image that could not be read, by its index.
     """
 
     def __init__(self, source: FolderSource, folder: Path, size: int, broken: dict[int, str]) -> None:
@@ -74,7 +76,7 @@ class CachedSource:
         return self.images[index]
 
     def where(self, index: int) -> str:
-        """Path of the file that an image was made from.
+        """Return the path of the file that an image was made from.
 
         Args:
             index: In [0, N).
@@ -88,26 +90,26 @@ class CachedSource:
         return {"source": self.source, "folder": self.folder, "size": self.size, "broken": self.broken}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # a started worker maps the file itself; gigabytes do not travel
+        self.__init__(**state)  # type: ignore[misc]  # a worker maps the file itself, so that gigabytes need not be sent
 
 
 @dataclass
 class Uncropped:
-    """What is left to do to a cached image: nothing.
+    """The transform of cached images, which are cropped already: the identity.
 
     Args:
-        size: Side of an image, in pixels.
+        size: Height and width of an image, in pixels.
     """
 
     size: int
 
     def __call__(self, image: Tensor, epoch: int, index: int) -> Tensor:
-        """Give the image back.
+        """Return the image unchanged.
 
         Args:
             image: (3, size, size), uint8.
-            epoch: Makes no difference.
-            index: Makes no difference.
+            epoch: Not used.
+            index: Not used.
 
         Returns:
             The image.
@@ -118,33 +120,36 @@ class Uncropped:
 def open_cache(
     folder: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers, say: Callable[[str], None]
 ) -> CachedSource:
-    """Open the cache of an evaluation set; make it first where it is missing or stale.
+    """Open the cache of an evaluation set. If it is missing or outdated, it is built first.
 
-    Of several processes on a machine one makes it while the others wait.
+    Of several processes on a machine, one builds the cache while the others wait.
 
     Args:
-        folder: The folder of the caches; made if it is missing.
+        folder: The folder of the caches; it is created if it is missing.
         source: The evaluation images.
-        crop: What is done to each.
+        crop: The transform of each image.
         workers: The processes that decode.
-        say: Told, in one line each, when a cache is made, and what is wrong with one that is there.
+        say: Prints a line; it is called if a cache is built, and if the existing one is damaged.
 
     Returns:
         The same images, cropped.
+
+    Raises:
+        UserError: If the cache cannot be written or does not fit on the disk.
     """
     what = _digest(str(source.root.resolve()), str(crop.size), str(crop.resize))
     final = folder / f"{what}-{_key(source, crop)}"
     size = len(source.labels) * crop.size * crop.size * 3
-    with suppress(_UnusableError):  # all processes of a machine at once: it takes seconds
+    with suppress(_UnusableError):  # without the lock, so that all processes of a machine can verify at the same time
         return CachedSource(source, final, crop.size, _read(final, size))
     with writing(folder, ANOTHER):
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{what}.lock"):  # let go by a process that dies, too
+        with FileLock(folder / f"{what}.lock"):  # released also if its process dies
             try:
                 broken = _read(final, size)
             except _UnusableError as error:
                 if error.said:
-                    say(f"the cache {final} is damaged ({error.said}): it is made anew")
+                    say(f"the cache {final} is damaged ({error.said}): it is built again")
                 remove_remains(folder, f"{what}-*")
                 for stale in folder.glob(f"{what}-*"):
                     shutil.rmtree(stale)
@@ -153,19 +158,19 @@ def open_cache(
 
 
 class _UnusableError(Exception):
-    """No whole cache; with what is wrong with it, or nothing where there is none."""
+    """There is no usable cache. `said` is the damage, or empty if there is no cache at all."""
 
     def __init__(self, said: str = "") -> None:
         self.said = said
 
 
 def _read(final: Path, size: int) -> dict[int, str]:
-    # the broken images of a whole cache
+    # verify the cache; returns its broken images
     if not final.exists():
         raise _UnusableError
     try:
         index = json.loads((final / INDEX).read_text(encoding="utf-8"))
-        if not (isinstance(index, dict) and intact(index)):
+        if not (isinstance(index, dict) and checksum_matches(index)):
             raise _UnusableError(f"{INDEX} does not match its checksum")
         if (final / IMAGES).stat().st_size != size or sha256(final / IMAGES) != index["sha256"]:
             raise _UnusableError(f"{IMAGES} does not match its checksum")
@@ -183,7 +188,7 @@ def _make(
     free = shutil.disk_usage(final.parent).free
     if free < count * pixels:
         raise UserError(
-            f"the cache of {count} decoded images needs {count * pixels / 1e9:.1f} GB, {final.parent} has "
+            f"the cache of {count} decoded images needs {count * pixels / 1e9:.1f} GB, but {final.parent} has only "
             f"{free / 1e9:.1f} GB free: {ANOTHER}"
         )
     say(f"{source.root}: decoding {count} images into {final} ({count * pixels / 1e9:.1f} GB), once")
@@ -197,16 +202,16 @@ def _make(
             "broken": {str(number): reason for number, reason in broken.items()},
             "sha256": sha256(temporary / IMAGES),
         }
-        (temporary / INDEX).write_text(json.dumps(sealed(index), indent=1) + "\n", encoding="utf-8")
+        (temporary / INDEX).write_text(json.dumps(add_checksum(index), indent=1) + "\n", encoding="utf-8")
     return broken
 
 
 def _decode(file: Path, source: FolderSource, crop: EvaluationTransform, workers: Workers) -> dict[int, str]:
-    # write the pixels of all images; returns the broken ones, with the reason
+    # write the pixels of all images; returns the reason for each broken one
     count, pixels = len(source.labels), crop.size * crop.size * 3
-    with file.open("wb") as empty:  # a file made by torch could be read by its owner only
+    with file.open("wb") as empty:  # a file that torch creates is readable for its owner only
         empty.truncate(count * pixels)
-        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would kill a process that writes to its memory
+        if hasattr(os, "posix_fallocate"):  # a full disk would otherwise kill the process that writes to the mapping
             os.posix_fallocate(empty.fileno(), 0, count * pixels)
     images = torch.from_file(str(file), shared=True, size=count * pixels, dtype=torch.uint8)
     rows = images.view(count, crop.size, crop.size, 3)
@@ -226,7 +231,7 @@ def _key(source: FolderSource, crop: EvaluationTransform) -> str:
         try:
             state = Path(source.where(index)).stat()
             parts.append(f"{source.name(index)}\0{state.st_size}\0{state.st_mtime_ns}")
-        except OSError:  # it will be a broken image
+        except OSError:  # it will be reported as a broken image
             parts.append(source.name(index))
     return _digest(*parts)
 

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), read and downloaded by torchvision, held in memory."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009), read and downloaded by torchvision, and kept in memory."""
 
 from pathlib import Path
 from urllib.error import URLError
@@ -17,14 +17,14 @@ def open_cifar(name: str, root: Path, *, download: bool) -> tuple[MemorySource, 
 
     Args:
         name: cifar10 or cifar100.
-        root: The folder that holds `cifar-10-batches-py/` or `cifar-100-python/`, or that they are downloaded to.
+        root: The folder that contains `cifar-10-batches-py/` or `cifar-100-python/`, or that they are downloaded to.
         download: Whether missing files may be downloaded.
 
     Returns:
-        Training images, evaluation images, 32 × 32.
+        The training images and the evaluation images, of 32 × 32 pixels.
 
     Raises:
-        UserError: If the files are missing or damaged and are not, or cannot be, downloaded.
+        UserError: If files are missing or damaged, and may not or cannot be downloaded.
     """
     kind = SETS[name]
     try:
@@ -37,7 +37,7 @@ def open_cifar(name: str, root: Path, *, download: bool) -> tuple[MemorySource, 
             if download
             else "unpack the archive there, or set data.download=true"
         )
-        raise UserError(f"{name} is not whole in {place} ({reason}): {remedy}") from error
+        raise UserError(f"{name} is missing or incomplete in {place} ({reason}): {remedy}") from error
     return _source(train, f"{name}/train"), _source(evaluation, f"{name}/test")
 
 

@@ -1,8 +1,8 @@
-"""Folders of images, a sub-folder for each class: finding the splits, listing the files, and checking both.
+"""Image folders with a sub-folder for each class: finding the splits, listing the files, and checking both.
 
-ImageNet-2012 has `train/` and `val/`, or as `ilsvrc/` and `ilsvrc_eval/`; any other image set in that shape is
-read alike. Classes are numbered by their sorted folder names and files sorted within them, as
-`torchvision.datasets.ImageFolder` does, so that pretrained weights keep their meaning.
+ImageNet-2012 has the splits `train/` and `val/`, or `ilsvrc/` and `ilsvrc_eval/`; other image sets with this layout are
+read in the same way. Classes are numbered by their sorted folder names, and files are sorted within a class, as in
+`torchvision.datasets.ImageFolder`, so that pretrained classifiers can be used.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch_thor.training.data.image_files import list_files, read_image
 from torch_thor.training.errors import UserError, require
 
 SPLITS = (("train", "val"), ("ilsvrc", "ilsvrc_eval"))
-SHOWN = 3  # names in a message
+SHOWN = 3  # largest number of names in a message
 
 
 class FolderSource:
@@ -35,8 +35,8 @@ class FolderSource:
 
     def __init__(self, root: Path, names: Sequence[str], labels: Tensor, classes: tuple[str, ...]) -> None:
         self.root, self.labels, self.classes = root, labels, classes
-        # One block of bytes: a list of a million strings would be copied into every worker, as each look at a string
-        # writes its reference count
+        # one block of bytes: reading a Python string writes its reference count, so every forked worker would copy the
+        # memory of a list of a million strings
         encoded = [os.fsencode(name) for name in names]
         self._bytes = b"".join(encoded)
         self._ends = array("q", [0])
@@ -58,7 +58,7 @@ class FolderSource:
         return decode_rgb(read_image(Path(self.where(index))))
 
     def name(self, index: int) -> str:
-        """Path of one image below the split's folder.
+        """Return the path of one image, relative to the split's folder.
 
         Args:
             index: In [0, N).
@@ -69,7 +69,7 @@ class FolderSource:
         return os.fsdecode(self._bytes[self._ends[index] : self._ends[index + 1]])
 
     def where(self, index: int) -> str:
-        """Path of one image.
+        """Return the path of one image.
 
         Args:
             index: In [0, N).
@@ -86,8 +86,8 @@ def _listing() -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{error.filename} cannot be listed ({error.strerror}): its images would be missing in silence; make it "
-            "readable, or remove it"
+            f"{error.filename} cannot be listed ({error.strerror}), so its images would be missing: make it readable, "
+            "or remove it"
         ) from error
 
 
@@ -95,26 +95,28 @@ def find_splits(root: Path) -> tuple[Path, Path]:
     """Find the training and the evaluation folder.
 
     Args:
-        root: The folder that holds both.
+        root: The folder that contains both.
 
     Returns:
-        Training folder, evaluation folder.
+        The training folder and the evaluation folder.
 
     Raises:
-        UserError: If `root` holds no pair of them.
+        UserError: If `root` does not contain such a pair.
     """
-    require(root.is_dir(), f"data.root={root} is not a folder: set it to the folder that holds train/ and val/")
+    require(root.is_dir(), f"data.root={root} is not a folder: set it to the folder that contains train/ and val/")
     for names in SPLITS:
         train, evaluation = (root / name for name in names)
         if train.is_dir() and evaluation.is_dir():
             return train, evaluation
     pairs = " or ".join(f"{train}/ and {evaluation}/" for train, evaluation in SPLITS)
     found = sorted(item.name for item in root.iterdir() if item.is_dir())
-    raise UserError(f"data.root={root} must hold {pairs}, each with a folder for each class; it holds {_some(found)}")
+    raise UserError(
+        f"data.root={root} must contain {pairs}, each with a folder for each class; it contains {_some(found)}"
+    )
 
 
 def list_images(folder: Path) -> FolderSource:
-    """List one split; no image is opened.
+    """List the images of one split without opening them.
 
     Args:
         folder: The split's folder.
@@ -123,13 +125,13 @@ def list_images(folder: Path) -> FolderSource:
         Its images; a class may be empty.
 
     Raises:
-        UserError: If there are no class folders, or one holds a link to a folder around it.
+        UserError: If there are no class folders, or one contains a link to a folder that contains it.
     """
     classes = sorted(item.name for item in folder.iterdir() if item.is_dir())
     if not classes:
         flat = any(item.suffix.lower() in IMG_EXTENSIONS for item in folder.iterdir())
-        state = "holds its images directly" if flat else "holds no folders"
-        raise UserError(f"{folder} {state}: it must hold a folder for each class; sort the images into them")
+        state = "contains its images directly" if flat else "contains no folders"
+        raise UserError(f"{folder} {state}: it must contain a folder for each class; sort the images into them")
     paths = [list_files(folder / name) for name in classes]
     labels = torch.arange(len(classes)).repeat_interleave(torch.tensor([len(part) for part in paths]))
     names = [os.path.relpath(path, folder) for part in paths for path in part]
@@ -141,21 +143,21 @@ def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, 
     """List both splits of an image folder and check that they can be trained on.
 
     Args:
-        root: The folder that holds both, see `SPLITS`.
-        say: Told, in one line, which evaluation classes are empty.
+        root: The folder that contains both, see `SPLITS`.
+        say: Prints a line; it is called if evaluation classes are empty.
 
     Returns:
-        Training images, evaluation images: the same classes with the same labels.
+        The training images and the evaluation images, which have the same classes with the same labels.
 
     Raises:
-        UserError: If a folder cannot be listed, there is one class only, a class has no training image, there is no
-            evaluation image, or the class lists differ.
+        UserError: If a folder cannot be listed, there is only one class, a class has no training image, there is no
+            evaluation image, or the classes differ.
     """
     train, evaluation = (list_images(folder) for folder in find_splits(root))
     _check_same_classes({train.root: train.classes, evaluation.root: evaluation.classes})
     require(
         len(train.classes) > 1,
-        f"{train.root} holds one class folder, {train.classes[0]}: training a classifier needs two or more",
+        f"{train.root} contains only one class folder, {train.classes[0]}: training a classifier needs two or more",
     )
     empty = _empty_classes(train)
     require(
@@ -169,19 +171,19 @@ def open_folders(root: Path, say: Callable[[str], None]) -> tuple[FolderSource, 
 
 @_listing()
 def open_evaluation_folder(root: Path, say: Callable[[str], None]) -> FolderSource:
-    """List the evaluation images of an image folder, whose training images need not be there.
+    """List the evaluation images of an image folder, whose training images need not exist.
 
     Args:
-        root: The folder that holds them, see `SPLITS`.
-        say: Told, in one line, which classes are empty.
+        root: The folder that contains the evaluation folder, see `SPLITS`.
+        say: Prints a line; it is called if classes are empty.
 
     Returns:
-        The images. Where the folder of the training images exists too, it has the same classes.
+        The images. If the folder of the training images exists too, it has the same classes.
 
     Raises:
-        UserError: If there is no evaluation folder, or no image in it.
+        UserError: If there is no evaluation folder, it contains no image, or the training classes differ.
     """
-    require(root.is_dir(), f"data.root={root} is not a folder: set it to the folder that holds val/")
+    require(root.is_dir(), f"data.root={root} is not a folder: set it to the folder that contains val/")
     for train, evaluation in SPLITS:
         if not (root / evaluation).is_dir():
             continue
@@ -193,7 +195,7 @@ def open_evaluation_folder(root: Path, say: Callable[[str], None]) -> FolderSour
         return source
     names = " or ".join(f"{evaluation}/" for _, evaluation in SPLITS)
     found = sorted(item.name for item in root.iterdir() if item.is_dir())
-    raise UserError(f"data.root={root} must hold {names}, with a folder for each class; it holds {_some(found)}")
+    raise UserError(f"data.root={root} must contain {names}, with a folder for each class; it contains {_some(found)}")
 
 
 def _check_same_classes(classes: Mapping[Path, Sequence[str]]) -> None:
@@ -207,15 +209,15 @@ def _check_same_classes(classes: Mapping[Path, Sequence[str]]) -> None:
     ]
     raise UserError(
         f"{train.parent}: the class folders of {train.name}/ and {evaluation.name}/ differ ({'; '.join(parts)}): "
-        "labels are their sorted order, so both must be the same"
+        "labels are numbered in their sorted order, so both must have the same classes"
     )
 
 
 def _check_evaluation(evaluation: FolderSource, say: Callable[[str], None]) -> None:
     missing = _empty_classes(evaluation)
-    require(len(missing) < len(evaluation.classes), f"{evaluation.root} holds no image: there is nothing to evaluate")
+    require(len(missing) < len(evaluation.classes), f"{evaluation.root} contains no image: add the evaluation images")
     if missing:
-        say(f"{evaluation.root}: no image in {_some(missing)}: accuracy is that of the other classes")
+        say(f"{evaluation.root}: no image in {_some(missing)}: the accuracy is measured on the other classes only")
 
 
 def _empty_classes(source: FolderSource) -> list[str]:

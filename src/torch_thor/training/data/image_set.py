@@ -1,4 +1,4 @@
-"""Making the streams of a training from the settings of its images."""
+"""Opening the image sets that are read from files or cropped, from the settings of a recipe."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +21,13 @@ from torch_thor.training.errors import require
 
 
 class EvaluationImages:
-    """Images that are read while a network is evaluated on them.
+    """Evaluation images, which are read during the evaluation.
 
     Args:
-        spec: Which images, and how they are read.
-        device: Where batches go.
-        say: Told, in one line each, of what every process finds alike.
-        report: Told, in one line each, of broken images, which this process alone has met; `None` is `say`.
+        spec: The data set, and how it is read.
+        device: The device of the batches.
+        say: Prints a line; it is called for what is the same on every process, such as a warning about the workers.
+        report: Prints a line; it is called for each broken image that this process meets. `None` stands for `say`.
         processes: Training processes on this machine, to count the workers of all.
 
     Raises:
@@ -73,11 +73,11 @@ class EvaluationImages:
         return 3, self.transform.size, self.transform.size
 
     def open_evaluation(self, *, batch_size: int, shard: Shard) -> ImageLoader:
-        """Open it, each image once over all ranks, in the batches that one process would have.
+        """Open the images for an evaluation: each image once over all ranks, in the batches of a single process.
 
         Args:
-            batch_size: Images of a batch.
-            shard: Which rank of how many.
+            batch_size: Images per batch.
+            shard: Rank and number of ranks.
 
         Returns:
             The rank's batches.
@@ -98,17 +98,17 @@ class EvaluationImages:
 
 
 class ImageSet(EvaluationImages):
-    """Images that are read while training goes on: found and checked here, opened as streams for each training.
+    """Training and evaluation images, which are read during the training.
 
     Args:
-        spec: Which images, and how they are read.
-        device: Where batches go.
-        say: Told, in one line each, of what every process finds alike.
-        report: Told, in one line each, of broken images, which this process alone has met; `None` is `say`.
+        spec: The data set, and how it is read.
+        device: The device of the batches.
+        say: Prints a line; it is called for what is the same on every process, such as a warning about the workers.
+        report: Prints a line; it is called for each broken image that this process meets. `None` stands for `say`.
         processes: Training processes on this machine, to count the workers of all.
 
     Raises:
-        UserError: If images cannot be found or are not what can be trained on.
+        UserError: If images cannot be found or are unsuitable for a training.
     """
 
     train: ImageSource
@@ -121,15 +121,16 @@ class ImageSet(EvaluationImages):
             self.train, self.evaluation = open_cifar(self.spec.name, root, download=self.spec.download)
 
     def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
-        """Open it from the beginning.
+        """Open the images at the beginning of a training.
 
         Args:
-            batch_size: Images of a step, on all ranks together; a rank evaluates as many at a time as it trains on.
-            seed: Decides the order and the crops, with the epoch's number.
-            shard: Which rank of how many.
+            batch_size: Images per step, on all ranks together; evaluation batches of a rank have as many as its
+                training batches.
+            seed: Determines, with the epoch's number, the order and the crops.
+            shard: Rank and number of ranks.
 
         Returns:
-            Both streams.
+            Training batches and evaluation batches.
         """
         order = TrainingOrder(len(self.train.labels), batch_size, seed, shard)
         evaluation = EvaluationOrder(len(self.evaluation.labels), batch_size // shard.world_size, shard)
@@ -140,7 +141,7 @@ class ImageSet(EvaluationImages):
 def _root(spec: DataSpec, holds: str) -> Path:
     require(
         spec.root is not None or spec.name != FOLDER,
-        f"data.root is not set: {FOLDER} needs the folder that holds {holds}; give it as data.root=FOLDER",
+        f"data.root is not set: {FOLDER} needs the folder that contains {holds}; give it as data.root=FOLDER",
     )
     root = Path(spec.root) if spec.root is not None else Path.home() / ".cache" / "torch-thor"
     return root.expanduser()

@@ -1,4 +1,4 @@
-"""The interface of sources of images, which reading, caching and sharding use."""
+"""The interface of image sources, and a source of images in memory."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class ImageSource(Protocol):
-    """A numbered set of labelled images, readable in any order and from any process.
+    """An indexed set of labelled images that any process can read in any order.
 
     Attributes:
         labels: (N,), int64, in [0, len(classes)).
@@ -28,25 +28,25 @@ class ImageSource(Protocol):
         ...
 
     def where(self, index: int) -> str:
-        """Name one image for a message.
+        """Return the name of one image, for messages.
 
         Args:
             index: In [0, N).
 
         Returns:
-            Its path, or a name in the place of one.
+            Its path, or another name if it has no path.
         """
         ...
 
 
 class MemorySource:
-    """Images of one size, held in memory.
+    """Images of one size that are kept in memory.
 
     Args:
         images: (N, 3, height, width), uint8.
         labels: (N,), int64.
         classes: Names of the classes.
-        name: What messages call the set.
+        name: The name of the set in messages.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, classes: tuple[str, ...], name: str) -> None:
@@ -64,7 +64,7 @@ class MemorySource:
         return self.images[index]
 
     def where(self, index: int) -> str:
-        """Name one image for a message.
+        """Return the name of one image, for messages.
 
         Args:
             index: In [0, N).

@@ -1,7 +1,6 @@
-"""The small data sets, held in memory as tensors: no worker processes, no per-image Python.
+"""The small data sets, which are kept in memory as tensors and need no worker processes.
 
-Images are float32, (N, channels, height, width), shifted and scaled by the mean and deviation of the training
-images.
+Images are float32, (N, channels, height, width), normalised by the mean and standard deviation of the training images.
 """
 
 import gzip
@@ -67,15 +66,15 @@ class DataBundle:
         return DataBundle(moved[0], moved[1], moved[2], moved[3], self.classes)
 
     def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
-        """Open it from the beginning.
+        """Open the images at the beginning of a training.
 
         Args:
-            batch_size: Images of a step, on all ranks together.
-            seed: Decides the order, with the epoch's number.
-            shard: Which rank of how many.
+            batch_size: Images per step, on all ranks together.
+            seed: Determines, with the epoch's number, the order.
+            shard: Rank and number of ranks.
 
         Returns:
-            Both streams.
+            Training batches and evaluation batches.
         """
         order = TrainingOrder(len(self.train_labels), batch_size, seed, shard)
         evaluation = EvaluationOrder(len(self.test_labels), EVALUATION_BATCH, shard)
@@ -85,11 +84,11 @@ class DataBundle:
         )
 
     def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:
-        """Open the test images alone.
+        """Open the test images only.
 
         Args:
-            batch_size: Makes no difference: it is that of the evaluations in training.
-            shard: Which rank of how many.
+            batch_size: Not used: batches are those of the evaluations during training.
+            shard: Rank and number of ranks.
 
         Returns:
             The rank's batches.
@@ -102,10 +101,13 @@ def load_data(spec: DataSpec) -> DataBundle:
     """Load a data set into memory.
 
     Args:
-        spec: Which, and from where.
+        spec: The data set, and its folder.
 
     Returns:
         The normalised images with their labels.
+
+    Raises:
+        UserError: If the files are missing or damaged and cannot be downloaded.
     """
     return LOADERS[spec.name](spec)
 
@@ -123,12 +125,12 @@ def _normalised(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: 
 
 
 def _load_digits(spec: DataSpec) -> DataBundle:
-    from sklearn.datasets import load_digits  # slow to import, needed for this set alone
+    from sklearn.datasets import load_digits  # slow to import, and needed for this data set only
 
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1)
     labels = torch.from_numpy(digits.target)
-    order = epoch_order(len(images), seed=0, epoch=0)  # the split is the same whatever the run's seed
+    order = epoch_order(len(images), seed=0, epoch=0)  # the split does not depend on the run's seed
     cut = round(len(images) * DIGITS_TEST_SHARE)
     test, train = order[:cut], order[cut:]
     return _normalised(images[train], labels[train], images[test], labels[test])
@@ -148,7 +150,7 @@ def _load_fashion_mnist(spec: DataSpec) -> DataBundle:
 
 
 def _find_fashion_mnist(spec: DataSpec) -> Path:
-    # the user's root, Debian's package, or what torchvision downloads
+    # the user's folder, that of Debian's package, or a download by torchvision
     root = Path(spec.root) if spec.root is not None else Path.home() / ".cache" / "torch-thor"
     places = [root, root / "FashionMNIST" / "raw"]
     if spec.root is None:
@@ -159,33 +161,33 @@ def _find_fashion_mnist(spec: DataSpec) -> Path:
     looked = ", ".join(str(place) for place in places)
     require(
         spec.download,
-        f"Fashion-MNIST is not in {looked}: set data.root to the folder that holds its four files, "
+        f"Fashion-MNIST is not in {looked}: set data.root to the folder that contains its four files, "
         "or data.download=true, or install Debian's package dataset-fashion-mnist",
     )
-    from torchvision.datasets import FashionMNIST  # slow to import, needed for a download alone
+    from torchvision.datasets import FashionMNIST  # slow to import, and needed for a download only
 
     try:
         FashionMNIST(str(root), train=True, download=True)
     except (RuntimeError, URLError, OSError) as error:
         raise UserError(
             f"Fashion-MNIST is not in {looked} and could not be downloaded ({first_line(error)}): "
-            "check the network, or set data.root to the folder that holds its four files"
+            "check the network, or set data.root to the folder that contains its four files"
         ) from error
     return root / "FashionMNIST" / "raw"
 
 
 def read_idx(folder: Path, name: str) -> Tensor:
-    """Read one file of the MNIST family, plain or gzipped, without unpacking it to disk.
+    """Read one file of the MNIST format, plain or gzipped, without unpacking it to disk.
 
     Args:
         folder: The folder of the file.
         name: Its name, without `.gz`.
 
     Returns:
-        Its contents, uint8, in the shape that the file states.
+        Its values, uint8, in the shape that its header gives.
 
     Raises:
-        UserError: If the file is missing or not whole.
+        UserError: If the file is missing or damaged.
     """
     path = folder / name if (folder / name).is_file() else folder / f"{name}.gz"
     try:
@@ -199,7 +201,7 @@ def read_idx(folder: Path, name: str) -> Tensor:
     shape = struct.unpack(f">{rank}I", content[4:header]) if len(content) >= header else ()
     require(
         content[:2] == b"\0\0" and kind == b"\x08" and rank > 0 and len(content) == header + math.prod(shape or (0,)),
-        f"{path} is not a whole idx file of bytes: fetch the data set again, or choose another data.root",
+        f"{path} is not a complete idx file of bytes: fetch the data set again, or choose another data.root",
     )
     return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).view(shape)
 

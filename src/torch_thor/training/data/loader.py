@@ -16,16 +16,16 @@ from torch_thor.training.errors import UserError
 
 
 class ImageLoader:
-    """The batches of one rank. Iterating over it gives epoch 0 from its beginning, as evaluation wants.
+    """The batches of one rank. Iterating over it gives epoch 0 from its beginning, as an evaluation needs.
 
     Args:
         source: The images.
-        crop: What the workers do to each.
-        order: Which images, and when.
-        normalize: What the device does to each batch.
+        crop: The transform of each image, which the workers apply.
+        order: The images of each batch.
+        normalize: The normalisation of a batch, which the device applies.
         workers: The processes that read and crop.
-        broken: What happens to images that cannot be read.
-        device: Where batches go; on a CUDA device through page-locked memory.
+        broken: Counts the images that cannot be read.
+        device: The device of the batches; a CUDA device receives them through page-locked memory.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ImageLoader:
         self._loader = raw_loader(source, crop, self._keys, workers, pin_memory=device.type == "cuda")
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.order.batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -54,18 +54,18 @@ class ImageLoader:
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch.
 
-        Only one iteration can be under way: a new one ends the one before.
+        Only one iteration can be active: a new one ends the previous one.
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Batches to pass over; they are not read.
+            start: Number of batches to skip, which are not read.
 
         Yields:
-            Images (n, 3, size, size), float32, channels_last, normalised; labels (n,), int64. Both on the device.
-            n is the batch size less the broken images.
+            Images (n, 3, size, size), float32, channels_last, normalised, and labels (n,), int64, both on the device. n
+            is the batch size minus the broken images.
 
         Raises:
-            UserError: If too many images are broken, or all of a training batch.
+            UserError: If too many images are broken, or all images of a training batch.
         """
         self.broken.begin(epoch, start)
         self._keys.epoch, self._keys.start = epoch, start
@@ -74,13 +74,13 @@ class ImageLoader:
                 self.broken.add(index, self.source.where(index), reason, self.order.images)
             if not len(labels) and not self.order.may_be_empty:
                 path = self.source.where(broken[-1][0])
-                raise UserError(f"no image of a whole batch can be read, the last is {path}: check the disk")
-            # the copies overlap with computing where the memory is page-locked, and do nothing on a CPU
+                raise UserError(f"no image of a batch can be read; the last one is {path}: check the disk")
+            # from page-locked memory the copies overlap with computation; on a CPU they do nothing
             images = images.to(self.device, non_blocking=True)
             yield self.normalize(images), labels.to(self.device, non_blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which images were broken.
+        """Return the record of broken images.
 
         Returns:
             Plain values.
@@ -88,7 +88,7 @@ class ImageLoader:
         return self.broken.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what another loader knew of broken images.
+        """Restore another loader's record of broken images.
 
         Args:
             state: From `state_dict`.
@@ -97,7 +97,8 @@ class ImageLoader:
 
 
 class _Keys:
-    # What the workers are asked for, taken down when an iteration begins: the position moves on while they read ahead
+    # The keys for the workers. Epoch and start are fixed when an iteration begins, because the position of the stream
+    # changes while the workers read ahead.
     def __init__(self, order: BatchOrder) -> None:
         self.order = order
         self.epoch = self.start = 0

@@ -1,4 +1,4 @@
-"""Opening the data set that a recipe names, in memory or read during the training."""
+"""Opening the data set that a recipe names: in memory, or read during the training."""
 
 from collections.abc import Callable
 
@@ -16,31 +16,38 @@ def open_data(
     """Find and check a data set.
 
     Args:
-        spec: Which, and how it is read.
-        device: Where batches go.
-        say: Told, in one line each, of what every process finds alike.
-        report: Told, in one line each, of what this process alone has met; `None` is `say`.
+        spec: The data set, and how it is read.
+        device: The device of the batches.
+        say: Prints a line; it is called for what is the same on every process.
+        report: Prints a line; it is called for what only this process has found, such as a broken image. `None` stands
+            for `say`.
 
     Returns:
         The data set.
+
+    Raises:
+        UserError: If the data are missing or unsuitable for a training.
     """
     if spec.name in IN_MEMORY:
         return load_data(spec).to(device)
-    from torch_thor.training.data.image_set import ImageSet  # torchvision's transforms are slow to import
+    from torch_thor.training.data.image_set import ImageSet  # its import of torchvision's transforms is slow
 
     return ImageSet(spec, device, say, report, processes=parallel.local_processes())
 
 
 def open_evaluation(spec: DataSpec, device: torch.device, say: Callable[[str], None]) -> EvaluationSet:
-    """Find and check what a network is evaluated on; of an image folder the training images need not be there.
+    """Find and check the evaluation images of a data set. The training images of an image folder need not exist.
 
     Args:
-        spec: Which, and how it is read.
-        device: Where batches go.
-        say: Told, in one line each, what is odd about the images.
+        spec: The data set, and how it is read.
+        device: The device of the batches.
+        say: Prints a line; it is called for warnings about the images.
 
     Returns:
         The evaluation images.
+
+    Raises:
+        UserError: If the data are missing.
     """
     if spec.name in IN_MEMORY:
         return load_data(spec).to(device)

@@ -1,6 +1,6 @@
-"""The text of Python's own help, the language reference as `help()` shows it, and windows of it as batches.
+"""The language reference that is part of Python, as `help()` shows it, and batches of windows of this text.
 
-Another Python version has another text, so losses compare within one version only.
+Each Python version has another text, so losses are comparable within one version only.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from torch_thor.training.data.shards import TrainingOrder
 from torch_thor.training.data.stream import Batch, MemoryLoader
 
 SYMBOLS = 128  # ASCII
-HELD_OUT = 20  # the last twentieth is held out
+HELD_OUT = 20  # the last 1/20 of the text is held out
 
 
 @cache
@@ -24,7 +24,7 @@ def python_text() -> str:
     """Read the text.
 
     Returns:
-        Every paragraph once, without what is not ASCII.
+        Each distinct paragraph once, without characters that are not ASCII.
     """
     topics = pydoc_data.topics.topics
     paragraphs = (paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n"))
@@ -33,10 +33,10 @@ def python_text() -> str:
 
 
 def characters() -> tuple[Tensor, Tensor]:
-    """Return the text as numbers.
+    """Return the text as character codes.
 
     Returns:
-        Training and held-out characters, (n,) each, int64, in [0, SYMBOLS).
+        The training and the held-out part, (n,) each, int64, in [0, SYMBOLS).
     """
     codes = torch.tensor(list(python_text().encode()), dtype=torch.long)
     cut = len(codes) * (HELD_OUT - 1) // HELD_OUT
@@ -47,12 +47,12 @@ def windows(codes: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor
     """Cut windows out of a text.
 
     Args:
-        codes: (n,).
-        starts: (N,), each below n - context.
-        context: Characters of a window.
+        codes: Character codes, (n,).
+        starts: Start of each window, (N,), below n - context.
+        context: Characters in a window.
 
     Returns:
-        The characters and those that follow each of them, (N, context) each.
+        The characters and the next character of each, (N, context) each.
     """
     rows = codes[starts[:, None] + torch.arange(context + 1, device=codes.device)]
     return rows[:, :-1], rows[:, 1:]
@@ -60,17 +60,17 @@ def windows(codes: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class WindowOrder(TrainingOrder):
-    """Windows that start anywhere, drawn anew for each batch; an epoch has as many as cover the text once.
+    """Windows with random starts, drawn anew for each batch. An epoch has as many windows as cover the text once.
 
-    Which windows a batch holds is a function of (seed, epoch, batch), so a resumed run sees what it would have seen,
-    and so do any number of processes.
+    The windows of a batch are a function of (seed, epoch, batch), so they do not change when a run is resumed or has
+    another number of processes.
 
     Args:
         count: Windows that cover the text once.
-        batch_size: Windows in a batch, of all ranks together.
+        batch_size: Windows per batch, on all ranks together.
         seed: The run's seed.
-        shard: Which rank.
-        positions: Places where a window may start.
+        shard: Rank and number of ranks.
+        positions: Number of positions at which a window may start.
     """
 
     positions: int = field(default=1, kw_only=True)
@@ -80,10 +80,10 @@ class WindowOrder(TrainingOrder):
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Batches to pass over.
+            start: Number of batches to skip.
 
         Yields:
-            For each batch where its windows start.
+            For each batch, the positions at which its windows start.
         """
         for batch in range(start, self.batches):
             digest = hashlib.sha256(f"{self.seed},{epoch},{batch}".encode()).digest()
@@ -97,9 +97,9 @@ class WindowLoader(MemoryLoader):
     """Batches of windows of a text.
 
     Args:
-        codes: The text, (n,), on the device to train on.
-        context: Characters of a window.
-        order: Where windows start.
+        codes: The text as character codes, (n,), on the device to train on.
+        context: Characters in a window.
+        order: The starts of the windows of each batch.
     """
 
     def __init__(self, codes: Tensor, context: int, order: WindowOrder) -> None:
@@ -110,7 +110,7 @@ class WindowLoader(MemoryLoader):
         """Cut the windows of a batch.
 
         Args:
-            numbers: Where they start, (N,).
+            numbers: The starts of the windows, (N,).
 
         Returns:
             Characters and next characters, (N, context) each.

@@ -13,11 +13,11 @@ from torch_thor.training.data.image_source import ImageSource
 from torch_thor.training.data.workers import MORE_SHARED_MEMORY, DeathWatch, start_worker
 from torch_thor.training.errors import UserError
 
-Key = tuple[int, int]  # epoch, number of the image: all that a worker must be told
+Key = tuple[int, int]  # epoch and index of an image: the whole input of a worker
 
 
 class Crop(Protocol):
-    """From an image of any size to one of the network's."""
+    """Crops an image of any size to the input size of the network."""
 
     size: int
 
@@ -27,7 +27,7 @@ class Crop(Protocol):
         Args:
             image: (3, height, width), uint8.
             epoch: Number of the epoch, from 0.
-            index: The image's number in its set.
+            index: The image's index in its data set.
 
         Returns:
             (3, size, size), uint8.
@@ -36,12 +36,12 @@ class Crop(Protocol):
 
 
 class RawBatch(NamedTuple):
-    """A batch as it leaves a worker.
+    """A batch as a worker returns it.
 
     Attributes:
         images: (n, 3, size, size), uint8, channels_last.
         labels: (n,), int64.
-        broken: Number and reason of each image that was asked for and is not there.
+        broken: Index and reason of each image that could not be read and is missing in the batch.
     """
 
     images: Tensor
@@ -50,22 +50,22 @@ class RawBatch(NamedTuple):
 
 
 class Reader(Dataset[RawBatch]):
-    """Reads a whole batch at a time, so that a broken image can be left out of it.
+    """Reads all images of a batch at once, so that broken ones can be left out.
 
     Args:
         source: The images.
-        crop: What is done to each.
+        crop: The transform of each image.
     """
 
     def __init__(self, source: ImageSource, crop: Crop) -> None:
         self.source, self.crop = source, crop
 
-    def __getitems__(self, keys: list[Key]) -> RawBatch | UserError:  # the name that DataLoader looks for
+    def __getitems__(self, keys: list[Key]) -> RawBatch | UserError:  # DataLoader looks for this name
         try:
             batch = self._read(keys)
             return batch if get_worker_info() is None else _shared(batch)
         except UserError as error:
-            return error  # not raised: a DataLoader would raise it anew with the worker's traceback as its message
+            return error  # not raised, because DataLoader would replace its message by the worker's traceback
 
     def _read(self, keys: list[Key]) -> RawBatch:
         size = self.crop.size
@@ -80,31 +80,31 @@ class Reader(Dataset[RawBatch]):
                 continue
             except MemoryError as error:
                 raise UserError(
-                    f"there is no memory to read {self.source.where(index)}: use fewer data.workers.count, then go on "
-                    "with --resume"
+                    f"there is no memory to read {self.source.where(index)}: use a smaller data.workers.count, then "
+                    "continue with --resume"
                 ) from error
             kept.append(index)
         return RawBatch(images[: len(kept)], self.source.labels[kept], tuple(broken))
 
 
 class RawLoader:
-    """Batches from worker processes that stay alive from one iteration to the next.
+    """Batches from worker processes that stay alive between iterations.
 
     Args:
-        loader: Gives the answers of a `Reader`.
+        loader: A loader whose data set is a `Reader`.
     """
 
     def __init__(self, loader: DataLoader[RawBatch]) -> None:
         self.loader, self.watch = loader, DeathWatch()
 
     def __iter__(self) -> Iterator[RawBatch]:
-        """Read on.
+        """Yield batches.
 
         Yields:
-            Batches.
+            The batches of one iteration.
 
         Raises:
-            UserError: If the machine is at fault and not an image: no memory, a worker killed.
+            UserError: If memory is exhausted or a worker has died.
         """
         answers: Iterator[RawBatch | UserError] = self.watch.start(self.loader)
         while True:
@@ -124,10 +124,10 @@ def raw_loader(
 
     Args:
         source: The images.
-        crop: What is done to each.
-        batches: Asked for its keys anew in each iteration.
+        crop: The transform of each image.
+        batches: The keys of each batch; they are read anew in each iteration.
         workers: The processes.
-        pin_memory: Whether batches are in page-locked memory, from which a GPU copies them while it computes.
+        pin_memory: Whether batches are in page-locked memory, so that a GPU can copy them while it computes.
 
     Returns:
         An iterable of `RawBatch`.
@@ -135,15 +135,15 @@ def raw_loader(
     several = workers.count > 0
     loader = _Loader(
         Reader(source, crop),
-        batch_sampler=batches,  # keys in the place of indices: the reader knows them
+        batch_sampler=batches,  # the reader expects keys instead of indices
         collate_fn=_as_it_is,
         num_workers=workers.count,
         prefetch_factor=workers.prefetch if several else None,
         persistent_workers=several,
         pin_memory=pin_memory,
         worker_init_fn=start_worker if several else None,
-        # a DataLoader draws a number for each iteration; out of torch's global ones it would be another number of them
-        # after resuming in the middle of an epoch, and other dropout from there on
+        # a DataLoader draws a random number for each iteration; with its own generator it does not advance the global
+        # one, so that dropout is the same after resuming in the middle of an epoch
         generator=torch.Generator(),
     )
     return RawLoader(loader)
@@ -151,7 +151,7 @@ def raw_loader(
 
 class _Loader(DataLoader[RawBatch]):
     def check_worker_number_rationality(self) -> None:
-        pass  # `check_workers` has said it, once and for all processes
+        pass  # `check_workers` warns once for all processes
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -159,14 +159,14 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _shared(batch: RawBatch) -> RawBatch:
-    # Here and not where torch would do it, in a thread that loses what cannot be shared: training would wait for ever.
+    # Here, because torch would do it in a thread that drops a batch that cannot be shared: training would wait forever.
     try:
         for tensor in (batch.images, batch.labels):
             tensor.share_memory_()
     except RuntimeError as error:
         size, reason = batch.images.untyped_storage().nbytes() / 1e6, str(error).rpartition(">: ")[2]
         raise UserError(
-            f"there is no shared memory for a batch of {size:.1f} MB ({reason}): {MORE_SHARED_MEMORY}; then go on with "
-            "--resume"
+            f"there is no shared memory for a batch of {size:.1f} MB ({reason}): {MORE_SHARED_MEMORY}; then continue "
+            "with --resume"
         ) from error
     return batch

@@ -1,11 +1,12 @@
-"""Which images each batch of each process holds: pure functions of (seed, epoch, rank, world size).
+"""The images of each batch of each process, as pure functions of (seed, epoch, rank, world size).
 
-Training: the epoch's order is cut into batches, and each rank takes its part of each. So the images of a step do not
-depend on how many processes share it. What is left over at the end of an epoch is less than one batch and is left out,
-other images in each epoch.
+Training: the shuffled images of an epoch are cut into batches, and each rank takes its part of each batch. The images
+of a step therefore do not depend on the number of processes. Images that do not fill a batch at the end of an epoch
+are left out; they are different ones in each epoch.
 
-Evaluation: every image exactly once. All ranks have the same number of batches (a wrapped model may communicate in
-every forward), of sizes that differ by one at most; with fewer images than batches some are empty.
+Evaluation: every image exactly once. In an `EvaluationOrder`, all ranks have the same number of batches, because a
+wrapped model may communicate in every forward pass. The sizes of batches differ by at most one; with fewer images than
+batches, some are empty.
 """
 
 import hashlib
@@ -37,11 +38,11 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the processes that share the work.
+    """The position of one process among those that share the data.
 
     Args:
-        rank: Its number, from 0.
-        world_size: How many there are.
+        rank: Its rank, from 0.
+        world_size: The number of processes.
     """
 
     rank: int = 0
@@ -69,7 +70,7 @@ class BatchOrder(Protocol):
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a batch without images is in order."""
+        """Whether batches without images are allowed."""
         ...
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[list[int]]:
@@ -77,23 +78,26 @@ class BatchOrder(Protocol):
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Batches to pass over.
+            start: Number of batches to skip.
 
         Returns:
-            For each batch the numbers of its images.
+            For each batch, the indices of its images.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TrainingOrder:
-    """Shuffled batches, all full.
+    """Shuffled batches, all of the same size.
 
     Args:
-        count: Images in the set.
-        batch_size: Images in a batch, of all ranks together.
+        count: Images in the data set.
+        batch_size: Images per batch, on all ranks together.
         seed: The run's seed.
-        shard: Which rank.
+        shard: Rank and number of ranks.
+
+    Raises:
+        UserError: If the batch size is not a multiple of the number of ranks, or larger than the data set.
     """
 
     count: int
@@ -108,7 +112,7 @@ class TrainingOrder:
         require(
             self.batch_size % self.shard.world_size == 0,
             f"batch_size={self.batch_size} cannot be shared evenly by {self.shard.world_size} processes: it is the "
-            "images of a step on all of them together; choose a multiple",
+            f"number of images per step on all of them together; choose a multiple of {self.shard.world_size}",
         )
         require(
             self.batches >= 1,
@@ -134,10 +138,10 @@ class TrainingOrder:
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Batches to pass over.
+            start: Number of batches to skip.
 
         Yields:
-            For each batch the numbers of its images.
+            For each batch, the indices of its images.
         """
         order = epoch_order(self.count, self.seed, epoch)
         for batch in range(start, self.batches):
@@ -147,15 +151,15 @@ class TrainingOrder:
 
 @dataclass(frozen=True)
 class WholeBatches:
-    """Every image once, in the set's own order, in the batches that one process would have.
+    """Every image once, in the order of the data set, in the same batches as on a single process.
 
-    The ranks take turns, so one may have a batch more than another: for networks that do not communicate in forward.
-    What a batch gives is then the same, bit for bit, whoever computes it.
+    Batches are assigned to the ranks in turn, so one rank may have one batch more than another. The network must not
+    communicate in its forward pass. The result of a batch is bit for bit the same on every number of processes.
 
     Args:
-        count: Images in the set.
-        batch_size: Most images in a batch; sizes differ by one at most.
-        shard: Which rank.
+        count: Images in the data set.
+        batch_size: Largest number of images in a batch; sizes differ by at most one.
+        shard: Rank and number of ranks.
     """
 
     count: int
@@ -181,11 +185,11 @@ class WholeBatches:
         """Yield the batches of an epoch.
 
         Args:
-            epoch: Makes no difference.
-            start: Batches to pass over.
+            epoch: Not used.
+            start: Number of batches to skip.
 
         Yields:
-            For each batch the numbers of its images.
+            For each batch, the indices of its images.
         """
         for batch in self._own[start:]:
             yield list(range(batch * self.count // self._all, (batch + 1) * self.count // self._all))
@@ -201,12 +205,12 @@ class WholeBatches:
 
 @dataclass(frozen=True)
 class EvaluationOrder:
-    """Every image once, in the set's own order.
+    """Every image once, in the order of the data set, with the same number of batches on every rank.
 
     Args:
-        count: Images in the set.
-        batch_size: Most images in a batch of one rank.
-        shard: Which rank.
+        count: Images in the data set.
+        batch_size: Largest number of images in a batch of one rank.
+        shard: Rank and number of ranks.
     """
 
     count: int
@@ -232,11 +236,11 @@ class EvaluationOrder:
         """Yield the batches of an epoch.
 
         Args:
-            epoch: Makes no difference.
-            start: Batches to pass over.
+            epoch: Not used.
+            start: Number of batches to skip.
 
         Yields:
-            For each batch the numbers of its images.
+            For each batch, the indices of its images.
         """
         for part in self._parts(start):
             yield list(part)

@@ -1,6 +1,6 @@
-"""Endless streams of training batches with a position that a checkpoint can save, and streams of evaluation batches.
+"""The interface between the training loop and the data: streams of batches, which are trees of tensors on the device.
 
-This is the whole interface between the loop and the data: trees of tensors, on the device.
+A stream of training batches has no end, and has a position that a checkpoint stores.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_thor.training.data.shards import BatchOrder, Shard, TrainingOrder
 from torch_thor.training.errors import UserError
 
-Batch = Any  # a tree of tensors with the samples in their first dimension: (images, labels), say
+Batch = Any  # a tree of tensors with the samples in their first dimension, such as (images, labels)
 
 
 class BatchLoader(Protocol):
@@ -31,7 +31,7 @@ class BatchLoader(Protocol):
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Batches to pass over.
+            start: Number of batches to skip.
 
         Returns:
             Trees of tensors, on the device.
@@ -39,7 +39,7 @@ class BatchLoader(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it has found out about its samples.
+        """Return the state of the loader, such as the record of unreadable samples.
 
         Returns:
             Plain values.
@@ -47,7 +47,7 @@ class BatchLoader(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what another loader has found out.
+        """Restore the state of another loader.
 
         Args:
             state: From `state_dict`.
@@ -56,11 +56,11 @@ class BatchLoader(Protocol):
 
 
 class MemoryLoader:
-    """Batches of what is in memory.
+    """Batches of samples in memory.
 
     Args:
         tensors: A tree of tensors, each (N, ...), on the device to train on.
-        order: Which samples, and when.
+        order: The samples of each batch.
     """
 
     def __init__(self, tensors: Any, order: BatchOrder) -> None:
@@ -79,10 +79,10 @@ class MemoryLoader:
 
         Args:
             epoch: Number of the epoch, from 0.
-            start: Batches to pass over.
+            start: Number of batches to skip.
 
         Yields:
-            Trees like that of the tensors, on their device.
+            Trees of the same structure as `tensors`, on their device.
         """
         for numbers in self.order.epoch(epoch, start):
             yield self.take(torch.tensor(numbers, dtype=torch.int64, device=self._device))
@@ -91,15 +91,15 @@ class MemoryLoader:
         """Return the samples of a batch.
 
         Args:
-            numbers: Which, (n,), int64.
+            numbers: Indices of the samples, (n,), int64.
 
         Returns:
-            A tree like that of the tensors.
+            A tree of the same structure as `tensors`.
         """
         return tree_map(lambda tensor: tensor[numbers], self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: samples in memory are complete.
+        """Return an empty state: samples in memory are complete.
 
         Returns:
             An empty mapping.
@@ -107,7 +107,7 @@ class MemoryLoader:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state: there is nothing to continue.
+        """Ignore the state: there is nothing to restore.
 
         Args:
             state: From `state_dict`.
@@ -115,14 +115,14 @@ class MemoryLoader:
 
 
 class TrainingStream:
-    """Training batches without end, with a position that a checkpoint can hold.
+    """Training batches without end, with a position that a checkpoint can store.
 
-    One iteration gives what is left of the current epoch. A batch counts as consumed when it is handed out, however
-    many the loader has read ahead.
+    One iteration yields the rest of the current epoch. A batch counts as consumed when it is yielded, no matter how
+    many batches the loader has read ahead.
 
     Args:
-        loader: Of training batches.
-        order: The loader's.
+        loader: The loader of the training batches.
+        order: The order of the loader.
     """
 
     def __init__(self, loader: BatchLoader, order: TrainingOrder) -> None:
@@ -131,7 +131,7 @@ class TrainingStream:
         self.batch = 0
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Return the number of batches in an epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -141,7 +141,7 @@ class TrainingStream:
             yield batch
 
     def endless(self) -> Iterator[Batch]:
-        """All batches from here on, epoch after epoch.
+        """Yield all batches from the position on, epoch after epoch.
 
         Yields:
             Trees of tensors.
@@ -158,20 +158,20 @@ class TrainingStream:
         return {"epoch": self.epoch, "batch": self.batch, "loader": self.loader.state_dict(), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stream was: the same samples in the same batches with the same crops.
+        """Continue at the position of another stream, with the same samples in the same batches with the same crops.
 
         Args:
-            state: From `state_dict`, of this rank or another, of as many ranks or not: what a batch holds does not
-                depend on how it is shared out.
+            state: From `state_dict`, of any rank and any number of ranks: the samples of a batch do not depend on them.
 
         Raises:
             UserError: If the other stream had other data, another seed or another batch size.
         """
-        state = {"samples": state.get("images"), **state}  # as older versions called them
+        state = {"samples": state.get("images"), **state}  # the name in older versions
         for key, own in self._identity().items():
             if state[key] != own:
                 raise UserError(
-                    f"the checkpoint's data has {key}={state[key]}, this run {key}={own}: resume with the same"
+                    f"the checkpoint's data has {key}={state[key]}, this run {key}={own}: resume with the same data, "
+                    "seed and batch size"
                 )
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self.loader.load_state_dict(state["loader"])
@@ -186,7 +186,7 @@ class Streams:
 
     Args:
         train: Training batches.
-        evaluation: Evaluation batches, each sample once over all ranks; a batch may be empty.
+        evaluation: Evaluation batches, with each sample once over all ranks; a batch may be empty.
     """
 
     train: TrainingStream
@@ -194,7 +194,7 @@ class Streams:
 
 
 class EvaluationSet(Protocol):
-    """What a network is evaluated on, whether there is anything to train it on or not."""
+    """A data set on which a network can be evaluated; it need not have training samples."""
 
     @property
     def classes(self) -> int:
@@ -212,30 +212,30 @@ class EvaluationSet(Protocol):
         ...
 
     def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:
-        """Open it, each image once over all ranks, in the batches that one process would have.
+        """Open the images for an evaluation: each image once over all ranks, in the batches of a single process.
 
         Args:
-            batch_size: Images of a batch.
-            shard: Which rank of how many.
+            batch_size: Images per batch.
+            shard: Rank and number of ranks.
 
         Returns:
-            The rank's batches; one rank may have a batch more than another.
+            The rank's batches; one rank may have one batch more than another.
         """
         ...
 
 
 class DataSet(EvaluationSet, Protocol):
-    """A data set that streams can be opened on, again for each training."""
+    """A data set with training and evaluation images, which can be opened anew for each training."""
 
     def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
-        """Open it from the beginning.
+        """Open the data set at the beginning of a training.
 
         Args:
-            batch_size: Images of a step, on all ranks together.
-            seed: Decides the order and the crops, with the epoch's number.
-            shard: Which rank of how many.
+            batch_size: Images per step, on all ranks together.
+            seed: Determines, with the epoch's number, the order and the crops.
+            shard: Rank and number of ranks.
 
         Returns:
-            Both streams.
+            Training batches and evaluation batches.
         """
         ...

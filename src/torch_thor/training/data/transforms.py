@@ -1,11 +1,11 @@
-"""What happens to an image between the decoder and the network.
+"""The transforms of images between the decoder and the network.
 
-Training: random resized crop, flip (He et al. 2016, section 3.4, in torchvision's form). Evaluation: the shorter side
-resized, the centre cropped. Both give uint8; normalisation is a module that runs on the device, so that a quarter of
-the bytes travel there.
+Training: a random resized crop and a random flip (He et al. 2016, section 3.4, in torchvision's form). Evaluation: the
+shorter side is resized and the centre cropped. Both return uint8. The normalisation is a module that runs on the
+device, so that only a quarter of the bytes are copied there.
 
-The randomness of a training crop is a function of (seed, epoch, index of the image): neither the number of workers nor
-processes nor where a run was resumed can change it.
+The random numbers of a training crop are a function of (seed, epoch, index of the image). They do not depend on the
+number of workers or processes, or on where a run was resumed.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     Args:
         seed: The run's seed.
         epoch: Number of the epoch, from 0.
-        index: The image's number in its set.
+        index: The image's index in its data set.
 
     Returns:
-        63 bits.
+        A seed of 63 bits.
     """
     digest = hashlib.sha256(f"{seed},{epoch},{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 class TrainingTransform:
-    """Random crop and flip.
+    """A random crop and a random flip.
 
     Args:
-        options: Sizes and chances.
+        options: The settings of the crop and the flip.
         seed: The run's seed.
     """
 
@@ -51,28 +51,28 @@ class TrainingTransform:
         self.pipeline = v2.Compose([crop, v2.RandomHorizontalFlip(options.flip)])
 
     def __call__(self, image: Tensor, epoch: int, index: int) -> Tensor:
-        """Crop one image; the global random numbers are left as they were.
+        """Crop one image. The state of the global random number generators does not change.
 
         Args:
             image: (3, height, width), uint8.
             epoch: Number of the epoch, from 0.
-            index: The image's number in its set.
+            index: The image's index in its data set.
 
         Returns:
             (3, size, size), uint8.
         """
         with torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would seed the CUDA generators too, which fork_rng does not put back here
+            # torch.manual_seed would also seed the CUDA generators, which this fork_rng does not restore
             torch.default_generator.manual_seed(sample_seed(self.seed, epoch, index))
             cropped: Tensor = self.pipeline(image)
         return cropped
 
 
 class EvaluationTransform:
-    """Resize the shorter side, crop the centre.
+    """Resizes the shorter side and crops the centre.
 
     Args:
-        options: Sizes.
+        options: The settings of the crop.
     """
 
     def __init__(self, options: ImageTransform) -> None:
@@ -84,14 +84,14 @@ class EvaluationTransform:
 
         Args:
             image: (3, height, width), uint8.
-            epoch: Makes no difference.
-            index: Makes no difference.
+            epoch: Not used.
+            index: Not used.
 
         Returns:
             (3, size, size), uint8.
 
         Raises:
-            BrokenImageError: If the image is so narrow that resizing its shorter side would take gigabytes.
+            BrokenImageError: If the image is so narrow that resizing its shorter side would need gigabytes.
         """
         height, width = image.shape[1:]
         if self.resize**2 * max(height, width) > MAX_PIXELS * min(height, width):
@@ -101,11 +101,11 @@ class EvaluationTransform:
 
 
 class Normalize(nn.Module):
-    """uint8 to float32 with mean 0 and deviation 1 a channel, on the device where the images are.
+    """Converts uint8 images to float32 and normalises each channel, on the device of the images.
 
     Args:
-        mean: Of each channel, for pixels in [0, 1].
-        std: Of each channel, for pixels in [0, 1].
+        mean: Mean of each channel, for pixel values in [0, 1].
+        std: Standard deviation of each channel, for pixel values in [0, 1].
     """
 
     mean: Tensor

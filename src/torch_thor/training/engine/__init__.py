@@ -1,1 +1,1 @@
-"""The training loop: steps, precision, processes, evaluation. It knows a task and nothing of images."""
+"""The training loop: steps, precision, processes, evaluation. It uses the interface of a task and no image code."""

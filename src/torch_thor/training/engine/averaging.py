@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, evaluated in their place (Polyak and Juditsky 1992)."""
+"""An exponential moving average of the weights, which is evaluated as well (Polyak and Juditsky 1992)."""
 
 import torch
 from torch import nn
@@ -6,15 +6,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
 def averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
-    """Begin an average.
+    """Create an average of the weights, before the optimizer is built, because a copy would keep the hooks of THOR.
 
     Args:
-        model: The network, on its device; `update_parameters(model)` after each step takes its weights in.
-        decay: Share of the old average that is kept a step; `None` averages nothing.
+        model: The network, on its device.
+        decay: Decay of the average per step; `None` creates no average.
 
     Returns:
-        The average, of parameters and of buffers such as BatchNorm's running averages. To be made before the optimizer:
-        a copy of the network would keep the hooks that THOR puts on it.
+        The average of the parameters and of buffers such as BatchNorm's running statistics. Call its method
+        `update_parameters(model)` after each step.
     """
     if decay is None:
         return None

@@ -1,4 +1,4 @@
-"""Batches as trees of tensors: cut into parts for gradient accumulation, moved to a device."""
+"""Operations on batches, which are trees of tensors: cutting into micro-batches, and moving to a device."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch along its samples, as `torch.Tensor.chunk` does.
+    """Cut a batch into micro-batches of samples, as `torch.Tensor.chunk` does.
 
     Args:
         batch: A tree of tensors with the samples in their first dimension.
-        parts: How many; there may be fewer where the batch has few samples.
+        parts: Number of parts; the result may have fewer if the batch has few samples.
 
     Returns:
-        Trees of the same shape, with views of the tensors.
+        Trees of the same structure, with views of the tensors.
     """
     leaves, shape = tree_flatten(batch)
     chunks = zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)
@@ -26,9 +26,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
     Args:
         batch: The tree.
-        device: Where to.
+        device: The device.
 
     Returns:
-        The tree there.
+        The tree on that device.
     """
     return tree_map(lambda leaf: leaf.to(device), batch)

@@ -1,4 +1,4 @@
-"""Evaluating a network over all processes."""
+"""The evaluation of a network, shared by all processes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,11 +13,11 @@ from torch_thor.training.tasks.task import Batch, EvaluationTask
 
 @dataclass(frozen=True)
 class Score:
-    """What an evaluation gives.
+    """The result of an evaluation.
 
     Args:
-        metrics: Value of each of the task's metrics, by name.
-        terms: Loss terms that they are means over.
+        metrics: The value of each metric of the task, by name.
+        terms: Number of loss terms that were evaluated.
     """
 
     metrics: Mapping[str, float]
@@ -26,15 +26,15 @@ class Score:
 
 @torch.no_grad()
 def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -> Score:
-    """Evaluate a model, together with all processes; its training mode is put back as it was.
+    """Evaluate a model in evaluation mode, then restore its mode. All processes must call it.
 
     Args:
         task: The task.
-        model: The network itself: a wrapper may communicate in each forward pass, and batches may be empty.
-        batches: Batches on the model's device; each sample in one process alone.
+        model: The network without a wrapper, which may communicate in each forward pass, because batches may be empty.
+        batches: Batches on the model's device. Each sample is in the batches of one process only.
 
     Returns:
-        The metrics over all samples of all processes.
+        The metrics over the samples of all processes.
     """
     measured_ones = [metric for metric in task.metrics() if metric.derived is None]
     names = list(dict.fromkeys(name for one in measured_ones for name in (one.name, one.over) if name is not None))
@@ -54,9 +54,9 @@ def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -
     own = {name: torch.stack(values).tolist() if values else [] for name, values in sums.items()}
     everywhere = parallel.gathered((own, terms))
     total = sum(number for _, number in everywhere)
-    # rounded once, so that a sum does not hang on which process had which batch
-    whole = {name: math.fsum(value for part, _ in everywhere for value in part[name]) for name in names}
-    means = {one.name: whole[one.name] / (total if one.over is None else whole[one.over]) for one in measured_ones}
+    # rounded once, so that a sum does not depend on which process had which batch
+    totals = {name: math.fsum(value for part, _ in everywhere for value in part[name]) for name in names}
+    means = {one.name: totals[one.name] / (total if one.over is None else totals[one.over]) for one in measured_ones}
     values = {
         metric.name: means[metric.name] if metric.derived is None else metric.derived(means)
         for metric in task.metrics()

@@ -1,27 +1,34 @@
-"""What a run measured: the loss of each step, the layers it refreshed, the metrics of each evaluation, and when.
+"""The measurements of a run: the loss of each step, the decisions of each refresh, and the metrics of each evaluation.
 
-`seconds` is time spent in training steps alone: evaluations, checkpoints and reports are not in it.
+`seconds` is the time spent in training steps only, without evaluations, checkpoints and reports.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
 
-AVERAGED = "averaged_"  # before the names of metrics of the averaged weights, in files
-OLD_PRIMARY = "top1"  # of evaluations written by versions that knew one task, image classification
+AVERAGED = "averaged_"  # prefix of the metrics of the averaged weights
+OLD_PRIMARY = "top1"  # the primary metric in files of versions that had only image classification
 
 
 @dataclass(frozen=True)
 class StepPoint:
-    """One optimizer step (counted from 1).
+    """The measurements of one optimizer step, over all processes.
 
-    `loss` and `terms` (loss terms, such as images) are over all processes; `terms` is 0 where an older version did not
-    count. `duration` is in seconds, with the `waited` for data in it. `damping` is `None` for optimizers without.
-    `skipped`: a float16 gradient overflowed, and the weights stayed; such a step alone may have a `loss` that is not
-    finite.
+    Args:
+        step: The number of the step, from 1.
+        loss: The training loss. Only in a skipped step it may be infinite or NaN.
+        lr: The learning rate.
+        seconds: Time of all steps so far, in seconds.
+        duration: Time of this step, in seconds, with the time of waiting for data.
+        refresh: Whether the step gathered statistics of the curvature.
+        terms: Number of loss terms, such as images; 0 in files of older versions, which did not count them.
+        waited: Time of waiting for data, in seconds.
+        damping: The damping; `None` for optimizers without damping.
+        skipped: Whether a float16 gradient overflowed, so that the weights were not changed.
     """
 
     step: int
@@ -38,10 +45,15 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """One evaluation, after `step` steps; each metric is an attribute too: `point.loss`, `point.averaged_loss`.
+    """The metrics of one evaluation. Each metric is also an attribute: `point.loss`, `point.averaged_loss`.
 
-    `metrics` are those of the weights, `averaged` those of the averaged weights, if there are any, both by name.
-    `primary` is the metric that decides what is better.
+    Args:
+        step: The number of steps before the evaluation.
+        seconds: Time of these steps, in seconds.
+        metrics: The metrics of the weights, by name.
+        averaged: The metrics of the averaged weights, by name; `None` if there are no averaged weights.
+        primary: The name of the primary metric, which decides which evaluation is better.
+        higher_is_better: Whether larger values of the primary metric are better.
     """
 
     step: int
@@ -52,8 +64,8 @@ class EvalPoint:
     higher_is_better: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        """Return a metric by its name; `None` for a metric of averaged weights where there are none."""
-        if name.startswith("_") or name in self.__dataclass_fields__:  # what copies ask for before there are any
+        """Return a metric by its name, or `None` for a metric of averaged weights if there are none."""
+        if name.startswith("_") or name in self.__dataclass_fields__:  # `copy` looks these up before they exist
             raise AttributeError(name)
         own = name.removeprefix(AVERAGED)
         if own in self.metrics:
@@ -63,23 +75,23 @@ class EvalPoint:
 
     @property
     def value(self) -> float:
-        """The primary metric of what would be used: of the averaged weights where there are any."""
+        """The primary metric of the averaged weights if there are any, and of the weights otherwise."""
         return (self.metrics if self.averaged is None else self.averaged)[self.primary]
 
     def reaches(self, target: float) -> bool:
-        """Tell whether the primary metric is as good as a target.
+        """Return whether the primary metric has reached a target.
 
         Args:
             target: A value of that metric.
 
         Returns:
-            True if it is that or better.
+            True if it is equal to the target or better.
         """
         return self.value >= target if self.higher_is_better else self.value <= target
 
     @property
     def quality(self) -> float:
-        """The primary metric in a form whose larger values are better; what is no number is worst."""
+        """The primary metric with the sign that makes larger values better; NaN counts as the worst value."""
         if math.isnan(self.value):
             return -math.inf
         return self.value if self.higher_is_better else -self.value
@@ -87,10 +99,14 @@ class EvalPoint:
 
 @dataclass(frozen=True)
 class RefreshPoint:
-    """What the step `step` (counted from 1) decided about one layer's curvature.
+    """The decision of the trace rule about one layer on a refresh.
 
-    `decision` is `update`, `keep`, `stop` or `failed`; `trace_change` is Δ, `None` where there was nothing to compare
-    with; `trace` is tr(F + λI) of the new statistics, `None` if it was not finite.
+    Args:
+        step: The number of the step, from 1.
+        layer: The name of the layer.
+        decision: `update`, `keep`, `stop` or `failed`.
+        trace_change: Δ, the relative change of the trace; `None` if there was no earlier trace.
+        trace: tr(F + λI) of the new statistics; `None` if it was not finite.
     """
 
     step: int
@@ -106,12 +122,12 @@ KINDS: dict[str, type[Point]] = {
     "step": StepPoint,
     "refresh": RefreshPoint,
     "eval": EvalPoint,
-}  # within a step, in order
+}  # in the order of events within a step
 
 
 @dataclass
 class History:
-    """The points of one run, in order."""
+    """The points of one run, in order of time."""
 
     steps: list[StepPoint] = field(default_factory=list)
     evaluations: list[EvalPoint] = field(default_factory=list)
@@ -124,53 +140,53 @@ class History:
             target: A value of that metric.
 
         Returns:
-            The evaluation, or `None` if the run never got there.
+            The evaluation, or `None` if the run never reached the target.
         """
         return next((point for point in self.evaluations if point.reaches(target)), None)
 
     @property
     def best(self) -> EvalPoint | None:
-        """The evaluation with the best value of the primary metric, the first of equals; `None` before the first."""
+        """The first evaluation with the best value of the primary metric; `None` before the first evaluation."""
         return max(self.evaluations, key=lambda point: point.quality, default=None)
 
     def median_terms_per_second(self) -> float | None:
-        """Return the median throughput of steps that refreshed nothing, waiting for data included.
+        """Return the median throughput of the steps without a refresh, including the time of waiting for data.
 
         Returns:
-            Loss terms per second, or `None` if no such step is known.
+            Loss terms per second, or `None` if there is no such step.
         """
         rates = [p.terms / p.duration for p in self.steps if not p.refresh and p.terms and p.duration]
         return median(rates) if rates else None
 
     def waiting_share(self) -> float:
-        """Compute the share of the steps' time that was spent waiting for data.
+        """Compute the fraction of the steps' time that was spent waiting for data.
 
         Returns:
-            A share in [0, 1].
+            A fraction in [0, 1].
         """
         seconds = sum(point.duration for point in self.steps)
         return sum(point.waited for point in self.steps) / seconds if seconds else 0.0
 
     def median_duration(self, *, refresh: bool) -> float | None:
-        """Return the median seconds of a step.
+        """Return the median duration of a step.
 
         Args:
-            refresh: Whether to look at the steps that refreshed curvature, or at the others.
+            refresh: Whether to take the steps with a refresh, or those without.
 
         Returns:
-            Seconds, or `None` if there were no such steps.
+            Seconds, or `None` if there are no such steps.
         """
         durations = [point.duration for point in self.steps if point.refresh == refresh]
         return median(durations) if durations else None
 
     def up_to(self, step: int) -> "History":
-        """Return the part of the record that a checkpoint at `step` knows.
+        """Return the part of the record up to a step.
 
         Args:
             step: Optimizer steps done.
 
         Returns:
-            A record without the later points.
+            A record of the points up to that step.
         """
         return History(
             [p for p in self.steps if p.step <= step],
@@ -179,18 +195,18 @@ class History:
         )
 
     def since(self, step: int) -> "History":
-        """Return the part of the record that is newer than a step.
+        """Return the part of the record after a step.
 
         Args:
             step: Optimizer steps done.
 
         Returns:
-            A record of the later points; it costs no more than they are many.
+            A record of the later points. The cost depends on their number only.
         """
         return History(_after(self.steps, step), _after(self.evaluations, step), _after(self.refreshes, step))
 
     def points(self) -> list[Point]:
-        """Return everything in the order in which it happened.
+        """Return all points in order of time.
 
         Returns:
             For each step its own point, then its refreshes, then its evaluation.
@@ -202,113 +218,3 @@ class History:
 
 def _after(points: list[Kind], step: int) -> list[Kind]:
     return points[bisect_right(points, step, key=lambda point: point.step) :]
-
-
-def to_line(point: Point) -> dict[str, Any]:
-    """Write a point as a line of `metrics.jsonl`.
-
-    Args:
-        point: A step, a refresh of a layer or an evaluation.
-
-    Returns:
-        A flat mapping with a `kind` first; numbers that are not finite are `None`, because JSON has no word for them.
-    """
-    kind = next(name for name, cls in KINDS.items() if isinstance(point, cls))
-    return {"kind": kind, **{key: _plain(value) for key, value in _flat(point).items()}}
-
-
-def _flat(point: Point) -> dict[str, Any]:
-    if not isinstance(point, EvalPoint):
-        return asdict(point)
-    averaged = point.averaged or dict.fromkeys(point.metrics)
-    return {
-        "step": point.step,
-        "seconds": point.seconds,
-        **point.metrics,
-        **{f"{AVERAGED}{name}": value for name, value in averaged.items()},
-        "primary": point.primary,
-        "higher_is_better": point.higher_is_better,
-    }
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def from_lines(lines: list[dict[str, Any]]) -> History:
-    """Rebuild a history from the lines of `metrics.jsonl`.
-
-    Args:
-        lines: What `to_line` made, in order; of this version or an older one, whose points had fewer fields.
-
-    Returns:
-        The history.
-    """
-    history = History()
-    lists: dict[str, list[Any]] = {
-        "step": history.steps,
-        "refresh": history.refreshes,
-        "eval": history.evaluations,
-    }
-    for line in lines:
-        kind = line["kind"]
-        lists[kind].append(_point(kind, {key: value for key, value in line.items() if key != "kind"}))
-    return history
-
-
-def _point(kind: str, values: dict[str, Any]) -> Point:
-    if kind == "eval":
-        return _evaluation(values)
-    if kind == "step":
-        if "images" in values:  # what older versions counted
-            values["terms"] = values.pop("images")
-        values["loss"] = _number(values["loss"])
-    return KINDS[kind](**values)
-
-
-def _evaluation(values: dict[str, Any]) -> EvalPoint:
-    own = {item.name: values.pop(item.name) for item in fields(EvalPoint) if item.name in values}
-    averaged = {key.removeprefix(AVERAGED): values.pop(key) for key in list(values) if key.startswith(AVERAGED)}
-    metrics = {name: _number(value) for name, value in values.items()}
-    point = EvalPoint(**own, metrics=metrics)
-    if point.primary not in metrics or "loss" not in metrics:
-        raise KeyError(point.primary if "loss" in metrics else "loss")
-    there = averaged.get(point.primary) is not None or averaged.get("loss") is not None
-    found = {name: _number(value) for name, value in averaged.items()} if there else None
-    return EvalPoint(**own, metrics=metrics, averaged=found)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def to_columns(kind: str, points: Sequence[Point], metrics: Sequence[str]) -> dict[str, list[Any]]:
-    """Write points of one kind as a list for each field, which is much smaller than a mapping for each point.
-
-    Args:
-        kind: A key of `KINDS`.
-        points: Points of that kind.
-        metrics: Names of the metrics of evaluations, which have their columns where there are no points too.
-
-    Returns:
-        Field or metric -> values in order, as they are.
-    """
-    rows = [_flat(point) for point in points]
-    if kind == "eval":
-        names = [*_flat(EvalPoint(0, 0.0, dict.fromkeys(metrics, 0.0)))]
-    else:
-        names = [item.name for item in fields(KINDS[kind])]
-    return {name: [row[name] for row in rows] for name in names}
-
-
-def from_columns(kind: str, columns: Mapping[str, list[Any]]) -> list[Any]:
-    """Rebuild points.
-
-    Args:
-        kind: A key of `KINDS`.
-        columns: What `to_columns` made, of this version or an older one.
-
-    Returns:
-        The points.
-    """
-    return [_point(kind, dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]

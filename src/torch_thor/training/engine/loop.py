@@ -1,4 +1,4 @@
-"""The training loop. Everything that is not arithmetic (files, bars, signals) is a `Callback`."""
+"""The training loop. Everything else (files, progress bars, signals) is a `Callback`."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,13 @@ class Run:
     Args:
         model: The network, on its device.
         optimizer: Its optimizer.
-        task: What it trains, on the same device.
-        config: How long, how large, how often.
-        average: Of the weights, made before the optimizer (see `averaging.averaged`); `None` keeps no average.
+        task: The task, on the same device.
+        config: The settings of the training.
+        average: The average of the weights, which must be created before the optimizer (see `averaging.averaged`);
+            `None` keeps no average.
+
+    Raises:
+        UserError: If the settings do not fit the task or the data.
     """
 
     def __init__(
@@ -53,18 +57,18 @@ class Run:
 
     @property
     def reached(self) -> bool:
-        """Whether the latest evaluation has reached the target at which training ends."""
+        """Whether the latest evaluation has reached the target at which the training ends."""
         evaluations, goal = self.record.evaluations, self.config.stop_at
         return goal is not None and bool(evaluations) and evaluations[-1].reaches(goal)
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Whether the training has ended."""
         return self.step >= self.total_steps or self.reached
 
 
 class Callback:
-    """The base class of what observes a run; every method does nothing unless it is overridden."""
+    """The base class of the observers of a run. Every method does nothing unless it is overridden."""
 
     def before_training(self, run: Run) -> None:
         """Called once; `run.step` is above 0 when a run is resumed.
@@ -78,15 +82,15 @@ class Callback:
 
         Args:
             run: The training.
-            point: What the step measured.
+            point: The measurements of the step.
         """
 
     def after_refresh(self, run: Run, points: Sequence[RefreshPoint]) -> None:
-        """Called after each step that decided about the curvature of one layer or more, after `after_step`.
+        """Called after each step with a refresh, after `after_step`.
 
         Args:
             run: The training.
-            points: What it decided, layer by layer.
+            points: The decisions of the trace rule, one for each layer that was due.
         """
 
     def after_evaluation(self, run: Run, point: EvalPoint) -> None:
@@ -94,11 +98,11 @@ class Callback:
 
         Args:
             run: The training.
-            point: What the evaluation measured.
+            point: The metrics of the evaluation.
         """
 
     def at_boundary(self, run: Run) -> None:
-        """Called after each step and the evaluation that belongs to it: the place to save or to stop.
+        """Called after each step and its evaluation, if any. Saving a checkpoint and stopping belong here.
 
         Args:
             run: The training.
@@ -113,14 +117,17 @@ class Callback:
 
 
 def train(run: Run, callbacks: Sequence[Callback] = ()) -> History:
-    """Train from `run.step` to the last step of the training, or to the target that ends it.
+    """Train from `run.step` to the last step, or until the target is reached.
 
     Args:
-        run: A new training, or one that a checkpoint was loaded into.
-        callbacks: Called at each event, in this order.
+        run: A new run, or one into which a checkpoint was loaded.
+        callbacks: The observers, which are called in this order.
 
     Returns:
-        The loss at every step, what every refresh decided, and the metrics of every evaluation.
+        The record of all steps, refreshes and evaluations.
+
+    Raises:
+        DivergedError: If the loss or a gradient is no longer finite.
     """
     for callback in callbacks:
         callback.before_training(run)

@@ -1,6 +1,6 @@
-"""Training on several processes, as `torchrun` starts them: their ranks and their communication.
+"""Training on several processes that `torchrun` has started: their ranks and their communication.
 
-Without `torchrun` there is one process, and nothing here communicates.
+Without `torchrun` there is one process, and no function of this module communicates.
 """
 
 import gc
@@ -19,16 +19,16 @@ from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn a recipe's device into torch's.
+    """Return the device that a recipe names.
 
     Args:
-        name: `auto` or a device name; under `torchrun` `auto` and `cuda` are this process's own GPU.
+        name: `auto` or the name of a device. Under `torchrun`, `auto` and `cuda` stand for the GPU of this process.
 
     Returns:
         The device.
 
     Raises:
-        UserError: If torch does not know the name or has no such device.
+        UserError: If torch does not know the name or there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,10 +44,10 @@ def resolve_device(name: str) -> torch.device:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
-    """Use so many threads of the CPU while the block runs.
+    """Set the number of CPU threads while the block runs.
 
     Args:
-        count: How many; `None` leaves torch's choice.
+        count: Number of threads; `None` leaves the choice to torch.
 
     Yields:
         Nothing.
@@ -62,13 +62,15 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def processes(device: torch.device) -> Iterator[None]:
-    """Join the other processes that `torchrun` has started; NCCL for GPUs, gloo for CPUs.
+    """Create the process group while the block runs, if `torchrun` has started this process.
+
+    The backend is NCCL for GPUs and gloo for CPUs.
 
     Args:
-        device: This process's.
+        device: The device of this process.
 
     Yields:
-        While the group exists.
+        Nothing.
     """
     if not dist.is_torchelastic_launched() or dist.is_initialized():
         yield
@@ -81,21 +83,21 @@ def processes(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        gc.collect()  # a DDP wrapper in a reference cycle goes before the group that it holds, not at the program's end
+        gc.collect()  # frees DDP wrappers in reference cycles before the group that they use is destroyed
         dist.destroy_process_group()
 
 
 def shard() -> Shard:
-    """Which process this is.
+    """Return the rank of this process and the number of processes.
 
     Returns:
-        Its rank, and how many there are.
+        Both, as a `Shard`.
     """
     return Shard(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Shard()
 
 
 def local_processes() -> int:
-    """Return how many training processes run on this machine.
+    """Return the number of training processes on this machine.
 
     Returns:
         The number; 1 without `torchrun`.
@@ -104,7 +106,7 @@ def local_processes() -> int:
 
 
 def is_first() -> bool:
-    """Tell whether this process is the one that writes files and prints.
+    """Return whether this process is the one that writes files and prints.
 
     Returns:
         True on rank 0, and without `torchrun`.
@@ -113,26 +115,26 @@ def is_first() -> bool:
 
 
 def rank_zero_print(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Who says what all processes have to say.
+    """Make a function that prints a line on rank 0 only.
 
     Args:
-        say: Takes a line.
+        say: Prints a line.
 
     Returns:
-        `say` on rank 0, silence elsewhere.
+        `say` on rank 0, and a function that does nothing on the other ranks.
     """
     return say if is_first() else lambda _: None
 
 
 def total(values: list[float], device: torch.device) -> list[float]:
-    """Sum numbers over all processes; every one must call it.
+    """Sum numbers over all processes. Every process must call it.
 
     Args:
-        values: This process's numbers.
-        device: A device that the group can communicate from.
+        values: The numbers of this process.
+        device: A device that the backend of the group supports.
 
     Returns:
-        The sums, the same bits on all.
+        The sums, which are bit for bit the same on all processes.
     """
     if shard().world_size == 1:
         return values
@@ -143,13 +145,13 @@ def total(values: list[float], device: torch.device) -> list[float]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Collect a picklable object from all processes; every one must call it.
+    """Collect a picklable object from every process. Every process must call it.
 
     Args:
-        value: This process's.
+        value: The object of this process.
 
     Returns:
-        One for each rank, in their order.
+        One object for each rank, in the order of the ranks.
     """
     world = shard().world_size
     if world == 1:
@@ -161,22 +163,22 @@ def gathered(value: Any) -> list[Any]:
 
 @contextmanager
 def agreed() -> Iterator[None]:
-    """Do something that may fail on some processes and not on others; if it does on one, it fails on all.
+    """Raise on every process if the block fails on any of them. Every process must enter it.
 
-    Else those that are well would wait for ever for those that are not. Every process must enter.
+    Without it, the other processes would wait forever for one that has failed.
 
     Yields:
-        For the block that may fail.
+        Nothing.
 
     Raises:
-        UserError: On the first process that failed.
-        ElsewhereError: On all others, with its words.
+        UserError: On the first process on which the block failed.
+        ElsewhereError: On all others, with the same message.
     """
     error = None
     try:
         yield
-    except UserError as mine:
-        error = mine
+    except UserError as raised:
+        error = raised
     messages = gathered(None if error is None else str(error))
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is None:
@@ -187,14 +189,14 @@ def agreed() -> Iterator[None]:
 
 
 def wrap(model: nn.Module, device: torch.device) -> nn.Module:
-    """Make a model average its gradients over all processes.
+    """Wrap a model with `DistributedDataParallel`, which averages gradients over all processes.
 
     Args:
         model: The network, on its device.
         device: That device.
 
     Returns:
-        The network itself where there is one process.
+        The wrapper, or the network itself if there is only one process.
     """
     if shard().world_size == 1:
         return model
@@ -204,13 +206,13 @@ def wrap(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give every process the first one's buffers; every one must call it.
+    """Copy the buffers of rank 0 to every process. Every process must call it.
 
-    Each process has running averages (BatchNorm's) of the batches that it saw last. A checkpoint holds the first one's,
-    so an evaluation must use those too.
+    The running statistics of BatchNorm differ between the processes, because each has seen other batches. A checkpoint
+    contains those of rank 0, so an evaluation must use them too.
 
     Args:
-        model: The network, on the device that the group communicates from.
+        model: The network, on a device that the backend of the group supports.
     """
     if shard().world_size > 1:
         for buffer in model.buffers():
@@ -218,13 +220,15 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def without_averaging(network: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes that leave gradients to this process, because more are to come in the same step.
+    """Return a context in which backward passes do not average gradients over the processes.
+
+    It is for all micro-batches of a step except the last.
 
     Args:
-        network: From `wrap`, compiled or not.
+        network: The network from `wrap`, compiled or not.
 
     Returns:
-        A context manager.
+        The context manager.
     """
     inner = getattr(network, "_orig_mod", network)  # torch.compile's wrapper
     context: AbstractContextManager[None] = (

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, and for float16 a loss scale that keeps small gradients from vanishing.
+"""Mixed precision: autocast, and for float16 a loss scale that prevents underflow of small gradients.
 
 Weights, optimizer state and curvature stay float32 (Micikevicius et al. 2018).
 """
@@ -11,23 +11,23 @@ from torch import Tensor
 from torch_thor.training.config.run_config import PRECISIONS
 from torch_thor.training.errors import UserError
 
-NEVER = 2**31 - 1  # steps: a fixed scale does not grow
-MOST_SKIPPED = 50  # steps in a row
+NEVER = 2**31 - 1  # growth interval in steps of a fixed scale, which never grows
+MOST_SKIPPED = 50  # consecutive skipped steps that are an error
 
 
 class Precision:
-    """How a step computes.
+    """The precision of a training step.
 
     Args:
         name: A key of `PRECISIONS`.
-        loss_scale: With fp16, a fixed scale, or `None` for one that halves at each overflow and doubles after 2,000
-            steps without (torch's defaults).
-        device: Where the network is.
+        loss_scale: With fp16, a fixed scale. `None` is a scale that is halved after each overflow and doubled after
+            2,000 steps without overflow (torch's defaults).
+        device: The device of the network.
     """
 
     def __init__(self, name: str, loss_scale: float | None, device: torch.device) -> None:
         self.dtype, self.device = PRECISIONS[name], device
-        self.fixed = None if loss_scale is None else float(loss_scale)  # torch takes no int
+        self.fixed = None if loss_scale is None else float(loss_scale)  # torch does not accept an int
         scaling = self.dtype == torch.float16
         options = {} if self.fixed is None else {"init_scale": self.fixed, "growth_interval": NEVER}
         self.scaler = torch.amp.GradScaler(device.type, enabled=scaling, **options)  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ class Precision:
         """Return the context of a forward pass.
 
         Returns:
-            Autocast to the chosen precision; nothing for fp32.
+            Autocast to the chosen precision; it has no effect for fp32.
         """
         context: AbstractContextManager[None] = torch.autocast(
             self.device.type, self.dtype, enabled=self.dtype != torch.float32
@@ -45,10 +45,10 @@ class Precision:
         return context
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients, scaled if there is a scale.
+        """Compute the gradients of the loss, multiplied by the loss scale if there is one.
 
         Args:
-            loss: A number.
+            loss: The loss, a tensor without dimensions.
         """
         self.scaler.scale(loss).backward()
 
@@ -62,7 +62,7 @@ class Precision:
             Whether the step was taken.
 
         Raises:
-            UserError: If far too many steps in a row overflow.
+            UserError: If `MOST_SKIPPED` consecutive steps overflow.
         """
         if not self.scaler.is_enabled():
             optimizer.step()
@@ -70,27 +70,27 @@ class Precision:
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
-        taken = self.scaler.get_scale() >= before  # it is lowered where a gradient overflowed, and only there
+        taken = self.scaler.get_scale() >= before  # the scale decreases only after an overflow
         self._skipped_in_a_row = 0 if taken else self._skipped_in_a_row + 1
         if self._skipped_in_a_row >= MOST_SKIPPED:
             raise UserError(
-                f"{MOST_SKIPPED} steps in a row overflowed float16, the loss scale is {self.scaler.get_scale():g}: "
-                "lower lr, or use precision=bf16"
+                f"{MOST_SKIPPED} consecutive steps overflowed float16, and the loss scale is "
+                f"{self.scaler.get_scale():g}: lower lr, or use precision=bf16"
             )
         if self.fixed is not None and not taken:
             self.scaler.update(new_scale=self.fixed)
         return taken
 
     def state_dict(self) -> dict[str, object]:
-        """Return the scale.
+        """Return the state of the loss scale.
 
         Returns:
-            Plain values; empty without a scale.
+            Plain values; empty if there is no loss scale.
         """
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on with a scale.
+        """Restore the state of the loss scale.
 
         Args:
             state: From `state_dict`.

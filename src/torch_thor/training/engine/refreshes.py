@@ -1,4 +1,4 @@
-"""The refreshes of THOR as the application records them; other optimizers have none."""
+"""The refreshes of THOR, as the application records them. Other optimizers have none."""
 
 import math
 from collections.abc import Mapping
@@ -11,23 +11,23 @@ from torch_thor.training.engine.history import RefreshPoint
 
 
 def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, LayerCurvature]:
-    """Return the layers whose curvature an optimizer keeps.
+    """Return the layers with curvature of an optimizer.
 
     Args:
         optimizer: Any optimizer.
 
     Returns:
-        Module name to layer curvature; empty for first-order optimizers.
+        The curvature of each layer by module name; empty for first-order optimizers.
     """
     return optimizer.curvature if isinstance(optimizer, THOR) else {}
 
 
 def refresh_points(optimizer: torch.optim.Optimizer, step: int) -> list[RefreshPoint]:
-    """Return what the latest step decided about the curvature.
+    """Return the decisions of the trace rule in the latest step.
 
     Args:
         optimizer: Any optimizer.
-        step: The step's number, from 1.
+        step: The number of the step, from 1.
 
     Returns:
         One point for each layer that was due; empty for first-order optimizers.
@@ -46,11 +46,11 @@ def refresh_points(optimizer: torch.optim.Optimizer, step: int) -> list[RefreshP
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None  # JSON has no word for the others
+    return value if value is not None and math.isfinite(value) else None  # JSON has no infinity and no NaN
 
 
 def refresh_due(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether the coming step gathers statistics, whatever the trace rule then does with them.
+    """Return whether the next step gathers statistics of any layer, whatever the trace rule then decides.
 
     Args:
         optimizer: Any optimizer.
@@ -62,13 +62,13 @@ def refresh_due(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_to_refresh(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return how many steps come before the next one that gathers statistics.
+    """Return the number of steps before the next refresh.
 
     Args:
         optimizer: Any optimizer.
 
     Returns:
-        0 if it is the coming one; `None` if none will come, because there are no layers or all have stopped.
+        0 if the next step is a refresh; `None` if there will be none, because there are no layers or all have stopped.
     """
     if refresh_due(optimizer):
         return 0

@@ -1,4 +1,4 @@
-"""Setting an optimizer's learning rate and damping from their schedules, and checking that these fit the training."""
+"""Setting the learning rate and the damping from their schedules, and checking that schedules fit the training."""
 
 import torch
 
@@ -15,11 +15,11 @@ def apply(
     steps_per_epoch: int,
     total_steps: int,
 ) -> None:
-    """Set one setting of every parameter group for the coming step, from the value that it started with.
+    """Set the learning rate or the damping of every parameter group for the next step.
 
     Args:
         optimizer: Any optimizer.
-        key: `lr` or `damping`; a group without the key is left alone.
+        key: `lr` or `damping`; groups without the key are not changed.
         spec: The schedule.
         step: Steps already taken (0 for the first).
         steps_per_epoch: Optimizer steps in one epoch.
@@ -42,11 +42,15 @@ def check(
     """Refuse a schedule that does not fit the training, before its first step.
 
     Args:
-        optimizer: The optimizer, as it starts.
+        optimizer: The optimizer with its initial settings.
         key: `lr` or `damping`.
-        spec: Its schedule.
+        spec: The schedule.
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
+
+    Raises:
+        UserError: If warm-up or horizon do not fit the length of the training, `end` is above the initial value, or the
+            damping would become 0.
     """
     name = "schedule" if key == "lr" else f"{key}_schedule"
     epochs = total_steps / steps_per_epoch
@@ -60,7 +64,7 @@ def check(
         horizon, field, training = spec.horizon_steps, "horizon_steps", f"{total_steps} steps"
     require(
         spec.kind not in BOUNDED or spec.horizon(steps_per_epoch, total_steps) >= total_steps,
-        f"{name}.{field}={horizon} is shorter than the training ({training}), and {key} would be 0 or no number "
+        f"{name}.{field}={horizon} is shorter than the training ({training}), and {key} would be 0 or undefined "
         f"after it: raise it to that or more, or lower epochs",
     )
     for group in optimizer.param_groups:
@@ -70,11 +74,11 @@ def check(
         final = None if spec.end is None else spec.end / initial
         require(
             final is None or spec.kind not in FALLS or final <= 1,
-            f"{name}.end={spec.end} is above {key}={initial}, where {spec.kind} starts: lower it",
+            f"{name}.end={spec.end} is above the initial {key}={initial}, and {spec.kind} can only decrease: lower it",
         )
         last = factor(spec, total_steps - 1, steps_per_epoch, total_steps, final)
         require(
             key == "lr" or last > 0,
-            f"{name}: {spec.kind} brings {key} to 0 at the last step, and it must stay above: "
-            "give horizon_epochs or horizon_steps above the training's length",
+            f"{name}: {spec.kind} sets {key} to 0 in the last step, but it must stay above 0: give horizon_epochs or "
+            "horizon_steps above the length of the training",
         )

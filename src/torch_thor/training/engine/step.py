@@ -1,4 +1,4 @@
-"""One step of training: forward, backward, the optimizer's step; in parts, in mixed precision, on several processes."""
+"""One step of the training: forward and backward passes, perhaps in micro-batches, and the step of the optimizer."""
 
 import math
 from contextlib import nullcontext
@@ -18,12 +18,12 @@ from torch_thor.training.tasks.task import Batch, Loss, Task
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found, over all processes.
+    """The result of a step, over all processes.
 
     Args:
-        loss: Mean over its loss terms, as it is trained on.
-        terms: How many.
-        skipped: Whether the optimizer's step was left out because a float16 gradient overflowed.
+        loss: The training loss, a mean over the loss terms.
+        terms: The number of loss terms.
+        skipped: Whether the optimizer's step was skipped because a float16 gradient overflowed.
     """
 
     loss: float
@@ -35,10 +35,10 @@ class Stepper:
     """Takes the steps of a training.
 
     Args:
-        model: The network, on its device; its weights are trained in place.
+        model: The network, on its device; its weights are changed in place.
         optimizer: Its optimizer.
-        task: Its loss.
-        config: Parts, precision, compilation.
+        task: The task, which computes the loss.
+        config: The settings of accumulation, precision and compilation.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, config: RunConfig) -> None:
@@ -53,11 +53,11 @@ class Stepper:
         """Take one step.
 
         Args:
-            batch: Of this process, with one loss term or more.
-            step: Its number, from 1, for messages.
+            batch: The batch of this process, with at least one loss term.
+            step: The number of the step, from 1, for messages.
 
         Returns:
-            What it found.
+            The loss, and whether the step was skipped.
 
         Raises:
             DivergedError: If the loss or a gradient is not finite.
@@ -84,7 +84,7 @@ class Stepper:
         except FloatingPointError as error:  # THOR refuses a gradient that is not finite
             raise DivergedError(f"step {step}: {error}") from error
         self.optimizer.zero_grad()
-        # host-device synchronisation: the step is timed, and its loss is recorded
+        # host-device synchronisation, because the step is timed and its loss recorded
         weighted, count = parallel.total([loss.item() * whole, float(whole)], self.task.device)
         value = weighted / count
         if not math.isfinite(value) and taken:
@@ -96,11 +96,11 @@ class Stepper:
 
 
 class _ThorInputs:
-    """Tells THOR the loss terms and the row mask of each step; values that the user has set stay as they are.
+    """Sets THOR's `loss_terms` and `row_mask` for each step, unless the user has set them.
 
     Args:
         optimizer: The optimizer.
-        seed: Decides which labels are drawn, where it samples them.
+        seed: The seed of the labels that are drawn with `fisher="sampled"`.
     """
 
     def __init__(self, optimizer: THOR, seed: int) -> None:
@@ -109,30 +109,30 @@ class _ThorInputs:
         self._mask: Tensor | None = None
 
     def of_step(self, terms: int) -> None:
-        """Set the number of loss terms of a step, where the scale of output gradients matters.
+        """Set the number of loss terms of a step, if THOR needs it to scale output gradients.
 
         Args:
-            terms: Of all parts, on this process.
+            terms: The loss terms of all micro-batches on this process.
         """
-        if self.optimizer.scaling is not None:  # of A alone, whatever N is
+        if self.optimizer.scaling is not None:  # the factor A does not depend on the number of loss terms
             return
         if self.optimizer.loss_terms == self._terms:
             self.optimizer.loss_terms = self._terms = terms
 
     def before_forward(self, mask: Tensor | None) -> None:
-        """Set which rows of a forward pass count.
+        """Set the rows of a forward pass that enter the statistics.
 
         Args:
-            mask: As THOR takes it; `None` is all.
+            mask: The row mask, True for rows that count; `None` stands for all rows.
         """
         if self.optimizer.row_mask is self._mask:
             self.optimizer.row_mask = self._mask = mask
 
     def after_forward(self, loss: Loss) -> None:
-        """Have THOR draw labels from the predictions, if its statistics come from these.
+        """Let THOR draw labels from the predictions, with `fisher="sampled"`.
 
         Args:
-            loss: Of the forward pass, not differentiated yet.
+            loss: The loss of the forward pass, before the backward pass.
         """
         if self.optimizer.fisher == "sampled":
             self.optimizer.sample_fisher(loss.output, loss.distribution, dim=loss.dim, seed=self.seed)

@@ -1,4 +1,4 @@
-"""Throughput over some steps of a training, and the share of their time that was spent waiting for data."""
+"""The throughput of some steps of a training, and the fraction of their time that was spent waiting for data."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,16 @@ from torch_thor.training.engine.history import StepPoint
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a stretch of steps was like.
+    """A summary of consecutive steps.
 
-    `loss` is the mean of those that are finite. `terms_per_second` counts the time of all its steps, waiting and
-    refreshes included, but no evaluation; `None` where loss terms were not counted. `ordinary_seconds` and
-    `refresh_seconds` are medians a step, of the steps without and with a refresh; `None` where there was none.
-    `waited_seconds` is a mean a step, `waiting` the share of the time that went by waiting for data.
+    Args:
+        loss: The mean of the finite losses; `None` if there is none.
+        terms_per_second: Loss terms per second of all steps, including refreshes and the time of waiting for data;
+            `None` if loss terms were not counted.
+        ordinary_seconds: Median duration of the steps without a refresh; `None` if there is none.
+        refresh_seconds: Median duration of the steps with a refresh; `None` if there is none.
+        waited_seconds: Mean time per step of waiting for data, in seconds.
+        waiting: Fraction of the time that was spent waiting for data.
     """
 
     loss: float | None
@@ -27,13 +31,13 @@ class Throughput:
 
 
 def throughput(points: Sequence[StepPoint]) -> Throughput:
-    """Sum up a stretch of steps.
+    """Summarise consecutive steps.
 
     Args:
         points: One step or more.
 
     Returns:
-        What they were like.
+        The summary.
     """
     seconds = sum(point.duration for point in points)
     terms = sum(point.terms for point in points)

@@ -1,22 +1,22 @@
-"""The deep autoencoder of the K-FAC literature (Hinton and Salakhutdinov 2006; Martens and Grosse 2015), made small."""
+"""A smaller version of the deep autoencoder of Hinton and Salakhutdinov (2006) and Martens and Grosse (2015)."""
 
 import itertools
 from collections.abc import Sequence
 
 from torch import nn
 
-HIDDEN = (128, 64, 32, 12, 32, 64, 128)  # 12 numbers are the code
+HIDDEN = (128, 64, 32, 12, 32, 64, 128)  # the code has 12 numbers
 
 
 def deep_autoencoder(pixels: int, hidden: Sequence[int] = HIDDEN) -> nn.Module:
-    """Linear layers with tanh between them; the code is linear, and the outputs are logits of pixels.
+    """Build an autoencoder of linear layers with tanh between them. The code is linear; the outputs are pixel logits.
 
     Args:
-        pixels: Numbers that an image has.
-        hidden: Widths between input and output; the code is the smallest.
+        pixels: Number of values per image.
+        hidden: Widths of the hidden layers; the narrowest one is the code.
 
     Returns:
-        The network, (N, pixels) to (N, pixels), with Glorot's uniform weights and biases of 0.
+        The network, from (N, pixels) to (N, pixels). Weights are initialised by Glorot's uniform rule, biases with 0.
     """
     layers: list[nn.Module] = []
     widths, code = (pixels, *hidden, pixels), hidden.index(min(hidden))

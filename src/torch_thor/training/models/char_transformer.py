@@ -8,7 +8,7 @@ WIDTH, HEADS, DEPTH = 64, 4, 2
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: causal attention, then a perceptron."""
+    """A pre-norm transformer block: causal self-attention, then a feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """Scores of the next characters.
+    """A transformer that returns the logits of the next character.
 
     Args:
-        symbols: Different characters.
-        context: Longest window, in characters.
+        symbols: Number of different characters.
+        context: Largest length of a window, in characters.
     """
 
     def __init__(self, symbols: int, context: int) -> None:
@@ -49,13 +49,13 @@ class CharTransformer(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Score the next character at each place.
+        """Compute the logits of the next character at each position.
 
         Args:
-            x: Character codes, (N, L), int64, L at most the context.
+            x: Character codes, (N, L), int64, where L is at most `context`.
 
         Returns:
-            (N, L, symbols).
+            Logits, (N, L, symbols).
         """
         places = self.places(torch.arange(x.shape[1], device=x.device))
         scores: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + places)))

@@ -1,6 +1,6 @@
-"""The networks that a recipe can name: the small ones here, torchvision's and timm's.
+"""The image classifiers that a recipe can name: the small ones in this module, and those of torchvision and timm.
 
-Each one is built from (channels of the images, number of classes).
+Each is built from the channels of the images and the number of classes.
 """
 
 from collections import OrderedDict
@@ -18,9 +18,9 @@ class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions and a shortcut (He et al., 2016), with a projection where the shape changes.
 
     Args:
-        in_channels: Channels coming in.
-        channels: Channels going out.
-        stride: Of the first convolution and of the projection.
+        in_channels: Number of input channels.
+        channels: Number of output channels.
+        stride: Stride of the first convolution and of the projection.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
@@ -48,7 +48,7 @@ class BasicBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """Three stages of one basic block each, 16, 32 and 64 wide: 0.08 million weights, for 28 x 28 images.
+    """A residual network of three basic blocks with 16, 32 and 64 channels: 0.08 million weights, for 28 x 28 images.
 
     Args:
         in_channels: Channels of the images.
@@ -73,7 +73,7 @@ class SmallResNet(nn.Module):
             images: (N, in_channels, H, W).
 
         Returns:
-            Scores, (N, classes).
+            Logits, (N, classes).
         """
         features = self.stages(functional.relu(self.norm1(self.conv1(images))))
         scores: Tensor = self.head(features.mean(dim=(2, 3)))
@@ -81,14 +81,14 @@ class SmallResNet(nn.Module):
 
 
 def small_cnn(in_channels: int, classes: int) -> nn.Module:
-    """Two convolutions, a pooling between them, one hidden layer: for the 8 x 8 digits.
+    """Build a network of two convolutions with a pooling layer between them, and one hidden linear layer.
 
     Args:
         in_channels: Channels of the images.
         classes: Number of classes.
 
     Returns:
-        The network, for images of 8 x 8.
+        The network, for images of 8 x 8 pixels.
     """
     return nn.Sequential(
         OrderedDict(
@@ -106,10 +106,10 @@ def small_cnn(in_channels: int, classes: int) -> nn.Module:
 
 
 def cifar_resnet18(in_channels: int, classes: int) -> nn.Module:
-    """Build torchvision's ResNet-18 with the stem of He et al. 2016, section 4.2, for images of 32 x 32.
+    """Build torchvision's ResNet-18 with the stem of He et al. 2016, section 4.2, for images of 32 x 32 pixels.
 
-    A 3 x 3 convolution of stride 1 and no pooling in the place of 7 x 7, stride 2, and pooling, which would leave an
-    image of 8 x 8 to the first stage.
+    The stem is a 3 x 3 convolution with stride 1 and no pooling. The usual stem (7 x 7, stride 2, pooling) would reduce
+    such an image to 8 x 8 before the first stage.
 
     Args:
         in_channels: Channels of the images.
@@ -118,7 +118,7 @@ def cifar_resnet18(in_channels: int, classes: int) -> nn.Module:
     Returns:
         The network.
     """
-    from torchvision.models import resnet18  # slow to import, needed for this network alone
+    from torchvision.models import resnet18  # slow to import, and needed for this network only
 
     model: nn.Module = resnet18(num_classes=classes)
     model.conv1 = nn.Conv2d(in_channels, 64, 3, padding=1, bias=False)
@@ -135,13 +135,13 @@ MODELS: dict[str, Callable[[int, int], nn.Module]] = {
 
 
 def check_name(name: str) -> None:
-    """Refuse what is not a network to train.
+    """Refuse a name that is not an image classifier.
 
     Args:
-        name: As `build_model` takes it.
+        name: A key of `MODELS`, or a name of torchvision or timm.
 
     Raises:
-        UserError: If it is neither ours nor a classifier of torchvision's or timm's.
+        UserError: If there is no such network, or it does not classify images.
     """
     if name in MODELS:
         return
@@ -153,19 +153,22 @@ def check_name(name: str) -> None:
 
 
 def _in_library(name: str) -> LibraryModel:
-    return find_model(name, list(MODELS), f"ours are {', '.join(MODELS)}")
+    return find_model(name, list(MODELS), f"torch-thor itself has {', '.join(MODELS)}")
 
 
 def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
     """Build a network with torch's global random numbers (seed them first).
 
     Args:
-        name: A key of `MODELS`, or a name of torchvision's or timm's.
+        name: A key of `MODELS`, or a name of torchvision or timm.
         in_channels: Channels of the images.
         classes: Number of classes.
 
     Returns:
         The network, on the CPU, in training mode.
+
+    Raises:
+        UserError: If there is no such network, or it cannot be built.
     """
     check_name(name)
     if name in MODELS:
@@ -175,16 +178,16 @@ def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
 
 @torch.no_grad()
 def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes: int) -> None:
-    """Refuse a network that cannot take the images; its weights, running averages and mode stay.
+    """Refuse a network that cannot process the images. Its weights, running statistics and mode do not change.
 
     Args:
-        name: What the recipe calls it.
+        name: The name of the network in the recipe.
         model: The network, on its device.
         image_shape: (C, H, W).
         classes: Number of classes.
 
     Raises:
-        UserError: If it fails on such images, or returns anything but scores (N, classes).
+        UserError: If it fails on such images, or does not return logits (N, classes).
     """
     size = " x ".join(str(length) for length in image_shape)
     parameter = next(model.parameters())
@@ -194,7 +197,7 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
         scores = model.eval()(images)
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(
-            f"model={name} does not take the data's images ({size}): {first_line(error)}; use another model, or other "
+            f"model={name} cannot process the data's images ({size}): {first_line(error)}; use another model, or other "
             "data"
         ) from error
     finally:
@@ -202,22 +205,22 @@ def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes:
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     require(
         shape == (2, classes),
-        f"model={name} gives {shape} for 2 images ({size}) and not scores (2, {classes}): use a classifier",
+        f"model={name} returns {shape} for 2 images ({size}) instead of logits (2, {classes}): use a classifier",
     )
 
 
 def check_head(outputs: int, classes: int) -> None:
-    """Check that every label has an output.
+    """Check that the network has an output for every class.
 
     Args:
-        outputs: Outputs of the network's last layer.
-        classes: Classes of the data.
+        outputs: Number of outputs of the network.
+        classes: Number of classes in the data.
 
     Raises:
-        UserError: If a label lies outside the head.
+        UserError: If there are fewer outputs than classes.
     """
     if outputs < classes:
         raise UserError(
-            f"the data has {classes} classes, the network {outputs} outputs: labels {outputs} to {classes - 1} lie "
-            f"outside its head; leave classes=null, or set classes={classes} or more"
+            f"the data has {classes} classes, and the network only {outputs} outputs: leave classes=null, or set "
+            f"classes={classes} or more"
         )

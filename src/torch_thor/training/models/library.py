@@ -1,6 +1,6 @@
-"""Networks of torchvision and timm by name, with random weights; pretrained weights are never downloaded.
+"""Networks of torchvision and timm by name, with random weights. Pretrained weights are never downloaded.
 
-A name is `torchvision:NAME`, `timm:NAME`, or bare: torchvision's where both know it.
+A name is `torchvision:NAME`, `timm:NAME`, or just `NAME`, which is torchvision's if both libraries have it.
 """
 
 import difflib
@@ -18,12 +18,12 @@ BUILD_ERRORS = (TypeError, ValueError, RuntimeError, AssertionError, NotImplemen
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A network that one of the libraries has.
+    """A network of one of the libraries.
 
     Args:
-        word: What the user called it.
+        word: The name that the user gave.
         library: `torchvision:` or `timm:`.
-        name: Its name there.
+        name: Its name in the library.
     """
 
     word: str
@@ -31,7 +31,7 @@ class LibraryModel:
     name: str
 
     def build(self) -> nn.Module:
-        """Build it as the library has it by default.
+        """Build the network with the library's defaults.
 
         Returns:
             The network.
@@ -39,24 +39,27 @@ class LibraryModel:
         return self._build()
 
     def build_classifier(self, channels: int, classes: int) -> nn.Module:
-        """Build it for images and classes of one's own.
+        """Build the network for the user's images and classes.
 
-        timm fits the first layer to any number of channels. Torchvision's networks take three, and are not changed.
+        timm adapts the first layer to any number of channels. The networks of torchvision need three.
 
         Args:
             channels: Channels of the images.
             classes: Number of classes.
 
         Returns:
-            The network; it returns scores (N, classes) and nothing beside them, in training too.
+            The network. It returns only logits (N, classes), also in training mode.
+
+        Raises:
+            UserError: If the network cannot be built for them.
         """
         self.check_classifier()
         if self.library == TIMM:
             return self._build(num_classes=classes, in_chans=channels)
         require(
             channels == 3,
-            f"model={self.word} takes images of 3 channels and the data has {channels}: use one of timm's networks "
-            f"({TIMM}{self.name}, if it has it), which take any number, or one of ours",
+            f"model={self.word} takes images of 3 channels, and those of the data have {channels}: use a network of "
+            f"timm ({TIMM}{self.name}, if it exists), which takes any number, or one of torch-thor itself",
         )
         options: dict[str, Any] = {"num_classes": classes}
         if self.name in {"googlenet", "inception_v3"}:  # with their auxiliary heads they return three tensors
@@ -64,7 +67,11 @@ class LibraryModel:
         return self._build(**options)
 
     def check_classifier(self) -> None:
-        """Refuse a network of torchvision's that does not classify images (it segments, detects, ...)."""
+        """Refuse a network of torchvision that does not classify images but segments, detects, and so on.
+
+        Raises:
+            UserError: If it is such a network.
+        """
         if self.library == TORCHVISION:
             import torchvision
 
@@ -92,18 +99,18 @@ class LibraryModel:
 
 
 def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
-    """Look a network up by name.
+    """Find a network by name.
 
     Args:
         word: The name, with or without its library.
         own: Other names that the user may have meant.
-        otherwise: What to do if neither library knows it, in a few words.
+        otherwise: The remedy in the error message if neither library has the network.
 
     Returns:
         The network.
 
     Raises:
-        UserError: If there is no such network, or timm is missing, which may know it.
+        UserError: If there is no such network, or timm, which might have it, is not installed.
     """
     known = list(own)
     if not word.startswith(TIMM):
@@ -123,7 +130,7 @@ def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
         import timm
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{word} is not a torchvision model{nearest(name, known)}, and timm, which may know it, is missing: "
+            f"{word} is not a torchvision model{nearest(name, known)}, and timm, which may have it, is not installed: "
             "install it with `pip install 'torch-thor[timm]'`"
         ) from error
     if timm.is_model(name):
@@ -133,14 +140,14 @@ def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """Guess what was meant.
+    """Suggest the known name that is most similar to a word.
 
     Args:
-        word: What was written.
-        known: What there is.
+        word: The word.
+        known: The known names.
 
     Returns:
-        ` (did you mean X?)`, or nothing.
+        ` (did you mean X?)`, or an empty string if no name is similar.
     """
     matches = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {matches[0]}?)" if matches else ""

@@ -1,9 +1,10 @@
-"""Muon for matrices, AdamW for the rest, as one optimizer.
+"""Muon for matrices and AdamW for all other parameters, as one optimizer.
 
-`torch.optim.Muon` takes matrices alone. Here a convolution's weight is shown to it as the matrix
-`weight.flatten(1)` (output channels x everything else); every parameter with fewer than two dimensions
-(biases, norms) goes to `torch.optim.AdamW`. Both do their own arithmetic: this class only routes parameters
-and state. Torch's Muon multiplies in bfloat16, which is slow on processors without such instructions.
+`torch.optim.Muon` accepts matrices only. Here the weight of a convolution is passed to it as the matrix
+`weight.flatten(1)` (output channels x everything else). Parameters with fewer than two dimensions (biases, parameters
+of normalisation layers) are passed to `torch.optim.AdamW`. This class only distributes parameters and state: torch's
+optimizers compute the steps. Torch's Muon multiplies in bfloat16, which is slow on processors without bfloat16
+instructions.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,21 +15,21 @@ from torch import Tensor, nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` behind one `param_groups` and one `state`.
+    """`torch.optim.Muon` and `torch.optim.AdamW` with one `param_groups` and one `state`.
 
     Args:
-        params: A module, or parameters; those of two and more dimensions go to Muon.
-        lr: Muon's learning rate.
-        momentum: Muon's momentum.
-        nesterov: Whether Muon's momentum is Nesterov's.
-        weight_decay: Decoupled weight decay, for the matrices.
-        adjust_lr_fn: Muon's rule for a matrix's step length; `match_rms_adamw` fits AdamW's learning rates.
-        adamw_lr: AdamW's learning rate; `None` takes `lr`.
-        adamw_embeddings: Whether the weights of `nn.Embedding` go to AdamW too, as Muon's author advises; this needs
-            the module.
+        params: A module, or parameters. Muon trains those of two or more dimensions, AdamW the others.
+        lr: Learning rate of Muon.
+        momentum: Momentum factor of Muon.
+        nesterov: Whether the momentum of Muon is Nesterov's.
+        weight_decay: Decoupled weight decay of the matrices; the other parameters have none.
+        adjust_lr_fn: Muon's rule that scales the learning rate by the shape of a matrix. With `match_rms_adamw`,
+            learning rates of AdamW can be used.
+        adamw_lr: Learning rate of AdamW; `None` stands for `lr`.
+        adamw_embeddings: Whether AdamW also trains the weights of `nn.Embedding`, as Muon's author recommends.
 
     Raises:
-        ValueError: If `adamw_embeddings` is given and `params` is no module.
+        ValueError: If `adamw_embeddings` is True and `params` is not a module.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class MuonAdamW(torch.optim.Optimizer):
         embeddings: set[Tensor] = set()
         if adamw_embeddings:
             if not isinstance(params, nn.Module):
-                raise ValueError("adamw_embeddings=True needs the module: pass it in the place of its parameters")
+                raise ValueError("adamw_embeddings=True needs the module: pass it instead of its parameters")
             embeddings = {module.weight for module in params.modules() if isinstance(module, nn.Embedding)}
         params = list(params.parameters() if isinstance(params, nn.Module) else params)
         matrices = [p for p in params if p.ndim >= 2 and p not in embeddings]
@@ -70,19 +71,17 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__(groups, {})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **super().__getstate__(),
-            "_inner": self._inner,
-        }  # torch's keeps only what it knows: deepcopy needs both
+        # torch's method returns only its own attributes, and a deep copy needs the inner optimizers too
+        return {**super().__getstate__(), "_inner": self._inner}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step.
 
         Args:
-            closure: Computes the loss anew, as for any torch optimizer.
+            closure: Recomputes the loss, as for any torch optimizer.
 
         Returns:
-            What the closure returned, or `None` without one.
+            The loss that the closure returned, or `None` without a closure.
         """
         loss = None
         if closure is not None:
@@ -100,7 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _muon_step(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
-        matrices = [p.detach().flatten(1) for p in params]  # a view, but for layouts such as channels_last
+        matrices = [p.detach().flatten(1) for p in params]  # a copy for channels_last
         for p, matrix in zip(params, matrices, strict=True):
             matrix.grad = p.grad.flatten(1)
         inner = self._inner["muon"]

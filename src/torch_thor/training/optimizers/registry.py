@@ -1,6 +1,6 @@
-"""The optimizers that a recipe can name: for each one its settings and how it is built.
+"""The optimizers that a recipe can name: for each one its settings class and the function that builds it.
 
-A new one is its settings, read off its signature, a function that builds it, and one line in `OPTIMIZERS`.
+To add an optimizer, make its settings class from its signature (`settings_of`) and add one line to `OPTIMIZERS`.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,37 @@ from torch import nn
 from torch_thor.optim import AGCSGD, LAMB, THOR
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizers.muon import MuonAdamW
-from torch_thor.training.optimizers.settings import OptimizerSettings, settings_dict, settings_of
+from torch_thor.training.optimizers.settings import TORCH_MEANINGS, OptimizerSettings, settings_dict, settings_of
 from torch_thor.training.optimizers.thor import SpectralSettings, THORSettings, interval_of, thresholds_of
 
-# torch's default, 0.001 without momentum, does not train an image classifier
+# torch's defaults (lr 0.001, no momentum) do not train an image classifier
 SGD_DEFAULTS = {"lr": 0.1, "momentum": 0.9}
+DECOUPLED = "Coefficient of the decoupled weight decay: each step multiplies a weight by 1 - lr · weight_decay."
+LAMB_MEANINGS = {
+    "lr": "Learning rate, above 0: a step changes a weight by this fraction of its norm.",
+    "beta1": TORCH_MEANINGS["beta1"],
+    "beta2": TORCH_MEANINGS["beta2"],
+    "weight_decay": "λ, added to the update as λ W before the trust ratio is computed.",
+    "eps": "ε > 0, added to the square root of the second moment.",
+}
+AGC_MEANINGS = {
+    "lr": "Learning rate of SGD, above 0.",
+    "momentum": TORCH_MEANINGS["momentum"],
+    "nesterov": TORCH_MEANINGS["nesterov"],
+    "weight_decay": "Coefficient of the weight decay, added to the clipped gradient as weight_decay · W.",
+    "dampening": "τ in v ← μ v + (1 − τ) d, from the second step on. The first step has v = d, as in torch's SGD.",
+    "dampen_first": "Whether the first step is dampened too, v = (1 − τ) d, as in the code of AGC's authors, where the "
+    "momentum starts at zero. Dampening may then be combined with Nesterov momentum.",
+    "clip_factor": "λ, the largest ratio of gradient norm to weight norm of a unit. The paper's grid at batch size "
+    "4096 ends at 0.01; smaller batches can use larger values.",
+    "eps": "ε, a lower bound on the weight norm of a unit, so that units initialised to zero can be trained.",
+}
 
 
 def _check_sgd(settings: Any) -> None:
     require(
         settings.momentum > 0 or not settings.nesterov,
-        f"momentum={settings.momentum} must be above 0 for Nesterov's; nesterov=false is plain SGD",
+        f"momentum={settings.momentum} must be above 0 for Nesterov's momentum; nesterov=false is plain SGD",
     )
 
 
@@ -33,18 +53,35 @@ def _check_nesterov(settings: Any) -> None:
 
 
 _here = partial(settings_of, module=__name__)
-_sgd = partial(_here, optimizer=torch.optim.SGD, defaults=SGD_DEFAULTS)
+_torch = partial(_here, meanings=TORCH_MEANINGS)
+_sgd = partial(_torch, optimizer=torch.optim.SGD, defaults=SGD_DEFAULTS)
 SGDSettings = _sgd("SGDSettings", without=("dampening",), check=_check_sgd)
-MomentumSettings = _sgd("MomentumSettings", without=("dampening", "nesterov"))
-NesterovSettings = _sgd("NesterovSettings", without=("dampening", "nesterov"), check=_check_nesterov)
-AdagradSettings = _here("AdagradSettings", torch.optim.Adagrad)
-RMSpropSettings = _here("RMSpropSettings", torch.optim.RMSprop)
-AdadeltaSettings = _here("AdadeltaSettings", torch.optim.Adadelta)
-AdamSettings = _here("AdamSettings", torch.optim.Adam)
-AdamWSettings = _here("AdamWSettings", torch.optim.AdamW)
-MuonSettings = _here("MuonSettings", MuonAdamW, without=("nesterov",), defaults={"weight_decay": 0.01})
-LAMBSettings = _here("LAMBSettings", LAMB, defaults={"lr": 0.01})
-AGCSGDSettings = _here("AGCSGDSettings", AGCSGD, rules=("momentum",), check=_check_sgd, defaults=SGD_DEFAULTS)
+MomentumSettings = _sgd(
+    "MomentumSettings", without=("dampening", "nesterov"), summary="Settings of `SGD` with momentum."
+)
+NesterovSettings = _sgd(
+    "NesterovSettings",
+    without=("dampening", "nesterov"),
+    check=_check_nesterov,
+    meanings={**TORCH_MEANINGS, "momentum": "Factor of Nesterov's momentum, in (0, 1)."},
+    summary="Settings of `SGD` with Nesterov's momentum.",
+)
+AdagradSettings = _torch("AdagradSettings", torch.optim.Adagrad)
+RMSpropSettings = _torch("RMSpropSettings", torch.optim.RMSprop)
+AdadeltaSettings = _torch("AdadeltaSettings", torch.optim.Adadelta)
+AdamSettings = _torch("AdamSettings", torch.optim.Adam)
+AdamWSettings = _here("AdamWSettings", torch.optim.AdamW, meanings={**TORCH_MEANINGS, "weight_decay": DECOUPLED})
+MuonSettings = _here(
+    "MuonSettings",
+    MuonAdamW,
+    without=("nesterov",),
+    defaults={"weight_decay": 0.01},
+    summary="Settings of `Muon`, which trains matrices; `AdamW` trains all other parameters.",
+)
+LAMBSettings = _here("LAMBSettings", LAMB, defaults={"lr": 0.01}, meanings=LAMB_MEANINGS)
+AGCSGDSettings = _here(
+    "AGCSGDSettings", AGCSGD, rules=("momentum",), check=_check_sgd, defaults=SGD_DEFAULTS, meanings=AGC_MEANINGS
+)
 
 
 def _of_parameters(
@@ -70,7 +107,12 @@ def _thor(model: nn.Module, settings: Any, scaling: str | None = None) -> torch.
 
 @dataclass(frozen=True)
 class Entry:
-    """An optimizer's settings class and builder."""
+    """An optimizer that a recipe can name.
+
+    Args:
+        settings: The class of its settings.
+        build: Builds it from a model and settings.
+    """
 
     settings: type[OptimizerSettings]
     build: Callable[[nn.Module, Any], torch.optim.Optimizer]
@@ -94,7 +136,7 @@ OPTIMIZERS: dict[str, Entry] = {
 
 
 def default_settings() -> dict[str, OptimizerSettings]:
-    """Return the settings of every optimizer, untuned.
+    """Return the default settings of every optimizer.
 
     Returns:
         One settings object for each key of `OPTIMIZERS`.
@@ -108,20 +150,20 @@ def build_optimizer(name: str, model: nn.Module, settings: OptimizerSettings | N
     Args:
         name: A key of `OPTIMIZERS`.
         model: The network.
-        settings: An object of that optimizer's settings class; `None` takes the defaults.
+        settings: An object of that optimizer's settings class; `None` stands for its defaults.
 
     Returns:
         The optimizer.
 
     Raises:
-        UserError: If the optimizer refuses its settings, or the model.
+        UserError: If the optimizer is not known, or refuses its settings or the model.
     """
     require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
     entry = OPTIMIZERS[name]
     settings = entry.settings() if settings is None else settings
     require(
         type(settings) is entry.settings,
-        f"settings={settings} are not for {name}: pass a {entry.settings.__name__}",
+        f"settings={settings} are not for {name}: pass an object of class {entry.settings.__name__}",
     )
     try:
         return entry.build(model, settings)

@@ -1,7 +1,7 @@
-"""The settings of an optimizer in a recipe: names and defaults from its signature, meanings from its documentation.
+"""The settings of an optimizer in a recipe: names and defaults come from its signature, meanings from its docstring.
 
-What a recipe has otherwise is said where the optimizer is registered: `betas` are two keys, and what no training needs
-(`foreach`, `capturable`, ...) is none.
+Where a recipe differs from the signature, the registration of the optimizer says so. `betas` becomes two keys, `beta1`
+and `beta2`. Arguments that no training needs (`foreach`, `capturable`, ...) become no key.
 """
 
 import inspect
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_thor.training.errors import require
 
-# How an optimizer computes, and what a recipe says elsewhere
+# Arguments that only select an implementation, and arguments that the application sets from other keys of a recipe
 NO_SETTINGS = {
     "params", "model", "exclude", "foreach", "maximize", "capturable", "differentiable", "fused",
     "decoupled_weight_decay",
@@ -23,11 +23,11 @@ BETAS = ("beta1", "beta2")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """What every optimizer has.
+    """The settings that every optimizer has.
 
     Args:
-        lr: Learning rate.
-        weight_decay: Weight decay, each optimizer's own kind.
+        lr: Learning rate, above 0.
+        weight_decay: Coefficient of the weight decay; 0 switches it off. Each optimizer applies it in its own form.
     """
 
     lr: float = 0.1
@@ -41,17 +41,34 @@ class OptimizerSettings:
         )
 
 
-def _is_a_decay(name: str, value: float) -> None:
-    require(0 <= value < 1, f"{name}={value} must lie in [0, 1): it is what one step keeps of those before")
+def _check_decay(name: str, value: float) -> None:
+    require(
+        0 <= value < 1, f"{name}={value} must lie in [0, 1): it is the weight of the old value in a running average"
+    )
 
 
-def _is_not_negative(name: str, value: float) -> None:
+def _check_not_negative(name: str, value: float) -> None:
     require(0 <= value < math.inf, f"{name}={value} must be 0 or more")
 
 
 RULES: dict[str, Callable[[str, float], None]] = {
-    **dict.fromkeys(("momentum", "alpha", "rho", *BETAS), _is_a_decay),
-    **dict.fromkeys(("lr_decay", "initial_accumulator_value", "eps"), _is_not_negative),
+    **dict.fromkeys(("momentum", "alpha", "rho", *BETAS), _check_decay),
+    **dict.fromkeys(("lr_decay", "initial_accumulator_value", "eps"), _check_not_negative),
+}
+# Meanings where torch's docstrings describe something else than the key of a recipe
+TORCH_MEANINGS = {
+    "lr": "Learning rate, above 0.",
+    "lr_decay": "Decay of the learning rate: step t, counted from 0, uses lr / (1 + t · lr_decay).",
+    "momentum": "Momentum factor in [0, 1); 0 switches momentum off.",
+    "nesterov": "Whether momentum is Nesterov's; it needs a momentum above 0.",
+    "alpha": "Decay of the running average of squared gradients.",
+    "centered": "Whether the gradient is normalised by an estimate of its variance (centered RMSProp).",
+    "rho": "Decay of the running average of squared gradients.",
+    "beta1": "Decay of the running average of the gradient.",
+    "beta2": "Decay of the running average of the squared gradient.",
+    "eps": "Term added to the denominator for numerical stability.",
+    "amsgrad": "Whether to use the AMSGrad variant (Reddi et al., ICLR 2018).",
+    "weight_decay": "Coefficient of the weight decay, added to the gradient (L2 penalty); 0 switches it off.",
 }
 
 
@@ -66,22 +83,24 @@ def settings_of(
     types: Mapping[str, Any] | None = None,
     meanings: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    summary: str | None = None,
 ) -> type[OptimizerSettings]:
-    """Make the class of an optimizer's settings.
+    """Make the dataclass of an optimizer's settings.
 
     Args:
-        name: The class's.
-        optimizer: Its signature and its documentation are read.
+        name: The name of the class.
+        optimizer: The optimizer, whose signature and docstring are read.
         module: The module that has the class under this name.
-        without: Arguments that are no keys, beside those of `NO_SETTINGS`.
-        rules: Keys whose values `RULES` checks; the optimizer checks the others when it is made.
-        check: What else is checked.
-        types: Types of keys that their defaults do not tell.
-        meanings: Of keys that are not in the recipe what they are in the signature.
-        defaults: Defaults that are not the optimizer's own.
+        without: Arguments that do not become keys, in addition to those of `NO_SETTINGS`.
+        rules: Keys whose values `RULES` checks. The optimizer checks the others when it is made.
+        check: A further check of the settings; it raises a `UserError`.
+        types: Types of keys whose defaults do not show them.
+        meanings: Meanings of keys that replace those of the docstring.
+        defaults: Defaults that replace those of the signature.
+        summary: First line of the class's docstring; `None` names the optimizer.
 
     Returns:
-        A frozen dataclass with `lr` and `weight_decay` first, then the others in the optimizer's order.
+        A frozen dataclass with `lr` and `weight_decay` first, then the other keys in the order of the signature.
     """
     given = _arguments(optimizer, {*NO_SETTINGS, *without}) | dict(defaults or {})
     checked = [key for key in given if key in rules and key in RULES]
@@ -97,10 +116,10 @@ def settings_of(
     kinds = {key: (types or {}).get(key) or _type(given[key]) for key in ordered}
     items = [(key, kinds[key], _default(given[key], kinds[key])) for key in ordered]
     documented = documented_arguments(optimizer) | dict(meanings or {})
-    lines = [f"    {key}: {documented[key]}" for key in ordered[2:]]
+    lines = [f"    {key}: {documented[key]}" for key in ordered]
     namespace = {
         "__post_init__": check_all,
-        "__doc__": "\n".join([f"Settings of `{_name(optimizer)}`.\n", "Args:", *lines]),
+        "__doc__": "\n".join([f"{summary or f'Settings of `{_name(optimizer)}`.'}\n", "Args:", *lines]),
     }
     made = make_dataclass(name, items, bases=(OptimizerSettings,), frozen=True, namespace=namespace)
     made.__module__ = module
@@ -140,7 +159,8 @@ def documented_arguments(documented: Any) -> dict[str, str]:
         documented: The class.
 
     Returns:
-        Argument -> a sentence, without markup and without the default; `betas` is said of both.
+        The description of each argument, without markup and without the default. That of `betas` is also that of
+        `beta1` and `beta2`.
     """
     lines = inspect.cleandoc(documented.__doc__ or "").splitlines()
     begin = next(place for place, line in enumerate(lines) if line.strip() == "Args:")
@@ -165,20 +185,19 @@ def documented_arguments(documented: Any) -> dict[str, str]:
 
 def _sentence(text: str) -> str:
     plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", " ".join(text.split())).replace("`", "")
-    for default in (r"\s*\(default: [^)]*\)?\)", r"[;.] None: \S+ \(spectral: [^)]*\)"):
-        plain = re.sub(default, "", plain)
+    plain = re.sub(r"\s*\(default: [^)]*\)?\)", "", plain)
     plain = re.sub(r"\bNone\b", "`None`", plain).strip().rstrip(".")
     return f"{plain[0].upper() if plain[0].isascii() else plain[0]}{plain[1:]}."
 
 
 def settings_dict(settings: OptimizerSettings) -> dict[str, Any]:
-    """Settings as the arguments of their optimizer.
+    """Return the settings as the keyword arguments of their optimizer.
 
     Args:
-        settings: Of any optimizer.
+        settings: The settings of any optimizer.
 
     Returns:
-        Keyword arguments, `betas` joined again.
+        The arguments; `beta1` and `beta2` are the pair `betas`.
     """
     options = {item.name: getattr(settings, item.name) for item in fields(settings)}
     if set(BETAS) <= options.keys():

@@ -1,4 +1,4 @@
-"""The settings of THOR in a recipe, among them those that may be of more than one type."""
+"""The settings of THOR in a recipe, for both of its steps; some of them may be of more than one type."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -10,23 +10,58 @@ from torch_thor.optim.thor.options import FISHERS, PRESETS, SCALED_DEFAULTS, che
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizers.settings import OptimizerSettings, settings_of
 
-MEANINGS = {
+BOTH = {
+    "momentum": "Momentum factor μ in [0, 1); 0 switches momentum off.",
+    "nesterov": "Whether momentum is Nesterov's: the step then goes along d + μ v instead of v.",
+    "decay_filter": "The parameters to which weight decay applies: a pattern of names, or a list of patterns. A "
+    'leading minus excludes: `-*norm*`, `["*.weight", -head]`. `None` stands for all parameters.',
     "update_interval": "Steps between refreshes of the curvature: a number, or a mapping with `kind` (`constant`, "
     "`piecewise`, `geometric`) and the arguments of that class of `torch_thor.intervals`.",
-    "trace_thresholds": "(ω1, ω2) of the trace rule, or the name of one of `THOR.preset`'s settings.",
-    "kl_clip": "Limit on the step's length in the Fisher norm. `auto` leaves the bound to `max_update_ratio`, `None` "
-    "is the paper's unbounded step.",
-    "max_update_ratio": "Longest step of a parameter, before momentum, as a share of the parameter's norm; `auto` is "
-    "0.01 where `kl_clip` is `auto`, else none. `None` is no limit.",
-    "skip": 'Layers to leave to SGD with momentum, by name or pattern: `[head, "*norm*"]`.',
-    "decay_filter": "Parameters that decay, a pattern or a list of them; a minus in front leaves out: `-*norm*`, "
-    '`["*.weight", -head]`. `None` is all.',
+    "trace_thresholds": "Thresholds (ω1, ω2) of the trace rule, or the name of a preset that sets them (`thor`, "
+    "`thor_stop`, `thor_nt`). On a refresh, a layer whose trace changed by more than ω1 takes new factors; a layer "
+    "whose trace changed by less than ω2 is never refreshed again; otherwise a layer keeps its factors.",
+}
+MEANINGS: dict[str | None, dict[str, str]] = {
+    None: {
+        **BOTH,
+        "lr": "Learning rate, above 0. The length of a natural-gradient step depends on lr and damping together, so a "
+        "learning rate of SGD does not transfer.",
+        "weight_decay": "Coefficient of the weight decay, added to the natural gradient as weight_decay · W.",
+        "damping": "λ > 0; √(λ/T) is added to the diagonal of both Kronecker factors, where T is the number of rows "
+        "per loss term. `damping_schedule` changes it during the training.",
+        "split_dim": "Block size of the factors; `None` uses full factors, and `auto` measures the best size for this "
+        "model and device in the first step.",
+        "factor_decay": "Weight of the old factors in a running average; 0, as in the paper, uses the latest only.",
+        "kl_clip": "Upper bound κ on the squared length of a step in the Fisher norm. `auto` bounds the step with "
+        "`max_update_ratio` instead. `None`, as in the paper, sets no bound unless `max_update_ratio` is a number.",
+        "max_update_ratio": "Largest ratio of the length of a parameter's step, before momentum, to the norm of the "
+        "parameter. `auto` is 0.01 if `kl_clip` is `auto`, and otherwise sets no bound. `None` sets no bound.",
+        "fisher": "The labels that the statistics use: `empirical`, those of the training loss; or `sampled`, labels "
+        "drawn from the predictions of the network.",
+        "skip": 'Layers that SGD with momentum trains instead, by name or pattern: `[head, "*norm*"]`.',
+    },
+    "spectral": {
+        **BOTH,
+        "lr": "Learning rate, above 0. It alone determines the length of a step, and has the same meaning for every "
+        "layer.",
+        "weight_decay": "Coefficient of the decoupled weight decay: each step multiplies a weight by "
+        "1 - lr · weight_decay.",
+        "damping": "λ > 0, relative to the mean diagonal of the factor A of the layer's inputs: λ tr(A)/d_in is added "
+        "to the diagonal of A. `damping_schedule` changes it during the training.",
+        "split_dim": "Block size of the factor A, and the number of rows that are orthogonalised together; `None` uses "
+        "full matrices, and `auto` measures the best size for this model and device in the first step.",
+        "factor_decay": "Weight of the old factor A in a running average; 0 uses the latest only.",
+        "kl_clip": "Has no use here, because lr fixes the length of a step: leave it at `auto` or set `None`.",
+        "max_update_ratio": "Has no use here, because lr fixes the length of a step: leave it at `auto` or set `None`.",
+        "fisher": "Has no use here, because the factor A does not depend on labels: leave it at `empirical`.",
+        "skip": 'Layers that AdamW trains instead, by name or pattern: `[head, "*norm*"]`.',
+    },
 }
 TYPES = {
     "update_interval": Any, "trace_thresholds": Any, "decay_filter": Any, "split_dim": int | str | None,
     "kl_clip": float | str | None, "max_update_ratio": float | str | None, "skip": tuple[str, ...],
 }  # fmt: skip
-# What a recipe has no word for: the application knows it, or it is no matter of settings
+# Arguments that have no key in a recipe: the application sets them, or they concern code and not a recipe
 NO_KEYS = ("loss_reduction", "scaling", "loss_terms", "only", "nonfinite", "grad_scaler", "process_group")
 
 
@@ -53,8 +88,9 @@ def _settings(name: str, scaling: str | None) -> type[OptimizerSettings]:
         rules=(),
         check=_check,
         types=TYPES,
-        meanings=MEANINGS,
+        meanings=MEANINGS[scaling],
         defaults={**usual, "skip": ()},
+        summary="Settings of `THOR`." if scaling is None else f'Settings of `THOR` with `scaling="{scaling}"`.',
     )
 
 
@@ -72,10 +108,10 @@ def interval_of(value: Any) -> Any:
         value: A number of steps, or a mapping with `kind` and the arguments of a schedule.
 
     Returns:
-        What `THOR` takes as `update_interval`.
+        The argument `update_interval` of `THOR`.
 
     Raises:
-        UserError: If it is neither, or the schedule refuses its arguments.
+        UserError: If the value is neither, or the schedule refuses its arguments.
     """
     if not isinstance(value, dict):
         try:
@@ -90,7 +126,7 @@ def interval_of(value: Any) -> Any:
     )
     try:
         return INTERVALS[kind](**arguments)
-    except TypeError as error:  # arguments that it does not have, or lacks
+    except TypeError as error:  # unknown or missing arguments
         known = ", ".join(item.name for item in fields(INTERVALS[kind]))
         raise UserError(f"update_interval: {kind} takes {known}, not {', '.join(arguments) or 'nothing'}") from error
     except ValueError as error:
@@ -107,10 +143,10 @@ def thresholds_of(value: Any) -> Any:
         value: The name of a preset, or the thresholds themselves.
 
     Returns:
-        What `THOR` takes as `trace_thresholds`.
+        The argument `trace_thresholds` of `THOR`.
 
     Raises:
-        UserError: If there is no such preset, or they are no pair ω1 ≥ ω2 ≥ 0.
+        UserError: If there is no such preset, or the value is not a pair with ω1 ≥ ω2 ≥ 0.
     """
     if isinstance(value, str):
         return _named_thresholds(value)
@@ -121,12 +157,12 @@ def thresholds_of(value: Any) -> Any:
 
 
 def _named_thresholds(name: str) -> Any:
-    of_the_rule = {key: preset for key, preset in PRESETS.items() if preset.keys() == {"trace_thresholds"}}
-    if name not in of_the_rule:
-        # "paper" is more than thresholds: a recipe that names it here would stay bounded
+    presets = {key: preset for key, preset in PRESETS.items() if preset.keys() == {"trace_thresholds"}}
+    if name not in presets:
+        # the preset "paper" sets kl_clip too, which naming it here would not do
         what = "sets other options too (write kl_clip=null)" if name in PRESETS else "is not known"
-        raise UserError(f"trace_thresholds: preset {name!r} {what}; use one of {', '.join(map(repr, of_the_rule))}")
-    return of_the_rule[name]["trace_thresholds"]
+        raise UserError(f"trace_thresholds: preset {name!r} {what}; use one of {', '.join(map(repr, presets))}")
+    return presets[name]["trace_thresholds"]
 
 
 THORSettings = _settings("THORSettings", None)

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from torch_thor.training.reports.curves import draw_curves
     from torch_thor.training.reports.refresh_plot import draw_refreshes
     from torch_thor.training.reports.split_report import measure_split_dim
     from torch_thor.training.reports.summary import (
         Refreshed,
         Summary,
         as_json,
-        draw_curves,
         refresh_table,
         refreshed_layers,
         summary_table,
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 _MODULES = {
+    "torch_thor.training.reports.curves": ("draw_curves",),
     "torch_thor.training.reports.refresh_plot": ("draw_refreshes",),
     "torch_thor.training.reports.split_report": ("measure_split_dim",),
     "torch_thor.training.reports.summary": (
         "Refreshed",
         "Summary",
         "as_json",
-        "draw_curves",
         "refresh_table",
         "refreshed_layers",
         "summary_table",

@@ -1,4 +1,4 @@
-"""A picture of the decisions of the trace rule per layer and step, and of the traces that they depend on."""
+"""A plot of the decisions of the trace rule per layer and step, and of the traces on which they depend."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -7,27 +7,32 @@ from pathlib import Path
 from torch_thor.training.engine.history import History, RefreshPoint
 from torch_thor.training.reports.pictures import save_picture
 
-COLOURS = {"update": "#0072b2", "keep": "#d3e4f2", "stop": "#bbbbbb", "failed": "#d55e00"}  # told apart by all eyes
+COLOURS = {
+    "update": "#0072b2",
+    "keep": "#d3e4f2",
+    "stop": "#bbbbbb",
+    "failed": "#d55e00",
+}  # colour-blind safe
 MEANING = {
     "update": "new factors taken",
     "keep": "old factors kept",
-    "stop": "stopped for good",
+    "stop": "stopped permanently",
     "failed": "not invertible",
 }
-MOST_NAMED = 60  # layers whose names can be read beside their rows
-MOST_IN_LEGEND = 16
+MOST_NAMED = 60  # with more layers, their names would overlap
+MOST_IN_LEGEND = 16  # with more layers, the legend would be too long
 
 
 def draw_refreshes(record: History, layers: Sequence[str], path: Path) -> None:
-    """Draw a row of decisions for each layer, and below it the trace of each layer over time.
+    """Draw a row of decisions for each layer, and below them the trace of each layer over time.
 
     Args:
-        record: The run.
-        layers: Names of the layers with curvature, in the model's order.
-        path: The PNG to write.
+        record: The record of the run.
+        layers: Names of the layers with curvature, in the order of the model.
+        path: The file to write; its suffix determines the format.
     """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure  # slow to import, and no window is wanted
+    from matplotlib.figure import Figure  # slow to import; without pyplot, which may open windows
     from matplotlib.patches import Patch
 
     rows_height = min(12.0, 0.8 + 0.25 * len(layers))
@@ -45,7 +50,7 @@ def draw_refreshes(record: History, layers: Sequence[str], path: Path) -> None:
         )
     named = range(len(layers)) if len(layers) <= MOST_NAMED else ()
     rows.set_yticks(list(named), [layers[i] for i in named], fontsize=8)
-    rows.set(ylim=(len(layers) - 0.5, -0.5), title="What each refresh did, until the next one", ylabel="layer")
+    rows.set(ylim=(len(layers) - 0.5, -0.5), title="Decision of each refresh, until the next one", ylabel="layer")
     handles = [Patch(color=COLOURS[decision], label=text) for decision, text in MEANING.items() if decision in seen]
     rows.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, fontsize=8, frameon=False)
     traces.set(yscale="log", xlabel="step", ylabel="tr(F + λI), new statistics")
@@ -56,6 +61,6 @@ def draw_refreshes(record: History, layers: Sequence[str], path: Path) -> None:
 
 
 def _spans(points: Sequence[RefreshPoint], end: int) -> Iterator[tuple[int, int]]:
-    """Return where each decision holds: start and length in steps, up to the layer's next one."""
+    """Yield the range of each decision, up to the layer's next one: its first step and its length in steps."""
     for start, following in itertools.pairwise([*(point.step for point in points), end]):
         yield start, following - start

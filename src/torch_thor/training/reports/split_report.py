@@ -1,4 +1,4 @@
-"""`torch-thor split-dim`: measure the choice of a split dimension, print its tables, write its figure and numbers."""
+"""The report of `torch-thor split-dim`: its tables, its figure, and a file with all measured values."""
 
 import json
 import math
@@ -36,18 +36,18 @@ def report_split_dim(
     seed: int,
     overwrite: bool,
 ) -> SplitChoice:
-    """Choose the split dimension of a model and report it.
+    """Choose the split dimension of a model, and print and write the report.
 
     Args:
-        word: The model, as `load_subject` takes it.
-        out: Where figure and numbers go.
-        console: Where to print.
-        device: As a recipe has it.
-        batch: Images of the sample.
-        pixels: Their height and width.
-        data: A folder of images, `None` for the photographs that scikit-learn contains.
-        seed: Of weights and crops.
-        overwrite: Replace figure and numbers that are there.
+        word: The model: a torchvision or timm name, or `FILE.py:FUNCTION`.
+        out: The folder of the results.
+        console: Where the tables are printed.
+        device: The device to measure on: `auto` or the name of a device.
+        batch: Number of sample images.
+        pixels: Height and width of the sample images.
+        data: A folder of images; `None` uses the two photographs that scikit-learn contains.
+        seed: Seed of the weights and the crops.
+        overwrite: Whether to replace existing results.
 
     Returns:
         The choice.
@@ -57,14 +57,14 @@ def report_split_dim(
     """
     files = [out / FIGURE_FILE, out / NUMBERS_FILE]
     there = [file for file in files if file.exists()]
-    require(not there or overwrite, f"{there and there[0]} is there: give another --out, or --overwrite")
+    require(not there or overwrite, f"{there and there[0]} exists already: give another --out, or --overwrite")
     check_place(out)
     choice, numbers = measure_split_dim(word, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed)
     say = printer(console)
     for table in (loss_table(choice), choice_table(choice)):
         console.print(table)
     say(verdict(choice))
-    remedy = "choose another folder with --out"  # what was measured is printed by now
+    remedy = "choose another folder with --out"  # the results have been printed already
     with writing(out, remedy):
         out.mkdir(parents=True, exist_ok=True)
     write_whole(files[1], json.dumps(numbers, indent=1) + "\n", remedy)
@@ -80,16 +80,16 @@ def measure_split_dim(
     """Choose the split dimension of a model.
 
     Args:
-        word: The model, as `load_subject` takes it.
-        console: Where to print what is measured.
-        device: As a recipe has it.
-        batch: Images of the sample.
-        pixels: Their height and width.
-        data: A folder of images, `None` for the photographs that scikit-learn contains.
-        seed: Of weights and crops.
+        word: The model: a torchvision or timm name, or `FILE.py:FUNCTION`.
+        console: Where a line about the measurement is printed.
+        device: The device to measure on: `auto` or the name of a device.
+        batch: Number of sample images.
+        pixels: Height and width of the sample images.
+        data: A folder of images; `None` uses the two photographs that scikit-learn contains.
+        seed: Seed of the weights and the crops.
 
     Returns:
-        The choice, and all numbers with what they belong to, in plain values.
+        The choice, and all measured values and settings as JSON values.
 
     Raises:
         UserError: If the model cannot be built or run.
@@ -102,12 +102,12 @@ def measure_split_dim(
     sample, source = subject.sample_batch, f"the batch that {word} returned"
     if sample is None:
         sample, source = sample_images(batch, pixels, data, seed)
-    printer(console)(f"{word} on {where}; sample: {source}. Large blocks take long to invert ...")
+    printer(console)(f"{word} on {where}; sample: {source}. Inverting large blocks takes long ...")
     try:
         choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{word} could not be measured: {first_line(error)} (other --pixels or --batch may do, or "
+            f"{word} could not be measured: {first_line(error)} (try other --pixels or --batch, or give a "
             "FILE.py:FUNCTION that returns (model, sample_batch, loss_fn))"
         ) from error
     numbers = {
@@ -124,7 +124,7 @@ def measure_split_dim(
 
 
 def verdict(choice: SplitChoice) -> str:
-    """Say what was chosen, and why.
+    """Describe the choice and its reason.
 
     Args:
         choice: The choice.
@@ -133,7 +133,7 @@ def verdict(choice: SplitChoice) -> str:
         A sentence.
     """
     if choice.crossing is None:
-        return f"The curves do not cross, even unsplit is cheap: split_dim={choice.split_dim}"
+        return f"The curves do not cross, because even unsplit factors are cheap: split_dim={choice.split_dim}"
     return f"The curves cross at {choice.crossing:.0f}: split_dim={choice.split_dim}"
 
 
@@ -158,7 +158,7 @@ def choice_table(choice: SplitChoice) -> Table:
 
 
 def loss_table(choice: SplitChoice) -> Table:
-    """Make a table of what each layer loses of its spectral norms at the chosen split.
+    """Make a table of the loss of spectral norm of each layer at the chosen split.
 
     Args:
         choice: The choice.
@@ -178,15 +178,15 @@ def loss_table(choice: SplitChoice) -> Table:
 def draw_choice(
     choice: SplitChoice, title: str, path: Path, elsewhere: Mapping[str, float] = MappingProxyType({})
 ) -> None:
-    """Draw falling performance and rising information, and mark the crossing.
+    """Draw the curves of performance and information, and mark where they cross.
 
     Args:
         choice: The choice.
-        title: What was measured.
-        path: The PNG to write.
-        elsewhere: Crossings that others report, by what to call them.
+        title: The name of the model, for the title.
+        path: The file to write; its suffix determines the format.
+        elsewhere: Crossings from other sources, by their labels.
     """
-    from matplotlib.figure import Figure  # slow to import, and no window is wanted
+    from matplotlib.figure import Figure  # slow to import; without pyplot, which may open windows
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -203,10 +203,10 @@ def draw_choice(
     following = (*choice.candidates[1:], math.inf)
     names = [
         "" if after < 1.3 * size else str(size) for size, after in zip(choice.candidates, following, strict=True)
-    ]  # 4096 and 4608 would lie on each other
+    ]  # labels such as 4096 and 4608 would overlap
     axes.set_xticks(choice.candidates, names)
     axes.minorticks_off()
-    title = visible(title).replace("$", r"\$")  # a file's name is no formula
+    title = visible(title).replace("$", r"\$")  # matplotlib would read $ as the beginning of a formula
     axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center")

@@ -1,10 +1,8 @@
-"""The summary of a run: a table of its results and a picture of its curves."""
+"""The summary of a run: its results as tables and as JSON values."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +11,20 @@ from rich.table import Table
 from torch_thor.training.engine.history import AVERAGED, EvalPoint, History
 from torch_thor.training.engine.refreshes import curvature_of
 from torch_thor.training.printing import cell
-from torch_thor.training.reports.pictures import save_picture
 from torch_thor.training.tasks.task import Metric, primary
-
-SMOOTHING = 0.9  # the training loss is drawn as a running average with this decay
 
 
 @dataclass(frozen=True)
 class Refreshed:
-    """What the trace rule did to one layer: how often it took new factors, kept its own, or failed to invert."""
+    """The decisions of the trace rule about one layer, over the whole run.
+
+    Args:
+        layer: The name of the layer.
+        refreshes: How often it took new factors.
+        kept: How often it kept its factors.
+        failed: How often new factors could not be inverted.
+        stopped: Whether it is no longer refreshed.
+    """
 
     layer: str
     refreshes: int
@@ -32,15 +35,15 @@ class Refreshed:
 
 @dataclass(frozen=True)
 class Summary:
-    """One optimizer's run.
+    """The run of one optimizer.
 
     Args:
-        name: The optimizer's.
-        record: What was measured.
-        refreshed: Which curvature was refreshed.
-        metrics: What its evaluations give.
-        unit: What a loss term is, in the plural.
-        stop_at: Value of the primary metric at which it was to end.
+        name: The optimizer's name.
+        record: The measurements of the run.
+        refreshed: The decisions of the trace rule, for each layer with curvature.
+        metrics: The metrics of the task.
+        unit: The name of a loss term in the plural, such as images.
+        stop_at: Value of the primary metric at which the training was to end, if any.
     """
 
     name: str
@@ -52,7 +55,7 @@ class Summary:
 
     @property
     def ended_at_target(self) -> bool:
-        """Whether it became as good as it was to become."""
+        """Whether the last evaluation reached the value at which the training was to end."""
         return self.stop_at is not None and self.record.evaluations[-1].reaches(self.stop_at)
 
 
@@ -61,7 +64,7 @@ def refreshed_layers(optimizer: torch.optim.Optimizer, record: History) -> tuple
 
     Args:
         optimizer: Any optimizer.
-        record: Its run.
+        record: The record of its run.
 
     Returns:
         One entry for each layer with curvature; empty for first-order optimizers.
@@ -77,8 +80,8 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
     """Make the final table, with a column for each optimizer.
 
     Args:
-        summaries: The runs, of one task.
-        targets: Values of its primary metric to count steps and seconds to.
+        summaries: The runs, all of the same task.
+        targets: Values of the primary metric; the table gives the steps and seconds until they were reached.
 
     Returns:
         A table for a Rich console.
@@ -90,7 +93,7 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
     decides = primary(summaries[0].metrics)
     for target in targets:
         reached = (_reached(s.record, target) for s in summaries)
-        table.add_row(f"steps (seconds) to {_target(decides, target)}", *reached)
+        table.add_row(f"steps (seconds) to reach {_target(decides, target)}", *reached)
     finals = [summary.record.evaluations[-1] for summary in summaries]
     shown = [metric for metric in summaries[0].metrics if metric.primary or metric.name != "loss"]
     for metric in shown:
@@ -100,15 +103,15 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
             table.add_row(f"averaged weights, {metric.title}", *(_averaged(metric, final) for final in finals))
     bests = [best for summary in summaries if (best := summary.record.best) is not None]
     table.add_row(f"best {decides.word} (its step)", *(f"{decides.text(best.value)} ({best.step})" for best in bests))
-    table.add_row("steps (seconds) in all", *(f"{final.step} ({final.seconds:.1f} s)" for final in finals))
+    table.add_row("steps (seconds) in total", *(f"{final.step} ({final.seconds:.1f} s)" for final in finals))
     for stop_at in sorted({s.stop_at for s in summaries if s.stop_at is not None}):
         table.add_row(
             f"ended at {_target(decides, stop_at)}", *("yes" if s.ended_at_target else "no" for s in summaries)
         )
-    table.add_row(f"{summaries[0].unit} a second, ordinary steps", *(_throughput(s.record) for s in summaries))
+    table.add_row(f"{summaries[0].unit} per second, ordinary steps", *(_throughput(s.record) for s in summaries))
     table.add_row("waiting for data", *(f"{s.record.waiting_share():.1%} of the time" for s in summaries))
-    table.add_row("an ordinary step, median", *(_milliseconds(s.record, refresh=False) for s in summaries))
-    table.add_row("a refresh step, median", *(_milliseconds(s.record, refresh=True) for s in summaries))
+    table.add_row("median ordinary step", *(_milliseconds(s.record, refresh=False) for s in summaries))
+    table.add_row("median refresh step", *(_milliseconds(s.record, refresh=True) for s in summaries))
     table.add_row("refresh steps", *(str(sum(p.refresh for p in s.record.steps)) for s in summaries))
     skipped = [_skipped(summary.record) for summary in summaries]
     if any(skipped):
@@ -119,7 +122,7 @@ def summary_table(summaries: Sequence[Summary], targets: Sequence[float]) -> Tab
 
 
 def refresh_table(summary: Summary) -> Table:
-    """Make a table of what the trace rule did per layer.
+    """Make a table of the decisions of the trace rule per layer.
 
     Args:
         summary: A run with curvature.
@@ -137,49 +140,15 @@ def refresh_table(summary: Summary) -> Table:
     return table
 
 
-def draw_curves(summaries: Sequence[Summary], path: Path) -> None:
-    """Draw the loss and the primary metric against steps and against seconds.
-
-    Args:
-        summaries: The runs, of one task.
-        path: The PNG to write.
-    """
-    from matplotlib.figure import Figure  # slow to import, and no window is wanted
-
-    decides = primary(summaries[0].metrics)
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes = figure.subplots(2, 2, sharey="row")
-    for summary in summaries:
-        steps, evaluations = summary.record.steps, summary.record.evaluations
-        losses = _smooth([point.loss for point in steps])
-        values = [point.metrics[decides.name] for point in evaluations]
-        axes[0][0].plot([point.step for point in steps], losses, label=summary.name)
-        axes[0][1].plot([point.seconds for point in steps], losses, label=summary.name)
-        axes[1][0].plot([point.step for point in evaluations], values, marker=".", label=summary.name)
-        axes[1][1].plot([point.seconds for point in evaluations], values, marker=".", label=summary.name)
-        if any(point.averaged is not None for point in evaluations):
-            averages = [math.nan if p.averaged is None else p.averaged[decides.name] for p in evaluations]
-            style: dict[str, Any] = {"ls": "--", "marker": ".", "label": f"{summary.name}, averaged weights"}
-            axes[1][0].plot([point.step for point in evaluations], averages, **style)
-            axes[1][1].plot([point.seconds for point in evaluations], averages, **style)
-    for column, unit in enumerate(("steps", "seconds of training")):
-        axes[0][column].set(yscale="log", ylabel="training loss, smoothed")
-        axes[1][column].set(xlabel=unit, ylabel=f"test {decides.title}")
-        for row in (0, 1):
-            axes[row][column].grid(alpha=0.3)
-            axes[row][column].legend()
-    save_picture(figure, path)
-
-
 def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
-    """Return the results of a run as plain values.
+    """Return the results of a run as JSON values, for `summary.json`.
 
     Args:
         summary: The run.
-        targets: Values of the primary metric to count steps and seconds to.
+        targets: Values of the primary metric; the result has the steps and seconds until they were reached.
 
     Returns:
-        Plain values.
+        A mapping of JSON values.
     """
     record, final, best = summary.record, summary.record.evaluations[-1], summary.record.best
     reached = {str(target): record.first_reaching(target) for target in targets}
@@ -189,7 +158,7 @@ def as_json(summary: Summary, targets: Sequence[float]) -> Mapping[str, Any]:
         "seconds": final.seconds,
         **final.metrics,
         **{f"{AVERAGED}{name}": value for name, value in (final.averaged or dict.fromkeys(final.metrics)).items()},
-        "best": best and {"step": best.step, primary(summary.metrics).word: best.value},
+        "best": best and {"step": best.step, best.primary: best.value},
         "stop_at": summary.stop_at,
         "ended_at_target": summary.ended_at_target,
         "targets": {key: point and {"steps": point.step, "seconds": point.seconds} for key, point in reached.items()},
@@ -229,7 +198,7 @@ def _averaged(metric: Metric, final: EvalPoint) -> str:
 
 def _throughput(record: History) -> str:
     rate = record.median_terms_per_second()
-    return "not known" if rate is None else f"{rate:.4g}"
+    return "unknown" if rate is None else f"{rate:.4g}"
 
 
 def _skipped(record: History) -> int:
@@ -243,13 +212,3 @@ def _refreshes(summary: Summary) -> str:
 
 def _stopped(refreshed: Sequence[Refreshed]) -> str:
     return f"{sum(layer.stopped for layer in refreshed)} of {len(refreshed)}" if refreshed else "none"
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    smooth: list[float] = []
-    latest = math.nan
-    for value in values:
-        if math.isfinite(value):  # a step that was skipped may not be
-            latest = value if math.isnan(latest) else SMOOTHING * latest + (1 - SMOOTHING) * value
-        smooth.append(latest)
-    return smooth

@@ -1,7 +1,7 @@
-"""A deep autoencoder of small images, the standard problem of the K-FAC literature.
+"""A deep autoencoder of small images, a standard benchmark of the K-FAC literature.
 
-It is trained on the cross-entropy of the pixels, summed over those of an image (Martens and Grosse 2015, section 13),
-and judged by the squared error of its reconstructions. A loss term is an image.
+The training loss is the cross-entropy summed over the pixels of an image (Martens and Grosse 2015, section 13). The
+primary metric is the squared error of the reconstructions. A loss term is an image.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch_thor.training.tasks.checks import check_not_images
 from torch_thor.training.tasks.in_memory import InMemoryTask
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
-if TYPE_CHECKING:  # a recipe asks its task what it may say
+if TYPE_CHECKING:  # the module of recipes imports the tasks
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.config.run_config import RunConfig
 
 MODELS = ("deep-autoencoder",)
-MOST_HELD_OUT = 2000  # images of the test set that are evaluated on
+MOST_HELD_OUT = 2000  # images of the test set that are used for evaluations
 
 
 class Autoencoder(InMemoryTask):
-    """A network that reconstructs images; a batch is their pixels, (n, pixels), in [0, 1].
+    """The task of reconstructing images. A batch is a tensor of pixel values in [0, 1], (n, pixels).
 
     Args:
-        train: Images to train on, (N, pixels), on the device to train on.
-        held_out: Images to evaluate on, (M, pixels).
-        config: Batch size and seed.
+        train: Training images, (N, pixels), on the device to train on.
+        held_out: Evaluation images, (M, pixels), on the same device.
+        config: The settings of the training, such as batch size and seed.
     """
 
     unit: ClassVar[str] = "images"
@@ -56,11 +56,14 @@ class Autoencoder(InMemoryTask):
 
         Args:
             recipe: The recipe.
+
+        Raises:
+            UserError: If the recipe has such a setting.
         """
         check_not_images(recipe, MODELS)
         require(
             recipe.data.name in IN_MEMORY,
-            f"data.name={recipe.data.name}: task={recipe.task} takes one of {', '.join(IN_MEMORY)}",
+            f"data.name={recipe.data.name} cannot be used for task={recipe.task}: use one of {', '.join(IN_MEMORY)}",
         )
 
     @classmethod
@@ -71,9 +74,9 @@ class Autoencoder(InMemoryTask):
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Not called: the images are complete, or loading them raises an error.
-            report: Not called either.
+            device: The device of the batches.
+            say: Not used, because there is nothing to report.
+            report: Not used either.
 
         Returns:
             The task.
@@ -90,17 +93,20 @@ class Autoencoder(InMemoryTask):
 
         Args:
             trained: The recipe of the training.
-            recipe: The same with the keys that were changed.
-            changed: Those keys.
+            recipe: The recipe with the user's changes.
+            changed: The changed keys.
 
         Returns:
             The recipe to evaluate with.
+
+        Raises:
+            UserError: If the images have another size.
         """
         sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
         require(
             sizes[0] == sizes[1],
-            f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: evaluate "
-            f"it on data like those",
+            f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose "
+            f"data with images of that size",
         )
         return recipe
 
@@ -113,10 +119,10 @@ class Autoencoder(InMemoryTask):
         return deep_autoencoder(self.train.shape[1])
 
     def open_data(self, shard: Shard) -> Streams:
-        """Open the images from the beginning.
+        """Open the images at the beginning of a training.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
             Training batches and evaluation batches.
@@ -126,10 +132,10 @@ class Autoencoder(InMemoryTask):
         return Streams(TrainingStream(MemoryLoader(self.train, order), order), MemoryLoader(self.held_out, evaluation))
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open the held-out images alone.
+        """Open the held-out images only.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
             The rank's batches.
@@ -137,18 +143,18 @@ class Autoencoder(InMemoryTask):
         return MemoryLoader(self.held_out, WholeBatches(len(self.held_out), EVALUATION_BATCH, shard))
 
     def terms(self, batch: Batch) -> Terms:
-        """Count images.
+        """Count the images of a batch, which are its loss terms.
 
         Args:
             batch: Pixels, (n, pixels).
 
         Returns:
-            Their number.
+            The number of images.
         """
         return Terms(len(batch))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the cross-entropy of pixels, summed over an image, as a mean over images.
+        """Compute the cross-entropy, summed over the pixels of an image and averaged over images.
 
         Args:
             model: The network.
@@ -161,14 +167,14 @@ class Autoencoder(InMemoryTask):
         return Loss(_cross_entropy(logits, batch) / len(batch), logits, "bernoulli")
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sum up the cross-entropy and the squared error.
+        """Compute the sums of the cross-entropy and of the squared error over a batch.
 
         Args:
             model: The network.
             batch: Pixels, (n, pixels).
 
         Returns:
-            `loss` and `squared_error`, both summed over pixels too.
+            `loss` and `squared_error`, both summed over the images and their pixels.
         """
         logits = model(batch)
         return {

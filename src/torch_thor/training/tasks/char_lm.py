@@ -1,4 +1,4 @@
-"""A character language model, trained on the text of Python's own help. A loss term is a predicted character."""
+"""A character language model of the language reference that is part of Python. A loss term is a predicted character."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from torch_thor.training.tasks.checks import check_not_images
 from torch_thor.training.tasks.in_memory import InMemoryTask
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
-if TYPE_CHECKING:  # a recipe asks its task what it may say
+if TYPE_CHECKING:  # the module of recipes imports the tasks
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.config.run_config import RunConfig
 
 MODELS = ("char-transformer",)
-CONTEXT = 64  # characters of a window
-EVALUATION_BATCH = 64  # windows
+CONTEXT = 64  # characters per window
+EVALUATION_BATCH = 64  # windows per batch
 
 
 class CharLM(InMemoryTask):
-    """A network that predicts characters; a batch is (characters, next characters), (n, CONTEXT) each, int64.
+    """The task of predicting the next character. A batch is (characters, next characters), (n, CONTEXT) each, int64.
 
     Args:
-        train: The text to train on, (length,), on the device to train on.
-        held_out: The text to evaluate on.
-        config: Batch size, in windows, and seed.
+        train: The training text as character codes, (length,), on the device to train on.
+        held_out: The evaluation text as character codes, on the same device.
+        config: The settings of the training, such as batch size (in windows) and seed.
     """
 
     unit: ClassVar[str] = "characters"
@@ -46,7 +46,7 @@ class CharLM(InMemoryTask):
             "perplexity",
             "perplexity",
             higher_is_better=False,
-            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # what a float holds
+            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # exp(700) is about the largest float
         ),
     )
 
@@ -61,11 +61,14 @@ class CharLM(InMemoryTask):
 
         Args:
             recipe: The recipe.
+
+        Raises:
+            UserError: If the recipe has such a setting.
         """
         check_not_images(recipe, MODELS)
         require(
             recipe.data == DataSpec(),
-            f"data is set: task={recipe.task} is trained on the text of this Python's own help; leave data out",
+            f"data is set, but task={recipe.task} always uses the language reference of Python: leave data out",
         )
 
     @classmethod
@@ -76,9 +79,9 @@ class CharLM(InMemoryTask):
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Not called: every Python has the text.
-            report: Not called either.
+            device: The device of the batches.
+            say: Not used, because there is nothing to report.
+            report: Not used either.
 
         Returns:
             The task.
@@ -88,12 +91,12 @@ class CharLM(InMemoryTask):
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Return the recipe as it is: there is one text only.
+        """Return the recipe unchanged, because there is only one text.
 
         Args:
             trained: The recipe of the training.
-            recipe: The same with the keys that were changed.
-            changed: Those keys.
+            recipe: The recipe with the user's changes.
+            changed: The changed keys.
 
         Returns:
             The recipe to evaluate with.
@@ -109,10 +112,10 @@ class CharLM(InMemoryTask):
         return CharTransformer(SYMBOLS, CONTEXT)
 
     def open_data(self, shard: Shard) -> Streams:
-        """Open the text from the beginning.
+        """Open the text at the beginning of a training.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
             Training batches and evaluation batches.
@@ -130,10 +133,10 @@ class CharLM(InMemoryTask):
         )
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open the held-out text alone.
+        """Open the held-out text only.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
             The rank's batches.
@@ -141,38 +144,38 @@ class CharLM(InMemoryTask):
         return MemoryLoader(self.held_out, WholeBatches(len(self.held_out[0]), EVALUATION_BATCH, shard))
 
     def terms(self, batch: Batch) -> Terms:
-        """Count predicted characters.
+        """Count the predicted characters of a batch, which are its loss terms.
 
         Args:
             batch: Characters and next characters.
 
         Returns:
-            Their number.
+            The number of characters.
         """
         return Terms(batch[1].numel())
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the mean cross-entropy of the next characters.
+        """Compute the mean cross-entropy of the next characters.
 
         Args:
             model: The network.
             batch: Characters and next characters.
 
         Returns:
-            The loss, and the scores (n · CONTEXT, SYMBOLS).
+            The loss, and the logits (n · CONTEXT, SYMBOLS).
         """
         scores = model(batch[0]).flatten(0, 1)
         return Loss(functional.cross_entropy(scores, batch[1].flatten()), scores)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sum up the cross-entropy of the next characters.
+        """Compute the sum of the cross-entropy of the next characters.
 
         Args:
             model: The network.
             batch: Characters and next characters.
 
         Returns:
-            `loss`.
+            The sum, as `loss`.
         """
         scores = model(batch[0]).flatten(0, 1)
         return {"loss": functional.cross_entropy(scores, batch[1].flatten(), reduction="sum")}

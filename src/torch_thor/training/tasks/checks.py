@@ -1,4 +1,4 @@
-"""Settings that all tasks other than image classification refuse in a recipe."""
+"""Checks of recipes that all tasks except image classification share."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 from torch_thor.training.errors import require
 
-if TYPE_CHECKING:  # a recipe asks its task what it may say
+if TYPE_CHECKING:  # the module of recipes imports the tasks
     from torch_thor.training.config.recipe import Recipe
 
 
 def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
-    """Refuse another task's network, and settings that only an image classifier uses.
+    """Refuse a network of another task, and settings that only a classifier uses.
 
     Args:
         recipe: The recipe.
         models: The networks of its task.
+
+    Raises:
+        UserError: If the recipe has such a network or setting.
     """
     task = recipe.task
     require(
@@ -27,14 +30,17 @@ def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
 
 
 def check_no_classes(recipe: Recipe) -> None:
-    """Refuse what only a classifier has a use for.
+    """Refuse settings that only a classifier uses.
 
     Args:
         recipe: The recipe.
+
+    Raises:
+        UserError: If the recipe has such a setting.
     """
     task = recipe.task
     require(recipe.classes is None, f"classes={recipe.classes}: task={task} has no classes; leave classes=null")
     require(
         recipe.label_smoothing == 0,
-        f"label_smoothing={recipe.label_smoothing}: task={task} has no smoothed labels; leave label_smoothing=0",
+        f"label_smoothing={recipe.label_smoothing}: task={task} has no label smoothing; leave label_smoothing=0",
     )

@@ -20,22 +20,26 @@ from torch_thor.training.models.classifiers import build_model, check_fits, chec
 from torch_thor.training.tasks.smoothing import check_smoothing, training_loss
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
-if TYPE_CHECKING:  # a recipe asks its task what it may say
+if TYPE_CHECKING:  # the module of recipes imports the tasks
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.config.run_config import RunConfig
 
-BATCH = 256  # most images of an evaluation at a time where nothing else is said: those of a step may be of many devices
+BATCH = 256  # default limit on an evaluation batch, because the batch size of a recipe may be that of many devices
 
 
 class ImageClassification:
-    """A network that classifies images; a batch is (images (n, C, H, W), labels (n,)), a loss term an image.
+    """The task of classifying images. A batch is (images (n, C, H, W), labels (n,)), and a loss term is an image.
 
     Args:
-        data: The data, for the device to train on.
-        config: Batch size, seed and label smoothing.
-        model: The network's name; `None` where the network is there already.
-        outputs: Outputs of the network, at least the classes of the data; `None` is that number.
-        evaluation_batch: Images at a time where the network is only evaluated; `None` is the config's batch size.
+        data: The data set, whose batches are on the device to train on.
+        config: The settings of the training, such as batch size, seed and label smoothing.
+        model: The name of the network; `None` if the task does not build it.
+        outputs: Number of outputs of the network; `None` stands for the number of classes, which is also the minimum.
+        evaluation_batch: Images per batch if the network is only evaluated; `None` stands for the batch size of
+            `config`.
+
+    Raises:
+        UserError: If there are fewer outputs than classes, or the label smoothing is too large.
     """
 
     unit: ClassVar[str] = "images"
@@ -62,14 +66,18 @@ class ImageClassification:
 
     @classmethod
     def check(cls, recipe: Recipe) -> None:
-        """Refuse a recipe that no data could make right; names of library models are looked up when one is built.
+        """Refuse settings that are wrong for any data. The name of a library's model is checked when it is built.
 
         Args:
             recipe: The recipe.
+
+        Raises:
+            UserError: If the recipe has such a setting.
         """
         require(
             recipe.data.name not in TEXTS,
-            f"data.name={recipe.data.name} is text: task={recipe.task} takes images; set task=masked-lm, or other data",
+            f"data.name={recipe.data.name} is text, and task={recipe.task} needs images: set task=masked-lm, or choose "
+            "other data",
         )
 
     @classmethod
@@ -80,12 +88,15 @@ class ImageClassification:
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Told, in one line each, of what every process finds alike.
-            report: Told, in one line each, of what this process alone has met.
+            device: The device of the batches.
+            say: Prints a line; it is called for what is the same on every process.
+            report: Prints a line; it is called for what only this process has found, such as a broken image.
 
         Returns:
             The task.
+
+        Raises:
+            UserError: If there is no such network, or the data are missing or unsuitable.
         """
         check_name(recipe.model)
         data = open_data(recipe.data, device, say, report)
@@ -95,49 +106,55 @@ class ImageClassification:
     def open_saved(
         cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]
     ) -> ImageClassification:
-        """Find and check what a trained network is evaluated on; the training images need not be there.
+        """Find and check the evaluation images for a trained network. The training images need not exist.
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Told, in one line each, of what is odd about the images.
-            changed: Keys that are not those of the training.
+            device: The device of the batches.
+            say: Prints a line; it is called for warnings about the images.
+            changed: The first part of each key that the user has changed since the training.
 
         Returns:
             The task.
+
+        Raises:
+            UserError: If the data are missing or have more classes than the network has outputs.
         """
         data = open_evaluation(recipe.data, device, say)
         outputs = recipe.classes or data.classes
-        if "data" in changed and outputs > data.classes + 1:  # one more, which is never a label, is the reference's own
+        if "data" in changed and outputs > data.classes + 1:  # the reference ResNet-50 has one unused output
             parallel.rank_zero_print(say)(
-                f"the data has {data.classes} classes, the network {outputs} outputs: classes are numbered in their "
-                f"sorted order, so these must be the first {data.classes} of those that it was trained on"
+                f"the data has {data.classes} classes, and the network {outputs} outputs: classes are numbered in "
+                f"their sorted order, so they must be the first {data.classes} classes of the training"
             )
         batch = recipe.batch_size if "batch_size" in changed else min(recipe.batch_size, BATCH)
         return cls(data, recipe, model=recipe.model, outputs=outputs, evaluation_batch=batch)
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Read other images in the way that the network was trained with, unless the user chooses another one.
+        """Use the crops and the normalisation of the training for other images, unless the user changes them.
 
         Args:
             trained: The recipe of the training.
-            recipe: The same with the keys that were changed.
-            changed: Those keys.
+            recipe: The recipe with the user's changes.
+            changed: The changed keys.
 
         Returns:
             The recipe to evaluate with.
+
+        Raises:
+            UserError: If the images have another size than those of the training.
         """
         if any(key.startswith("data.transform") for key in changed):
             return recipe
         data = recipe.data
         if data.name not in IN_MEMORY and trained.data.name not in IN_MEMORY:
-            data = replace(data, transform=trained.data.crops)  # not those that are usual for the other data set
+            data = replace(data, transform=trained.data.crops)  # instead of the usual ones of the other data set
         sizes = [" x ".join(map(str, shape)) for shape in (data.image_shape, trained.data.image_shape)]
         require(
             sizes[0] == sizes[1],
-            f"data.name={data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: evaluate it on "
-            f"data like those, or read images at another size with data.transform.size",
+            f"data.name={data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose data with "
+            f"images of that size, or set data.transform.size",
         )
         return replace(recipe, data=data)
 
@@ -150,7 +167,7 @@ class ImageClassification:
         """Build the network with torch's global random numbers (seed them first).
 
         Returns:
-            The network, on the CPU; convolutions are faster in channels_last, on a CPU too, for every optimizer alike.
+            The network, on the CPU, in channels_last, which makes convolutions faster on CPUs too.
         """
         assert self.model is not None
         model = build_model(self.model, self.data.image_shape[0], self.outputs)
@@ -159,10 +176,10 @@ class ImageClassification:
         return model
 
     def open_data(self, shard: Shard) -> Streams:
-        """Open the images from the beginning.
+        """Open the images at the beginning of a training.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
             Training batches and evaluation batches.
@@ -171,10 +188,10 @@ class ImageClassification:
         return data.open(batch_size=self.config.batch_size, seed=self.config.seed, shard=shard)
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open the evaluation images alone.
+        """Open the evaluation images only.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
             The rank's batches.
@@ -182,39 +199,39 @@ class ImageClassification:
         return self.data.open_evaluation(batch_size=self.evaluation_batch, shard=shard)
 
     def terms(self, batch: Batch) -> Terms:
-        """Count images.
+        """Count the images of a batch, which are its loss terms.
 
         Args:
             batch: Images and labels.
 
         Returns:
-            Their number.
+            The number of images.
         """
         return Terms(len(batch[1]))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Return the mean cross-entropy against smoothed labels.
+        """Compute the mean cross-entropy against smoothed labels.
 
         Args:
             model: The network.
             batch: Images and labels.
 
         Returns:
-            The loss, and the scores (n, outputs).
+            The loss, and the logits (n, outputs).
         """
         images, labels = batch
         scores = model(images)
         return Loss(training_loss(scores, labels, self.config.label_smoothing, self.config.smoothing_form), scores)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sum up the cross-entropy without smoothing, and count the images classified rightly.
+        """Compute the sum of the cross-entropy without smoothing, and count the correctly classified images.
 
         Args:
             model: The network.
-            batch: Images and labels, one or more.
+            batch: Images and labels, at least one.
 
         Returns:
-            `loss`, `top1` and `top5`; with fewer than five outputs, top-5 is top-`outputs`.
+            `loss`, `top1` and `top5`. With fewer than five outputs, `top5` counts a label among all outputs.
         """
         images, labels = batch
         scores = model(images)
@@ -226,9 +243,9 @@ class ImageClassification:
         }
 
     def metrics(self) -> Sequence[Metric]:
-        """Name what an evaluation gives.
+        """Return the metrics of an evaluation.
 
         Returns:
-            Loss and accuracies; top-1 decides.
+            The loss and the accuracies; top-1 accuracy is the primary metric.
         """
         return self.METRICS

@@ -1,4 +1,4 @@
-"""The base class of tasks whose data are always in memory, and are all needed for an evaluation alone too."""
+"""The base class of tasks whose data are in memory and are always loaded completely, also for an evaluation only."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from torch_thor.training.tasks.task import Metric
 
-if TYPE_CHECKING:  # a recipe asks its task what it may say
+if TYPE_CHECKING:  # the module of recipes imports the tasks
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.config.run_config import RunConfig
 
 
 class InMemoryTask(ABC):
-    """Training data on a device, with the settings of the training.
+    """A task with its training data in memory.
 
     Args:
-        train: What is trained on, on the device to train on.
-        config: Batch size and seed.
+        train: The training data, on the device to train on.
+        config: The settings of the training, such as batch size and seed.
     """
 
     METRICS: ClassVar[tuple[Metric, ...]]
@@ -38,9 +38,9 @@ class InMemoryTask(ABC):
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Not called: the data are complete, or loading them raises an error.
-            report: Not called either.
+            device: The device of the batches.
+            say: Prints a line; it is called for what is the same on every process.
+            report: Prints a line; it is called for what only this process has found.
 
         Returns:
             The task.
@@ -48,13 +48,13 @@ class InMemoryTask(ABC):
 
     @classmethod
     def open_saved(cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]) -> Self:
-        """Load the data for an evaluation: the same as for a training, since what is held out comes with the rest.
+        """Load the data for an evaluation, in the same way as for a training.
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: As for `open`.
-            changed: Makes no difference.
+            device: The device of the batches.
+            say: Prints a line, as in `open`.
+            changed: Not used.
 
         Returns:
             The task.
@@ -67,9 +67,9 @@ class InMemoryTask(ABC):
         return self.train.device
 
     def metrics(self) -> Sequence[Metric]:
-        """Name what an evaluation gives.
+        """Return the metrics of an evaluation.
 
         Returns:
-            The metrics of the class, one of them primary.
+            The metrics of the class; one of them is primary.
         """
         return self.METRICS

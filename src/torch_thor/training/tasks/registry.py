@@ -1,4 +1,4 @@
-"""The tasks that a recipe can name; a new one is new files and one line in `TASKS`."""
+"""The tasks that a recipe can name. To add a task, write its class in a new file and add one line to `TASKS`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from torch_thor.training.tasks.image_classification import ImageClassification
 from torch_thor.training.tasks.masked_lm import MaskedLM
 from torch_thor.training.tasks.task import EvaluationTask, Metric, Task
 
-if TYPE_CHECKING:  # a recipe asks its task what it may say
+if TYPE_CHECKING:  # the module of recipes imports the tasks
     from torch_thor.training.config.recipe import Recipe
 
 
 class TaskKind(Protocol):
-    """A class of tasks, before any data is looked for."""
+    """The class of a task, whose class methods check a recipe and open its data."""
 
     METRICS: tuple[Metric, ...]
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a recipe that no data could make right; imports no library of models or of images.
+        """Refuse settings that are wrong for any data, without importing libraries of models or images.
 
         Args:
             recipe: The recipe.
+
+        Raises:
+            UserError: If the recipe has such a setting.
         """
         ...
 
@@ -37,41 +40,50 @@ class TaskKind(Protocol):
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Told, in one line each, of what every process finds alike.
-            report: Told, in one line each, of what this process alone has met.
+            device: The device of the batches.
+            say: Prints a line; it is called for what is the same on every process.
+            report: Prints a line; it is called for what only this process has found, such as a broken image.
 
         Returns:
-            The task, to train on.
+            The task, for a training.
+
+        Raises:
+            UserError: If the data are missing or unsuitable.
         """
         ...
 
     def open_saved(
         self, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]
     ) -> EvaluationTask:
-        """Find and check what a trained network is evaluated on.
+        """Find and check the evaluation data for a trained network.
 
         Args:
             recipe: The recipe, from `saved_recipe`.
-            device: Where batches go.
-            say: Told, in one line each, of what is odd about the data.
-            changed: Keys that are not those of the training.
+            device: The device of the batches.
+            say: Prints a line; it is called for warnings about the data.
+            changed: The first part of each key that the user has changed since the training.
 
         Returns:
-            The task, to evaluate on.
+            The task, for an evaluation.
+
+        Raises:
+            UserError: If the data are missing or unsuitable.
         """
         ...
 
     def saved_recipe(self, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Say how a trained network is evaluated.
+        """Return the recipe with which a trained network is evaluated.
 
         Args:
             trained: The recipe of the training.
-            recipe: The same with the keys that were changed.
-            changed: Those keys.
+            recipe: The recipe with the user's changes.
+            changed: The changed keys.
 
         Returns:
             The recipe to evaluate with.
+
+        Raises:
+            UserError: If the network cannot be evaluated with these changes.
         """
         ...
 

@@ -4,8 +4,8 @@ A batch is a tree of tensors (tuples, lists, mappings), whose leaves have the sa
 moves, splits and counts batches; only the task knows what they contain.
 
 The loss of a step is a mean over N loss terms: images for a classifier, predicted characters for a language model. A
-task gives means and not sums, because the mean is what a network is trained on, and dividing a sum afterwards would
-round otherwise. Where a step is computed in parts, each part's mean counts as many times as it has terms.
+task returns the mean and not the sum, because dividing a sum afterwards would be rounded differently. If a step is
+computed in micro-batches, their means are weighted by their numbers of loss terms.
 """
 
 import math
@@ -26,14 +26,15 @@ Batch = Any  # a tree of tensors
 
 @dataclass(frozen=True)
 class Terms:
-    """The loss terms of a batch, known before its forward pass.
+    """The loss terms of a batch, which are known before its forward pass.
 
-    THOR has to know them: N scales the gradients of layer outputs, and rows that are padding must not enter the
-    statistics, which some layers gather in the forward pass already.
+    THOR needs them: it scales the gradients of layer outputs by N, and excludes rows that are padding from the
+    statistics, which some layers gather in the forward pass.
 
     Args:
-        number: How many terms the loss is a mean over.
-        row_mask: bool, of the leading dimensions of the layers' inputs: True for the rows that count; `None` is all.
+        number: N, the number of terms that the loss averages over.
+        row_mask: bool, with the leading dimensions of the layers' inputs; True for rows that enter the statistics.
+            `None` stands for all rows.
     """
 
     number: int
@@ -42,13 +43,13 @@ class Terms:
 
 @dataclass(frozen=True)
 class Loss:
-    """The training loss of a batch, and what the network has predicted.
+    """The training loss of a batch, and the predictions of the network.
 
     Args:
-        mean: The mean over the batch's terms, without dimensions, to be differentiated.
-        output: What the network returned, not detached.
-        distribution: Of the labels, given the output, as `THOR.sample_fisher` takes it.
-        dim: The dimension of categorical logits that holds the classes; `None` is the second of two.
+        mean: The mean over the loss terms of the batch, a tensor without dimensions, which can be differentiated.
+        output: The output of the network, not detached.
+        distribution: The distribution of the labels given the output, as for `THOR.sample_fisher`.
+        dim: The class dimension of categorical logits; `None` stands for the last of two dimensions.
     """
 
     mean: Tensor
@@ -59,17 +60,19 @@ class Loss:
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure that an evaluation gives.
+    """A metric of an evaluation.
 
     Args:
-        name: In `metrics.jsonl`, `summary.json` and TensorBoard.
-        title: In tables and at the axes of plots.
-        word: In a printed line.
-        higher_is_better: Its direction.
-        primary: Whether it decides which checkpoint is best, and when a target is reached; exactly one of a task does.
-        share: Whether it is a share in [0, 1], printed in per cent.
-        derived: Computes it from the others' means, by name; `None`: it is a mean itself.
-        over: What it is a mean over, by the name under which `measure` counts it; `None` is loss terms.
+        name: The name in `metrics.jsonl`, `summary.json` and TensorBoard.
+        title: The name in tables and plots.
+        word: The name in a printed line.
+        higher_is_better: Whether larger values are better.
+        primary: Whether it decides which checkpoint is best and when a target is reached. Each task has exactly one
+            primary metric.
+        share: Whether it is a fraction in [0, 1], which is printed in per cent.
+        derived: Computes the metric from the means of the others, by name; `None` if the metric is a mean itself.
+        over: The name under which `measure` returns the number of items that the mean is over; `None` stands for loss
+            terms.
     """
 
     name: str
@@ -82,13 +85,13 @@ class Metric:
     over: str | None = None
 
     def text(self, value: float) -> str:
-        """Write a value for people.
+        """Format a value for printing.
 
         Args:
             value: The value.
 
         Returns:
-            Per cent with two digits after the point, or four digits.
+            Per cent with two decimals for a fraction, and four significant digits otherwise.
         """
         return f"{value:.2%}" if self.share else f"{value:.4g}"
 
@@ -98,21 +101,24 @@ class Metric:
         Args:
             key: The recipe's key.
             value: The target.
-            shown: What the user wrote, where the target is one of several.
+            shown: The value in the error message, if the target is one of several; `None` stands for `value`.
+
+        Raises:
+            UserError: If the target is out of range.
         """
         shown = value if shown is None else shown
         if self.share:
-            rest = "it is a share, not per cent; null trains to the end"
-            rule = f"must lie in (0, 1]: {'they are shares, not per cent' if key == 'targets' else rest}"
+            rest = "it is a fraction, not per cent; null trains to the end"
+            rule = f"must lie in (0, 1]: {'they are fractions, not per cent' if key == 'targets' else rest}"
             require(0 < value <= 1, f"{key}={shown} {rule}")
         require(0 < value < math.inf, f"{key}={shown} must be above 0 and finite: it is a value of {self.word}")
 
 
 def primary(metrics: Sequence[Metric]) -> Metric:
-    """Find the primary metric.
+    """Return the primary metric.
 
     Args:
-        metrics: A task's.
+        metrics: The metrics of a task.
 
     Returns:
         The one that is primary.
@@ -122,11 +128,11 @@ def primary(metrics: Sequence[Metric]) -> Metric:
 
 
 class EvaluationTask(Protocol):
-    """What evaluating a network needs to know of its task."""
+    """The part of a task that evaluating a network needs."""
 
     @property
     def unit(self) -> str:
-        """What a loss term is, in the plural: images, characters."""
+        """The name of a loss term in the plural, such as images or characters."""
         ...
 
     @property
@@ -143,13 +149,13 @@ class EvaluationTask(Protocol):
         ...
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open what the network is evaluated on, each sample once over all ranks, in the batches of one process.
+        """Open the evaluation data: each sample once over all ranks, in the batches of a single process.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
-            The rank's batches; one rank may have a batch more than another.
+            The rank's batches; one rank may have one batch more than another.
         """
         ...
 
@@ -157,43 +163,43 @@ class EvaluationTask(Protocol):
         """Count the loss terms of a batch.
 
         Args:
-            batch: From a stream, or a part of one.
+            batch: A batch, or a micro-batch of one.
 
         Returns:
-            Their number, and which rows count.
+            Their number, and the mask of the rows that enter THOR's statistics.
         """
         ...
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Measure what is a mean over terms, without gradients, in evaluation mode.
+        """Compute the sums of the metrics over a batch. It is called without gradients and in evaluation mode.
 
         Args:
             model: The network.
-            batch: From an evaluation stream, with one loss term or more.
+            batch: An evaluation batch with at least one loss term.
 
         Returns:
-            For each metric that is not derived the sum over the batch's terms, without dimensions; and for each that is
-            a mean over something else, how many of these the batch has.
+            For each metric that is not derived, the sum over the batch, a tensor without dimensions. If a metric is a
+            mean over other items than loss terms, also their number, under the name `Metric.over`.
         """
         ...
 
     def metrics(self) -> Sequence[Metric]:
-        """Name what an evaluation gives.
+        """Return the metrics of an evaluation.
 
         Returns:
-            The metrics, exactly one of them primary; one of them is called `loss`.
+            The metrics. Exactly one is primary, and one has the name `loss`.
         """
         ...
 
 
 class Task(EvaluationTask, Protocol):
-    """What training a network needs to know."""
+    """A task as training a network needs it."""
 
     def open_data(self, shard: Shard) -> Streams:
-        """Open the data from the beginning.
+        """Open the data at the beginning of a training.
 
         Args:
-            shard: Which rank of how many.
+            shard: Rank and number of ranks.
 
         Returns:
             Training batches and evaluation batches.
@@ -204,10 +210,10 @@ class Task(EvaluationTask, Protocol):
         """Run the network and compute its training loss.
 
         Args:
-            model: The network, perhaps wrapped for several processes, or compiled.
-            batch: From the training stream, or a part of one.
+            model: The network; it may be compiled or wrapped by `DistributedDataParallel`.
+            batch: A training batch, or a micro-batch of one.
 
         Returns:
-            The mean loss over `terms(batch)`, and what was predicted.
+            The mean loss over the loss terms of the batch, and the output of the network.
         """
         ...

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.checksums import intact, sealed, sha256
+from torch_thor.training.checksums import add_checksum, checksum_matches, sha256
 from torch_thor.training.errors import require
 from torch_thor.training.output_files import write_whole
 from torch_thor.training.text.arrow_files import REMEDY
@@ -84,7 +84,7 @@ class Manifest:
         """
         values = {"format": FORMAT, **asdict(self), "settings": self.settings.plain(), "totals": totals(self.shards)}
         plain = json.loads(json.dumps(values))  # lengths are keys: the checksum is of what is read again, all text
-        write_whole(folder / MANIFEST, json.dumps(sealed(plain), indent=1), REMEDY)
+        write_whole(folder / MANIFEST, json.dumps(add_checksum(plain), indent=1), REMEDY)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -106,7 +106,7 @@ class Manifest:
             values = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
             values = {}
-        require(isinstance(values, dict) and intact(values), f"{file} was cut short or changed: {again}")
+        require(isinstance(values, dict) and checksum_matches(values), f"{file} was cut short or changed: {again}")
         require(
             values["format"] == FORMAT, f"{file} has format {values['format']}, this version reads {FORMAT}: {again}"
         )

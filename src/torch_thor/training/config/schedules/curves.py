@@ -1,11 +1,11 @@
-"""The formulas: a factor on the learning rate, or on the damping, as a pure function of the step.
+"""The formulas of the schedules: a factor on the learning rate or the damping, as a pure function of the step.
 
-Nothing is stored, so a resumed run has the schedule that it would have had. `step` is the number of steps
-already taken, 0 for the first one; its factor is set before it is taken.
+No state is stored, so a resumed run has the same schedule as an uninterrupted one. `step` is the number of steps
+already taken, 0 before the first step.
 
-n is the number of steps in an epoch, w the warm-up and H the horizon, both in steps; without a horizon H is the
-length of the run. The kinds of common use count from 0. With t = `step`, p = max(0, t - w) / (H - w), and f the
-factor at the end:
+n is the number of steps in an epoch, w the length of the warm-up and H the horizon, both in steps. Without a horizon, H
+is the length of the run. The usual kinds count from 0. With t = `step`, p = max(0, t - w) / (H - w), and f the factor
+at the end:
 
     constant     1
     linear       1 - p (1 - f)
@@ -14,13 +14,13 @@ factor at the end:
     exponential  rate^(max(0, t - w) / n)         the rate is a factor for each epoch
     step         gamma^(milestones m ≤ t / n)     epochs of the training: the first step after m whole epochs
 
-The two schedules of ResNet-50 with THOR count from 1, as their reference does: the first step already has e = 1 / n.
-With t = `step` + 1, e = t / n and E = H / n, both from the beginning of the training:
+The two schedules of ResNet-50 with THOR count from 1, as the reference implementation does: the first step has
+e = 1 / n. With t = `step` + 1, e = t / n and E = H / n, both from the beginning of the training:
 
     thor-lr      (1 - e / E)^decay, · 1/2 where e ≥ decay_epochs, · 1/2 again where e ≥ decay_epochs + 1
     thor-damping rate^(e / 10)                    the rate is a factor for ten epochs
 
-So the last step of epoch number `decay_epochs` is the first one that is halved.
+The last step of epoch number `decay_epochs` is therefore the first one with a halved learning rate.
 
 Warm-up multiplies any of them by (`step` + 1) / w in the first w steps.
 """
@@ -32,20 +32,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a spec asks here which kinds there are
+if TYPE_CHECKING:  # the module of ScheduleSpec imports this one
     from torch_thor.training.config.schedules.spec import ScheduleSpec
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One step on the clocks that schedules go by.
+    """The position of one step, in the units of the formulas.
 
     Args:
         progress: p, from 0 after the warm-up to 1 at the horizon.
-        warmed_epochs: Epochs since the warm-up, counted from 0.
-        epochs: Epochs since the beginning, counted from 0.
-        reference_epochs: e, epochs since the beginning, counted from 1 / n.
-        horizon_epochs: E.
+        warmed_epochs: Epochs since the end of the warm-up; 0 at the first step after it.
+        epochs: Epochs since the beginning; 0 at the first step.
+        reference_epochs: e, epochs since the beginning; 1 / n at the first step.
+        horizon_epochs: E, the horizon in epochs.
     """
 
     progress: float
@@ -62,12 +62,12 @@ def _thor_lr(spec: ScheduleSpec, at: Moment) -> float:
     return math.ldexp(whole, -halvings)
 
 
-FALLS: dict[str, Callable[[ScheduleSpec, Moment], float]] = {  # from 1 to 0, put between 1 and `final` by `factor`
+FALLS: dict[str, Callable[[ScheduleSpec, Moment], float]] = {  # from 1 to 0; `factor` rescales them to end at `final`
     "linear": lambda spec, at: 1.0 - at.progress,
     "cosine": lambda spec, at: (1.0 + math.cos(math.pi * at.progress)) / 2.0,
     "polynomial": lambda spec, at: (1.0 - at.progress) ** spec.power,
 }
-BOUNDED = (*FALLS, "thor-lr")  # those that have a horizon
+BOUNDED = (*FALLS, "thor-lr")  # kinds that have a horizon
 SHAPES: dict[str, Callable[[ScheduleSpec, Moment], float]] = {
     "constant": lambda spec, at: 1.0,
     **FALLS,
@@ -82,11 +82,11 @@ def factor(spec: ScheduleSpec, step: int, steps_per_epoch: int, total_steps: int
     """Return the factor for one step.
 
     Args:
-        spec: The schedule; one that `check` let through.
+        spec: The schedule; `schedule_step.check` has accepted it.
         step: Steps already taken (0 for the first).
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
-        final: Factor reached at the horizon; `None` is the schedule's own.
+        final: Factor reached at the horizon; `None` stands for that of the schedule.
 
     Returns:
         The factor on the starting value.

@@ -9,22 +9,23 @@ from torch_thor.training.errors import require
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """One schedule. A kind reads its own settings and leaves the others alone.
+    """A schedule of the learning rate or the damping. A kind ignores the settings that belong to other kinds.
 
     Args:
-        kind: constant, linear, cosine, polynomial, exponential, step, thor-lr or thor-damping.
-        warmup_epochs: Epochs (fractions are fine) of linear growth from nothing to the full value.
-        final: Factor reached at the horizon (linear, cosine and polynomial).
-        rate: Factor for each epoch (exponential), or for ten epochs (thor-damping).
-        end: Value reached at the horizon, in the place of `final`; `None` is the starting value times `final`.
+        kind: The formula: constant, linear, cosine, polynomial, exponential, step, thor-lr or thor-damping.
+        warmup_epochs: Length of a linear warm-up, in epochs; fractions are allowed, and 0 is no warm-up.
+        final: Factor reached at the horizon (linear, cosine, polynomial), in [0, 1].
+        rate: Factor per epoch (exponential) or per ten epochs (thor-damping), in (0, 1].
+        end: Value reached at the horizon (linear, cosine, polynomial), instead of the factor `final`; `None` uses
+            `final`.
         power: Exponent of polynomial.
-        milestones: Epochs after which step multiplies by `gamma`.
-        gamma: Factor at each milestone (step).
+        milestones: Epochs after which step multiplies the value by `gamma`.
+        gamma: Factor at each milestone of step.
         decay: Exponent of thor-lr.
-        decay_epochs: Epoch from which thor-lr is halved, and again from the next; `None` is never.
+        decay_epochs: Epoch from which thor-lr is halved; it is halved again one epoch later. `None` never halves it.
         horizon_epochs: Where linear, cosine, polynomial and thor-lr end, in epochs from the beginning of the training.
-            It may lie beyond the last epoch, not before it; `None` is the length of the training.
-        horizon_steps: The same in steps; give one of the two.
+            It must not be shorter than the training. `None` stands for the length of the training.
+        horizon_steps: The horizon in steps; give only one of the two.
     """
 
     kind: str = "constant"
@@ -47,11 +48,11 @@ class ScheduleSpec:
             0 <= self.final <= 1,
             f"final={self.final} must lie in [0, 1]: it is a factor on the starting value",
         )
-        require(0 < self.rate <= 1, f"rate={self.rate} must lie in (0, 1]: it is the factor for each epoch")
-        require(self.end is None or 0 <= self.end < math.inf, f"end={self.end} must be 0 or more; null takes final")
+        require(0 < self.rate <= 1, f"rate={self.rate} must lie in (0, 1]: it is a factor per epoch")
+        require(self.end is None or 0 <= self.end < math.inf, f"end={self.end} must be 0 or more; null uses final")
         require(
             self.end is None or self.final == 0,
-            f"end={self.end} and final={self.final} both say where the schedule ends: give one",
+            f"end={self.end} and final={self.final} both set the last value of the schedule: give one",
         )
         for name in ("power", "decay"):
             value = getattr(self, name)
@@ -60,7 +61,8 @@ class ScheduleSpec:
         require(
             all(0 < milestone < math.inf for milestone in self.milestones)
             and all(a < b for a, b in zip(self.milestones, self.milestones[1:], strict=False)),
-            f"milestones={list(self.milestones)} must rise from above 0: they are epochs, such as [30, 60, 80]",
+            f"milestones={list(self.milestones)} must be positive and increasing: they are epochs, such as "
+            "[30, 60, 80]",
         )
         require(
             self.kind != "step" or bool(self.milestones),
@@ -72,7 +74,8 @@ class ScheduleSpec:
         )
         require(
             self.horizon_epochs is None or self.horizon_steps is None,
-            f"horizon_epochs={self.horizon_epochs} and horizon_steps={self.horizon_steps} say the same: give one",
+            f"horizon_epochs={self.horizon_epochs} and horizon_steps={self.horizon_steps} both set the horizon: give "
+            "one",
         )
         for name in ("horizon_epochs", "horizon_steps"):
             value = getattr(self, name)
@@ -83,11 +86,11 @@ class ScheduleSpec:
 
     @property
     def ends_with_training(self) -> bool:
-        """Whether the length of the training is part of the formula."""
+        """Whether the values of the schedule depend on the length of the training."""
         return self.kind in BOUNDED and self.horizon_epochs is None and self.horizon_steps is None
 
     def horizon(self, steps_per_epoch: int, total_steps: int) -> float:
-        """Return where the schedule ends.
+        """Return the horizon, where the schedule ends.
 
         Args:
             steps_per_epoch: Optimizer steps in one epoch.

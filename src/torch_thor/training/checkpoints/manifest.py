@@ -1,0 +1,88 @@
+"""The manifest of a checkpoint: the names of its files, and the checks that they are complete and unaltered."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_thor.training.checksums import CHECKSUM, add_checksum, checksum_matches, sha256
+from torch_thor.training.errors import DamagedCheckpointError
+
+FORMAT = 3
+FORMAT_WITHOUT_CHECKSUM = 2  # an older format, whose manifest has no checksum of its own
+PREFIX = "step-"  # of the name of a checkpoint's folder
+WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
+METRICS, RECIPE, MANIFEST = "metrics.jsonl.gz", "recipe.yaml", "manifest.json"
+
+
+def write_manifest(folder: Path, *, step: int, optimizer: str) -> None:
+    """Write the manifest of a checkpoint whose other files are complete.
+
+    Args:
+        folder: The folder of the checkpoint.
+        step: Optimizer steps done.
+        optimizer: The optimizer's name in the recipe.
+    """
+    sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    manifest = add_checksum({"format": FORMAT, "step": step, "optimizer": optimizer, "sha256": sums})
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def read_manifest(path: Path) -> Mapping[str, Any]:
+    """Read the manifest of a checkpoint and verify it and all files of the checkpoint.
+
+    Args:
+        path: The folder of the checkpoint.
+
+    Returns:
+        The manifest, with the keys `step`, `optimizer` and `sha256`.
+
+    Raises:
+        DamagedCheckpointError: If a file is missing, truncated or altered.
+    """
+    try:
+        manifest = _checked(path, _parsed(path))
+        for name, digest in manifest["sha256"].items():
+            if sha256(path / name) != digest:
+                raise DamagedCheckpointError(f"checkpoint {path} is damaged: {name} does not match its checksum")
+    except OSError as error:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error.strerror}: {error.filename}") from error
+    return manifest
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON
+        raise _invalid(path) from error
+    if not isinstance(manifest, dict):
+        raise _invalid(path)
+    return manifest
+
+
+def _checked(path: Path, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    # the manifest, if it has the content that `write_manifest` writes, and all its files exist
+    format_ = manifest.get("format")
+    # the manifest of a later version may differ in anything but its checksum
+    if (CHECKSUM in manifest or format_ == FORMAT) and not checksum_matches(manifest):
+        raise _invalid(path)
+    if format_ not in (FORMAT, FORMAT_WITHOUT_CHECKSUM):
+        raise DamagedCheckpointError(
+            f"checkpoint {path} has format {format_}, and this version of torch-thor reads {FORMAT_WITHOUT_CHECKSUM} "
+            f"and {FORMAT}"
+        )
+    step, sums = manifest.get("step"), manifest.get("sha256")
+    if type(step) is not int or not isinstance(manifest.get("optimizer"), str) or not isinstance(sums, dict):
+        raise _invalid(path)
+    missing = {WEIGHTS, STATE, RECIPE, *sums} - {file.name for file in path.iterdir()}
+    if missing:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {', '.join(sorted(missing))} is missing")
+    if not {WEIGHTS, STATE, RECIPE} <= sums.keys():
+        raise _invalid(path)
+    if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{step:08d}":
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: it contains step {step}")
+    return manifest
+
+
+def _invalid(path: Path) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is truncated or altered")
