@@ -1,4 +1,4 @@
-"""The layers of a model, their curvature and their hooks, without an optimizer."""
+"""The layers of a model, their curvature and their hooks, without an optimizer: for the tests of capture."""
 
 from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.module_hooks import hooks_of
@@ -6,7 +6,7 @@ from torch_thor.curvature import LayerCurvature
 
 
 def hooked(model, **options):
-    """(curvature of each layer that can be preconditioned, the hooks on the modules that run these)."""
+    """Returns (the curvature of each layer that can be preconditioned, by name; the hooks on the modules)."""
     found = inspect_model(model, model.parameters()).layers
     layers = {
         name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix, **options)

@@ -1,4 +1,4 @@
-"""The checksums that files and manifests carry, worked out anew for those that a test has changed."""
+"""Checksums of files and manifests, computed again for those that a test has changed."""
 
 import hashlib
 import json
@@ -9,5 +9,5 @@ def sha256(path):
 
 
 def add_checksum(values):
-    """A manifest with the checksum of its own values."""
+    """The manifest `values` with its own checksum."""
     return {**values, "checksum": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from command_line import assert_refused, checkpoints, contents, finish, start, wait_for
-from made_up_times import made_up_times
+from fake_times import fake_times
 from torch_thor import __version__
 
 QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "device=cpu"]
@@ -347,7 +347,7 @@ def test_split_dim_takes_names(run, tmp_path, name, layer):
     if name.startswith("timm:"):
         pytest.importorskip("timm")
     words = ["split-dim", name, "--batch", 2, "--pixels", 64, "--device", "cpu", "--out", "out"]
-    with made_up_times(lambda sizes, split_dims, **_: tuple(map(float, split_dims))):
+    with fake_times(lambda sizes, split_dims, **_: tuple(map(float, split_dims))):
         assert run(*words)[0] == 0
     assert layer in json.loads((tmp_path / "out" / "split_dim.json").read_text())["losses"]
 

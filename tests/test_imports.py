@@ -1,8 +1,9 @@
-"""What tests import: public names, and the insides of nothing but the module that they test.
+"""Tests import public names, and private names only of the module that they test.
 
-Public is what a package lists in its `__all__`. A test of a module, which its own name names, may look inside of that
-module, and of those beside it that no other module uses: `training/engine/test_loop.py` tests
-`torch_thor.training.engine.loop`, `curvature/test_kinds_linear.py` something of `torch_thor.curvature.kinds`.
+Public names are those that a package lists in `__all__`. A test is named after the module that it tests, or begins with
+its name: `training/engine/test_loop.py` tests `torch_thor.training.engine.loop`, `curvature/test_kinds_embedding.py`
+tests `torch_thor.curvature.kinds`. It may also import private names of modules in the same package if only the tested
+module uses them.
 """
 
 import ast
@@ -19,27 +20,27 @@ PACKAGES = {name.removesuffix(".__init__"): MODULES.pop(name) for name in [*MODU
 
 COMMAND_LINE = "torch_thor.cli:main"
 
-# What else a file may look into, and why nothing public would do.
+# Files that need private names of other modules: these modules, and the reason.
 EXCEPTIONS = {
-    "hooked.py": ("capture.inspection capture.module_hooks", "hooks without an optimizer, for the tests of capture"),
-    "tiny.py": ("capture.module_calls", "who listens to a model is nobody's business but that of tests"),
-    "made_up_times.py": ("split.choice", "puts made-up times in the place of measured ones"),
+    "hooked.py": ("capture.inspection capture.module_hooks", "makes hooks without an optimizer"),
+    "tiny.py": ("capture.module_calls", "tells which modules have hooks, for which there is no public function"),
+    "fake_times.py": ("split.choice", "replaces a measurement of time"),
     "capture/test_phases.py": (
         "capture.capture capture.forward_pass capture.module_calls curvature.layer_state",
-        "leads one capture through its phases, as an optimizer does",
+        "changes the phases of a capture as an optimizer does",
     ),
-    "capture/test_module_hooks.py": ("capture.module_calls", "has the hooks told of calls"),
-    "capture/test_composites.py": ("curvature.kinds.registry", "forgets the kinds that a test has registered"),
-    "optim/thor/test_as_a_whole.py": ("curvature.refresh", "memory that runs out in the middle of a refresh"),
-    "distributed/test_disagreement.py": ("curvature.refresh", "ranks whose hardware computes other numbers"),
-    "split/test_choice.py": ("curvature.statistics", "counts the statistics that are alive"),
+    "capture/test_module_hooks.py": ("capture.module_calls", "calls the hooks as in a forward pass"),
+    "capture/test_composites.py": ("curvature.kinds.registry", "removes the kinds that a test has registered"),
+    "optim/thor/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
+    "distributed/test_disagreement.py": ("curvature.refresh", "simulates ranks that compute different numbers"),
+    "split/test_choice.py": ("curvature.statistics", "counts the statistics that exist at the same time"),
     "optim/thor/test_auto_split.py": (
         "curvature.statistics curvature.parameter_view split.choice",
-        "a limit of 8192 rows that is small enough to be reached, and the sums that are gathered",
+        "lowers the limit of 8192 rows, and reads the sums that are gathered",
     ),
-    "warm.py": ("cli training.experiment", "imports beforehand what the command line will import"),
-    "rank_script.py": ("training.engine.parallel", "what each rank of training/engine/test_parallel.py runs"),
-    "training/text/dumps.py": ("training.text.sources", "units so small that a small dump has several"),
+    "warm.py": ("cli training.experiment", "imports in advance what the command line imports"),
+    "rank_script.py": ("training.engine.parallel", "is the program of each rank in training/engine/test_parallel.py"),
+    "training/text/dumps.py": ("training.text.sources", "lowers the size of a work unit"),
 }
 
 
@@ -56,7 +57,7 @@ def public_names(package):
 
 
 def imported(code):
-    """(module, name) for all that is imported by some code, and by scripts and targets of patches that are text in it.
+    """(module, name) for each import in `code`, in scripts that it contains as text, and in names of patched objects.
 
     The name is `None` where a module is imported by its full name.
     """
@@ -75,8 +76,8 @@ def imported(code):
                 yield module, names[0] if names else None
 
 
-def inside(module, name):
-    """The module that an import looks into; `None` for what is public, and for other libraries."""
+def private_module(module, name):
+    """The module of which an import takes a private name; `None` for public names and other libraries."""
     if module.split(".")[0] != "torch_thor" or f"{module}:{name}" == COMMAND_LINE:
         return None
     if module in PACKAGES and (name is None or name in public_names(module)):
@@ -86,23 +87,23 @@ def inside(module, name):
     return None if f"{module}.{name}" in PACKAGES else f"{module}.{name}"
 
 
-def looked_into(path):
-    """The modules that a file looks into."""
-    return {inside(*one) for one in imported(path.read_text())} - {None}
+def private_imports(path):
+    """The modules of which a file imports private names."""
+    return {private_module(*one) for one in imported(path.read_text())} - {None}
 
 
 @cache
 def users():
-    """For each module those that look into it."""
+    """For each module the modules that import private names of it."""
     found = defaultdict(set)
     for user, path in MODULES.items():
-        for module in looked_into(path):
+        for module in private_imports(path):
             found[module].add(user)
     return found
 
 
-def own(test):
-    """The module that a test tests, with those of the same package that nothing else uses; empty if there is none."""
+def modules_under_test(test):
+    """The module that a test is named after, and modules of its package that only this one uses; may be empty."""
     folder, name = test.rpartition("/")[::2]
     package = ".".join(["torch_thor", *folder.split("/")]).rstrip(".")
     words = name.removesuffix(".py").split("_")
@@ -117,18 +118,18 @@ def own(test):
     return found
 
 
-def test_tests_look_into_what_they_test_alone():
+def test_tests_import_public_names():
     wrong = []
     for file in FILES:
         allowed = {f"torch_thor.{module}" for module in EXCEPTIONS.get(file, ("",))[0].split()}
-        found = looked_into(TESTS / file) - own(file)
-        wrong += [f"{file} looks into {module}" for module in sorted(found - allowed)]
-        wrong += [f"{file} no longer looks into {module}: shorten EXCEPTIONS" for module in sorted(allowed - found)]
-    assert not wrong, "import public names, or name a test after the module that it tests:\n" + "\n".join(wrong)
+        found = private_imports(TESTS / file) - modules_under_test(file)
+        wrong += [f"{file} imports private names of {module}" for module in sorted(found - allowed)]
+        wrong += [f"{file} no longer needs {module}: remove it from EXCEPTIONS" for module in sorted(allowed - found)]
+    assert not wrong, "import public names, or name the test after the module that it tests:\n" + "\n".join(wrong)
     assert set(EXCEPTIONS) <= set(FILES)
 
 
-def test_what_counts_as_looking_into_a_module():
+def test_private_names_are_found():
     loop = "torch_thor.training.engine.loop"
     code = f"""
 from torch_thor.training import Run
@@ -138,10 +139,11 @@ def test(patch):
     patch("{loop}.evaluate", None)
     run("import sys\\nfrom torch_thor.files import write_text")
 """
-    assert {inside(*one) for one in imported(code)} == {None, loop, "torch_thor.files"}
-    assert inside("torch_thor.training.engine", "loop") == inside(loop, None) == loop
-    assert inside("torch_thor.training", "capture_state") == "torch_thor.training"  # no public name
-    assert own("training/engine/test_loop.py") >= {loop, "torch_thor.training.engine.step"}  # nothing else steps
-    assert "torch_thor.training.engine.history" not in own("training/engine/test_loop.py")
-    assert own("curvature/test_kinds_linear.py") > {"torch_thor.curvature.kinds.linear"}
-    assert own("training/engine/loop.py") == own("test_nothing.py") == set()
+    assert {private_module(*one) for one in imported(code)} == {None, loop, "torch_thor.files"}
+    assert private_module("torch_thor.training.engine", "loop") == private_module(loop, None) == loop
+    assert private_module("torch_thor.training", "capture_state") == "torch_thor.training"  # not in `__all__`
+    of_loop = modules_under_test("training/engine/test_loop.py")
+    assert of_loop >= {loop, "torch_thor.training.engine.step"}  # only the loop imports `step`
+    assert "torch_thor.training.engine.history" not in of_loop
+    assert modules_under_test("curvature/test_kinds_embedding.py") > {"torch_thor.curvature.kinds.embedding"}
+    assert modules_under_test("training/engine/loop.py") == modules_under_test("test_nothing.py") == set()

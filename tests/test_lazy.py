@@ -1,4 +1,4 @@
-"""Packages that export names of modules which they do not import: the lists agree, and a name costs its own imports."""
+"""Packages that export names and import the modules of these on first use."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ LAZY = {
 }
 
 
-def told_to_type_checkers(path):
+def imported_for_type_checkers(path):
     """Module to names, as imported under `if TYPE_CHECKING`."""
     (block,) = [
         node
@@ -31,9 +31,9 @@ def told_to_type_checkers(path):
 @pytest.mark.parametrize("package", LAZY)
 def test_the_lists_of_a_package_agree(package):
     module = import_module(package)
-    told = told_to_type_checkers(LAZY[package])
-    modules = told.pop(package, set())  # modules of its own
-    assert {home: set(names) for home, names in module._MODULES.items()} == told
+    checked = imported_for_type_checkers(LAZY[package])
+    modules = checked.pop(package, set())  # submodules that the package exports
+    assert {home: set(names) for home, names in module._MODULES.items()} == checked
     names = [name for names in module._MODULES.values() for name in names]
     assert sorted([*names, *modules]) == sorted({*module.__all__} - {"__version__"})
 

@@ -129,7 +129,7 @@ def largest_difference(left, right):
 
 
 def leave_no_listeners():
-    """Nothing hears calls of modules any more: not what an optimizer of another test has left behind either."""
+    """Remove all subscriptions to module calls, including those that an optimizer of another test has left."""
     for listener in [reference() for reference, _ in module_calls.subscribers.values()]:
         listener.remove()
 

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used (PEP 562)."""
+"""Public names of a package that are imported on first use (PEP 562)."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -8,17 +8,18 @@ from importlib import import_module
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]], subpackages: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make the `__getattr__` and the `__dir__` of a package whose `__init__.py` imports nothing.
+    """Make `__getattr__` and `__dir__` for a package whose `__init__.py` imports none of its modules.
 
-    Packages that import each other's modules can then all export names without an import cycle, and a name costs the
-    import of its own module only. A type checker does not see these names: the package imports them for it under
-    `TYPE_CHECKING`, and lists them in `__all__`.
+    A module is imported when one of its names is first used. Packages whose modules import each other can therefore
+    export names without import cycles, and importing a package is fast. For type checkers the package must import the
+    same names under `TYPE_CHECKING`, and list them in `__all__`.
 
     Args:
         package: The full name of the package.
-        modules: For each module, by its full name, the names that the package exports from it. A name may also be a
-            module inside of that package.
-        subpackages: Subpackages that are attributes of the package without having been imported.
+        modules: Full module name to the names that the package exports from it. Where the module is a package, a name
+            may be that of a module in it.
+        subpackages: Names of modules and packages inside `package` that are imported when they are first used as its
+            attributes.
 
     Returns:
         `__getattr__`, which raises `AttributeError` for all other names, and `__dir__`.

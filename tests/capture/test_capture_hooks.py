@@ -1,4 +1,4 @@
-"""The hooks that a step does not need are gone, and their absence changes no bit."""
+"""Hooks that a step does not need are removed, which changes no bit of the result."""
 
 import pytest
 

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import nn
 
+from fake_times import fake_times
 from joined import alone, assert_same_training, digest, parallel, stream
-from made_up_times import made_up_times
 
 OPTIONS = {"trace_thresholds": (0.0, 0.0)}
 
@@ -32,7 +32,7 @@ def measuring(folder, rank, seconds):
         return tuple(0.1 if size == 1 else seconds if size <= 16 else 100.0 for size in split_dims)
 
     here = {"TORCH_THOR_CACHE": f"{folder}/{rank}"}
-    with mock.patch.dict(os.environ, here), made_up_times(measured):
+    with mock.patch.dict(os.environ, here), fake_times(measured):
         yield asked
 
 

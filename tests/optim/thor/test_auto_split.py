@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 
-from made_up_times import made_up_times
+from fake_times import fake_times
 from torch_thor import THOR, choose_split_dim
 from torch_thor.curvature import parameter_view
 from torch_thor.curvature.statistics import Statistics
@@ -30,7 +30,7 @@ def measured():
         asked.append(tuple(split_dims))
         return tuple(0.1 if size == 1 else 0.2 if size <= 16 else 100.0 for size in split_dims)
 
-    with made_up_times(seconds):
+    with fake_times(seconds):
         yield asked
 
 
@@ -174,7 +174,7 @@ def test_no_memory_for_the_largest_candidate_is_no_error():
     def exhausted(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    with made_up_times(exhausted), pytest.warns(RuntimeWarning, match="'auto' takes 128.*out of memory"):
+    with fake_times(exhausted), pytest.warns(RuntimeWarning, match="'auto' takes 128.*out of memory"):
         auto, optimizer = weights_with("auto")
     assert optimizer.param_groups[0]["split_dim"] == 128
     torch.testing.assert_close(auto, weights_with(128)[0], rtol=1e-9, atol=1e-12)

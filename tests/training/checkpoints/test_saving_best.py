@@ -24,7 +24,7 @@ PLAN = RunConfig(epochs=4, batch_size=4, eval_interval=2)  # twelve steps
 ACCURACIES = [0.1, 0.5, 0.3, 0.5, 0.7, 0.6]  # after steps 2, 4, ..., 12: the best are 2, 4 and 10
 
 
-best, checkpoint = saving.best, saving.checkpoint  # in whose place a test puts its own
+best, checkpoint = saving.best, saving.checkpoint  # tests replace functions of these modules
 
 
 class Die(Callback):
@@ -46,8 +46,8 @@ class Keep(Callback):
         self.weights[run.step] = run.model.weight.detach().clone()
 
 
-class Told(ImageClassification):
-    """A task whose accuracies are told beforehand."""
+class FixedAccuracies(ImageClassification):
+    """Image classification whose evaluations give `ACCURACIES`."""
 
     run = None
 
@@ -57,8 +57,8 @@ class Told(ImageClassification):
         return {name: torch.tensor(len(batch[1]) * mean, dtype=torch.float64) for name, mean in means.items()}
 
 
-def told_run(config):
-    run = small_run(config, task=Told)
+def run_with_accuracies(config):
+    run = small_run(config, task=FixedAccuracies)
     run.task.run = run
     return run
 
@@ -66,7 +66,7 @@ def told_run(config):
 @pytest.fixture
 def go(tmp_path):
     def go(config=PLAN, *, interval=3, keep=2, keep_best=True, resume=False, callbacks=(), stop=None):
-        run = told_run(config)
+        run = run_with_accuracies(config)
         file = MetricsFile(tmp_path / "m.jsonl")
         folder = tmp_path / "c"
         if resume:
@@ -267,5 +267,5 @@ def test_the_averaged_weights_decide_where_there_are_any():
 
 @pytest.mark.parametrize(("epochs", "every", "steps"), [(4, 1, [3, 6, 9, 12]), (4, 2, [6, 12]), (4, 3, [9, 12])])
 def test_evaluation_every_so_many_epochs(epochs, every, steps):
-    run = told_run(RunConfig(epochs=epochs, batch_size=4, eval_epochs=every))
+    run = run_with_accuracies(RunConfig(epochs=epochs, batch_size=4, eval_epochs=every))
     assert [point.step for point in train(run).evaluations] == steps

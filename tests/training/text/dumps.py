@@ -21,7 +21,7 @@ WORDS = [
 
 
 def small_units(patch):
-    """Cut what is read into pieces so small that a small dump has several."""
+    """Make work units so small that a small dump has several."""
     patch.setattr(sources, "UNIT", 20_000)
 
 
@@ -36,7 +36,7 @@ def page(title, text, *, namespace=0, redirect=None, number=1):
 
 
 def paragraphs(number, sentences=12):
-    """What an article says, a function of its number: three times a link, a word in bold type, and sentences."""
+    """The content of an article, a function of its number: three times (link, word in bold type, sentences)."""
     draw = random.Random(number)
     for _ in range(3):
         said = [" ".join(draw.choices(WORDS, k=9)).capitalize() + "." for _ in range(sentences // 3)]
@@ -44,7 +44,7 @@ def paragraphs(number, sentences=12):
 
 
 def plain(number):
-    """An article as a reader sees it."""
+    """The text of an article without markup."""
     return " ".join(f"The {link} of {bold}. {said}" for link, bold, said in paragraphs(number))
 
 

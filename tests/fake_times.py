@@ -1,0 +1,10 @@
+"""Fixed times to invert blocks, in place of measured times, which differ from run to run."""
+
+from unittest import mock
+
+from torch_thor.split import choice
+
+
+def fake_times(seconds):
+    """In a `with` block, `seconds(sizes, split_dims, **options)` replaces the measurement of inversions."""
+    return mock.patch.object(choice, "inverse_seconds", seconds)
