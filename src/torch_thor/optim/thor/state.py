@@ -118,7 +118,7 @@ def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
         if found != layouts[matrix[0]].shapes or split_dim == AUTO:
             raise RuntimeError(
                 f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
-                f"{blocks.shape[-1]}, and cannot be cut again; restore the group's split_dim, or make THOR again with "
+                f"{blocks.shape[-1]}, and cannot be cut again; put the group's split_dim back, or make THOR anew with "
                 f"the other. Weights and optimizer state are as before this step"
             )
 
