@@ -68,10 +68,10 @@ CIFAR = ImageTransform(size=32, resize=32, mean=CIFAR_MEAN, std=CIFAR_STD)
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """The processes that read and crop.
+    """The processes that read and crop images, or make examples of text.
 
     Args:
-        count: How many; 0 reads in the training process.
+        count: How many; 0 reads in the training process. Batches are the same for any number.
         prefetch: Batches that each keeps ready.
     """
 
@@ -96,7 +96,8 @@ class DataSpec:
         download: Whether missing files may be downloaded (image-folder never is).
         transform: Sizes and chances of crops; `None` is 224 pixels out of 256 for image-folder, 32 out of 32 for CIFAR,
             with the mean and deviation of ImageNet or CIFAR-10.
-        workers: The processes that read and crop, for training and evaluation each. Not for what is in memory.
+        workers: The processes that read and crop images, or make examples of a masked language model, for training and
+            evaluation each. Not for what is in memory.
         max_broken: Greatest share of an epoch's images that may be broken.
         cache: Folder for decoded evaluation images, of image-folder only; `None` decodes at each evaluation.
         text: Length and masking of examples, of masked-lm only.

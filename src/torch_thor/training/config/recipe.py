@@ -31,11 +31,14 @@ class Recipe(RunConfig):
         name: The recipe's name: its file's, without `.yaml`.
         about: One line for `torch-thor train --list`.
         reaches: What it should reach, and from where that is known; printed beside it.
-        task: What is trained: image-classification, autoencoder or char-lm.
+        task: What is trained: image-classification, autoencoder, char-lm or masked-lm.
         data: The data set.
         model: The network: of image-classification small-cnn, small-resnet, cifar-resnet18, or an image classifier of
             torchvision's or timm's (`torchvision:NAME`, `timm:NAME`, or bare); of autoencoder deep-autoencoder; of
-            char-lm char-transformer. Its weights are random.
+            char-lm char-transformer; of masked-lm bert-tiny, bert-mini, bert-base, bert-large, or the file of a
+            transformers configuration (config.json). Its weights are random.
+        activation_checkpointing: Whether the activations inside of each layer are computed again in the backward pass
+            and not kept, which saves memory; of masked-lm.
         weights: What the network starts from in the place of random weights: a safetensors file, or what `torch-thor
             eval` takes (a checkpoint, a folder of checkpoints such as `best`, a run folder with one optimizer); `None`
             is random weights.
@@ -64,6 +67,7 @@ class Recipe(RunConfig):
     task: str = "image-classification"
     data: DataSpec = field(default_factory=DataSpec)
     model: str = "small-cnn"
+    activation_checkpointing: bool = False
     weights: str | None = None
     weights_except: tuple[str, ...] = ()
     weights_sha256: str | None = None

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_thor.training.config.phases import Phase, check_phases, phase_at
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.errors import require
 from torch_thor.training.tasks.smoothing import FORMS
@@ -30,6 +31,8 @@ class RunConfig:
         epochs: Passes over the training set.
         steps: Optimizer steps of the training, in the place of `epochs`; they may be less than an epoch and need not be
             whole epochs. `None` trains for `epochs`.
+        phases: Parts of the training with a batch size, or examples, of their own, one after the other; of masked-lm.
+            The training ends after them, and an epoch is all of them: one pass through the phases.
         batch_size: Samples a step, on all processes together: images, or windows of a text. What is left over at the
             end of an epoch is left out.
         seed: Decides the initial weights, and with the epoch's number the order of the data.
@@ -44,6 +47,8 @@ class RunConfig:
         precision: fp32; or bf16 or fp16, in which the network computes while weights and optimizer stay float32.
         loss_scale: With fp16: what the loss is multiplied by before backward; `None` finds it as training goes on.
         accumulation: Parts that the batch of a step is computed in, one after the other, to save memory.
+        clip_norm: Greatest norm of the gradient of all parameters together, to which a longer one is scaled down
+            before the optimizer's step (1 is usual for BERT); `None` clips nothing.
         compile: Whether `torch.compile` compiles the network.
         ema_decay: Share of the old average that an exponential moving average of the weights keeps per step (0.9999 is
             usual); it is evaluated beside the weights. `None` keeps no average.
@@ -53,6 +58,7 @@ class RunConfig:
 
     epochs: int = 1
     steps: int | None = None
+    phases: list[Phase] = field(default_factory=list)  # OmegaConf knows lists of mappings, and no tuples of them
     batch_size: int = 128
     seed: int = 0
     label_smoothing: float = 0.0
@@ -65,6 +71,7 @@ class RunConfig:
     precision: str = "fp32"
     loss_scale: float | None = None
     accumulation: int = 1
+    clip_norm: float | None = None
     compile: bool = False
     ema_decay: float | None = None
     stop_at: float | None = None
@@ -76,6 +83,13 @@ class RunConfig:
             f"steps={self.steps} must be 1 or more optimizer steps; null trains for epochs",
         )
         require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
+        check_phases(
+            self.phases,
+            epochs=self.epochs,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            accumulation=self.accumulation,
+        )
         check_seed("seed=", self.seed)
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")
         require(
@@ -100,6 +114,22 @@ class RunConfig:
             f"accumulation={self.accumulation} must lie in [1, batch_size={self.batch_size}]: it is parts of a batch",
         )
         require(
+            self.clip_norm is None or 0 < self.clip_norm < float("inf"),
+            f"clip_norm={self.clip_norm} must be above 0, 1 is usual; null clips nothing",
+        )
+        require(
             self.ema_decay is None or 0 <= self.ema_decay < 1,
             f"ema_decay={self.ema_decay} must lie in [0, 1), 0.9999 is usual; null averages nothing",
         )
+
+    def accumulation_at(self, step: int) -> int:
+        """Return the parts that the batch of a step is computed in.
+
+        Args:
+            step: Steps already taken (0 for the first).
+
+        Returns:
+            Those of the step's phase, or of all steps where there are no phases.
+        """
+        own = phase_at(self.phases, step)[0].accumulation if self.phases else None
+        return self.accumulation if own is None else own

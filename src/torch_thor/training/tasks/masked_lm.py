@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor.training.config.data_spec import PYTHON_TEXT, TEXTS
-from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches
-from torch_thor.training.data.stream import BatchLoader, Streams, TrainingStream
+from torch_thor.training.data.phased_stream import PhasedStream
+from torch_thor.training.data.shards import BatchOrder, EvaluationOrder, Shard, TrainingOrder, WholeBatches
+from torch_thor.training.data.stream import BatchLoader, Streams, TrainingBatches, TrainingStream
+from torch_thor.training.data.workers import check_workers
+from torch_thor.training.engine import parallel
 from torch_thor.training.errors import require
 from torch_thor.training.models import masked_lm as models
 from torch_thor.training.tasks.checks import check_no_classes
@@ -36,9 +39,9 @@ class MaskedLM:
     """A network that predicts masked tokens; batches are those of :class:`torch_thor.training.text.pairs.PairMaker`.
 
     Args:
-        train: Makes the examples to train on; `None` where there is only an evaluation.
+        train: Makes the examples to train on, by their length; empty where there is only an evaluation.
         held_out: Makes the examples to evaluate on.
-        recipe: Network, batch size and seed.
+        recipe: Network, batch size, phases and seed.
         device: Where batches go.
     """
 
@@ -70,7 +73,9 @@ class MaskedLM:
         ),
     )
 
-    def __init__(self, train: PairMaker | None, held_out: PairMaker, recipe: Recipe, device: torch.device) -> None:
+    def __init__(
+        self, train: Mapping[int, PairMaker], held_out: PairMaker, recipe: Recipe, device: torch.device
+    ) -> None:
         self.train, self.held_out, self.recipe, self.device = train, held_out, recipe, device
 
     @classmethod
@@ -110,7 +115,10 @@ class MaskedLM:
         Returns:
             The task.
         """
-        return cls(_maker(recipe, "train", say), _maker(recipe, "held-out", say), recipe, device)
+        check_workers(recipe.data.workers, parallel.local_processes(), say)
+        folder = _folder(recipe, say)
+        train = {length: _maker(recipe, folder, "train", length) for length in _training_lengths(recipe)}
+        return cls(train, _maker(recipe, folder, "held-out", recipe.data.text.length), recipe, device)
 
     @classmethod
     def open_saved(
@@ -127,7 +135,7 @@ class MaskedLM:
         Returns:
             The task.
         """
-        return cls(None, _maker(recipe, "held-out", say), recipe, device)
+        return cls({}, _maker(recipe, _folder(recipe, say), "held-out", recipe.data.text.length), recipe, device)
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
@@ -155,7 +163,7 @@ class MaskedLM:
 
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=self.held_out.corpus.tokenizer(),
-            model_max_length=self.recipe.data.text.length,
+            model_max_length=max(_lengths(self.recipe)),
             unk_token=UNKNOWN,
             pad_token=PAD,
             cls_token=CLASS,
@@ -170,7 +178,12 @@ class MaskedLM:
             The network, on the CPU.
         """
         maker = self.held_out
-        return models.build(self.recipe.model, maker.vocab_size, self.recipe.data.text.length, maker.pad)
+        model = models.build(
+            self.recipe.model, maker.vocab_size, max(_lengths(self.recipe)), maker.pad, next_sentence=maker.pairs
+        )
+        if self.recipe.activation_checkpointing:
+            models.checkpoint_activations(model, self.recipe.model)
+        return model
 
     def open_data(self, shard: Shard) -> Streams:
         """Open the corpus from the beginning.
@@ -181,13 +194,31 @@ class MaskedLM:
         Returns:
             Training batches and evaluation batches.
         """
-        assert self.train is not None
+        evaluation = EvaluationOrder(len(self.held_out.corpus), EVALUATION_BATCH, shard)
+        return Streams(self._training_batches(shard), self._loader(self.held_out, evaluation, fixed=True))
+
+    def _training_batches(self, shard: Shard) -> TrainingBatches:
+        text, config = self.recipe.data.text, self.recipe
+        if not config.phases:
+            return self._stream(text.length, config.batch_size, shard, 0)
+        streams: list[tuple[int, TrainingStream]] = []
+        epoch = 0  # each phase goes on with the next one: no two phases of one length have the same masks
+        for phase in config.phases:
+            stream = self._stream(phase.length or text.length, phase.batch_size or config.batch_size, shard, epoch)
+            streams.append((phase.steps, stream))
+            epoch += math.ceil(phase.steps / len(stream))
+        return PhasedStream(streams)
+
+    def _stream(self, length: int, batch_size: int, shard: Shard, epoch: int) -> TrainingStream:
+        maker = self.train[length]
+        order = TrainingOrder(len(maker.corpus), batch_size, self.recipe.seed, shard)
+        return TrainingStream(self._loader(maker, order), order, epoch)
+
+    def _loader(self, maker: PairMaker, order: BatchOrder, *, fixed: bool = False) -> BatchLoader:
         from torch_thor.training.text.loader import PairLoader
 
-        order = TrainingOrder(len(self.train.corpus), self.recipe.batch_size, self.recipe.seed, shard)
-        loader = PairLoader(self.train, order, self.recipe.seed, self.device)
-        evaluation = EvaluationOrder(len(self.held_out.corpus), EVALUATION_BATCH, shard)
-        return Streams(TrainingStream(loader, order), PairLoader(self.held_out, evaluation, 0, self.device, fixed=True))
+        seed = 0 if fixed else self.recipe.seed
+        return PairLoader(maker, order, seed, self.device, workers=self.recipe.data.workers, fixed=fixed)
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
         """Open the held-out part alone.
@@ -198,10 +229,7 @@ class MaskedLM:
         Returns:
             The rank's batches.
         """
-        from torch_thor.training.text.loader import PairLoader
-
-        order = WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard)
-        return PairLoader(self.held_out, order, 0, self.device, fixed=True)
+        return self._loader(self.held_out, WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard), fixed=True)
 
     def terms(self, batch: Batch) -> Terms:
         """Count masked tokens.
@@ -276,17 +304,33 @@ class MaskedLM:
         return scores, batch["labels"].flatten()[rows], following
 
 
-def _maker(recipe: Recipe, side: str, say: Callable[[str], None]) -> PairMaker:
-    """Make the examples of one side of the recipe's corpus."""
-    from torch_thor.training.text.corpus import Corpus
-    from torch_thor.training.text.pairs import Masking, PairMaker
+def _training_lengths(recipe: Recipe) -> list[int]:
+    """Return the lengths of the examples that are trained on."""
+    own = recipe.data.text.length
+    return sorted({phase.length or own for phase in recipe.phases} or {own})
+
+
+def _lengths(recipe: Recipe) -> list[int]:
+    """Return the lengths of all examples: those that are trained on, and those of the evaluation."""
+    return sorted({*_training_lengths(recipe), recipe.data.text.length})
+
+
+def _folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
+    """Find the recipe's corpus."""
     from torch_thor.training.text.python_corpus import python_corpus
 
     text, root = recipe.data.text, recipe.data.root
     if recipe.data.name == PYTHON_TEXT:
         cache = CACHE.expanduser() if root is None else Path(root)
-        folder = python_corpus(cache, text.vocab_size, text.length, say)
-    else:
-        folder = Path(str(root))
-    corpus = Corpus(folder, side, text.length)
-    return PairMaker(corpus, Masking(text.masked, text.whole_words), pairs=models.takes_pairs(recipe.model))
+        return python_corpus(cache, text.vocab_size, _lengths(recipe), say)
+    return Path(str(root))
+
+
+def _maker(recipe: Recipe, folder: Path, side: str, length: int) -> PairMaker:
+    """Make the examples of one side of a corpus, of one length."""
+    from torch_thor.training.text.corpus import Corpus
+    from torch_thor.training.text.pairs import Masking, PairMaker
+
+    text = recipe.data.text
+    pairs = text.next_sentence and models.takes_pairs(recipe.model)
+    return PairMaker(Corpus(folder, side, length), Masking(text.masked, text.whole_words), pairs=pairs)
