@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor.training.config.data_spec import PYTHON_TEXT, TEXTS
-from torch_thor.training.data.phased_stream import PhasedStream
-from torch_thor.training.data.shards import BatchOrder, EvaluationOrder, Shard, TrainingOrder, WholeBatches
-from torch_thor.training.data.stream import BatchLoader, Streams, TrainingBatches, TrainingStream
+from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
+from torch_thor.training.data.stream import BatchLoader, Streams
 from torch_thor.training.data.workers import check_workers
 from torch_thor.training.engine import parallel
 from torch_thor.training.errors import require
 from torch_thor.training.models import masked_lm as models
+from torch_thor.training.tasks import text_batches
 from torch_thor.training.tasks.checks import check_no_classes
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:  # a recipe asks its task what it may say
     from torch_thor.training.text.pairs import PairMaker
 
 EVALUATION_BATCH = 32  # examples
-CACHE = Path("~/.cache/torch-thor")
 _NEXT_SENTENCE = "next_sentence_label"
 
 
@@ -116,9 +114,9 @@ class MaskedLM:
             The task.
         """
         check_workers(recipe.data.workers, parallel.local_processes(), say)
-        folder = _folder(recipe, say)
-        train = {length: _maker(recipe, folder, "train", length) for length in _training_lengths(recipe)}
-        return cls(train, _maker(recipe, folder, "held-out", recipe.data.text.length), recipe, device)
+        folder = text_batches.corpus_folder(recipe, say)
+        held_out = text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length)
+        return cls(text_batches.training_makers(recipe, folder), held_out, recipe, device)
 
     @classmethod
     def open_saved(
@@ -135,7 +133,8 @@ class MaskedLM:
         Returns:
             The task.
         """
-        return cls({}, _maker(recipe, _folder(recipe, say), "held-out", recipe.data.text.length), recipe, device)
+        folder = text_batches.corpus_folder(recipe, say)
+        return cls({}, text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length), recipe, device)
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
@@ -163,7 +162,7 @@ class MaskedLM:
 
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=self.held_out.corpus.tokenizer(),
-            model_max_length=max(_lengths(self.recipe)),
+            model_max_length=text_batches.longest(self.recipe),
             unk_token=UNKNOWN,
             pad_token=PAD,
             cls_token=CLASS,
@@ -179,7 +178,7 @@ class MaskedLM:
         """
         maker = self.held_out
         model = models.build(
-            self.recipe.model, maker.vocab_size, max(_lengths(self.recipe)), maker.pad, next_sentence=maker.pairs
+            self.recipe.model, maker.vocab_size, text_batches.longest(self.recipe), maker.pad, next_sentence=maker.pairs
         )
         if self.recipe.activation_checkpointing:
             models.checkpoint_activations(model, self.recipe.model)
@@ -195,30 +194,10 @@ class MaskedLM:
             Training batches and evaluation batches.
         """
         evaluation = EvaluationOrder(len(self.held_out.corpus), EVALUATION_BATCH, shard)
-        return Streams(self._training_batches(shard), self._loader(self.held_out, evaluation, fixed=True))
-
-    def _training_batches(self, shard: Shard) -> TrainingBatches:
-        text, config = self.recipe.data.text, self.recipe
-        if not config.phases:
-            return self._stream(text.length, config.batch_size, shard, 0)
-        streams: list[tuple[int, TrainingStream]] = []
-        epoch = 0  # each phase goes on with the next one: no two phases of one length have the same masks
-        for phase in config.phases:
-            stream = self._stream(phase.length or text.length, phase.batch_size or config.batch_size, shard, epoch)
-            streams.append((phase.steps, stream))
-            epoch += math.ceil(phase.steps / len(stream))
-        return PhasedStream(streams)
-
-    def _stream(self, length: int, batch_size: int, shard: Shard, epoch: int) -> TrainingStream:
-        maker = self.train[length]
-        order = TrainingOrder(len(maker.corpus), batch_size, self.recipe.seed, shard)
-        return TrainingStream(self._loader(maker, order), order, epoch)
-
-    def _loader(self, maker: PairMaker, order: BatchOrder, *, fixed: bool = False) -> BatchLoader:
-        from torch_thor.training.text.loader import PairLoader
-
-        seed = 0 if fixed else self.recipe.seed
-        return PairLoader(maker, order, seed, self.device, workers=self.recipe.data.workers, fixed=fixed)
+        return Streams(
+            text_batches.training_batches(self.train, self.recipe, shard, self.device),
+            text_batches.batch_loader(self.held_out, self.recipe, evaluation, self.device, fixed=True),
+        )
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
         """Open the held-out part alone.
@@ -229,7 +208,8 @@ class MaskedLM:
         Returns:
             The rank's batches.
         """
-        return self._loader(self.held_out, WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard), fixed=True)
+        order = WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard)
+        return text_batches.batch_loader(self.held_out, self.recipe, order, self.device, fixed=True)
 
     def terms(self, batch: Batch) -> Terms:
         """Count masked tokens.
@@ -302,35 +282,3 @@ class MaskedLM:
         if scores.dim() == 3:  # of all tokens
             scores = scores.flatten(0, 1)[rows]
         return scores, batch["labels"].flatten()[rows], following
-
-
-def _training_lengths(recipe: Recipe) -> list[int]:
-    """Return the lengths of the examples that are trained on."""
-    own = recipe.data.text.length
-    return sorted({phase.length or own for phase in recipe.phases} or {own})
-
-
-def _lengths(recipe: Recipe) -> list[int]:
-    """Return the lengths of all examples: those that are trained on, and those of the evaluation."""
-    return sorted({*_training_lengths(recipe), recipe.data.text.length})
-
-
-def _folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
-    """Find the recipe's corpus."""
-    from torch_thor.training.text.python_corpus import python_corpus
-
-    text, root = recipe.data.text, recipe.data.root
-    if recipe.data.name == PYTHON_TEXT:
-        cache = CACHE.expanduser() if root is None else Path(root)
-        return python_corpus(cache, text.vocab_size, _lengths(recipe), say)
-    return Path(str(root))
-
-
-def _maker(recipe: Recipe, folder: Path, side: str, length: int) -> PairMaker:
-    """Make the examples of one side of a corpus, of one length."""
-    from torch_thor.training.text.corpus import Corpus
-    from torch_thor.training.text.pairs import Masking, PairMaker
-
-    text = recipe.data.text
-    pairs = text.next_sentence and models.takes_pairs(recipe.model)
-    return PairMaker(Corpus(folder, side, length), Masking(text.masked, text.whole_words), pairs=pairs)
