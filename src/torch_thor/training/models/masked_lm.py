@@ -125,7 +125,9 @@ def checkpoint_activations(model: nn.Module, name: str) -> None:
         bool(getattr(network, "supports_gradient_checkpointing", False)),
         f"activation_checkpointing=true: {type(model).__name__} of model={name} does not support it; leave it false",
     )
-    network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # the second name is that of transformers before 5.20
+    enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 @contextmanager
