@@ -126,6 +126,7 @@ def test_bfloat16_trains(words, opened, name):
     assert 0 < run.record.evaluations[-1].metrics["loss"] < 8
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_in_both_phases(words, monkeypatch, tmp_path):
     """With torch's compiler but for the code that it writes in the end, which takes minutes."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

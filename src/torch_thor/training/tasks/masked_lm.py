@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor.training.config.data_spec import PYTHON_TEXT, TEXTS
+from torch_thor.training.config.data_spec import TEXTS
 from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
 from torch_thor.training.data.stream import BatchLoader, Streams
 from torch_thor.training.data.workers import check_workers
@@ -92,10 +92,6 @@ class MaskedLM:
         require(
             recipe.data.name in TEXTS,
             f"data.name={recipe.data.name}: task={recipe.task} takes {' or '.join(TEXTS)} (from torch-thor prepare)",
-        )
-        require(
-            recipe.data.name == PYTHON_TEXT or recipe.data.root is not None,
-            "data.root is not set: give the folder that torch-thor prepare has written",
         )
 
     @classmethod

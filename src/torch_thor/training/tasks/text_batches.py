@@ -45,6 +45,9 @@ def corpus_folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
 
     Returns:
         Its folder.
+
+    Raises:
+        UserError: If the recipe names none.
     """
     from torch_thor.training.text.python_corpus import python_corpus
 
@@ -52,7 +55,9 @@ def corpus_folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
     if recipe.data.name == PYTHON_TEXT:
         cache = CACHE.expanduser() if root is None else Path(root)
         return python_corpus(cache, text.vocab_size, _lengths(recipe), say)
-    return Path(str(root))
+    if root is None:
+        raise UserError("data.root is not set: give the folder that torch-thor prepare has written")
+    return Path(root).expanduser()
 
 
 def training_makers(recipe: Recipe, folder: Path) -> dict[int, PairMaker]:
