@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # slow to import, and no window is wanted
 
 # told apart by all eyes (Okabe and Ito), the baseline in grey
 COLOURS = {"momentum": "#666666", "thor": "#0072b2", "thor_stop": "#009e73", "thor_nt": "#d55e00"}
+COLOURS |= {"lamb": COLOURS["momentum"], "thor-spectral": COLOURS["thor_stop"]}
 STYLES = {"thor_stop": "--"}  # it often lies on thor
 
 

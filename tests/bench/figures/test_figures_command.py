@@ -18,7 +18,7 @@ def figures(run):
 def test_list_names_the_figures(figures):
     code, out, _ = figures("--list")
     assert code == 0
-    for name in ("curves", "fisher-norm", "split-dim", "batch-sizes", "all"):
+    for name in ("curves", "fisher-norm", "split-dim", "batch-sizes", "bert", "all"):
         assert name in out
 
 
@@ -34,7 +34,7 @@ def test_one_command_makes_a_figure(figures, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "name a figure (curves, fisher-norm, split-dim, batch-sizes) or all"),
+        ((), "name a figure (curves, fisher-norm, split-dim, batch-sizes, bert) or all"),
         (("curve",), "there is no figure curve (did you mean curves?)"),
         (("curves", "--seeds", "one"), "--seeds one: give whole numbers"),
         (("curves", "--seeds", "1,1"), "--seeds 1,1: give different whole numbers of 0 or more"),

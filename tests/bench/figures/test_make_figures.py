@@ -25,6 +25,7 @@ from torch_thor.bench.machine import describe_device
 from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
 from torch_thor.training.errors import UserError
 
+CLASSIFIED = ("loss", "top1", "top5")
 QUICK = Options(data="digits", epochs=1, seeds=(0,))
 NETWORK = """
 import torch
@@ -266,10 +267,10 @@ def test_records_come_back_from_their_columns():
         [accuracy_point(2, 0.75, 2.0, 0.5, 0.875)],
         [RefreshPoint(1, "head", "update", None, 3.5), RefreshPoint(1, "conv", "keep", 0.125, None)],
     )
-    columns = plain(to_columns(record))
+    columns = plain(to_columns(record, CLASSIFIED))
     assert columns["refreshes"]["layer"] == ["head", "conv"]
     assert [asdict(point) for point in from_columns(columns).points()] == [asdict(point) for point in record.points()]
-    assert from_columns(plain(to_columns(History()))) == History()
+    assert from_columns(plain(to_columns(History(), CLASSIFIED))) == History()
 
 
 def test_time_is_the_processors_or_the_walls():

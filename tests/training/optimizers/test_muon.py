@@ -102,3 +102,14 @@ def test_closure_is_called_once_with_gradients():
 
     assert optimizer.step(closure).requires_grad
     assert len(calls) == 1
+
+
+def test_embeddings_can_be_left_to_adamw():
+    net = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+    net[1].weight = net[0].weight  # tied, as in language models
+    optimizer = MuonAdamW(net, lr=0.02, adamw_lr=0.003, adamw_embeddings=True)
+    adamw = {id(p) for group in optimizer.param_groups for p in group["params"] if group["algorithm"] == "adamw"}
+    assert adamw == {id(net[0].weight), id(net[1].bias)}
+    assert [group["algorithm"] for group in MuonAdamW(net, lr=0.02).param_groups] == ["muon", "adamw"]
+    with pytest.raises(ValueError, match="adamw_embeddings=True needs the module"):
+        MuonAdamW(net.parameters(), adamw_embeddings=True)

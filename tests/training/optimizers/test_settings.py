@@ -32,6 +32,7 @@ KEYS = {
     "adamw": {**ADAM, "weight_decay": 0.01},
     "muon": {
         "lr": 1e-3, "weight_decay": 0.01, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw", "adamw_lr": None,
+        "adamw_embeddings": False,
     },
     "lamb": {"lr": 0.01, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6},
     "agc-sgd": {

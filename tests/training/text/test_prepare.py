@@ -21,7 +21,7 @@ from torch_thor.training.text.manifest import Manifest, Settings
 from torch_thor.training.text.prepare import Preparation, prepare
 from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer
 
-SETTINGS = Settings(vocab_size=300, lengths=(32, 64), held_out=0.1)
+SETTINGS = Settings(vocab_size=300, lengths=(32, 128), held_out=0.1)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_examples_cover_every_sentence_and_fit(wiki, tmp_path):
     manifest, _ = run(tmp_path / "corpus", wiki)
     for shard in manifest.shards:
         ends = read_table(tmp_path / "corpus" / f"{shard.name}.arrow")["ends"].to_pylist()
-        for length in (32, 64):
+        for length in (32, 128):
             rows = read_table(tmp_path / "corpus" / f"{shard.name}.{length}.arrow").to_pylist()
             assert len(rows) == shard.examples[length]
             covered = [(row["document"], n) for row in rows for n in range(row["first"], row["last"])]

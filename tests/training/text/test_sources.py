@@ -131,6 +131,20 @@ def test_an_xml_file_without_pages_is_named(tmp_path):
     assert "is it a Wikipedia dump?" in fault.reason
 
 
+def test_names_tell_sources_apart_and_do_not_say_where_they_lie(tmp_path, monkeypatch):
+    for folder in ("a/html", "b/html"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "index.html").write_text(f"<p>{PROSE}</p>")
+    (tmp_path / "index.html").write_text(f"<p>{PROSE}</p>")
+    monkeypatch.chdir(tmp_path)
+    assert [source.name for source in find_sources(["a/html", "python"])] == ["html/index.html", "python"]
+    names = ["a/html/index.html", "b/html/index.html"]
+    assert [source.name for source in find_sources(["a/html", "b/html"])] == names
+    monkeypatch.chdir(tmp_path / "a")
+    assert [source.name for source in find_sources(["html", "../b/html"])] == names
+    assert find_sources(["html/index.html", "../index.html"])[0].name == "html/index.html"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -138,7 +152,7 @@ def test_an_xml_file_without_pages_is_named(tmp_path):
         (["photo.jpg"], "of no known kind"),
         (["empty"], "holds no file ending in"),
         (["book.txt", "book.txt"], "given twice"),
-        (["book.txt", "other/book.txt"], "have the same name"),
+        (["other", "other/book.txt"], "given twice"),
     ],
 )
 def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch, given, message):

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch.distributed import is_torchelastic_launched
 
 from torch_thor.bench.figures.batch_sizes import BATCH_SIZES
+from torch_thor.bench.figures.bert import BERT
 from torch_thor.bench.figures.curves import CURVES
 from torch_thor.bench.figures.figure import WHICH_RUNS, Figure, Options, device_of
 from torch_thor.bench.figures.fisher_norm import FISHER_NORM
@@ -31,6 +32,7 @@ FIGURES: dict[str, Figure] = {
     "fisher-norm": FISHER_NORM,
     "split-dim": SPLIT_DIM,
     "batch-sizes": BATCH_SIZES,
+    "bert": BERT,
 }
 ALL = "all"
 ANOTHER = "choose another folder with --out"

@@ -102,17 +102,18 @@ def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
         raise UserError(f"{option} {text}: give whole numbers separated by commas, such as 1,2,4") from error
 
 
-def recipe_of(options: Options) -> Recipe:
+def recipe_of(options: Options, default: str = DEFAULT_DATA) -> Recipe:
     """Return the recipe that a figure starts from.
 
     Args:
         options: The user's.
+        default: The recipe where these name none.
 
     Returns:
         The recipe, with epochs and evaluations as the user wants them.
     """
     words = [f"{key}={value}" for key in ("epochs", "eval_interval") if (value := getattr(options, key)) is not None]
-    return load_recipe(options.data or DEFAULT_DATA, words)
+    return load_recipe(options.data or default, words)
 
 
 def device_of(name: str) -> str:

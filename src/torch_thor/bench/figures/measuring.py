@@ -14,15 +14,15 @@ from torch_thor.training.callbacks.progress import Bar, Display, Lines
 from torch_thor.training.config.recipe import FREE_ON_RESUME, Recipe
 from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
 from torch_thor.training.config.recipe_values import covers
-from torch_thor.training.data.named import open_data
 from torch_thor.training.engine import history
 from torch_thor.training.engine.history import History as Record
 from torch_thor.training.engine.history import StepPoint
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import DivergedError
-from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training.experiment import new_run
 from torch_thor.training.printing import printer
+from torch_thor.training.tasks.registry import TASKS
 
 UNUSED = (  # keys of a recipe that each run sets, or that change no number
     "name",
@@ -36,7 +36,6 @@ UNUSED = (  # keys of a recipe that each run sets, or that change no number
     "keep_best",
     "log_interval",
 )
-METRICS = ("loss", "top1", "top5")  # of the classifiers that figures are about
 COLUMNS = {"steps": "step", "evaluations": "eval", "refreshes": "refresh"}  # lists of a record -> kinds of point
 
 
@@ -93,7 +92,7 @@ class Trained:
         Returns:
             Steps in an epoch, the columns of the record, and processor seconds at each step.
         """
-        columns = to_columns(self.run.record)
+        columns = to_columns(self.run.record, [metric.name for metric in self.run.task.metrics()])
         return {
             "steps_per_epoch": self.run.steps_per_epoch,
             "failure": self.failure,
@@ -150,7 +149,8 @@ def train_run(
     """
     words = [f"optimizer={optimizer}", f"device={settings['device']}", *overrides]
     recipe = parse_recipe(yaml.safe_dump(settings["recipe"]), "figures", words)
-    run = new_run(recipe, optimizer, open_data(recipe.data, resolve_device(recipe.device), printer(console)))
+    say = printer(console)
+    run = new_run(recipe, optimizer, TASKS[recipe.task].open(recipe, resolve_device(recipe.device), say, say))
     if prepare is not None:
         prepare(run)
     trained = Trained(run)
@@ -208,16 +208,17 @@ def median_step(run: Mapping[str, Any], *, refresh: bool, processor: bool) -> fl
     return statistics.median(chosen) if chosen else None
 
 
-def to_columns(record: Record) -> dict[str, dict[str, list[Any]]]:
+def to_columns(record: Record, metrics: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     """Every point of a run, a list for each of its fields: a fraction of what a mapping for each point takes.
 
     Args:
         record: The run's.
+        metrics: Names of the metrics of its evaluations.
 
     Returns:
         `steps`, `evaluations` and `refreshes`, each field name -> values in order.
     """
-    return {name: history.to_columns(kind, getattr(record, name), METRICS) for name, kind in COLUMNS.items()}
+    return {name: history.to_columns(kind, getattr(record, name), metrics) for name, kind in COLUMNS.items()}
 
 
 def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:

@@ -10,25 +10,30 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` and `torch.optim.AdamW` behind one `param_groups` and one `state`.
 
     Args:
-        params: Parameters; those of two and more dimensions go to Muon.
+        params: A module, or parameters; those of two and more dimensions go to Muon.
         lr: Muon's learning rate.
         momentum: Muon's momentum.
         nesterov: Whether Muon's momentum is Nesterov's.
         weight_decay: Decoupled weight decay, for the matrices.
         adjust_lr_fn: Muon's rule for a matrix's step length; `match_rms_adamw` fits AdamW's learning rates.
         adamw_lr: AdamW's learning rate; `None` takes `lr`.
+        adamw_embeddings: Whether the weights of `nn.Embedding` go to AdamW too, as Muon's author advises; this needs
+            the module.
+
+    Raises:
+        ValueError: If `adamw_embeddings` is given and `params` is no module.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        params: nn.Module | Iterable[Tensor],
         *,
         lr: float = 1e-3,
         momentum: float = 0.95,
@@ -36,10 +41,16 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         adjust_lr_fn: str = "match_rms_adamw",
         adamw_lr: float | None = None,
+        adamw_embeddings: bool = False,
     ) -> None:
-        params = list(params)
-        matrices = [p for p in params if p.ndim >= 2]
-        rest = [p for p in params if p.ndim < 2]
+        embeddings: set[Tensor] = set()
+        if adamw_embeddings:
+            if not isinstance(params, nn.Module):
+                raise ValueError("adamw_embeddings=True needs the module: pass it in the place of its parameters")
+            embeddings = {module.weight for module in params.modules() if isinstance(module, nn.Embedding)}
+        params = list(params.parameters() if isinstance(params, nn.Module) else params)
+        matrices = [p for p in params if p.ndim >= 2 and p not in embeddings]
+        rest = [p for p in params if p.ndim < 2 or p in embeddings]
         groups: list[dict[str, Any]] = []
         self._inner: dict[str, torch.optim.Optimizer] = {}
         if matrices:

@@ -87,7 +87,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "adadelta": Entry(AdadeltaSettings, partial(_of_parameters, torch.optim.Adadelta)),
     "adam": Entry(AdamSettings, partial(_of_parameters, torch.optim.Adam)),
     "adamw": Entry(AdamWSettings, partial(_of_parameters, torch.optim.AdamW)),
-    "muon": Entry(MuonSettings, partial(_of_parameters, MuonAdamW)),
+    "muon": Entry(MuonSettings, partial(_of_model, MuonAdamW)),
     "lamb": Entry(LAMBSettings, partial(_of_model, LAMB)),
     "agc-sgd": Entry(AGCSGDSettings, partial(_of_model, AGCSGD)),
 }

@@ -84,37 +84,47 @@ def find_sources(given: Sequence[str]) -> list[Source]:
     Raises:
         UserError: If a path does not exist, is of no known kind, or holds no such file; or is given twice.
     """
-    kinds = (*TEXT, *HTML, _DUMP)
-    found: list[Source] = []
-    for one in given:
-        if one == PYTHON:
-            found.append(Source(PYTHON, PYTHON, 0, 0))
-            continue
-        path = Path(one)
-        require(path.exists(), f"{one} does not exist: name a Wikipedia dump, a text file or a folder of text files")
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and base_suffix(file) in kinds)
-            require(
-                bool(files), f"{one} holds no file ending in {', '.join(kinds)} (or these with {', '.join(SUFFIXES)})"
-            )
-            found += [_source(file, str(file.relative_to(path.parent))) for file in files]
-        else:
-            require(
-                base_suffix(path) in kinds,
-                f"{one} is of no known kind: names end in {', '.join(kinds)}, perhaps with {', '.join(SUFFIXES)}",
-            )
-            found.append(_source(path, path.name))
-    names: dict[str, str] = {}
-    for source in found:
-        other = names.setdefault(source.name, source.path)
-        require(other == source.path, f"{source.path} and {other} have the same name: give the folder that holds both")
-    require(len(names) == len(found), "a source is given twice: name each once")
-    return found
+    files = {one: _files(one) for one in given}
+    places = [path for paths in files.values() for path in paths]
+    require(len(files) == len(given) and len(set(places)) == len(places), "a source is given twice: name each once")
+    # the same names wherever the sources lie: as many parent folders as it takes to tell the given paths apart
+    parents, names = 0, [""] * len(places)
+    while parents == 0 or len(set(names)) < len(names):
+        parents += 1
+        names = [_name(one, path, parents) for one, paths in files.items() for path in paths]
+    return [_source(path, name) for path, name in zip(places, names, strict=True)]
+
+
+def _files(one: str) -> list[Path]:
+    """List the files that a given path stands for."""
+    if one == PYTHON:
+        return [Path(PYTHON)]
+    kinds, path = (*TEXT, *HTML, _DUMP), Path(one)
+    require(path.exists(), f"{one} does not exist: name a Wikipedia dump, a text file or a folder of text files")
+    if not path.is_dir():
+        require(
+            base_suffix(path) in kinds,
+            f"{one} is of no known kind: names end in {', '.join(kinds)}, perhaps with {', '.join(SUFFIXES)}",
+        )
+        return [path.resolve()]
+    files = sorted(file for file in path.resolve().rglob("*") if file.is_file() and base_suffix(file) in kinds)
+    require(bool(files), f"{one} holds no file ending in {', '.join(kinds)} (or these with {', '.join(SUFFIXES)})")
+    return files
+
+
+def _name(one: str, path: Path, parents: int) -> str:
+    """Name a file by the last parts of the given path, and where it lies below it."""
+    if one == PYTHON:
+        return PYTHON
+    top = Path(one).resolve()
+    return "/".join((*top.parts[1:][-parents:], *path.relative_to(top).parts))
 
 
 def _source(path: Path, name: str) -> Source:
+    if path == Path(PYTHON):
+        return Source(PYTHON, PYTHON, 0, 0)
     status = path.stat()
-    return Source(str(path.resolve()), name, status.st_size, status.st_mtime_ns)
+    return Source(str(path), name, status.st_size, status.st_mtime_ns)
 
 
 def units_of(sources: Sequence[Source]) -> Iterator[Unit]:

@@ -1,0 +1,298 @@
+r"""Masked-language-model pretraining of a two-layer BERT: THOR in both forms against tuned LAMB, AdamW, Muon and SOAP.
+
+    apt-get install -y anarchism python3.11-doc perl-doc
+    torch-thor prepare /usr/share/doc/anarchism/html /usr/share/doc/python3.11/html /usr/share/perl/5.36.0/pod \
+        --out corpora/debian --vocab-size 8192 --seq-len 64,128
+    python benchmarks/bert.py --corpus corpora/debian  # what is missing under results/bert, then tables
+    python benchmarks/bert.py --table                  # tables and the picture alone, from the raw data
+
+Protocol. The recipe is ``bert-tiny``, on examples of 64 tokens of English documentation and prose (36 MB of text), with
+batches of 32 and of 512 examples (in 16 parts). The learning rate grows over the first 5 % of the steps and then falls
+linearly to 0. Every optimizer has the same budget: five learning rates a factor of two apart, with each of two momenta
+(AdamW's, LAMB's and SOAP's first beta), in a seed that is used for nothing else. What ends with the highest accuracy on
+masked tokens of held-out documents runs with three other seeds. Muon leaves embeddings, biases and norms to AdamW, at
+the learning rate that was best for AdamW. A seed decides the weights, the order of the examples, their pairs and masks.
+
+Steps to a target are interpolated between two evaluations. Seconds in the raw data depend on what else the machine did:
+step times are taken side by side by bert_time.py. What it is not: a large network or a long training.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_thor import LAMB, THOR
+from torch_thor.bench import script
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import Folder
+from torch_thor.training.config.recipe_files import load_recipe
+from torch_thor.training.data.shards import Shard
+from torch_thor.training.engine.loop import Run, train
+from torch_thor.training.errors import DivergedError
+from torch_thor.training.optimizers.muon import MuonAdamW
+from torch_thor.training.tasks.masked_lm import MaskedLM
+
+STORE = Folder(Path(__file__).parent / "results" / "bert")
+CORPUS = Path("corpora/debian")
+TUNING_SEED = 10
+SEEDS = (0, 1, 2)
+RATES = 5  # learning rates, each twice the one before it
+WARM_UP = 0.05  # of the steps
+
+# The lowest learning rate, and the two momenta (or first betas), the usual one first.
+GRIDS: dict[str, tuple[float, tuple[float, float]]] = {
+    "adamw": (0.0005, (0.9, 0.8)),
+    "lamb": (0.0025, (0.9, 0.8)),
+    "thor": (0.025, (0.9, 0.8)),
+    "thor-spectral": (0.02, (0.8, 0.9)),
+    "muon": (0.005, (0.95, 0.8)),
+    "soap": (0.0005, (0.95, 0.8)),
+}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A batch size and the length of the training.
+
+    Args:
+        batch_size: Examples in a batch.
+        parts: Parts that a batch is computed in.
+        steps: Optimizer steps.
+        eval_interval: Steps between evaluations.
+    """
+
+    batch_size: int
+    parts: int
+    steps: int
+    eval_interval: int
+
+    def __str__(self) -> str:
+        return f"batch{self.batch_size}"
+
+
+CONTESTS = (Contest(32, 1, 600, 40), Contest(512, 16, 80, 5))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An optimizer with what it is tuned over.
+
+    Args:
+        optimizer: A key of ``GRIDS``.
+        lr: Learning rate.
+        momentum: Momentum, or the first beta.
+        adamw_lr: Of Muon: the learning rate of AdamW, for what is no hidden matrix.
+    """
+
+    optimizer: str
+    lr: float
+    momentum: float
+    adamw_lr: float | None = None
+
+    def __str__(self) -> str:
+        adamw = "" if self.adamw_lr is None else f"-adamw{self.adamw_lr:g}"
+        return f"{self.optimizer}-lr{self.lr:g}-momentum{self.momentum:g}{adamw}"
+
+    def make(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Make the optimizer.
+
+        Args:
+            model: The network.
+
+        Returns:
+            The optimizer.
+        """
+        lr, momentum = self.lr, self.momentum
+        match self.optimizer:
+            case "thor":
+                return THOR(model, lr=lr, momentum=momentum, damping=0.01, update_interval=20)
+            case "thor-spectral":
+                return THOR(model, lr=lr, momentum=momentum, weight_decay=0.01, scaling="spectral")
+            case "lamb":
+                return LAMB(model, lr=lr, betas=(momentum, 0.999))
+            case "adamw":
+                return torch.optim.AdamW(model.parameters(), lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
+            case "muon":
+                return MuonAdamW(
+                    model,
+                    lr=lr,
+                    momentum=momentum,
+                    weight_decay=0.01,
+                    adamw_lr=self.adamw_lr,
+                    adamw_embeddings=True,
+                )
+            case "soap":
+                from pytorch_optimizer import SOAP  # the extra `bench`
+
+                return SOAP(
+                    model.parameters(),
+                    lr=lr,
+                    betas=(momentum, 0.95),
+                    weight_decay=0.01,
+                    precondition_frequency=10,
+                    max_precondition_dim=2048,  # not the vocabulary's side, as its authors have it
+                )
+        raise ValueError(self.optimizer)
+
+
+@cache
+def open_task(contest: Contest, seed: int, corpus: Path) -> MaskedLM:
+    """Open the task.
+
+    Args:
+        contest: Batch size and steps.
+        seed: Of the weights and the data.
+        corpus: The prepared corpus.
+
+    Returns:
+        The task.
+    """
+    words = [
+        "data.name=corpus", f"data.root={corpus}", "data.text.length=64", f"seed={seed}",
+        f"steps={contest.steps}", f"batch_size={contest.batch_size}", f"accumulation={contest.parts}",
+        f"eval_interval={contest.eval_interval}", "targets=[]", "device=cpu",
+    ]  # fmt: skip
+    task = MaskedLM.open(load_recipe("bert-tiny", words), torch.device("cpu"), print, print)
+    epoch = task.open_data(Shard()).train.order.batches
+    recipe = load_recipe("bert-tiny", [*words, f"schedule.warmup_epochs={WARM_UP * contest.steps / epoch!r}"])
+    return MaskedLM(task.train, task.held_out, recipe, task.device)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run.
+
+    Args:
+        contest: Batch size and steps.
+        setting: The optimizer.
+        seed: Seed.
+        corpus: The prepared corpus.
+    """
+
+    contest: Contest
+    setting: Setting
+    seed: int
+    corpus: Path
+
+    @property
+    def key(self) -> str:
+        """Name of its raw data."""
+        return f"{self.contest}-{self.setting}-seed{self.seed}"
+
+    def run(self) -> dict[str, Any]:
+        """Train.
+
+        Returns:
+            The raw data.
+        """
+        started = time.perf_counter()
+        task = open_task(self.contest, self.seed, self.corpus)
+        torch.manual_seed(self.seed)
+        model = task.build_model()
+        run = Run(model, self.setting.make(model), task, task.recipe)
+        failure = None
+        try:
+            train(run)
+        except DivergedError as error:
+            failure = str(error)
+        manifest = task.held_out.corpus.manifest
+        return {
+            **asdict(self.contest),
+            **asdict(self.setting),
+            "seed": self.seed,
+            "failure": failure,
+            "evaluations": [(point.step, round(point.value, 5)) for point in run.record.evaluations],
+            "held_out_loss": [round(point.loss, 4) for point in run.record.evaluations],
+            "nsp_accuracy": [round(point.metrics["nsp_accuracy"], 4) for point in run.record.evaluations],
+            "loss": [round(point.loss, 4) for point in run.record.steps],
+            "seconds": round(time.perf_counter() - started, 1),
+            "corpus": {"tokenizer": manifest.tokenizer_checksum, "vocab_size": manifest.vocab_size},
+            "machine": describe(),
+        }
+
+    def result(self) -> dict[str, Any]:
+        """Return the raw data."""
+        return STORE.read(self.key)
+
+    def final(self) -> float:
+        """Return the accuracy at the last step; 0 for a run that diverged."""
+        run = self.result()
+        return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
+
+
+def tuning(contest: Contest, name: str, corpus: Path = CORPUS) -> list[Training]:
+    """List the tuning runs of an optimizer.
+
+    Args:
+        contest: Batch size and steps.
+        name: A key of ``GRIDS``.
+        corpus: The prepared corpus.
+
+    Returns:
+        Ten runs.
+    """
+    start, momenta = GRIDS[name]
+    adamw_lr = best(tuning(contest, "adamw", corpus)).setting.lr if name == "muon" else None
+    return [
+        Training(contest, Setting(name, start * 2**power, momentum, adamw_lr), TUNING_SEED, corpus)
+        for momentum in momenta
+        for power in range(RATES)
+    ]
+
+
+def best(jobs: list[Training]) -> Training:
+    """Return the run with the highest accuracy at the end.
+
+    Args:
+        jobs: Runs that there are.
+
+    Returns:
+        One of them.
+    """
+    return max(jobs, key=Training.final)
+
+
+def confirmation(contest: Contest, name: str, corpus: Path = CORPUS) -> list[Training]:
+    """List the runs of an optimizer's best setting.
+
+    Args:
+        contest: Batch size and steps.
+        name: A key of ``GRIDS``.
+        corpus: The prepared corpus.
+
+    Returns:
+        A run for each seed.
+    """
+    setting = best(tuning(contest, name, corpus)).setting
+    return [Training(contest, setting, seed, corpus) for seed in SEEDS]
+
+
+def main() -> None:
+    """Run what is missing, print the tables and draw."""
+    parser = script.parser(__doc__)
+    parser.add_argument("--corpus", type=Path, default=CORPUS, help="the prepared corpus (default: %(default)s)")
+    options = parser.parse_args()
+    if not options.table:
+        for contest in CONTESTS:
+
+            def tuned(*names: str, contest: Contest = contest) -> list[Training]:
+                return [job for name in names for job in tuning(contest, name, options.corpus)]
+
+            def confirmed(contest: Contest = contest) -> list[Training]:
+                return [job for name in GRIDS for job in confirmation(contest, name, options.corpus)]
+
+            others = [name for name in GRIDS if name != "muon"]
+            script.measure(STORE, [partial(tuned, *others), partial(tuned, "muon"), confirmed], options.workers)
+    from bert_report import draw, tables
+
+    print(tables())
+    draw()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Step time of the optimizers of bert.py over AdamW's, side by side in one run.
+
+    python benchmarks/bert_time.py --corpus corpora/debian
+
+All take turns step by step, on one thread, so that a machine whose speed drifts slows them alike. The figure of a peer
+is the median over spans of 10 rounds of the mean time in a span (SOAP renews its eigenbases every 10 steps). That of
+both forms of THOR is made of the medians of ordinary steps and of those that refresh, as many of each as a run has.
+A step is that of the training loop, with the parts of a batch, the loss and its recording.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import torch
+
+from bert import CONTESTS, CORPUS, GRIDS, Contest, Setting, open_task
+from torch_thor import THOR
+from torch_thor.bench.machine import describe
+from torch_thor.bench.stores import write_json
+from torch_thor.bench.timing import take_turns
+from torch_thor.training.data.shards import Shard
+from torch_thor.training.engine.step import Stepper
+from torch_thor.training.tasks.masked_lm import MaskedLM
+from torch_thor.training.tasks.task import Batch
+
+OUT = Path(__file__).parent / "results" / "step_time_bert.json"
+SPAN = 10
+
+
+def refreshes(optimizer: THOR, steps: int) -> int:
+    """Count the steps of a run that refresh, from the optimizer's own interval.
+
+    Args:
+        optimizer: Not used for a step yet.
+        steps: Length of the run.
+
+    Returns:
+        Their number.
+    """
+    interval = optimizer.param_groups[0]["update_interval"]
+    count, step = 0, 0
+    while step < steps:
+        count, step = count + 1, step + (interval(step) if callable(interval) else interval)
+    return count
+
+
+def seconds(task: MaskedLM, contest: Contest, spans: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Time the steps of a contest.
+
+    Args:
+        task: The task.
+        contest: Batch size and parts.
+        spans: Of ``SPAN`` rounds each, after one that is not counted.
+
+    Returns:
+        Seconds by optimizer, those of steps that refresh under ``"NAME refresh"``; and how many steps of a run refresh.
+    """
+    batches, now = task.open_data(Shard()).train.endless(), list[Batch]()
+
+    steps, thors, counts = {}, dict[str, THOR](), dict[str, int]()
+    for name, (_, momenta) in GRIDS.items():
+        torch.manual_seed(0)
+        model = task.build_model()
+        optimizer = Setting(name, 1e-5, momenta[0], 1e-5 if name == "muon" else None).make(model)
+        if isinstance(optimizer, THOR):
+            thors[name], counts[name] = optimizer, refreshes(optimizer, contest.steps)
+            for group in optimizer.param_groups:
+                group["update_interval"] = SPAN
+        stepper = Stepper(model, optimizer, task, task.recipe)
+        steps[name] = lambda stepper=stepper: stepper.take(now[0], 1)
+
+    def next_batch() -> None:
+        now[:] = [next(batches)]  # the same for all of them
+
+    def name_of(name: str) -> str:
+        return f"{name} refresh" if name in thors and thors[name].last_refresh else name
+
+    return take_turns(steps, spans * SPAN, warm_up=SPAN, prepare=next_batch, name_of=name_of), counts
+
+
+def costs(contest: Contest, times: dict[str, list[float]], counts: dict[str, int]) -> dict[str, float]:
+    """Return what a step costs, on average over a run.
+
+    Args:
+        contest: Its length.
+        times: Seconds, as :func:`seconds` returns them.
+        counts: Refreshes in a run, by form of THOR.
+
+    Returns:
+        Seconds by optimizer; for THOR also those of ordinary steps and of steps that refresh.
+    """
+    found = {}
+    for name in GRIDS:
+        if name in counts:
+            ordinary, refresh = (statistics.median(times[key]) for key in (name, f"{name} refresh"))
+            share = counts[name] / contest.steps
+            found |= {f"{name} ordinary": ordinary, f"{name} refresh": refresh}
+            found[name] = ordinary + share * (refresh - ordinary)
+        else:
+            spans = [statistics.fmean(times[name][i : i + SPAN]) for i in range(0, len(times[name]), SPAN)]
+            found[name] = statistics.median(spans)
+    return found
+
+
+def main() -> None:
+    """Time the steps, print the ratios and write the raw seconds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, default=CORPUS, help="the prepared corpus (default: %(default)s)")
+    parser.add_argument("--spans", type=int, default=4, help=f"spans of {SPAN} rounds, after one that is not counted")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    raw, ratios = {}, {}
+    for contest in CONTESTS:
+        times, counts = seconds(open_task(contest, 0, options.corpus), contest, options.spans)
+        cost = costs(contest, times, counts)
+        raw[str(contest)] = times
+        ratios[str(contest)] = {name: round(value / cost["adamw"], 3) for name, value in cost.items()}
+        print(contest, ratios[str(contest)], flush=True)
+    write_json(options.out, {"machine": describe(), "ratio_to_adamw": ratios, "seconds": raw}, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Accuracy on masked tokens against steps and seconds: LAMB and both forms of THOR on the recipe `bert-tiny`."""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from torch_thor.bench import markdown
+from torch_thor.bench.drawing import COLOURS, draw_band, note, save
+from torch_thor.bench.figures import paper
+from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_title
+from torch_thor.bench.figures.measuring import (
+    from_columns,
+    median_step,
+    processor_time_counts,
+    recipe_settings,
+    seconds_of,
+    train_run,
+)
+from torch_thor.bench.figures.raw import RawData
+from torch_thor.bench.markdown import reached, summary
+
+BASELINE = "lamb"
+OPTIMIZERS = (BASELINE, "thor", "thor-spectral")
+SEEDS = (0, 1, 2)
+RECIPE = "bert-tiny"
+ACCURACY = "mlm_accuracy"
+
+
+def settings(options: Options, device: str) -> dict[str, Any]:
+    """Choose the settings of the figure.
+
+    Args:
+        options: The user's.
+        device: To train on.
+
+    Returns:
+        Plain values.
+    """
+    recipe = recipe_settings(recipe_of(options, RECIPE), OPTIMIZERS)
+    return {"recipe": recipe, "device": device, "seeds": options.seeds or SEEDS, "optimizers": list(OPTIMIZERS)}
+
+
+def jobs(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs of the figure, seed by seed.
+
+    Args:
+        settings: What decides it.
+
+    Returns:
+        An optimizer and a seed each.
+    """
+    return [{"optimizer": name, "seed": seed} for seed in settings["seeds"] for name in settings["optimizers"]]
+
+
+def measure(settings: Mapping[str, Any], job: Mapping[str, Any], console: Console) -> dict[str, Any]:
+    """Train once.
+
+    Args:
+        settings: What decides the figure.
+        job: Optimizer and seed.
+        console: Where progress is shown.
+
+    Returns:
+        Every point of the run.
+    """
+    name, seed = job["optimizer"], job["seed"]
+    return train_run(settings, name, [f"seed={seed}"], console, label=f"{name}, seed {seed}").plain()
+
+
+def table(raw: RawData) -> str:
+    """Final accuracy, and what it took to reach LAMB's.
+
+    Args:
+        raw: Complete raw data.
+
+    Returns:
+        Markdown, ours and theirs.
+    """
+    targets = {run["job"]["seed"]: run["evaluations"][ACCURACY][-1] for run in raw.chosen(optimizer=BASELINE)}
+    processor = processor_time_counts(raw.settings, raw.machine)
+    heads = (
+        "optimizer",
+        "accuracy on masked tokens, mean ± standard deviation (each seed)",
+        "perplexity",
+        "accuracy of next-sentence prediction",
+        "steps to LAMB's final accuracy of the same seed",
+        "seconds to it",
+        "an ordinary step (median)",
+    )
+    rows = []
+    for name in raw.settings["optimizers"]:
+        runs = raw.chosen(optimizer=name)
+        there = [from_columns(run).first_reaching(targets[run["job"]["seed"]]) for run in runs]
+        seconds = [
+            None if point is None else seconds_of(run, processor=processor)[point.step - 1]
+            for run, point in zip(runs, there, strict=True)
+        ]
+        steps = [median_step(run, refresh=False, processor=processor) for run in runs]
+        last = {key: [run["evaluations"][key][-1] for run in runs] for key in (ACCURACY, "perplexity", "nsp_accuracy")}
+        rows.append(
+            (
+                name,
+                summary(last[ACCURACY], ".4f"),
+                summary(last["perplexity"], ".4g"),
+                summary(last["nsp_accuracy"], ".3f"),
+                reached([None if point is None else float(point.step) for point in there], ".0f"),
+                reached(seconds, ".3g"),
+                f"{1000 * statistics.fmean(step for step in steps if step is not None):.0f} ms",
+            )
+        )
+    unit = "processor seconds of training steps (one thread)" if processor else "seconds of training steps"
+    theirs = paper.table(paper.BERT, paper.BERT_TASK, "masked tokens")
+    return "\n".join([markdown.table(heads, rows), "", f"Times are {unit}, without evaluations.", "", theirs])
+
+
+def draw(raw: RawData, path: Path) -> None:
+    """Draw the accuracy, the mean over seeds with the range behind it.
+
+    Args:
+        raw: Complete raw data.
+        path: The PNG to write.
+    """
+    from matplotlib.figure import Figure as Picture  # slow to import, and no window is wanted
+
+    picture = Picture(figsize=(11, 4.4), layout="constrained")
+    by_steps, by_seconds = picture.subplots(1, 2, sharey=True)
+    processor = processor_time_counts(raw.settings, raw.machine)
+    for name in raw.settings["optimizers"]:
+        runs = raw.chosen(optimizer=name)
+        series = [run["evaluations"][ACCURACY] for run in runs]
+        steps = runs[0]["evaluations"]["step"]
+        clocks = [seconds_of(run, processor=processor) for run in runs]
+        seconds = [statistics.fmean(clock[step - 1] for clock in clocks) for step in steps]
+        draw_band(by_steps, steps, series, label=name, colour=COLOURS[name])
+        draw_band(by_seconds, seconds, series, label=name, colour=COLOURS[name])
+    by_steps.set(xlabel="step", ylabel="accuracy on masked tokens, held out")
+    by_seconds.set(xlabel="processor seconds (one thread)" if processor else "seconds")
+    for axes in (by_steps, by_seconds):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    write_title(picture, raw, raw.machine["device"], "mean and range of ")
+    note(picture, f"Theirs, another task: {paper.BERT_NOTE}")
+    save(picture, path)
+
+
+BERT = Figure(
+    about="accuracy on masked tokens against steps and seconds: LAMB, THOR and scale-free THOR on bert-tiny",
+    takes=("epochs", "eval_interval", "seeds"),
+    settings=settings,
+    jobs=jobs,
+    measure=measure,
+    draw=draw,
+    table=table,
+)
