@@ -27,15 +27,11 @@ import torch
 from torch import nn
 
 from torch_thor import LAMB, THOR
-from torch_thor.bench import script
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import Folder
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.loop import Run, train
-from torch_thor.training.errors import DivergedError
-from torch_thor.training.optimizers.muon import MuonAdamW
-from torch_thor.training.tasks.masked_lm import MaskedLM
+from torch_thor.bench import Folder, describe, script
+from torch_thor.training import DivergedError, Run, load_recipe, train
+from torch_thor.training.data import Shard
+from torch_thor.training.optimizers import MuonAdamW
+from torch_thor.training.tasks import MaskedLM
 
 STORE = Folder(Path(__file__).parent / "results" / "bert")
 CORPUS = Path("corpora/debian")

@@ -8,11 +8,7 @@ from typing import Any
 
 from bert import CONTESTS, GRIDS, STORE, TUNING_SEED, Contest, Training, confirmation, tuning
 from bert_time import OUT as STEP_TIMES
-from torch_thor.bench import markdown
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.numbers import steps_to
-from torch_thor.bench.runner import missing
-from torch_thor.bench.stores import write_tables
+from torch_thor.bench import drawing, markdown, missing, steps_to, write_tables
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "bert.png"
 PEERS = ("lamb", "muon", "soap")
@@ -153,10 +149,10 @@ def draw() -> None:
                 continue
             steps = [step for step, _ in runs[0]]
             series = [[value for _, value in run] for run in runs]
-            draw_band(axes[0], steps, series, label=name, shade=0.15, middle=statistics.median)
+            drawing.draw_band(axes[0], steps, series, label=name, shade=0.15, middle=statistics.median)
             if name in cost:
                 times = [step * cost[name] for step in steps]
-                draw_band(axes[1], times, series, label=name, shade=0.15, middle=statistics.median)
+                drawing.draw_band(axes[1], times, series, label=name, shade=0.15, middle=statistics.median)
         axes[0].set(
             xlabel="step", ylabel="masked-token accuracy, held out", title=f"bert-tiny, batch {contest.batch_size}"
         )
@@ -164,4 +160,4 @@ def draw() -> None:
         for axis in axes:
             axis.grid(alpha=0.3)
             axis.legend()
-    save(figure, PICTURE)
+    drawing.save(figure, PICTURE)

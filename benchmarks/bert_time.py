@@ -16,13 +16,11 @@ import torch
 
 from bert import CONTESTS, CORPUS, GRIDS, Contest, Setting, open_task
 from torch_thor import THOR
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import write_json
-from torch_thor.bench.timing import take_turns
-from torch_thor.training.data.shards import Shard
+from torch_thor.bench import describe, take_turns, write_json
+from torch_thor.training import Batch
+from torch_thor.training.data import Shard
 from torch_thor.training.engine.step import Stepper
-from torch_thor.training.tasks.masked_lm import MaskedLM
-from torch_thor.training.tasks.task import Batch
+from torch_thor.training.tasks import MaskedLM
 
 OUT = Path(__file__).parent / "results" / "step_time_bert.json"
 SPAN = 10

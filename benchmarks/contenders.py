@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.training.optimizers.muon import MuonAdamW
+from torch_thor.training.optimizers import MuonAdamW
 
 BUDGET = 6  # learning rates an optimizer and task
 

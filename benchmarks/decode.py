@@ -24,15 +24,18 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import write_json
-from torch_thor.bench.timing import take_turns
-from torch_thor.training.config.data_spec import IMAGENET, Workers
-from torch_thor.training.data.decoding import decode_rgb
-from torch_thor.training.data.folder import FolderSource, list_images
-from torch_thor.training.data.reading import raw_loader
-from torch_thor.training.data.shards import TrainingOrder
-from torch_thor.training.data.transforms import EvaluationTransform, TrainingTransform
+from torch_thor.bench import describe, take_turns, write_json
+from torch_thor.training.data import (
+    IMAGENET,
+    EvaluationTransform,
+    FolderSource,
+    TrainingOrder,
+    TrainingTransform,
+    Workers,
+    decode_rgb,
+    list_images,
+    raw_loader,
+)
 
 RESULTS = Path(__file__).parent / "results"
 WIDTH, HEIGHT, QUALITY = 500, 375, 97  # ImageNet's most frequent size, and near its mean of 110 kB a file

@@ -18,10 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_thor.bench import markdown, script
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.numbers import running_mean, steps_to
-from torch_thor.bench.stores import Folder, write_tables
+from torch_thor.bench import Folder, drawing, markdown, running_mean, script, steps_to, write_tables
 
 STORE = Folder(Path(__file__).parent / "results" / "fashion_mnist")
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "fashion_mnist.png"
@@ -65,7 +62,7 @@ class Training:
         Returns:
             The raw data.
         """
-        from torch_thor.bench.recipes import train_recipe
+        from torch_thor.bench import train_recipe
 
         interval = 10**6 if self.seed == TUNING_SEED else EVAL_INTERVAL
         name, changed = VARIANTS.get(self.optimizer, (self.optimizer, []))
@@ -166,7 +163,7 @@ def draw(path: Path) -> None:
         runs = [run.result() for run in there(optimizer)]
         steps = [step for step, _, _ in runs[0]["evaluations"]]
         series = [[top1 for _, top1, _ in run["evaluations"]] for run in runs]
-        draw_band(left, steps, series, label=optimizer, middle=statistics.median)
+        drawing.draw_band(left, steps, series, label=optimizer, middle=statistics.median)
         losses = [statistics.fmean(values) for values in zip(*(run["loss"] for run in runs), strict=True)]
         right.plot(range(1, len(losses) + 1), running_mean(losses, SMOOTHED), label=optimizer)
     target = statistics.median(run.final() for run in confirmation("sgd"))
@@ -174,7 +171,7 @@ def draw(path: Path) -> None:
     left.set(xlabel="step", ylabel="test accuracy", ylim=(0.78, 0.93), title="Fashion-MNIST, small ResNet, batch 128")
     left.legend(loc="lower right")
     right.set(xlabel="step", ylabel=f"training loss, mean of {SMOOTHED} steps", yscale="log")
-    save(figure, path)
+    drawing.save(figure, path)
 
 
 def main() -> None:

@@ -14,12 +14,11 @@ from torch.nn import functional
 
 from reference import ReferenceTHOR
 from torch_thor import THOR, SplitChoice, choose_split_dim
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import write_json
+from torch_thor.bench import describe, write_json
 from torch_thor.curvature import polar
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.files import write_text
-from torch_thor.training.optimizers.muon import MuonAdamW
+from torch_thor.training.optimizers import MuonAdamW
 from torch_thor.training.reports.split_subject import sample_images
 
 BUDGET = 540.0  # seconds, of which compiling may take most

@@ -24,10 +24,7 @@ from typing import Any
 import torch
 
 from torch_thor import THOR
-from torch_thor.bench import markdown, script
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import Folder, write_tables
-from torch_thor.bench.timing import median_ratio, take_turns, training_step
+from torch_thor.bench import Folder, describe, markdown, median_ratio, script, take_turns, training_step, write_tables
 from torch_thor.files import write_text
 
 ROOT = Path(__file__).parents[1]

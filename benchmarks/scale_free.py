@@ -32,10 +32,7 @@ from contenders import (
     grid,
 )
 from tasks import TASKS, text_checksum, train
-from torch_thor.bench import script
-from torch_thor.bench.machine import describe
-from torch_thor.bench.runner import missing
-from torch_thor.bench.stores import Folder
+from torch_thor.bench import Folder, describe, missing, script
 from torch_thor.optim.thor.options import SCALED_DEFAULTS
 
 STORE = Folder(Path(__file__).parent / "results" / "scale_free")

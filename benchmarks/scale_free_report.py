@@ -10,10 +10,7 @@ from contenders import USUAL_MOMENTUM
 from scale_free import CONTESTS, PLAIN, SEEDS, STORE, THOR_LR, TUNING_SEED, Contest, Training, confirmation, tuning
 from scale_free_time import OUT as STEP_TIMES
 from tasks import TASKS
-from torch_thor.bench import markdown
-from torch_thor.bench.drawing import draw_band, save
-from torch_thor.bench.numbers import steps_to
-from torch_thor.bench.stores import write_tables
+from torch_thor.bench import drawing, markdown, steps_to, write_tables
 
 PICTURES = Path(__file__).parents[1] / "docs" / "images"
 
@@ -214,7 +211,7 @@ def draw() -> None:
                 continue
             steps = [step for step, _ in runs[0]]
             series = [[value for _, value in run] for run in runs]
-            draw_band(axis, steps, series, label=name, shade=0.15, middle=statistics.median)
+            drawing.draw_band(axis, steps, series, label=name, shade=0.15, middle=statistics.median)
         axis.set(xlabel="step", ylabel=task.metric, title=str(contest))
         if task.higher:
             axis.set_ylim(bottom=0.7)
@@ -222,4 +219,4 @@ def draw() -> None:
             axis.set_yscale("log")
         axis.legend()
     figure.suptitle(f"THOR at lr {THOR_LR:g} everywhere, the others tuned on each (seed {TUNING_SEED})")
-    save(figure, PICTURES / "scale_free.png")
+    drawing.save(figure, PICTURES / "scale_free.png")

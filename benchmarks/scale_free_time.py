@@ -17,12 +17,10 @@ from torch import nn
 
 from contenders import PEERS, USUAL_MOMENTUM, Setting
 from tasks import TASKS, Benchmark
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import write_json
-from torch_thor.bench.timing import take_turns, training_step
+from torch_thor.bench import describe, take_turns, training_step, write_json
 from torch_thor.optim.thor.options import SCALED_DEFAULTS
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.tasks.task import Batch
+from torch_thor.training import Batch
+from torch_thor.training.data import Shard
 
 OUT = Path(__file__).parent / "results" / "step_time_scale_free.json"
 SPAN = 10

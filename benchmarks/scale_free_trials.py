@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tasks import TASKS, autoencoder, train
-from torch_thor.bench import script
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import Rows, key_of
+from torch_thor.bench import Rows, describe, key_of, script
 
 OUT = Path(__file__).parent / "results" / "scale_free_trials.json"
 ALL = {**TASKS, "deep": autoencoder((1000, 500, 250, 30, 250, 500, 1000), steps=300, eval_interval=50, batch_size=500)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torchvision
 
-from torch_thor.bench.stores import write_json
+from torch_thor.bench import write_json
 from torch_thor.split.choice import choose
 from torch_thor.split.observe import Observer
 

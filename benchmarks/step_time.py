@@ -18,10 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import write_json
-from torch_thor.bench.timing import median_ratio, take_turns, training_step
-from torch_thor.training.models.classifiers import build_model
+from torch_thor.bench import describe, median_ratio, take_turns, training_step, write_json
+from torch_thor.training.models import build_model
 
 RESULTS = Path(__file__).parent / "results"
 SMALL = "small-resnet"

@@ -17,22 +17,39 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
-from torch_thor.training.data.python_text import WindowLoader, WindowOrder, characters, python_text
-from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder
-from torch_thor.training.data.stream import MemoryLoader, Streams, TrainingStream
-from torch_thor.training.engine.history import StepPoint
-from torch_thor.training.engine.loop import Callback, Run
-from torch_thor.training.engine.loop import train as train_run
-from torch_thor.training.errors import DivergedError
-from torch_thor.training.models.autoencoder import HIDDEN, deep_autoencoder
-from torch_thor.training.models.classifiers import SmallResNet
-from torch_thor.training.tasks.autoencoder import MOST_HELD_OUT, Autoencoder
-from torch_thor.training.tasks.char_lm import CONTEXT, CharLM
-from torch_thor.training.tasks.image_classification import ImageClassification
-from torch_thor.training.tasks.task import Batch, Metric, Task, primary
+from torch_thor.training import (
+    Batch,
+    Callback,
+    DivergedError,
+    Metric,
+    Run,
+    RunConfig,
+    ScheduleSpec,
+    StepPoint,
+    Task,
+    primary,
+)
+from torch_thor.training import train as train_run
+from torch_thor.training.data import (
+    DataBundle,
+    DataSpec,
+    EvaluationOrder,
+    MemoryLoader,
+    Shard,
+    Streams,
+    TrainingOrder,
+    TrainingStream,
+    WindowLoader,
+    WindowOrder,
+    characters,
+    load_data,
+)
+from torch_thor.training.data.python_text import python_text
+from torch_thor.training.models import SmallResNet, deep_autoencoder
+from torch_thor.training.models.autoencoder import HIDDEN
+from torch_thor.training.tasks import Autoencoder, CharLM, ImageClassification
+from torch_thor.training.tasks.autoencoder import MOST_HELD_OUT
+from torch_thor.training.tasks.char_lm import CONTEXT
 
 HIGHEST_LOSS = 1e4  # a run whose loss exceeds it has diverged
 

@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_thor.bench import markdown, script
-from torch_thor.bench.stores import Folder, write_tables
+from torch_thor.bench import Folder, markdown, script, write_tables
 
 STORE = Folder(Path(__file__).parent / "results" / "trace_rule")
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "refreshes.png"
@@ -53,7 +52,7 @@ class Training:
         Raises:
             RuntimeError: the training diverged, so that its refreshes say nothing.
         """
-        from torch_thor.bench.recipes import train_recipe
+        from torch_thor.bench import train_recipe
 
         words = [f"trace_thresholds={self.setting}", f"seed={self.seed}", "eval_interval=156", "device=cpu"]
         run, values = train_recipe("fashion-mnist", "thor", words)
@@ -170,9 +169,9 @@ def draw(training: Training, path: Path) -> None:
         training: the run.
         path: a PNG file.
     """
-    from torch_thor.training.engine.history import History as Record
-    from torch_thor.training.engine.history import RefreshPoint, StepPoint
-    from torch_thor.training.reports.refresh_plot import draw_refreshes
+    from torch_thor.training import History as Record
+    from torch_thor.training import RefreshPoint, StepPoint
+    from torch_thor.training.reports import draw_refreshes
 
     run = STORE.read(training.key)
     layers = run["layers"]

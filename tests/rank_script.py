@@ -8,15 +8,10 @@ import torch
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.data.shards import EvaluationOrder
-from torch_thor.training.data.stream import MemoryLoader
+from torch_thor.training import ElsewhereError, Run, RunConfig, UserError, evaluate, train
+from torch_thor.training.data import DataBundle, EvaluationOrder, MemoryLoader
 from torch_thor.training.engine import parallel
-from torch_thor.training.engine.evaluation import evaluate
-from torch_thor.training.engine.loop import Run, train
-from torch_thor.training.errors import ElsewhereError, UserError
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training.tasks import ImageClassification
 
 CPU = torch.device("cpu")
 EVALUATIONS = ((10, 1), (3, 1), (50, 4), (1, 8))  # images, batch of a process

@@ -3,20 +3,23 @@
 import torch
 from torch import nn
 
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.engine.history import EvalPoint
-from torch_thor.training.engine.loop import Run
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training import EvalPoint, Run
+from torch_thor.training.data import DataBundle
+from torch_thor.training.tasks import ImageClassification
 
 
-def small_run(config, make=lambda model: torch.optim.SGD(model.parameters(), lr=0.1), examples=12):
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def small_run(config, make=sgd, examples=12, task=ImageClassification):
     """A run of one linear layer, always the same."""
     torch.manual_seed(config.seed)
     data = DataBundle(
         torch.randn(examples, 4), torch.randint(3, (examples,)), torch.randn(6, 4), torch.arange(6) % 3, 3
     )
     model = nn.Linear(4, 3)
-    return Run(model, make(model), ImageClassification(data, config), config)
+    return Run(model, make(model), task(data, config), config)
 
 
 def accuracy_point(step, seconds, loss, top1, top5, *averaged):

@@ -4,13 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.callbacks.metrics_file import MetricsFile
-from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.config.recipe_text import recipe_yaml
-from torch_thor.training.engine.loop import Callback, train
-from torch_thor.training.experiment import image_run
-from torch_thor.training.models import classifiers as models
+from torch_thor.training import Callback, image_run, recipe_yaml, train
+from torch_thor.training.callbacks import MetricsFile
+from torch_thor.training.checkpoints import Checkpoints, StopSignal, newest_whole, restore
+from torch_thor.training.models import BasicBlock
 
 
 class Noisy(nn.Module):
@@ -18,7 +15,7 @@ class Noisy(nn.Module):
 
     def __init__(self, in_channels, classes):
         super().__init__()
-        self.body = models.BasicBlock(in_channels, 4, stride=2)
+        self.body = BasicBlock(in_channels, 4, stride=2)
         self.drop = nn.Dropout(0.3)
         self.head = nn.Linear(64, classes)
 

@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 
 from command_line import assert_refused, checkpoints, contents, finish, start, wait_for
+from made_up_times import made_up_times
 from torch_thor import __version__
 
 QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "device=cpu"]
@@ -340,14 +341,12 @@ def test_split_dim_takes_images_of_ones_own(run, mine):
 
 
 @pytest.mark.parametrize(("name", "layer"), [("squeezenet1_1", "classifier.1"), ("timm:resnet10t", "fc")])
-def test_split_dim_takes_names(run, monkeypatch, tmp_path, name, layer):
+def test_split_dim_takes_names(run, tmp_path, name, layer):
     if name.startswith("timm:"):
         pytest.importorskip("timm")
-    import torch_thor.split.choice as choice
-
-    monkeypatch.setattr(choice, "inverse_seconds", lambda sizes, split_dims, **_: tuple(map(float, split_dims)))
     words = ["split-dim", name, "--batch", 2, "--pixels", 64, "--device", "cpu", "--out", "out"]
-    assert run(*words)[0] == 0
+    with made_up_times(lambda sizes, split_dims, **_: tuple(map(float, split_dims))):
+        assert run(*words)[0] == 0
     assert layer in json.loads((tmp_path / "out" / "split_dim.json").read_text())["losses"]
 
 

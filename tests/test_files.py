@@ -6,7 +6,6 @@ import os
 import pytest
 
 from torch_thor.files import REMAINS, remove_remains, whole_file, whole_folder, write_text
-from torch_thor.training.errors import first_line
 
 
 def contents(folder):
@@ -83,17 +82,3 @@ def test_remains_are_removed_by_the_name_that_they_were_to_have(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-b", "a-2"]
     remove_remains(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a-2"]
-
-
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ValueError("one\ntwo"), "one"),
-        (RuntimeError("\n  failed:\n  because"), "failed"),
-        (AssertionError(), "AssertionError"),
-        (ValueError("\n"), "ValueError"),
-        (KeyError("key"), "'key'"),
-    ],
-)
-def test_the_first_line_of_an_error(error, line):
-    assert first_line(error) == line

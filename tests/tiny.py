@@ -128,6 +128,12 @@ def largest_difference(left, right):
     return (left.double() - right.double()).abs().max().item()
 
 
+def leave_no_listeners():
+    """Nothing hears calls of modules any more: not what an optimizer of another test has left behind either."""
+    for listener in [reference() for reference, _ in module_calls.subscribers.values()]:
+        listener.remove()
+
+
 def listened_to(model):
     """Names of the modules whose calls some optimizer hears."""
     heard = {listener for _, listeners in module_calls.subscribers.values() for listener in listeners}

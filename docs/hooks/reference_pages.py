@@ -26,10 +26,11 @@ def program() -> SimpleNamespace:
     from typer.main import get_command
 
     from torch_thor.cli import app
+    from torch_thor.training import Recipe, recipe_list
     from torch_thor.training.config.keys import keys_of
-    from torch_thor.training.config.recipe import FREE_ON_RESUME, OPTIMIZERS, Recipe
-    from torch_thor.training.config.recipe_files import recipe_list
+    from torch_thor.training.config.recipe import FREE_ON_RESUME
     from torch_thor.training.config.recipe_values import covers
+    from torch_thor.training.optimizers import OPTIMIZERS
 
     return SimpleNamespace(
         command=get_command(app),

@@ -1,7 +1,8 @@
 """torch-thor: the THOR natural-gradient optimizer for PyTorch."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_thor.curvature.kinds.registry import register_kind
@@ -28,41 +29,16 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "AGCSGD": "optim.agc_sgd",
-    "LAMB": "optim.lamb",
-    "THOR": "optim.thor.optimizer",
-    "ClipStatistics": "optim.agc",
-    "SplitChoice": "split.choice",
-    "adaptive_clip_grad_": "optim.agc",
-    "choose_split_dim": "split.choice",
-    "register_kind": "curvature",
+    "torch_thor.curvature.kinds.registry": ("register_kind",),
+    "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
+    "torch_thor.optim.agc_sgd": ("AGCSGD",),
+    "torch_thor.optim.lamb": ("LAMB",),
+    "torch_thor.optim.thor": ("intervals",),
+    "torch_thor.optim.thor.optimizer": ("THOR",),
+    "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
 }
 _PACKAGES = ("capture", "curvature", "distributed", "optim", "split")
 
-if not TYPE_CHECKING:  # a type checker would take every name for one that is here
-
-    def __getattr__(name: str) -> object:
-        """Import a public name when it is asked for first (PEP 562).
-
-        To import torch takes seconds, in which the command line must already listen to Ctrl-C.
-
-        Args:
-            name: The name.
-
-        Returns:
-            What it stands for.
-
-        Raises:
-            AttributeError: If there is no such name.
-        """
-        if name == "intervals":
-            return import_module("torch_thor.optim.thor.intervals")
-        if name in _PACKAGES:
-            return import_module(f"torch_thor.{name}")
-        if name not in _MODULES:
-            raise AttributeError(f"module 'torch_thor' has no attribute '{name}'")
-        globals()[name] = value = getattr(import_module(f"torch_thor.{_MODULES[name]}"), name)
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_PACKAGES})
+if not TYPE_CHECKING:
+    # to import torch takes seconds, in which the command line must already listen to Ctrl-C
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES, _PACKAGES)

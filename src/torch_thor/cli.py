@@ -262,8 +262,8 @@ def prepare(
         max_faults: Share of documents that may be unreadable.
     """
     from torch_thor.training.text.manifest import Settings
-    from torch_thor.training.text.prepare import Preparation
-    from torch_thor.training.text.prepare import prepare as prepare_corpus
+    from torch_thor.training.text.preparing import Preparation
+    from torch_thor.training.text.preparing import prepare as prepare_corpus
 
     settings = Settings(
         vocab_size=vocab_size,
@@ -434,8 +434,7 @@ def figures(
     Raises:
         UserError: If no figure is named.
     """
-    from torch_thor.bench.figures.catalogue import FIGURES, figure_table, make_figures
-    from torch_thor.bench.figures.figure import Options, numbers
+    from torch_thor.bench.figures import FIGURES, Options, figure_table, make_figures, numbers
 
     if list_figures:
         Console().print(figure_table())

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_thor.bench.machine import describe
-from torch_thor.training.data.in_memory import DEBIAN_FASHION_MNIST
-from torch_thor.training.engine.loop import Callback
-from torch_thor.training.engine.loop import train as train_run
+from torch_thor.bench import describe
+from torch_thor.training import Callback
+from torch_thor.training import train as train_run
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results" / "scale_free"
+FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # of Debian
 NUMBER = 20  # first steps that are compared
 SAME = ("processor", "python", "torch")  # what the bits of a run depend on
 RECORDED = [
@@ -55,7 +55,7 @@ def test_first_losses_and_first_evaluation_are_those_that_were_recorded(tasks, n
     recorded = json.loads((RESULTS / f"{name}.json").read_text())
     if recorded["task"] == "language" and recorded["text"] != tasks.text_checksum():
         pytest.skip("another Python version has another text")
-    if recorded["task"] != "language" and not DEBIAN_FASHION_MNIST.exists():
+    if recorded["task"] != "language" and not FASHION_MNIST.exists():
         pytest.skip("needs Debian's package dataset-fashion-mnist")
     setting = importlib.import_module("contenders").Setting(
         recorded["optimizer"], recorded["lr"], recorded.get("momentum")

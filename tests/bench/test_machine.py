@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import torch_thor
-from torch_thor.bench.machine import commit, describe, describe_device
+from torch_thor.bench import describe, describe_device
+from torch_thor.bench.machine import commit
 
 
 def test_the_keys_that_raw_data_have():

@@ -4,7 +4,7 @@ import json
 
 import yaml
 
-from torch_thor.bench.recipes import train_recipe
+from torch_thor.bench import train_recipe
 
 WORDS = ["epochs=1", "batch_size=256", "eval_interval=3", "device=cpu"]
 

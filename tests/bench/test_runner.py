@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from torch_thor.bench.runner import _outcome, complete, complete_here, missing
-from torch_thor.bench.stores import Folder
+from torch_thor.bench import Folder, complete, complete_here, missing
+from torch_thor.bench.runner import _outcome
 
 
 @dataclass(frozen=True)

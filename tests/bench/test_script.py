@@ -7,9 +7,8 @@ import textwrap
 import pytest
 
 from command_line import assert_ends, descendants, finish, start, wait_for
-from torch_thor.bench import script
-from torch_thor.bench.stores import Folder
-from torch_thor.training.errors import UserError
+from torch_thor.bench import Folder, script
+from torch_thor.training import UserError
 
 COMPARISON = """
 import json, os, time
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_thor.bench import script
-from torch_thor.bench.stores import Folder
+from torch_thor.bench import Folder
 
 STORE = Folder(Path("results"))
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.bench.stores import Folder, Rows, finite, key_of, write_json, write_tables
-from torch_thor.training.errors import UserError
+from torch_thor.bench import Folder, Rows, key_of, write_json, write_tables
+from torch_thor.bench.stores import finite
+from torch_thor.training import UserError
 
 
 def test_a_folder_holds_a_file_for_each_result(tmp_path):

@@ -11,15 +11,13 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
+from hooked import hooked
 from tiny import batches, train, weights
 from torch_thor import THOR, register_kind
 from torch_thor.capture import CompositeHook, InnerLayer, register_composite
 from torch_thor.capture.composites import registry
-from torch_thor.capture.inspection import inspect_model
-from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.curvature import LinearKind, ParameterView, ProjectionKind
 from torch_thor.curvature.kinds import registry as kinds
-from torch_thor.curvature.layer import LayerCurvature
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "register-kind.md"
 
@@ -187,9 +185,7 @@ def test_loss_terms_are_counted_on_steps_without_statistics():
             seen.append((layer.name, kind.loss_terms(x), tuple(output.shape)))
 
     module = TwoLayers()
-    found = inspect_model(module, module.parameters()).layers
-    layers = {n: LayerCurvature(n, one.kind, one.weight, one.biases, one.prefix) for n, one in found.items()}
-    (hook,) = hooks_of(found, layers)
+    _, (hook,) = hooked(module)
     x = torch.randn(6, 5, dtype=torch.float64)
     for args, kwargs in (((x,), {}), ((), {"x": x}), ((), {})):
         hook.leave(Watcher(), args, kwargs, module(x))

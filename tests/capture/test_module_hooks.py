@@ -5,10 +5,8 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode
 
-from torch_thor.capture.inspection import inspect_model
+from hooked import hooked
 from torch_thor.capture.module_calls import ModuleCalls
-from torch_thor.capture.module_hooks import hooks_of
-from torch_thor.curvature.layer import LayerCurvature
 
 
 class Watcher:
@@ -29,20 +27,15 @@ class Watcher:
         return [name for name, *_ in self.seen]
 
 
-def curvature_of(found):
-    return {name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix) for name, one in found.items()}
-
-
 @pytest.fixture
 def listening():
     """Returns a function that has a watcher listen to a model."""
     calls, made = ModuleCalls(), []
 
     def listen(model, wants=True):
-        found = inspect_model(model, model.parameters()).layers
         watcher = Watcher(wants)
         made.append(watcher)
-        calls.listen(watcher, hooks_of(found, curvature_of(found)))
+        calls.listen(watcher, hooked(model)[1])
         return watcher
 
     yield listen
@@ -162,8 +155,6 @@ def test_what_an_interrupt_left_open_is_closed_by_the_next_call(listening):
 
 def test_one_hook_a_module(listening):
     model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2), nn.LSTM(4, 4))
-    found = inspect_model(model, model.parameters()).layers
-    layers = {name: LayerCurvature(name, one.kind, one.weight, one.biases) for name, one in found.items()}
-    hooks = hooks_of(found, layers)
+    _, hooks = hooked(model)
     assert [hook.module for hook in hooks] == list(model)
     assert [len(hook.layers) for hook in hooks] == [1, 4, 2]

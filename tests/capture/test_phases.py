@@ -6,18 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from hooked import hooked
 from tiny import listened_to
 from torch_thor.capture import forward_pass
 from torch_thor.capture.capture import Capture
 from torch_thor.capture.forward_pass import InputPhase
-from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.module_calls import module_calls
-from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.phases import GATHERING, Phase
-from torch_thor.curvature.layer import SIDES, LayerCurvature
+from torch_thor.curvature import Decision, RefreshEvent
 from torch_thor.curvature.layer_state import make_layer_state
-from torch_thor.curvature.refresh import Decision, RefreshEvent
 
+SIDES = ("A", "G")
 OFF, COUNTING, OPTIONAL, REQUIRED = Phase
 NONE, GATHERED, RESET = InputPhase
 NAMES = ("0", "2", "4")
@@ -28,15 +27,12 @@ class Net:
 
     def __init__(self, *, sides=SIDES, sampled=False):
         self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
-        found = inspect_model(self.model, self.model.parameters()).layers
         states = defaultdict(dict)
-        self.layers = {
-            name: LayerCurvature(name, one.kind, one.weight, one.biases, sides=sides) for name, one in found.items()
-        }
+        self.layers, hooks = hooked(self.model, sides=sides)
         for layer in self.layers.values():
             layer.weight_view.bind(states[layer.weight], {})
             make_layer_state(layer)
-        self.capture = Capture(hooks_of(found, self.layers), sampled=sampled)
+        self.capture = Capture(hooks, sampled=sampled)
         self.capture.resume()
 
     def __getitem__(self, name):

@@ -6,10 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature import BlockDiagonal, BlockLayout, LayerCurvature, ParameterView
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.parameter_view import ParameterView
 
 
 def matrix_of(groups, size, block):

@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from reference import keep_blocks
 from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, transposed_input_rows
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
-from torch_thor.curvature.kinds import ProjectionKind, SequenceCall, kind_of
+from torch_thor.curvature import BlockDiagonal, BlockLayout, ProjectionKind
+from torch_thor.curvature.kinds import SequenceCall, kind_of
 from torch_thor.curvature.kinds.base import spacing
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
 from torch_thor.curvature.kinds.patches import evenly_spread

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from joined import alone, assert_same_training, digest, parallel, stream
-from torch_thor.split import choice
+from made_up_times import made_up_times
 
 OPTIONS = {"trace_thresholds": (0.0, 0.0)}
 
@@ -32,7 +32,7 @@ def measuring(folder, rank, seconds):
         return tuple(0.1 if size == 1 else seconds if size <= 16 else 100.0 for size in split_dims)
 
     here = {"TORCH_THOR_CACHE": f"{folder}/{rank}"}
-    with mock.patch.dict(os.environ, here), mock.patch.object(choice, "inverse_seconds", measured):
+    with mock.patch.dict(os.environ, here), made_up_times(measured):
         yield asked
 
 

@@ -9,7 +9,6 @@ from torch import distributed as dist
 
 from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.curvature.processes import ALONE
 from torch_thor.distributed.process_group import ProcessGroupHandle
 
 
@@ -23,9 +22,17 @@ def test_what_is_no_group_is_refused(wrong):
     assert optimizer.process_group is None
 
 
+CPU = torch.device("cpu")
+ALONE = ProcessGroupHandle(False).processes(CPU)
+
+
+def test_without_a_group_a_process_has_no_others():
+    assert (ALONE.count, ALONE.rank, ALONE.first) == (1, 0, True)
+
+
 @pytest.mark.parametrize("group", [None, False])
 def test_alone_without_a_default_group(group):
-    assert ProcessGroupHandle(group).processes(torch.device("cpu")) is ALONE
+    assert ProcessGroupHandle(group).processes(CPU) is ALONE
     for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
         assert copied(THOR(mlp(), process_group=group)).process_group is group
 
@@ -33,7 +40,7 @@ def test_alone_without_a_default_group(group):
 def test_a_group_of_one_needs_nobody(tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:
-        assert ProcessGroupHandle().processes(torch.device("cpu")) is ALONE
+        assert ProcessGroupHandle().processes(CPU) is ALONE
         model, twin = mlp(), mlp()
         twin.load_state_dict(model.state_dict())
         train(model, THOR(model, process_group=dist.group.WORLD), batches(3))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.training.engine.history import History
+from torch_thor.training import History
 
 DIGITS_OF_CHECKSUM = 16  # of 64: plenty to tell a change, and the files stay small
 

@@ -18,14 +18,9 @@ from torch import distributed as dist
 
 from golden.outcome import Outcome, outcome
 from torch_thor import THOR
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.data.named import open_data
-from torch_thor.training.engine.history import History, StepPoint
-from torch_thor.training.engine.loop import train
-from torch_thor.training.engine.refreshes import refresh_points
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training import History, RefreshPoint, StepPoint, UserError, load_recipe, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.data import DataBundle, open_data
 
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # whose processes these are
 
@@ -160,7 +155,10 @@ def every_layer(steps: int, **options: Any) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         record.steps.append(StepPoint(step, loss.item(), 0.0, 0.0, 0.0, refresh=bool(optimizer.last_refresh)))
-        record.refreshes.extend(refresh_points(optimizer, step))
+        record.refreshes += [
+            RefreshPoint(step, event.layer, event.decision.value, event.trace_change, event.trace)
+            for event in optimizer.last_refresh
+        ]
     return outcome([f"{key}={value!r}" for key, value in {"steps": steps, **options}.items()], record, optimizer, model)
 
 

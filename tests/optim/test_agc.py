@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from reference.agc import clipped, output_of_each_number, rows_of_dim_0
+from reference.agc import clipped, gradients_of, output_of_each_number, rows_of_dim_0
 from tiny import assert_same, batches, cross_entropy, mlp, weights
 from torch_thor import THOR, ClipStatistics, adaptive_clip_grad_
-from torch_thor.optim import agc_units as units
 
 INF = float("inf")
 
@@ -32,14 +31,6 @@ def parameter(values, gradient):
     p = nn.Parameter(torch.tensor(values, dtype=torch.float64))
     p.grad = torch.tensor(gradient, dtype=torch.float64)
     return p
-
-
-def gradients_of(model, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        numbers = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        # gradients of very unlike sizes, unit by unit and parameter by parameter
-        p.grad = (scale * numbers * torch.rand(1, generator=generator).pow(3)).to(p.dtype)
 
 
 # ------------------------------------------------------------------------------------------ hand values
@@ -114,29 +105,6 @@ def test_units_are_the_outputs_of_every_kind_of_layer(kind, foreach):
     found = adaptive_clip_grad_(layer, factor, exclude=(), foreach=foreach)
     np.testing.assert_allclose(layer.weight.grad.numpy(), expected, rtol=1e-12, atol=1e-15)
     assert (int(found.clipped), found.units) == (count, outputs.max() + 1)
-
-
-@pytest.mark.parametrize("at_a_time", [1, 50, 10**6])
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_a_whole_network_equals_the_loops(foreach, at_a_time, monkeypatch):
-    """Many shapes, some of one unit size; in batches of one, of a few and of all."""
-    monkeypatch.setattr(units, "_NUMBERS_AT_A_TIME", at_a_time)
-    model = nn.Sequential(
-        nn.Linear(6, 4), nn.LayerNorm(6), nn.Linear(6, 6), nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, (1, 2)), nn.PReLU(),
-        nn.Linear(6, 5), nn.Embedding(3, 6), nn.MultiheadAttention(6, 2),
-    ).double()  # fmt: skip
-    model.token = nn.Parameter(torch.randn(1, 1, 6).double())
-    gradients_of(model, scale=2.0)
-    expected, count = {}, 0
-    for name, p in model.named_parameters():
-        expected[name], more = clipped(p.detach().numpy(), p.grad.numpy(), rows_of_dim_0(p.shape), 0.4, 1e-3)
-        count += more
-    found = adaptive_clip_grad_(model, 0.4, exclude=(), foreach=foreach)
-    for name, p in model.named_parameters():
-        np.testing.assert_allclose(p.grad.numpy(), expected[name], rtol=1e-12, atol=1e-15, err_msg=name)
-    total = sum(len(p) if p.dim() > 1 else 1 for p in model.parameters())
-    assert (int(found.clipped), found.units) == (count, total)
-    assert 0.1 < count / total < 0.9
 
 
 # ----------------------------------------------------------------------------------------------- timm

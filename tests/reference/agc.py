@@ -50,3 +50,11 @@ def clipped(weight, gradient, units, clip_factor, eps):
     for index in np.ndindex(*gradient.shape):
         result[index] *= factors[int(units[index])]
     return result, sum(factor != 1.0 for factor in factors.values())
+
+
+def gradients_of(model, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        numbers = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        # gradients of very unlike sizes, unit by unit and parameter by parameter
+        p.grad = (scale * numbers * torch.rand(1, generator=generator).pow(3)).to(p.dtype)

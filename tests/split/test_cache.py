@@ -9,9 +9,8 @@ from torch import nn
 
 import torch_thor
 from torch_thor import SplitChoice
+from torch_thor.curvature import LayerCurvature, ParameterView
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.split import cache
 
 CHOICE = SplitChoice(16, 20.5, (1, 16), (1.0, 0.5), (0.0, 1.0), (0.1, 0.2), {"fc": {"A": (0.5, 0.0)}}, "a device")

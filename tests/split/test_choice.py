@@ -9,9 +9,8 @@ from torch.nn import functional as F
 
 import torch_thor.split.choice as choice_module
 from torch_thor import THOR, SplitChoice, choose_split_dim
+from torch_thor.curvature import LayerCurvature, ParameterView
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.statistics import Statistics
 from torch_thor.split.choice import candidates, find_crossing, nearest
 

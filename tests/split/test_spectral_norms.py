@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
+from torch_thor.curvature import BlockDiagonal, BlockLayout
 from torch_thor.split.spectral import largest_eigenvalues, spectral_losses, spectral_norm
 
 

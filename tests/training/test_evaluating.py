@@ -10,11 +10,8 @@ import torch
 
 from command_line import IMAGES, assert_refused, call, command, lines
 from image_tree import write_tree
-from torch_thor.training.config.data_spec import CIFAR, ImageTransform
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import recipe_yaml
-from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError, load_recipe, recipe_yaml
+from torch_thor.training.data import CIFAR, EvaluationOrder, ImageTransform, Shard, WholeBatches
 from torch_thor.training.evaluating import _recipe
 
 WORDS = ("train", "digits", *IMAGES, "data.workers.count=0", "data.root=data", "model=small-resnet", "optimizer=sgd")

@@ -14,13 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from command_line import assert_same_runs, checkpoints, lines, succeed
 from old_runs import write_as_older_version
-from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config import recipe_files, recipe_text, stored_recipe
-from torch_thor.training.config.recipe_files import load_recipe, recipe_names
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.experiment import run_recipe
-from torch_thor.training.tasks.autoencoder import Autoencoder
-from torch_thor.training.tasks.char_lm import CharLM
+from torch_thor.training import load_recipe, recipe_names, run_recipe
+from torch_thor.training.checkpoints import RunFolder
+from torch_thor.training.data import characters
+from torch_thor.training.tasks import Autoencoder, CharLM
 
 SILENT = Console(file=io.StringIO())
 
@@ -40,18 +37,14 @@ def printed(run):
 @pytest.fixture
 def little(monkeypatch):
     """The tasks on a little of their data: six steps an epoch of 16 samples."""
-    from torch_thor.training.tasks import autoencoder, char_lm
+    whole, (train, held_out) = Autoencoder.open, characters()
 
-    load, text = autoencoder.load_data, char_lm.characters
+    def some_images(recipe, *given):
+        task = whole(recipe, *given)
+        return Autoencoder(task.train[:100], task.held_out[:50], recipe)
 
-    def some_images(spec):
-        data = load(spec)
-        return DataBundle(
-            data.train_images[:100], data.train_labels[:100], data.test_images[:50], data.test_labels[:50], 10
-        )
-
-    monkeypatch.setattr(autoencoder, "load_data", some_images)
-    monkeypatch.setattr(char_lm, "characters", lambda: (text()[0][:6_400], text()[1][:1500]))
+    monkeypatch.setattr(Autoencoder, "open", some_images)
+    monkeypatch.setattr(CharLM, "open", lambda recipe, *_: CharLM(train[:6_400], held_out[:1500], recipe))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +99,10 @@ def test_a_target_ends_a_run_that_gets_below_it(printed, little, tmp_path):
 
 LITTLE = """
 from torch_thor.cli import main
-from torch_thor.training.tasks import char_lm
-text = char_lm.characters
-char_lm.characters = lambda: (text()[0][:12_800], text()[1][:1500])
+from torch_thor.training.data import characters
+from torch_thor.training.tasks import CharLM
+train, held_out = characters()
+CharLM.open = lambda recipe, *_: CharLM(train[:12_800], held_out[:1500], recipe)
 main()
 """
 
@@ -163,34 +157,19 @@ def test_a_recipe_that_cannot_start_leaves_the_folder_alone(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_is_parsed_once(printed, little, monkeypatch):
-    parsed = []
-    really = recipe_text.parse_recipe
-
-    def counted(text, name, overrides):
-        parsed.append(name)
-        return really(text, name, overrides)
-
-    for module in (recipe_files, recipe_text, stored_recipe):
-        monkeypatch.setattr(module, "parse_recipe", counted)
-    words = ("train", "autoencoder", "epochs=1", "batch_size=16", "optimizer=sgd", "--out", "run")
-    printed(*words)
-    assert parsed == ["autoencoder"]
-    del parsed[:]
-    printed(*words, "--resume")
-    assert len(parsed) == 2  # what is stored, and the words on top of it
-
-
 def test_reading_recipes_imports_no_library_of_models_or_images():
-    script = (
-        "import sys\n"
-        "from torch_thor.training.config.recipe_files import load_recipe\n"
-        "from torch_thor.training.config.recipe_text import override\n"
-        f"for name in {recipe_names()!r}:\n"
-        "    override(load_recipe(name), ['epochs=3'])\n"
-        "load_recipe('digits', ['model=timm:vit_tiny_patch16_224'])\n"
-        "print([name for name in ('torchvision', 'timm', 'sklearn', 'PIL') if name in sys.modules])\n"
-    )
+    script = f"""
+import sys
+from torch_thor.training import Callback, Run, RunConfig, Task, UserError, load_recipe, override, train
+from torch_thor.training.data import DataBundle, load_data
+from torch_thor.training.models import build_model
+from torch_thor.training.tasks import ImageClassification, MaskedLM
+for name in {recipe_names()!r}:
+    override(load_recipe(name), ["epochs=3"])
+load_recipe("digits", ["model=timm:vit_tiny_patch16_224"])
+libraries = ("torchvision", "timm", "sklearn", "PIL", "transformers", "matplotlib", "tensorboard", "pyarrow")
+print([name for name in libraries if name in sys.modules])
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -6,12 +6,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import run_recipe
-from torch_thor.training.exporting import export
-from torch_thor.training.tasks.masked_lm import MaskedLM
+from torch_thor.training import UserError, export, load_recipe, run_recipe
+from torch_thor.training.checkpoints import RunFolder
+from torch_thor.training.tasks import MaskedLM
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def test_transformers_reads_what_was_trained(run, tmp_path, averaged):
     export(folder / "thor", tmp_path / "out" / "bert", "transformers", said.append, averaged=averaged)
     assert said == [f"thor, step 2: written to {tmp_path / 'out' / 'bert'}"]
     task = MaskedLM.open_saved(recipe, torch.device("cpu"), pytest.fail, set())
-    from torch_thor.training.checkpoints.finding import find_checkpoints
+    from torch_thor.training.checkpoints import find_checkpoints
 
     model = task.build_model().eval()
     find_checkpoints(folder / "thor", pytest.fail)[0].load_weights(model, averaged=averaged)

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from command_line import PATIENCE, checkpoints, command, contents, finish, start, succeed, wait_for
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
 from torch_thor.training.lock import Lock
 
 WORDS = ("train", "digits", "optimizer=sgd", "batch_size=8", "checkpoint_interval=10", "device=cpu", "--out", "run")

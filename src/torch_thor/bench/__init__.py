@@ -1,1 +1,48 @@
 """Comparisons and figures: one runner, raw data that are kept, and tables and pictures made from these alone."""
+
+from typing import TYPE_CHECKING
+
+from torch_thor.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from torch_thor.bench import drawing, markdown, script
+    from torch_thor.bench.machine import describe, describe_device
+    from torch_thor.bench.numbers import running_mean, steps_to
+    from torch_thor.bench.recipes import train_recipe
+    from torch_thor.bench.runner import complete, complete_here, missing
+    from torch_thor.bench.stores import Folder, Rows, key_of, write_json, write_tables
+    from torch_thor.bench.timing import median_ratio, take_turns, training_step
+
+__all__ = [
+    "Folder",
+    "Rows",
+    "complete",
+    "complete_here",
+    "describe",
+    "describe_device",
+    "drawing",
+    "key_of",
+    "markdown",
+    "median_ratio",
+    "missing",
+    "running_mean",
+    "script",
+    "steps_to",
+    "take_turns",
+    "train_recipe",
+    "training_step",
+    "write_json",
+    "write_tables",
+]
+
+_MODULES = {
+    "torch_thor.bench.machine": ("describe", "describe_device"),
+    "torch_thor.bench.numbers": ("running_mean", "steps_to"),
+    "torch_thor.bench.recipes": ("train_recipe",),
+    "torch_thor.bench.runner": ("complete", "complete_here", "missing"),
+    "torch_thor.bench.stores": ("Folder", "Rows", "key_of", "write_json", "write_tables"),
+    "torch_thor.bench.timing": ("median_ratio", "take_turns", "training_step"),
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES, ("drawing", "markdown", "script"))

@@ -4,8 +4,22 @@ Nothing in this package knows of optimizers or processes: state is passed to it 
 decisions.
 """
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import BlockDiagonal, BlockLayout
 from torch_thor.curvature.kinds import Kind, LinearKind, MatrixWeight, ProjectionKind, register_kind
+from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.curvature.refresh import Decision, RefreshEvent
 
-__all__ = ["BlockDiagonal", "Kind", "LinearKind", "MatrixWeight", "ParameterView", "ProjectionKind", "register_kind"]
+__all__ = [
+    "BlockDiagonal",
+    "BlockLayout",
+    "Decision",
+    "Kind",
+    "LayerCurvature",
+    "LinearKind",
+    "MatrixWeight",
+    "ParameterView",
+    "ProjectionKind",
+    "RefreshEvent",
+    "register_kind",
+]

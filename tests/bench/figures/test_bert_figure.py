@@ -5,10 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from torch_thor.bench.figures import bert
-from torch_thor.bench.figures.catalogue import make_figures
-from torch_thor.bench.figures.figure import Options
-from torch_thor.bench.figures.raw import read
+from torch_thor.bench.figures import Options, bert, make_figures, read
 
 RECIPE = """
 task: masked-lm
@@ -26,7 +23,7 @@ optimizers: {thor: {lr: 0.1}, thor-spectral: {lr: 0.05}, lamb: {lr: 0.001}}
 def small(tmp_path, monkeypatch):
     (tmp_path / "small.yaml").write_text(RECIPE)
     monkeypatch.setattr(bert, "RECIPE", str(tmp_path / "small.yaml"))
-    monkeypatch.setattr("torch_thor.training.tasks.masked_lm.CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))  # where prepared text is kept
 
 
 def test_accuracy_by_steps_and_seconds(small, tmp_path):

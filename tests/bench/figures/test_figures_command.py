@@ -4,9 +4,9 @@ import functools
 import os
 
 import pytest
+from filelock import FileLock
 
 from command_line import assert_refused
-from torch_thor.training.lock import Lock
 
 
 @pytest.fixture
@@ -75,8 +75,9 @@ def test_a_file_is_no_folder(figures, tmp_path):
 
 def test_two_processes_do_not_measure_the_same_figure(figures, tmp_path):
     (tmp_path / "out").mkdir()
-    with Lock(tmp_path / "out" / ".curves.lock", "it", "wait") as lock:
-        lock.take()
+    lock = tmp_path / "out" / ".curves.lock"
+    with FileLock(lock):
+        lock.write_text(f"process {os.getpid()} on this machine\n")
         refused = figures("curves", "--data", "digits", "--out", "out")
     assert_refused(refused, f"torch-thor: figure curves in out is in use by process {os.getpid()} on ")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".curves.lock"]

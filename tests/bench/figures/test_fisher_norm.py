@@ -17,12 +17,9 @@ from torch_thor.bench.figures.fisher_norm import (
     norm_changes,
     relative_distance,
 )
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
-from torch_thor.training.engine.history import RefreshPoint
-from torch_thor.training.engine.loop import train
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training import RefreshPoint, UserError, load_recipe, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.data import DataBundle, DataSpec, load_data
 
 GROUPS = 2
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.bench.figures.raw import RawData, RawFile, differences, plain, read
-from torch_thor.bench.stores import key_of
-from torch_thor.training.errors import UserError
+from torch_thor.bench import key_of
+from torch_thor.bench.figures import RawData, read
+from torch_thor.bench.figures.raw import RawFile, differences, plain
+from torch_thor.training import UserError
 
 
 def raw_data():

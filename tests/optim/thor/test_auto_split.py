@@ -8,9 +8,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 
-import torch_thor.split.choice as choice_module
+from made_up_times import made_up_times
 from torch_thor import THOR, choose_split_dim
+from torch_thor.curvature import parameter_view
 from torch_thor.curvature.statistics import Statistics
+from torch_thor.split import choice
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +22,7 @@ def folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def measured():
     """Times that make the curves cross between 16 and 32, whatever runs beside; and how often they were asked for."""
     asked = []
 
@@ -28,8 +30,8 @@ def measured(monkeypatch):
         asked.append(tuple(split_dims))
         return tuple(0.1 if size == 1 else 0.2 if size <= 16 else 100.0 for size in split_dims)
 
-    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
-    return asked
+    with made_up_times(seconds):
+        yield asked
 
 
 def network():
@@ -168,12 +170,11 @@ def test_without_statistics_the_papers_number_and_a_warning(measured):
     torch.testing.assert_close(train(model, optimizer, 3), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_no_memory_for_the_largest_candidate_is_no_error(monkeypatch):
+def test_no_memory_for_the_largest_candidate_is_no_error():
     def exhausted(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(choice_module, "inverse_seconds", exhausted)
-    with pytest.warns(RuntimeWarning, match="'auto' takes 128.*out of memory"):
+    with made_up_times(exhausted), pytest.warns(RuntimeWarning, match="'auto' takes 128.*out of memory"):
         auto, optimizer = weights_with("auto")
     assert optimizer.param_groups[0]["split_dim"] == 128
     torch.testing.assert_close(auto, weights_with(128)[0], rtol=1e-9, atol=1e-12)
@@ -197,9 +198,6 @@ def test_a_later_group_is_decided_when_it_comes(measured):
 
 def test_a_vocabulary_is_never_whole(monkeypatch, measured):
     # 8192 rows are the largest block; here 8, so that the test stays small
-    from torch_thor.curvature import parameter_view
-    from torch_thor.split import choice
-
     monkeypatch.setattr(parameter_view, "LARGEST", 8)
     monkeypatch.setattr(choice, "LARGEST", 8)
     widest = []

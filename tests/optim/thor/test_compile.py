@@ -10,9 +10,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
-from tiny import listened_to
+from tiny import leave_no_listeners, listened_to
 from torch_thor import THOR
-from torch_thor.capture.module_calls import module_calls
 
 STEPS, INTERVAL = 9, 4
 
@@ -35,8 +34,7 @@ def fresh_compiler():
     """Nothing compiled, and no optimizer of another test (one that failed keeps its locals) that waits."""
     torch._dynamo.reset()
     gc.collect()
-    for waiting in [reference() for reference, _ in module_calls.subscribers.values()]:
-        waiting.remove()
+    leave_no_listeners()
     yield
     torch._dynamo.reset()
 

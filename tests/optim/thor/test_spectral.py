@@ -11,10 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tiny import assert_same, batches, conv_model, cross_entropy, mlp, train, weights
-from torch_thor import THOR
-from torch_thor.optim.thor.intervals import Geometric
-from torch_thor.optim.thor.scale_free import ADAMW_SHARE
+from torch_thor import THOR, intervals
 
+ADAMW_SHARE = 0.2  # of lr, for what is no matrix
 OPTIONS = {"lr": 0.05, "damping": 0.2, "update_interval": 2, "factor_decay": 0.3, "weight_decay": 0.4}
 
 
@@ -229,7 +228,7 @@ def test_what_is_no_matrix_is_left_to_adamw(sparse):
 def test_defaults_go_with_the_scaling():
     wanted = {
         None: (0.05, 0.03, 0.9, False, 100, 0.0),
-        "spectral": (0.08, 0.1, 0.8, True, Geometric(1, 50, factor=1.5), 0.5),
+        "spectral": (0.08, 0.1, 0.8, True, intervals.Geometric(1, 50, factor=1.5), 0.5),
     }
     keys = ("lr", "damping", "momentum", "nesterov", "update_interval", "factor_decay")
     for scaling, values in wanted.items():

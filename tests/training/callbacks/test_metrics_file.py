@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 from replaying import accuracy_point, replay, small_run
+from torch_thor.training import History, RunConfig, StepPoint, UserError, train
+from torch_thor.training.callbacks import MetricsFile, read_metrics
 from torch_thor.training.callbacks import metrics_file as module
-from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
-from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.history import History, StepPoint
-from torch_thor.training.engine.loop import train
-from torch_thor.training.errors import UserError
+from torch_thor.training.checkpoints import Checkpoints, StopSignal, newest_whole
 
 PLAN = RunConfig(epochs=2, batch_size=4)
 FULL = Path("/dev/full")

@@ -10,12 +10,8 @@ from rich.console import Console
 
 from replaying import small_run
 from torch_thor import THOR
-from torch_thor.training.callbacks import profiling
-from torch_thor.training.callbacks.profiling import Profiler
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.loop import Callback, train
-from torch_thor.training.engine.refreshes import steps_to_refresh
-from torch_thor.training.errors import UserError
+from torch_thor.training import Callback, RunConfig, UserError, train
+from torch_thor.training.callbacks import Profiler, profiling
 
 
 def thor_run(interval, steps=40, **config):
@@ -111,20 +107,3 @@ def test_a_trace_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda me, path: None)  # it does not raise
     with pytest.raises(UserError, match=r"steps-00000007-00000012.json cannot be written: make room"):
         profile(sgd_run(40), tmp_path / "other")
-
-
-def test_steps_to_refresh():
-    run = thor_run(4, steps=10)
-    seen = []
-
-    class Watch(Callback):
-        def at_boundary(self, run):
-            seen.append(steps_to_refresh(run.optimizer))
-
-    assert steps_to_refresh(run.optimizer) == 0
-    train(run, [Watch()])
-    assert seen == [3, 2, 1, 0, 3, 2, 1, 0, 3, 2]  # steps 1, 5 and 9 refresh
-    assert steps_to_refresh(sgd_run(1).optimizer) is None
-    for layer in run.optimizer.curvature.values():
-        layer.state["stopped"] = 1
-    assert steps_to_refresh(run.optimizer) is None

@@ -9,10 +9,9 @@ from rich.console import Console
 
 from replaying import accuracy_point, replay, small_run
 from torch_thor import THOR
-from torch_thor.training.callbacks.progress import Bar, Display, Lines, place
-from torch_thor.training.config.phases import Phase
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
+from torch_thor.training import History, Phase, RefreshPoint, RunConfig, StepPoint
+from torch_thor.training.callbacks import Bar, Display, Lines
+from torch_thor.training.callbacks.progress import place
 
 PLAN = RunConfig(epochs=3, batch_size=4)  # three steps an epoch, nine in all
 

@@ -5,11 +5,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from replaying import accuracy_point, replay, small_run
 from torch_thor import THOR
+from torch_thor.training import History, RefreshPoint, RunConfig, StepPoint, UserError, train
 from torch_thor.training.callbacks import tensorboard
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
-from torch_thor.training.engine.loop import train
-from torch_thor.training.errors import UserError
 
 PLAN = RunConfig(epochs=3, batch_size=3, eval_interval=6)  # 12 steps
 

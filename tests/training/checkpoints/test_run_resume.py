@@ -9,16 +9,12 @@ import torch
 from command_line import assert_refused, checkpoints, newest
 from resuming import Noisy, go
 from tiny import assert_same
-from torch_thor.training.callbacks.metrics_file import MetricsFile, read_metrics
-from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
-from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
-from torch_thor.training.engine.loop import Callback, train
-from torch_thor.training.errors import StoppedError, UserError
-from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.models import classifiers as models
+from torch_thor.training import Callback, StoppedError, UserError, load_recipe, parse_recipe, recipe_yaml, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.callbacks import MetricsFile, read_metrics
+from torch_thor.training.checkpoints import Checkpoints, StopSignal, newest_whole, restore
+from torch_thor.training.data import DataBundle, DataSpec, load_data
+from torch_thor.training.models import MODELS
 
 STEPS_PER_EPOCH = 6
 
@@ -31,7 +27,7 @@ def data():
 
 @pytest.fixture
 def recipe(monkeypatch):
-    monkeypatch.setitem(models.MODELS, "noisy", Noisy)
+    monkeypatch.setitem(MODELS, "noisy", Noisy)
     words = ["model=noisy", "epochs=3", "batch_size=32", "eval_interval=4", "schedule.warmup_epochs=0.5"]
     words += ["damping_schedule.kind=exponential", "damping_schedule.rate=0.5", "optimizers.thor.update_interval=4"]
     words += [

@@ -10,20 +10,14 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from command_line import newest, state
+from sums import sha256
 from tiny import assert_same
-from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.checkpoints.run_folder import RunFolder
+from torch_thor.training import UserError, evaluate_saved, load_recipe, override, run_recipe
+from torch_thor.training import image_run as new_run
+from torch_thor.training.checkpoints import RunFolder, newest_whole
 from torch_thor.training.checkpoints.weights import with_checksum
-from torch_thor.training.checksums import sha256
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import override
-from torch_thor.training.data.in_memory import DataSpec, load_data
-from torch_thor.training.errors import UserError
-from torch_thor.training.evaluating import evaluate_saved
-from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.experiment import run_recipe
-from torch_thor.training.models import classifiers as models
-from torch_thor.training.models.classifiers import build_model
+from torch_thor.training.data import DataSpec, load_data
+from torch_thor.training.models import MODELS, build_model
 
 SILENT = Console(file=io.StringIO())
 WORDS = ["optimizer=sgd", "model=small-resnet", "epochs=1", "batch_size=256", "device=cpu", "schedule.kind=constant"]
@@ -90,7 +84,7 @@ class Tied(nn.Module):
 
 
 def test_shared_weights_stand_in_a_file_once(file, data, monkeypatch):
-    monkeypatch.setitem(models.MODELS, "tied", Tied)
+    monkeypatch.setitem(MODELS, "tied", Tied)
     torch.manual_seed(9)
     model = Tied(1, 10)
     save_model(model, str(file))
@@ -193,7 +187,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(file):
     said = []
     found = with_checksum(load_recipe("digits", [*WORDS, f"weights={folder}"]), said.append)
     assert any("falling back to the one before" in line for line in said)
-    assert found.weights_sha256 == sha256(newest_whole(folder, lambda _: None).path / "model.safetensors")
+    weights = newest_whole(folder, lambda _: None).path / "model.safetensors"
+    assert found.weights_sha256 == sha256(weights)
 
 
 def test_weights_that_changed_before_an_optimizer_started_are_noticed(file):

@@ -5,32 +5,29 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from torch_thor import LAMB, THOR
-from torch_thor.training.config.recipe_files import load_recipe, recipe_names
-from torch_thor.training.engine.loop import train
-from torch_thor.training.engine.schedule_step import apply_all, check_all
-from torch_thor.training.experiment import new_run
+from torch_thor.training import load_recipe, new_run, recipe_names, train
+from torch_thor.training.config.schedules import factor
 from torch_thor.training.models import masked_lm as models
-from torch_thor.training.optimizers.thor import thresholds_of
-from torch_thor.training.tasks.masked_lm import MaskedLM
+from torch_thor.training.tasks import MaskedLM
 
 NAMES = [name for name in recipe_names() if name.startswith("bert-")]
 
 
 def values(recipe, key, steps):
-    """The learning rate or the damping in steps counted from 0, of a recipe that counts steps."""
+    """The learning rate or the damping in steps counted from 0, of a recipe with schedules of the whole training."""
     total = recipe.steps or sum(phase.steps for phase in recipe.phases)
-    settings = recipe.optimizers[recipe.optimizer[0]]
-    group = {"params": [nn.Parameter(torch.zeros(1))], "lr": settings.lr, "damping": getattr(settings, "damping", 1.0)}
-    found = []
-    optimizer = torch.optim.SGD([group])
-    check_all(optimizer, recipe, total, total)
-    for step in steps:
-        apply_all(optimizer, recipe, step, total, total)
-        found.append(optimizer.param_groups[0][key])
-    return found
+    start = getattr(recipe.optimizers[recipe.optimizer[0]], key)
+    schedule = {"lr": recipe.schedule, "damping": recipe.damping_schedule}[key]
+    final = None if schedule.end is None else schedule.end / start
+    return [start * factor(schedule, step, total, total, final) for step in steps]
+
+
+def phase_values(recipe, number, steps):
+    """The learning rate of a phase with a schedule of its own, in its steps counted from 0."""
+    phase, lr = recipe.phases[number], recipe.optimizers[recipe.optimizer[0]].lr
+    return [lr * phase.lr_factor * factor(phase.schedule, step, phase.steps, phase.steps) for step in steps]
 
 
 def test_bert_large_with_thor():
@@ -46,7 +43,7 @@ def test_bert_large_with_thor():
     thor = recipe.optimizers["thor"]
     assert (thor.momentum, thor.weight_decay, thor.update_interval) == (0.9, 1e-5, 100)
     assert thor.kl_clip is None
-    assert thresholds_of(thor.trace_thresholds) == (0.0, 0.0)
+    assert thor.trace_thresholds == "thor_nt"
     assert (recipe.batch_size, recipe.steps, recipe.data.text.length, recipe.phases) == (96, 30_000, 512, [])
     # as published: 3,000 steps of the same schedules
     published = load_recipe("bert-large-thor", ["steps=3000"])
@@ -68,14 +65,9 @@ def test_bert_large_with_lamb():
         (7038, 128, 65_536), (1563, 512, 32_768),
     ]  # fmt: skip
     first, second = 2001, 200  # 0.2843 of 7038 steps, 0.128 of 1563
-    steps = [0, first - 1, first, 7037, 7038, 7038 + second - 1, 7038 + second, 8600]
-    assert values(recipe, "lr", steps) == pytest.approx(
-        [
-            0.006 / first, 0.006, 0.006, 0.006 * math.sqrt(1 / (7038 - first)),
-            0.004 / second, 0.004, 0.004, 0.004 * math.sqrt(1 / (1563 - second)),
-        ],
-        rel=1e-9,
-    )  # fmt: skip
+    for number, (lr, warmup, length) in enumerate([(0.006, first, 7038), (0.004, second, 1563)]):
+        found = phase_values(recipe, number, [0, warmup - 1, warmup, length - 1])
+        assert found == pytest.approx([lr / warmup, lr, lr, lr * math.sqrt(1 / (length - warmup))], rel=1e-9)
     lamb = recipe.optimizers["lamb"]
     assert (lamb.weight_decay, lamb.beta1, lamb.beta2, lamb.eps) == (0.01, 0.9, 0.999, 1e-6)
     assert (recipe.clip_norm, recipe.activation_checkpointing) == (1.0, True)

@@ -6,15 +6,12 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
+from torch_thor.training import Recipe, ScheduleSpec, load_recipe, parse_recipe
 from torch_thor.training.config.keys import key_tables, keys_of
-from torch_thor.training.config.recipe import WHOLE_SETTINGS, Recipe
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import parse_recipe
-from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.config.text_spec import TextSpec
-from torch_thor.training.optimizers.registry import OPTIMIZERS
+from torch_thor.training.data import DataSpec, ImageTransform, TextSpec, Workers
+from torch_thor.training.optimizers import OPTIMIZERS
 
+WHOLE_SETTINGS = {"update_interval", "trace_thresholds", "decay_filter"}  # a number or a mapping, and the like
 INSIDE = {
     "": Recipe,
     "data.": DataSpec,

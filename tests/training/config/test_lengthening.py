@@ -5,11 +5,9 @@ import pytest
 from command_line import assert_refused, checkpoints, contents, lines, newest, state
 from resuming import Noisy
 from tiny import assert_same
+from torch_thor.training import UserError, load_recipe, override
 from torch_thor.training.config.lengthening import check_epochs
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import override
-from torch_thor.training.errors import UserError
-from torch_thor.training.models import classifiers as models
+from torch_thor.training.models import MODELS
 
 STEPS_PER_EPOCH = 11  # of digits, at 128 images a step
 WORDS = ["model=noisy", "batch_size=128", "eval_interval=7", "device=cpu", "optimizers.thor.update_interval=6"]
@@ -17,7 +15,7 @@ WORDS = ["model=noisy", "batch_size=128", "eval_interval=7", "device=cpu", "opti
 
 @pytest.fixture(autouse=True)
 def noisy(monkeypatch):
-    monkeypatch.setitem(models.MODELS, "noisy", Noisy)
+    monkeypatch.setitem(MODELS, "noisy", Noisy)
 
 
 @pytest.fixture

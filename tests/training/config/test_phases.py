@@ -2,12 +2,8 @@
 
 import pytest
 
-from torch_thor.training.config.phases import Phase, phase_at
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import override, recipe_yaml
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.errors import UserError
+from torch_thor.training import Phase, RunConfig, ScheduleSpec, UserError, load_recipe, override, recipe_yaml
+from torch_thor.training.config.phases import phase_at
 
 THREE = [Phase(steps=3), Phase(steps=1, accumulation=4), Phase(steps=2, accumulation=2)]
 

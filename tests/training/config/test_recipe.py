@@ -4,14 +4,17 @@ import dataclasses
 
 import pytest
 
-from torch_thor.training.config.recipe_files import load_recipe, recipe_list, recipe_names
-from torch_thor.training.config.recipe_text import override, parse_recipe, recipe_yaml
-from torch_thor.training.config.recipe_values import differences
-from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.errors import UserError
-from torch_thor.training.models.classifiers import build_model
-from torch_thor.training.optimizers.registry import OPTIMIZERS
-from torch_thor.training.optimizers.thor import THORSettings
+from torch_thor.training import (
+    ScheduleSpec,
+    UserError,
+    load_recipe,
+    parse_recipe,
+    recipe_list,
+    recipe_names,
+    recipe_yaml,
+)
+from torch_thor.training.models import build_model
+from torch_thor.training.optimizers import OPTIMIZERS, THORSettings
 
 MINIMAL = "data: {name: digits}\nepochs: 3\n"
 
@@ -120,13 +123,6 @@ def test_files_that_are_no_recipe(text):
 def test_recipes_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         load_recipe("digits").epochs = 3
-
-
-def test_differences_are_listed_by_key():
-    recipe = load_recipe("digits")
-    assert differences(recipe, recipe) == []
-    changed = override(recipe, ["seed=9", "optimizers.sgd.momentum=0.5"])
-    assert differences(recipe, changed) == ["seed: 0 -> 9", "optimizers.sgd.momentum: 0.9 -> 0.5"]
 
 
 def test_layers_to_leave_out_reach_the_optimizer():

@@ -7,13 +7,11 @@ import torch
 
 from image_tree import write_tree
 from torch_thor import AGCSGD, LAMB, THOR
-from torch_thor.training.config.recipe_files import load_recipe, recipe_names
-from torch_thor.training.config.schedules.curves import factor
-from torch_thor.training.data.named import open_data
-from torch_thor.training.data.shards import TrainingOrder
-from torch_thor.training.engine.loop import train
-from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.optimizers.thor import interval_of, thresholds_of
+from torch_thor.training import image_run as new_run
+from torch_thor.training import load_recipe, recipe_names, train
+from torch_thor.training.config.schedules import factor
+from torch_thor.training.data import TrainingOrder, open_data
+from torch_thor.training.optimizers import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 IMAGENET = 1_281_167
@@ -86,9 +84,10 @@ def test_the_papers_own_training():
     assert (thor.momentum, thor.weight_decay, thor.split_dim) == (0.9, 5e-4, 128)
     assert (recipe.label_smoothing, recipe.smoothing_form, recipe.classes) == (0.1, "reference", 1001)
     assert (recipe.epochs, recipe.batch_size) == (45, 256)
-    assert thresholds_of(thor.trace_thresholds) == (0.01, 0.0)
+    (group,) = build_optimizer("thor", torch.nn.Linear(2, 2), thor).param_groups
+    assert group["trace_thresholds"] == (0.01, 0.0)
     # 20 steps, growing by a tenth at each refresh, to one refresh an epoch from epoch 10 on
-    interval = interval_of(thor.update_interval)
+    interval = group["update_interval"]
     assert [interval(step) for step in (0, 20, 42, 49_839, 49_840, 200_000)] == [20, 22, 24, 5003, 5004, 5004]
     refreshes = [0]
     while (step := refreshes[-1] + interval(refreshes[-1])) < 45 * 5004:

@@ -8,12 +8,18 @@ import pytest
 import torch
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from torch_thor.training.config.data_spec import CIFAR, DataSpec, ImageTransform, Workers
+from torch_thor.training import UserError
+from torch_thor.training.data import (
+    CIFAR,
+    DataSpec,
+    EvaluationTransform,
+    ImageSet,
+    ImageTransform,
+    Normalize,
+    Shard,
+    Workers,
+)
 from torch_thor.training.data.cifar import open_cifar
-from torch_thor.training.data.image_set import ImageSet
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.data.transforms import EvaluationTransform, Normalize
-from torch_thor.training.errors import UserError
 
 KINDS = {"cifar10": (CIFAR10, 10, "labels"), "cifar100": (CIFAR100, 100, "fine_labels")}
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from torch_thor.training.data.decoding import BrokenImageError, decode_rgb
+from torch_thor.training.data import BrokenImageError, decode_rgb
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 

@@ -7,9 +7,9 @@ import torch
 from torchvision.datasets import ImageFolder
 
 from image_tree import CLASSES, write_tree
-from torch_thor.training.data.decoding import BrokenImageError
-from torch_thor.training.data.folder import find_splits, list_images, open_folders
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.data import BrokenImageError, list_images, open_folders
+from torch_thor.training.data.folder import find_splits
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 

@@ -8,9 +8,9 @@ import torch
 from sklearn.datasets import load_digits
 from torchvision.datasets import FashionMNIST
 
-from torch_thor.training.data.in_memory import DEBIAN_FASHION_MNIST, DataSpec, load_data, read_idx
-from torch_thor.training.data.shards import epoch_order
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.data import DataSpec, epoch_order, load_data
+from torch_thor.training.data.in_memory import DEBIAN_FASHION_MNIST, read_idx
 
 
 def rows(images):

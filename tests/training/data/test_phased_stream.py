@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from torch_thor.training.data.phased_stream import PhasedStream
-from torch_thor.training.data.shards import TrainingOrder, epoch_order
-from torch_thor.training.data.stream import MemoryLoader, TrainingStream
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.data import MemoryLoader, PhasedStream, TrainingOrder, TrainingStream, epoch_order
 
 SEED = 5
 

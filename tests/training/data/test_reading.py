@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_thor.training.config.data_spec import ImageTransform, Workers
-from torch_thor.training.data.decoding import BrokenImageError
-from torch_thor.training.data.reading import raw_loader
-from torch_thor.training.data.transforms import EvaluationTransform
+from torch_thor.training.data import BrokenImageError, EvaluationTransform, ImageTransform, Workers, raw_loader
 
 CROP = EvaluationTransform(ImageTransform(size=8, resize=8))
 
@@ -62,7 +59,7 @@ def test_without_workers_the_training_process_keeps_its_handler():
 
 ENDING = """
 import signal
-from torch_thor.training.config.data_spec import Workers
+from torch_thor.training.data import Workers
 import test_reading
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: None)

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, epoch_order
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.data import EvaluationOrder, Shard, TrainingOrder, epoch_order
 
 WORLDS = [1, 2, 3, 4]
 COUNTS = [12, 13, 24, 50, 101]

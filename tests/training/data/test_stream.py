@@ -8,15 +8,17 @@ import torch
 from torchvision.transforms import v2
 
 from tiny import assert_same
-from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
-from torch_thor.training.data.broken_images import BrokenImages
-from torch_thor.training.data.decoding import BrokenImageError
-from torch_thor.training.data.folder import list_images
-from torch_thor.training.data.image_set import ImageSet
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.data.transforms import TrainingTransform
-from torch_thor.training.data.workers import check_workers
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.data import (
+    BrokenImageError,
+    DataSpec,
+    ImageSet,
+    ImageTransform,
+    Shard,
+    TrainingTransform,
+    Workers,
+    list_images,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 SMALL = ImageTransform(size=24, resize=28)
@@ -180,18 +182,6 @@ def test_too_many_broken_images_are_an_error(imagenet):
         list(opened(imagenet, batch_size=6, max_broken=0.0).train)
 
 
-def test_the_share_is_that_of_an_epoch_not_of_the_run():
-    broken = BrokenImages(0.1, lambda _: None)
-    for epoch in range(5):
-        broken.begin(epoch, start=0)
-        broken.add(epoch, "a", "b", images=10)
-    assert broken.count == 5
-    broken.add(4, "a", "b", images=10)  # the same image counts once
-    broken.begin(4, start=3)  # resumed in the middle: the count goes on
-    with pytest.raises(UserError, match="2 of an epoch's 10 images"):
-        broken.add(9, "a", "b", images=10)
-
-
 def test_each_epoch_counts_its_own(imagenet):
     stream = opened(imagenet, batch_size=7).train  # 14 of 18 images, so that some epochs leave a broken one out
     names = [stream.loader.source.where(index) for index in range(18)]
@@ -211,8 +201,6 @@ def test_a_training_batch_without_any_image_is_an_error(imagenet):
 
 
 def test_bad_options(imagenet):
-    with pytest.raises(UserError, match="max_broken=1 must be a share"):
-        BrokenImages(1, print)
     with pytest.raises(UserError, match="workers=-1"):
         Workers(count=-1)
     with pytest.raises(UserError, match="prefetch=0"):
@@ -227,16 +215,3 @@ def test_bad_options(imagenet):
         DataSpec(name="digits", transform=SMALL)
     with pytest.raises(UserError, match=r"data.max_broken=1 must be a share in \[0, 1\)"):
         DataSpec(max_broken=1)
-
-
-def test_more_workers_than_cores_are_a_warning(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
-    check_workers(Workers(count=8), 1, pytest.fail)
-    check_workers(Workers(count=4), 2, pytest.fail)
-    said = []
-    check_workers(Workers(count=9), 1, said.append)
-    check_workers(Workers(count=5), 2, said.append)
-    assert said == [
-        "workers=9: 9 worker processes share 8 cores; 8 or fewer would do",
-        "workers=5 on each of 2 processes: 10 worker processes share 8 cores; 4 or fewer would do",
-    ]

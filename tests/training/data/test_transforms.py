@@ -9,9 +9,9 @@ from sklearn.datasets import load_sample_images
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from torch_thor.training.config.data_spec import CIFAR, IMAGENET, ImageTransform
-from torch_thor.training.data.transforms import EvaluationTransform, Normalize, TrainingTransform, sample_seed
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.data import CIFAR, IMAGENET, EvaluationTransform, ImageTransform, Normalize, TrainingTransform
+from torch_thor.training.data.transforms import sample_seed
 
 
 def photograph():

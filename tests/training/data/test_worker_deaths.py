@@ -14,10 +14,8 @@ import torch
 
 from command_line import IMAGES, PATIENCE, alive, assert_refused, descendants, end, finish, start, wait_for
 from image_tree import write_tree
-from torch_thor.training.config.data_spec import ImageTransform, Workers
-from torch_thor.training.data.reading import raw_loader
-from torch_thor.training.data.transforms import EvaluationTransform
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.data import EvaluationTransform, ImageTransform, Workers, raw_loader
 
 CROP = EvaluationTransform(ImageTransform(size=8, resize=8))
 WORDS = ("train", "digits", *IMAGES, "data.root=data", "model=small-resnet", "optimizer=sgd", "batch_size=4", "lr=0.01")
@@ -132,8 +130,8 @@ main()
 STUCK = """
 import time
 from torch_thor.cli import main
-from torch_thor.training.data import folder
-folder.FolderSource.load = lambda self, index: time.sleep(10**6)
+from torch_thor.training.data import FolderSource
+FolderSource.load = lambda self, index: time.sleep(10**6)
 main()
 """
 

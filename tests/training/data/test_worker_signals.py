@@ -9,9 +9,7 @@ import sys
 import pytest
 import torch
 
-from torch_thor.training.config.data_spec import Workers
-from torch_thor.training.data.image_source import MemorySource
-from torch_thor.training.data.reading import raw_loader
+from torch_thor.training.data import MemorySource, Workers, raw_loader
 
 
 class Whole:

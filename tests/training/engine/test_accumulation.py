@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.engine.loop import Run, train
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training import Run, RunConfig, train
+from torch_thor.training.data import DataBundle
+from torch_thor.training.tasks import ImageClassification
 
 
 def data(images, dtype=torch.float64):

@@ -9,15 +9,12 @@ from safetensors.torch import load_file
 from command_line import state
 from resuming import Noisy, go
 from tiny import assert_same
-from torch_thor.training.callbacks.metrics_file import read_metrics
-from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
-from torch_thor.training.engine.evaluation import evaluate
-from torch_thor.training.engine.loop import Callback, train
-from torch_thor.training.errors import StoppedError
-from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.models import classifiers as models
+from torch_thor.training import Callback, StoppedError, evaluate, load_recipe, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.callbacks import read_metrics
+from torch_thor.training.checkpoints import newest_whole
+from torch_thor.training.data import DataBundle, DataSpec, load_data
+from torch_thor.training.models import MODELS
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +25,7 @@ def data():
 
 @pytest.fixture
 def recipe(monkeypatch):
-    monkeypatch.setitem(models.MODELS, "noisy", Noisy)
+    monkeypatch.setitem(MODELS, "noisy", Noisy)
 
     def make(*words):
         always = ["model=noisy", "epochs=4", "batch_size=32", "optimizers.thor.update_interval=3", "device=cpu"]

@@ -6,12 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.data.shards import epoch_order
-from torch_thor.training.engine.loop import Run, train
-from torch_thor.training.errors import UserError
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training import Run, RunConfig, UserError, train
+from torch_thor.training.data import DataBundle, epoch_order
+from torch_thor.training.tasks import ImageClassification
 
 NORM, LR, BATCH = 0.5, 0.5, 5
 

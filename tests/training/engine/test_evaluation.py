@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.data.in_memory import DataBundle
+from torch_thor.training import RunConfig
+from torch_thor.training.data import DataBundle
 from torch_thor.training.engine import evaluation
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training.tasks import ImageClassification
 
 
 def evaluate(model, batches, classes):

@@ -6,15 +6,19 @@ from torch import nn
 from torch.nn import functional
 
 from replaying import accuracy_point
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.data.shards import epoch_order
-from torch_thor.training.engine.history import History, StepPoint
-from torch_thor.training.engine.loop import Callback, Run, train
-from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.errors import UserError
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training import (
+    Callback,
+    History,
+    Run,
+    RunConfig,
+    ScheduleSpec,
+    StepPoint,
+    UserError,
+    resolve_device,
+    train,
+)
+from torch_thor.training.data import DataBundle, epoch_order
+from torch_thor.training.tasks import ImageClassification
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from replaying import accuracy_point
-from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
+from torch_thor.training import History, RefreshPoint, StepPoint
 from torch_thor.training.engine.throughput import Throughput, throughput
 
 STEPS = [

@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.engine.loop import train
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.models.classifiers import build_model, check_fits, check_head, check_name
-from torch_thor.training.tasks.registry import TASKS
+from torch_thor.training import UserError, load_recipe, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.data import DataBundle
+from torch_thor.training.models import build_model
+from torch_thor.training.models.classifiers import check_fits, check_head, check_name
+from torch_thor.training.tasks import TASKS
 
 
 def data(channels, pixels, classes):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.errors import UserError
-from torch_thor.training.models.library import find_model
+from torch_thor.training import UserError
+from torch_thor.training.models import find_model
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import AGCSGD, LAMB
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.in_memory import DataSpec, load_data
-from torch_thor.training.engine.loop import train
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.models.classifiers import build_model
-from torch_thor.training.optimizers.registry import OPTIMIZERS, build_optimizer, default_settings
+from torch_thor.training import UserError, load_recipe, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.data import DataSpec, load_data
+from torch_thor.training.models import build_model
+from torch_thor.training.optimizers import OPTIMIZERS, build_optimizer, default_settings
 
 SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
 Adadelta, Adam, AdamW = torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW

@@ -6,13 +6,10 @@ from torch import nn
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.data.in_memory import DataBundle, DataSpec, load_data
-from torch_thor.training.engine.loop import Run, train
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import image_run as new_run
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training import Run, RunConfig, UserError, load_recipe, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.data import DataBundle, DataSpec, load_data
+from torch_thor.training.tasks import ImageClassification
 
 
 def network():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from torch_thor import LAMB
-from torch_thor.training.errors import UserError
-from torch_thor.training.optimizers.registry import OPTIMIZERS
-from torch_thor.training.optimizers.settings import documented_arguments, settings_dict, settings_of
+from torch_thor.training import UserError
+from torch_thor.training.optimizers import OPTIMIZERS, settings_of
+from torch_thor.training.optimizers.settings import documented_arguments, settings_dict
 
 GEOMETRIC = {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5}
 THOR_KEYS = {

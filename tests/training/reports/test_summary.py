@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from replaying import accuracy_point
-from torch_thor.training.engine.history import History, StepPoint
-from torch_thor.training.reports.summary import Summary, as_json, draw_curves, summary_table
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training import History, StepPoint
+from torch_thor.training.reports import Summary, as_json, draw_curves, summary_table
+from torch_thor.training.tasks import ImageClassification
 
 
 def record(**changes):

@@ -4,9 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch_thor.training.data.shards import EvaluationOrder, TrainingOrder
-from torch_thor.training.data.stream import MemoryLoader, Streams, TrainingStream
-from torch_thor.training.tasks.task import Loss, Metric, Terms
+from torch_thor.training import Loss, Metric, Terms
+from torch_thor.training.data import EvaluationOrder, MemoryLoader, Streams, TrainingOrder, TrainingStream
 
 SAMPLES, LENGTH, WIDTH, CLASSES = 12, 5, 4, 3
 

@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.in_memory import DataSpec, load_data
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.evaluation import evaluate
-from torch_thor.training.errors import UserError
-from torch_thor.training.models.autoencoder import deep_autoencoder
-from torch_thor.training.tasks.autoencoder import Autoencoder
+from torch_thor.training import UserError, evaluate, load_recipe
+from torch_thor.training.data import DataSpec, Shard, load_data
+from torch_thor.training.models import deep_autoencoder
+from torch_thor.training.tasks import Autoencoder
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,9 @@ import transformers
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.evaluation import evaluate
-from torch_thor.training.errors import UserError
-from torch_thor.training.tasks.masked_lm import MaskedLM
+from torch_thor.training import UserError, evaluate, load_recipe
+from torch_thor.training.data import Shard
+from torch_thor.training.tasks import MaskedLM
 
 
 @pytest.fixture(scope="module")

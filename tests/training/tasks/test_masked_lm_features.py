@@ -6,13 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.loop import train
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import new_run
-from torch_thor.training.models import masked_lm as models
-from torch_thor.training.tasks.masked_lm import MaskedLM
+from torch_thor.training import UserError, load_recipe, new_run, train
+from torch_thor.training.data import Shard
+from torch_thor.training.tasks import MaskedLM
 
 CPU = torch.device("cpu")
 
@@ -130,7 +126,6 @@ def test_bfloat16_trains(words, opened, name):
 def test_compiled_equals_eager_in_both_phases(words, monkeypatch, tmp_path):
     """With torch's compiler but for the code that it writes in the end, which takes minutes."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setitem(models.BERTS, "bert-tiny", (1, 32, 2, 64))
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, values: values)  # compiled, it draws other numbers
     change = [*words, "steps=null", "epochs=1", f"data.root={tmp_path}", "phases=[{steps: 2}, {steps: 2, length: 16}]"]
     task = MaskedLM.open(load_recipe("bert-tiny", change), CPU, lambda _: None, pytest.fail)

@@ -6,16 +6,11 @@ import pytest
 import torch
 
 from torch_thor import THOR
-from torch_thor.training.callbacks.metrics_file import MetricsFile
-from torch_thor.training.checkpoints.checkpoint import newest_whole
-from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.config.recipe_text import recipe_yaml
-from torch_thor.training.data.shards import Shard, epoch_order
-from torch_thor.training.engine.loop import Callback, train
-from torch_thor.training.errors import StoppedError, UserError
-from torch_thor.training.experiment import new_run
-from torch_thor.training.tasks.masked_lm import MaskedLM
+from torch_thor.training import Callback, StoppedError, UserError, load_recipe, new_run, recipe_yaml, train
+from torch_thor.training.callbacks import MetricsFile
+from torch_thor.training.checkpoints import Checkpoints, StopSignal, newest_whole, restore
+from torch_thor.training.data import Shard, epoch_order
+from torch_thor.training.tasks import MaskedLM
 
 LONG, SHORT, STEPS = 48, 24, (4, 4)
 PHASES = (

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from torch_thor.training.config.recipe_files import load_recipe
-from torch_thor.training.data.in_memory import DataSpec, load_data
-from torch_thor.training.engine.loop import train
-from torch_thor.training.errors import UserError
-from torch_thor.training.experiment import image_run as new_run
+from torch_thor.training import UserError, load_recipe, train
+from torch_thor.training import image_run as new_run
+from torch_thor.training.data import DataSpec, load_data
 from torch_thor.training.tasks.smoothing import training_loss
 
 # softmax of these is (1/2, 1/4, 1/8, 1/8)

@@ -7,16 +7,9 @@ import torch
 from small_tasks import PaddedRows
 
 from torch_thor import THOR
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.batch_trees import split_batch
-from torch_thor.training.engine.evaluation import evaluate
-from torch_thor.training.engine.history import EvalPoint, History
-from torch_thor.training.engine.loop import Run, train
-from torch_thor.training.engine.step import Stepper
-from torch_thor.training.errors import UserError
-from torch_thor.training.tasks.registry import TASKS
-from torch_thor.training.tasks.task import primary
+from torch_thor.training import EvalPoint, History, Run, RunConfig, UserError, evaluate, primary, train
+from torch_thor.training.data import Shard
+from torch_thor.training.tasks import TASKS
 
 
 def model_of(task):
@@ -43,15 +36,6 @@ def run_of(make, **config):
 def test_every_task_has_one_primary_metric_and_a_loss(task):
     assert primary(task.METRICS).primary
     assert [metric.name for metric in task.METRICS].count("loss") == 1
-
-
-def test_batches_are_split_as_trees():
-    batch = {"a": torch.arange(5), "b": (torch.arange(10).view(5, 2), [torch.ones(5)])}
-    parts = split_batch(batch, 2)
-    assert [part["a"].tolist() for part in parts] == [[0, 1, 2], [3, 4]]
-    assert parts[1]["b"][0].tolist() == [[6, 7], [8, 9]]
-    assert [len(part["b"][1][0]) for part in parts] == [3, 2]
-    assert split_batch(torch.arange(2), 4)[1].tolist() == [1]  # a batch may be a tensor; parts are not empty
 
 
 @pytest.mark.parametrize("make", [sgd, thor])
@@ -90,7 +74,7 @@ def watched(parts, **options):
     model = model_of(task)
     task.optimizer = thor(model, **options)
     batch = next(iter(task.open_data(Shard()).train))
-    stepper = Stepper(model, task.optimizer, task, config)
+    stepper = Run(model, task.optimizer, task, config).stepper
     stepper.take(batch, 1)
     return task, stepper, batch
 
@@ -98,7 +82,7 @@ def watched(parts, **options):
 def test_thor_is_told_terms_of_the_step_and_rows_of_each_part():
     task, stepper, batch = watched(2)
     whole = task.terms(batch).number
-    masks = [part["truth"][1] for part in split_batch(batch, 2)]
+    masks = batch["truth"][1].chunk(2)
     assert [terms for terms, _ in task.seen] == [whole, whole]
     assert all(torch.equal(mask, own) for (_, mask), own in zip(task.seen, masks, strict=True))
     assert task.optimizer.param_groups[0]["last_loss_terms"] == whole
@@ -132,7 +116,7 @@ def test_scale_free_thor_has_no_use_for_the_number_of_terms():
     model = model_of(task)
     optimizer = THOR(model, scaling="spectral")
     before = copy.deepcopy(optimizer.state_dict()["param_groups"])
-    Stepper(model, optimizer, task, config).take(next(iter(task.open_data(Shard()).train)), 1)
+    Run(model, optimizer, task, config).stepper.take(next(iter(task.open_data(Shard()).train)), 1)
     assert optimizer.loss_terms is None
     assert optimizer.state_dict()["param_groups"][0]["last_loss_terms"] == before[0]["last_loss_terms"]
 

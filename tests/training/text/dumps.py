@@ -4,6 +4,8 @@ import bz2
 import random
 from xml.sax.saxutils import escape
 
+from torch_thor.training.text import sources
+
 HEADER = (
     '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="en"><siteinfo>'
     "<sitename>Wikipedia</sitename><dbname>enwiki</dbname><base>b</base><generator>g</generator><case>first-letter</case>"
@@ -18,6 +20,11 @@ WORDS = [
 ]  # fmt: skip
 
 
+def small_units(patch):
+    """Cut what is read into pieces so small that a small dump has several."""
+    patch.setattr(sources, "UNIT", 20_000)
+
+
 def page(title, text, *, namespace=0, redirect=None, number=1):
     target = "" if redirect is None else f'<redirect title="{escape(redirect)}" />'
     return (
@@ -28,15 +35,24 @@ def page(title, text, *, namespace=0, redirect=None, number=1):
     )
 
 
-def article(number, sentences=12):
-    """Wikitext of an article, a function of its number."""
+def paragraphs(number, sentences=12):
+    """What an article says, a function of its number: three times a link, a word in bold type, and sentences."""
     draw = random.Random(number)
-    lines = []
     for _ in range(3):
         said = [" ".join(draw.choices(WORDS, k=9)).capitalize() + "." for _ in range(sentences // 3)]
-        lines.append(
-            f"The [[{draw.choice(WORDS)}]] of '''{draw.choice(WORDS)}'''. " + " ".join(said) + "<ref>A book</ref>"
-        )
+        yield draw.choice(WORDS), draw.choice(WORDS), " ".join(said)
+
+
+def plain(number):
+    """An article as a reader sees it."""
+    return " ".join(f"The {link} of {bold}. {said}" for link, bold, said in paragraphs(number))
+
+
+def article(number, sentences=12):
+    """Wikitext of an article."""
+    lines = [
+        f"The [[{link}]] of '''{bold}'''. {said}<ref>A book</ref>" for link, bold, said in paragraphs(number, sentences)
+    ]
     return "{{Infobox|a=b}}\n" + "\n\n== Heading ==\n* item of a list\n".join(lines) + "\n[[Category:Things]]\n"
 
 

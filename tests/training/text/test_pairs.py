@@ -8,17 +8,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from dumps import dump, write_dump
-from torch_thor.training.config.data_spec import Workers
-from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder
-from torch_thor.training.errors import UserError
-from torch_thor.training.text import sources
-from torch_thor.training.text.corpus import Corpus
-from torch_thor.training.text.loader import PairLoader
-from torch_thor.training.text.manifest import Settings
-from torch_thor.training.text.pairs import IGNORED, Masking, PairMaker
-from torch_thor.training.text.prepare import Preparation, prepare
-from torch_thor.training.text.wordpiece import load_tokenizer
+from dumps import dump, small_units, write_dump
+from torch_thor.training import UserError
+from torch_thor.training.data import EvaluationOrder, Shard, TrainingOrder, Workers
+from torch_thor.training.text import (
+    Corpus,
+    Masking,
+    PairLoader,
+    PairMaker,
+    Preparation,
+    Settings,
+    load_tokenizer,
+    prepare,
+)
+from torch_thor.training.text.pairs import IGNORED
 
 LENGTH = 64
 
@@ -27,7 +30,7 @@ LENGTH = 64
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("text")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "UNIT", 20_000)
+        small_units(patch)
         wiki = write_dump(out / "wiki.xml", dump(120))
         settings = Settings(vocab_size=150, lengths=(32, LENGTH), held_out=0.1)
         prepare(Preparation((str(wiki),), out / "corpus", settings), Console(file=StringIO()))

@@ -7,10 +7,9 @@ import lzma
 import pytest
 
 from dumps import dump, write_dump
-from torch_thor.training.errors import UserError
-from torch_thor.training.text import sources, text_files
+from torch_thor.training import UserError
+from torch_thor.training.text import sources
 from torch_thor.training.text.sources import find_sources, python_documents, units_of
-from torch_thor.training.text.text_files import html_paragraphs, paragraphs_of
 
 PROSE = (
     "The first paragraph has more than five words,\nand a line break.\n\nHeading\n\nThe second one has so many too.\n"
@@ -26,19 +25,6 @@ def faults(*given):
     return [fault for unit in units_of(find_sources(list(map(str, given)))) for fault in unit.faults]
 
 
-def test_paragraphs_of_text_and_html():
-    assert paragraphs_of(PROSE) == FOUND
-    markup = (
-        "<html><nav><p>Go to the next page of this book</p></nav><p>The first <b>paragraph</b> has more\n than five "
-        "words.¶</p><pre>code that has more than five words</pre><ul><li><p>An item of a list with a paragraph.</p>"
-        "</li></ul><table><tr><td><p>A cell of a table with words</p></td></tr></table><p>Too short</p></html>"
-    )
-    assert html_paragraphs(markup) == (
-        "The first paragraph has more than five words.",
-        "An item of a list with a paragraph.",
-    )
-
-
 @pytest.mark.parametrize(
     ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
 )
@@ -49,11 +35,10 @@ def test_compressed_files_are_read(tmp_path, suffix, pack):
     assert (document.name, document.paragraphs) == (file.name, FOUND)
 
 
-def test_a_large_file_is_cut_at_blank_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "LARGEST_DOCUMENT", 200)
+def test_a_large_file_is_cut_at_blank_lines(tmp_path):
     file = tmp_path / "book.txt"
-    paragraphs = [f"Paragraph number {n} of a book has these words." for n in range(40)]
-    file.write_text("\n\n".join(paragraphs))
+    paragraphs = [f"Paragraph number {n} of a book has these words." for n in range(10_000)]
+    file.write_text("\n\n".join(paragraphs))  # half a million characters
     found = documents(file)
     assert len(found) > 5
     assert len({one.name for one in found}) == len(found)

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dumps import END, HEADER, article, dump, page
-from torch_thor.training.text import wikipedia
-from torch_thor.training.text.document import Document, Fault
+from torch_thor.training.text import Document, Fault, wikipedia
 from torch_thor.training.text.wikipedia import PageCutter, articles, clean
 
 WIKITEXT = """{{Short description|x}}

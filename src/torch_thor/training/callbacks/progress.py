@@ -1,7 +1,6 @@
 """Progress of a training: a live bar in a terminal, printed lines elsewhere."""
 
 import itertools
-import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from statistics import median

@@ -11,7 +11,7 @@ from filelock import FileLock
 from rich.console import Console
 
 from torch_thor.training.text.manifest import MANIFEST, Settings
-from torch_thor.training.text.prepare import Preparation, prepare
+from torch_thor.training.text.preparing import Preparation, prepare
 from torch_thor.training.text.sources import PYTHON
 
 HELD_OUT = 0.05  # of some seventy documents

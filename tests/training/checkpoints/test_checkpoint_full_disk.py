@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from command_line import assert_same_runs, checkpoints, command, succeed
-from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
+from torch_thor.training.checkpoints import checkpoint, newest_whole, open_checkpoint
 
 
 def save(folder, step, keep=5):

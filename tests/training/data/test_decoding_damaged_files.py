@@ -13,9 +13,7 @@ from torchvision.io import decode_image
 
 import damage
 from command_line import command
-from torch_thor.training.config.data_spec import IMAGENET
-from torch_thor.training.data.decoding import BrokenImageError, decode_rgb
-from torch_thor.training.data.transforms import EvaluationTransform
+from torch_thor.training.data import IMAGENET, BrokenImageError, EvaluationTransform, decode_rgb
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The image decoding:DeprecationWarning", "ignore:Palette images with Transparency:UserWarning"
@@ -91,7 +89,7 @@ def in_a_process(folder, script):
     """A script that may kill its process: (exit code, stdout, stderr)."""
     path = [str(Path(__file__).parent), str(Path(damage.__file__).parent)]
     (folder / "script.py").write_text(
-        f"import sys\nsys.path[:0] = {path}\nimport test_damaged_files as here\n{script}\n"
+        f"import sys\nsys.path[:0] = {path}\nimport test_decoding_damaged_files as here\n{script}\n"
     )
     return command(folder, script=folder / "script.py")
 

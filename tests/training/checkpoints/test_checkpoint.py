@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
-from torch_thor.training.checksums import sealed, sha256
-from torch_thor.training.errors import DamagedCheckpointError, UserError
+from sums import sealed, sha256
+from torch_thor.training import DamagedCheckpointError, UserError
+from torch_thor.training.checkpoints import checkpoint, newest_whole, open_checkpoint
 
 FILES = [checkpoint.WEIGHTS, checkpoint.STATE, checkpoint.RECIPE, checkpoint.MANIFEST]
 

@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from torch_thor.training.config.phases import Phase
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.config.schedules.curves import factor
-from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.engine.loop import Run
+from torch_thor.training import Phase, Run, RunConfig, ScheduleSpec, UserError
+from torch_thor.training.data import DataBundle
 from torch_thor.training.engine.schedule_step import apply_all, check_all
-from torch_thor.training.errors import UserError
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training.tasks import ImageClassification
 
 
 def sgd(**settings):
@@ -43,9 +38,8 @@ def test_a_phase_begins_a_schedule_of_its_own():
 
 
 def test_warm_up_in_steps():
-    spec = ScheduleSpec("linear", warmup_steps=4)
-    found = [factor(spec, step, steps_per_epoch=100, total_steps=10) for step in range(10)]
-    assert found == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
+    found = values(RunConfig(schedule=ScheduleSpec("linear", warmup_steps=4)), "lr", 10)
+    assert found == pytest.approx([0.8 * n for n in (1 / 4, 2 / 4, 3 / 4, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
     with pytest.raises(UserError, match="warmup_epochs=1 and warmup_steps=4 say the same"):
         ScheduleSpec("linear", warmup_epochs=1, warmup_steps=4)
     with pytest.raises(UserError, match="warmup_steps=-1 must be 0 or more"):

@@ -7,26 +7,23 @@ import sys
 import time
 from io import StringIO
 
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from dumps import article, dump, write_dump
-from torch_thor.training.checksums import sha256
-from torch_thor.training.errors import UserError
-from torch_thor.training.text import prepare as module
-from torch_thor.training.text import sources
-from torch_thor.training.text.arrow_files import read_table
-from torch_thor.training.text.encoding import spans
-from torch_thor.training.text.manifest import Manifest, Settings
-from torch_thor.training.text.prepare import Preparation, prepare
-from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer
+from dumps import dump, plain, small_units, write_dump
+from sums import sha256
+from torch_thor.training import UserError
+from torch_thor.training.text import Manifest, Preparation, Settings, load_tokenizer, prepare
+from torch_thor.training.text import preparing as module
 
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SETTINGS = Settings(vocab_size=300, lengths=(32, 128), held_out=0.1)
 
 
 @pytest.fixture
 def wiki(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "UNIT", 20_000)
+    small_units(monkeypatch)
     return write_dump(tmp_path / "wiki.xml.bz2", dump(80))
 
 
@@ -34,6 +31,11 @@ def run(out, *given, settings=SETTINGS, **options):
     said = StringIO()
     manifest = prepare(Preparation(tuple(map(str, given)), out, settings, **options), Console(file=said, width=400))
     return manifest, said.getvalue()
+
+
+def read_table(path):
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_file(source).read_all()
 
 
 def checksums(folder):
@@ -60,8 +62,6 @@ def test_a_corpus_holds_every_article_once_and_says_so(wiki, tmp_path):
 
 
 def test_tokens_are_those_of_the_sentences_in_their_order(wiki, tmp_path):
-    from torch_thor.training.text.wikipedia import clean
-
     manifest, _ = run(tmp_path / "corpus", wiki)
     tokenizer = load_tokenizer(tmp_path / "corpus" / "tokenizer.json")
     found = []
@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_sentences_in_their_order(wiki, tmp_path):
         table = read_table(tmp_path / "corpus" / f"{shard.name}.arrow")
         assert len(table) == shard.documents
         found += [tokenizer.decode(tokens.as_py()) for tokens in table["tokens"]]
-    wanted = [" ".join(clean(article(n))) for n in range(80)]
+    wanted = [plain(n) for n in range(80)]
     again = [tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) for text in wanted]
     assert sorted(found) == sorted(again)
     assert all(piece not in text for text in found for piece in SPECIAL)
@@ -88,13 +88,6 @@ def test_examples_cover_every_sentence_and_fit(wiki, tmp_path):
                 own = ends[row["document"]]
                 size = own[row["last"] - 1] - (own[row["first"] - 1] if row["first"] else 0)
                 assert size <= length - 3 or row["last"] == row["first"] + 1
-
-
-def test_packing_is_greedy_and_leaves_long_sentences_alone():
-    assert spans([10, 20, 29], 32) == [(0, 3)]
-    assert spans([10, 20, 30], 32) == [(0, 2), (2, 3)]
-    assert spans([5, 80, 85, 90], 32) == [(0, 1), (1, 2), (2, 4)]
-    assert spans([], 32) == []
 
 
 def test_the_number_of_processes_changes_nothing(wiki, tmp_path):

@@ -8,15 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
-from torch_thor.training.data import cache
+from torch_thor.training import UserError
+from torch_thor.training.data import (
+    BrokenImageError,
+    DataSpec,
+    EvaluationTransform,
+    FolderSource,
+    ImageSet,
+    ImageTransform,
+    Shard,
+    Workers,
+    cache,
+    list_images,
+)
 from torch_thor.training.data.cache import open_cache
-from torch_thor.training.data.decoding import BrokenImageError
-from torch_thor.training.data.folder import list_images
-from torch_thor.training.data.image_set import ImageSet
-from torch_thor.training.data.shards import Shard
-from torch_thor.training.data.transforms import EvaluationTransform
-from torch_thor.training.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 CROP = EvaluationTransform(ImageTransform(size=24, resize=28))
@@ -65,7 +70,7 @@ def test_more_images_than_one_batch(imagenet, tmp_path, monkeypatch):
 
 def test_a_second_opening_decodes_nothing(imagenet, tmp_path, monkeypatch):
     first, _ = opened(tmp_path, imagenet)
-    monkeypatch.setattr("torch_thor.training.data.folder.decode_rgb", lambda _: pytest.fail("decoded again"))
+    monkeypatch.setattr(FolderSource, "load", lambda *_: pytest.fail("decoded again"))
     second, made = opened(tmp_path, imagenet)
     assert not made
     assert torch.equal(first.images, second.images)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
 from torch_thor.training.models.masked_lm import BERTS, build
 
 LENGTH, VOCABULARY, PAD = 32, 99, 3

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from torch_thor.training import UserError
+from torch_thor.training.data import BrokenImageError, list_images, open_evaluation_folder, open_folders
 from torch_thor.training.data import image_files as files
-from torch_thor.training.data.decoding import BrokenImageError
-from torch_thor.training.data.folder import list_images, open_evaluation_folder, open_folders
-from torch_thor.training.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 

@@ -10,12 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from command_line import assert_refused, contents, succeed
-from torch_thor.training.callbacks.metrics_file import read_metrics
-from torch_thor.training.checkpoints import checkpoint
-from torch_thor.training.checkpoints.checkpoint import open_checkpoint
-from torch_thor.training.checkpoints.run_folder import RunFolder
-from torch_thor.training.checkpoints.saving import known_record
-from torch_thor.training.errors import DamagedCheckpointError, UserError
+from torch_thor.training import DamagedCheckpointError, UserError, image_run
+from torch_thor.training.callbacks import read_metrics
+from torch_thor.training.checkpoints import RunFolder, checkpoint, open_checkpoint, restore
+from torch_thor.training.data import load_data
 
 WORDS = ["optimizer=thor", "epochs=3", "batch_size=479", "eval_interval=3", "keep_best=false", "ema_decay=0.5"]
 WORDS += ["checkpoint_interval=3", "keep_checkpoints=2", "device=cpu"]
@@ -49,6 +47,13 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
     succeed(folder.parent, "train", "digits", *WORDS, "--out", folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def again(finished):
+    """A run of the same recipe, before its first step."""
+    recipe = RunFolder(finished).stored_recipe(pytest.fail)
+    return image_run(recipe, "thor", load_data(recipe.data))
 
 
 def untimed(path):
@@ -113,14 +118,16 @@ def test_a_damaged_recipe_is_named_and_a_checkpoints_copy_takes_its_place(finish
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_metrics_file_is_named_and_a_checkpoints_copy_takes_its_place(finished, tmp_path, damage):
+def test_a_damaged_metrics_file_is_named_and_a_checkpoints_copy_takes_its_place(finished, again, tmp_path, damage):
     metrics, heard = tmp_path / "metrics.jsonl", []
     shutil.copy(finished / "thor/metrics.jsonl", metrics)
     saved = open_checkpoint(finished / NEWEST)
-    before = known_record(saved, metrics, pytest.fail)
+    restore(again, saved, metrics, pytest.fail)
+    before = again.record
     assert before == read_metrics(metrics)
     harm(metrics, damage)
-    assert known_record(saved, metrics, heard.append) == before
+    restore(again, saved, metrics, heard.append)
+    assert again.record == before
     [said] = heard
     assert str(metrics) in said
     assert f"the copy in {finished / NEWEST}" in said

@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.config.schedules.curves import factor
-from torch_thor.training.config.schedules.spec import ScheduleSpec
-from torch_thor.training.data.in_memory import DataBundle
-from torch_thor.training.engine.loop import Run
+from torch_thor.training import Run, RunConfig, ScheduleSpec, UserError
+from torch_thor.training.config.schedules import factor
+from torch_thor.training.data import DataBundle
 from torch_thor.training.engine.schedule_step import apply, check
-from torch_thor.training.errors import UserError
-from torch_thor.training.tasks.image_classification import ImageClassification
+from torch_thor.training.tasks import ImageClassification
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ from PIL import Image
 from rich.console import Console
 
 from replaying import accuracy_point
-from torch_thor.bench.figures import catalogue, measuring, paper
+from torch_thor.bench import describe_device
+from torch_thor.bench.figures import FIGURES, Options, catalogue, make_figures, measuring, paper, read
 from torch_thor.bench.figures.batch_sizes import scaled
-from torch_thor.bench.figures.catalogue import FIGURES, make_figures
-from torch_thor.bench.figures.figure import Options
 from torch_thor.bench.figures.measuring import (
     ProcessorClock,
     from_columns,
@@ -20,10 +19,8 @@ from torch_thor.bench.figures.measuring import (
     seconds_of,
     to_columns,
 )
-from torch_thor.bench.figures.raw import plain, read
-from torch_thor.bench.machine import describe_device
-from torch_thor.training.engine.history import History, RefreshPoint, StepPoint
-from torch_thor.training.errors import UserError
+from torch_thor.bench.figures.raw import plain
+from torch_thor.training import History, RefreshPoint, StepPoint, UserError
 
 CLASSIFIED = ("loss", "top1", "top5")
 QUICK = Options(data="digits", epochs=1, seeds=(0,))

@@ -8,18 +8,23 @@ import pytest
 import torch
 
 from replaying import accuracy_point, small_run
-from torch_thor.training.callbacks.metrics_file import MetricsFile
-from torch_thor.training.checkpoints import best, checkpoint
-from torch_thor.training.checkpoints.checkpoint import newest_whole, open_checkpoint
-from torch_thor.training.checkpoints.saving import Checkpoints, StopSignal, restore
-from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine.evaluation import Score
-from torch_thor.training.engine.history import History
-from torch_thor.training.engine.loop import Callback, train
-from torch_thor.training.errors import StoppedError, UserError
+from torch_thor.training import Callback, History, RunConfig, StoppedError, UserError, train
+from torch_thor.training.callbacks import MetricsFile
+from torch_thor.training.checkpoints import (
+    Checkpoints,
+    StopSignal,
+    newest_whole,
+    open_checkpoint,
+    restore,
+    saving,
+)
+from torch_thor.training.tasks import ImageClassification
 
 PLAN = RunConfig(epochs=4, batch_size=4, eval_interval=2)  # twelve steps
 ACCURACIES = [0.1, 0.5, 0.3, 0.5, 0.7, 0.6]  # after steps 2, 4, ..., 12: the best are 2, 4 and 10
+
+
+best, checkpoint = saving.best, saving.checkpoint  # in whose place a test puts its own
 
 
 class Die(Callback):
@@ -41,19 +46,27 @@ class Keep(Callback):
         self.weights[run.step] = run.model.weight.detach().clone()
 
 
-@pytest.fixture(autouse=True)
-def accuracies(monkeypatch):
-    def score(task, model, batches):
-        return Score({"loss": 1.0, "top1": ACCURACIES[score.run.step // 2 - 1], "top5": 1.0}, 100)
+class Told(ImageClassification):
+    """A task whose accuracies are told beforehand."""
 
-    monkeypatch.setattr("torch_thor.training.engine.loop.evaluate", score)
-    return score
+    run = None
+
+    def measure(self, model, batch):
+        accuracy = ACCURACIES[self.run.step // 2 - 1]
+        means = {"loss": 1.0, "top1": accuracy, "top5": 1.0}
+        return {name: torch.tensor(len(batch[1]) * mean, dtype=torch.float64) for name, mean in means.items()}
+
+
+def told_run(config):
+    run = small_run(config, task=Told)
+    run.task.run = run
+    return run
 
 
 @pytest.fixture
-def go(tmp_path, accuracies):
+def go(tmp_path):
     def go(config=PLAN, *, interval=3, keep=2, keep_best=True, resume=False, callbacks=(), stop=None):
-        accuracies.run = run = small_run(config)
+        run = told_run(config)
         file = MetricsFile(tmp_path / "m.jsonl")
         folder = tmp_path / "c"
         if resume:
@@ -251,6 +264,6 @@ def test_the_averaged_weights_decide_where_there_are_any():
 
 
 @pytest.mark.parametrize(("epochs", "every", "steps"), [(4, 1, [3, 6, 9, 12]), (4, 2, [6, 12]), (4, 3, [9, 12])])
-def test_evaluation_every_so_many_epochs(accuracies, epochs, every, steps):
-    accuracies.run = run = small_run(RunConfig(epochs=epochs, batch_size=4, eval_epochs=every))
+def test_evaluation_every_so_many_epochs(epochs, every, steps):
+    run = told_run(RunConfig(epochs=epochs, batch_size=4, eval_epochs=every))
     assert [point.step for point in train(run).evaluations] == steps

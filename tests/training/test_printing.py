@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from command_line import assert_refused, finish, start
-from torch_thor.training import printing
-from torch_thor.training.config.recipe_text import parse_recipe, recipe_yaml
+from torch_thor.training import parse_recipe, printing, recipe_yaml
 
 QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "batch_size=479", "device=cpu", "keep_best=false"]
 SECRET = "hunter2-of-the-environment"
