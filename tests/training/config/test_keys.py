@@ -66,7 +66,7 @@ def test_types_are_words():
 
 def test_the_keys_of_a_phase():
     keys = {key.name: key for key in keys_of(Phase)}
-    assert (keys["steps"].default, keys["batch_size"].default, keys["lr_factor"].default) == ("to be given", "null", "1")
+    assert [keys[name].default for name in ("steps", "batch_size", "lr_factor")] == ["to be given", "null", "1"]
     assert keys["schedule"].type == "mapping or null"
     assert next(key for key in keys_of(Recipe) if key.name == "phases").type == "list (mapping)"
 
