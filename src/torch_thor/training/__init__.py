@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from torch_thor.training.config.phases import Phase
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.config.recipe_files import load_recipe, recipe_list, recipe_names
     from torch_thor.training.config.recipe_text import override, parse_recipe, recipe_yaml
@@ -37,6 +38,7 @@ __all__ = [
     "History",
     "Loss",
     "Metric",
+    "Phase",
     "Recipe",
     "RefreshPoint",
     "Run",
@@ -67,6 +69,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "torch_thor.training.config.phases": ("Phase",),
     "torch_thor.training.config.recipe": ("Recipe",),
     "torch_thor.training.config.recipe_files": ("load_recipe", "recipe_list", "recipe_names"),
     "torch_thor.training.config.recipe_text": ("override", "parse_recipe", "recipe_yaml"),

@@ -2,14 +2,16 @@
 
 import io
 import math
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from replaying import accuracy_point, replay, small_run
 from torch_thor import THOR
-from torch_thor.training import History, RefreshPoint, RunConfig, StepPoint
+from torch_thor.training import History, Phase, RefreshPoint, RunConfig, StepPoint
 from torch_thor.training.callbacks import Bar, Display, Lines
+from torch_thor.training.callbacks.progress import place
 
 PLAN = RunConfig(epochs=3, batch_size=4)  # three steps an epoch, nine in all
 
@@ -103,3 +105,13 @@ def test_bar():
     shown = console.file.getvalue()
     for word in ("mine", "next", "5/9", "refreshes 2, stopped layers 1 of 1"):
         assert word in shown
+
+
+def test_the_place_in_a_training_of_phases():
+    phased = RunConfig(phases=[Phase(steps=3), Phase(steps=1), Phase(steps=2)])
+    run = SimpleNamespace(step=0, total_steps=6, steps_per_epoch=6, config=phased)
+    said = []
+    for run.step in range(1, 7):
+        said.append(place(run))
+    assert said == [f"step {n} of 6, phase {phase} of 3" for n, phase in enumerate([1, 1, 1, 2, 3, 3], 1)]
+    assert place(SimpleNamespace(step=3, total_steps=9, steps_per_epoch=6, config=PLAN)) == "step 3 of 9, epoch 0.5"

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from torch_thor.training import Recipe, ScheduleSpec, load_recipe, parse_recipe
+from torch_thor.training import Phase, Recipe, ScheduleSpec, load_recipe, parse_recipe
 from torch_thor.training.config.keys import key_tables, keys_of
 from torch_thor.training.data import DataSpec, ImageTransform, TextSpec, Workers
 from torch_thor.training.optimizers import OPTIMIZERS
@@ -62,6 +62,13 @@ def test_types_are_words():
     assert words["stop_at"] == "number or null"
     assert words["optimizer"] == "list (text)"
     assert words["compile"] == "true or false"
+
+
+def test_the_keys_of_a_phase():
+    keys = {key.name: key for key in keys_of(Phase)}
+    assert [keys[name].default for name in ("steps", "batch_size", "lr_factor")] == ["to be given", "null", "1"]
+    assert keys["schedule"].type == "mapping or null"
+    assert next(key for key in keys_of(Recipe) if key.name == "phases").type == "list (mapping)"
 
 
 def test_what_is_in_brackets_is_printed():

@@ -43,7 +43,7 @@ def small(batch, size):
 def test_the_python_corpus_is_prepared_once(words, task):
     again, said = opened(words)
     assert said == []
-    assert len(again.train.corpus) == len(task.train.corpus) > 1000
+    assert len(again.train[32].corpus) == len(task.train[32].corpus) > 1000
 
 
 def test_the_network_is_that_of_transformers(model):
@@ -123,7 +123,6 @@ def test_other_networks_by_their_config_file(words, tmp_path, config):
     [
         (["model=resnet18"], "model=resnet18 is no network of task=masked-lm"),
         (["data.name=digits"], "data.name=digits: task=masked-lm takes python-text or corpus"),
-        (["data.name=corpus", "data.root=null"], "data.root is not set"),
         (["data.text.masked=1.5"], r"data\.text\.masked=1\.5 must be a share"),
         (["classes=3"], "classes=3: task=masked-lm has no classes"),
         (["task=image-classification", "model=small-cnn"], "is text, and task=image-classification needs images"),
@@ -135,7 +134,9 @@ def test_recipes_that_cannot_be_right_are_refused(words, change, message):
 
 
 def test_a_length_that_the_corpus_lacks_and_a_file_that_is_none_are_refused(words, task, tmp_path):
-    folder = task.train.corpus.folder
+    folder = task.train[32].corpus.folder
+    with pytest.raises(UserError, match=r"data\.root is not set: give the folder that torch-thor prepare has written"):
+        opened(words, "data.name=corpus", "data.root=null")
     with pytest.raises(UserError, match="prepared for examples of 32 tokens, not 64"):
         opened(words, "data.name=corpus", f"data.root={folder}", "data.text.length=64")
     with pytest.raises(UserError, match="there is no such file"):

@@ -1,5 +1,6 @@
 """Pairs and masks: functions of (seed, epoch, example), with the shares that BERT has."""
 
+import pickle
 from io import StringIO
 
 import numpy as np
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from dumps import dump, small_units, write_dump
 from torch_thor.training import UserError
-from torch_thor.training.data import Shard, TrainingOrder
+from torch_thor.training.data import EvaluationOrder, Shard, TrainingOrder, Workers
 from torch_thor.training.text import (
     Corpus,
     Masking,
@@ -148,6 +149,32 @@ def test_ranks_share_the_batches_of_one_process_and_a_resumed_run_goes_on(corpus
             assert torch.cat([part[n][key] for part in parts]).equal(value)
     rest = batches(0, 1, start=3)
     assert all(a[key].equal(b[key]) for a, b in zip(rest, whole[3:], strict=True) for key in a)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_worker_processes_make_the_same_batches(corpus, count):
+    maker, order = PairMaker(corpus, Masking()), TrainingOrder(len(corpus), 8, 5)
+    plain = PairLoader(maker, order, 5, torch.device("cpu"))
+    several = PairLoader(maker, order, 5, torch.device("cpu"), workers=Workers(count=count))
+    for epoch, start in ((0, 0), (1, 3)):  # one iteration after the other, as a stream asks for them
+        wanted, found = list(plain.batches(epoch, start)), list(several.batches(epoch, start))
+        assert len(found) == order.batches - start
+        assert all(a[key].equal(b[key]) for a, b in zip(found, wanted, strict=True) for key in a)
+
+
+def test_the_examples_of_an_evaluation_are_the_same_in_each_epoch_and_may_be_none(corpus):
+    maker = PairMaker(corpus, Masking())
+    loader = PairLoader(maker, EvaluationOrder(3, 2, Shard(1, 4)), 0, torch.device("cpu"), fixed=True)
+    first, again = (list(loader.batches(epoch)) for epoch in (0, 4))
+    assert all(a[key].equal(b[key]) for a, b in zip(first, again, strict=True) for key in a)
+    last = list(PairLoader(maker, EvaluationOrder(3, 2, Shard(0, 4)), 0, torch.device("cpu")))
+    assert [tuple(batch["labels"].shape) for batch in [*first, *last]] == [(1, LENGTH), (0, LENGTH)]
+
+
+def test_a_corpus_goes_to_another_process(corpus):
+    one, other = PairMaker(corpus, Masking()), pickle.loads(pickle.dumps(PairMaker(corpus, Masking())))
+    a, b = one.example(3, 1, 2), other.example(3, 1, 2)
+    assert all(np.array_equal(a[key], b[key]) for key in a)
 
 
 def test_every_example_can_be_read_whatever_its_shard(folder):

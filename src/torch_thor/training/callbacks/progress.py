@@ -1,5 +1,6 @@
 """The progress of a training: a live progress bar in a terminal, printed lines otherwise."""
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -220,8 +221,23 @@ class Lines(_StepStatistics):
             self._say(run, self._figures(run, self.interval))
 
     def _say(self, run: Run, what: str) -> None:
-        where = f"step {run.step} of {run.total_steps}, epoch {run.step / run.steps_per_epoch:.4g}"
-        printer(self.display.console)(f"{self.name}: {where}, {what}")
+        printer(self.display.console)(f"{self.name}: {place(run)}, {what}")
+
+
+def place(run: Run) -> str:
+    """Say how far a training is.
+
+    Args:
+        run: The training, with one step done or more.
+
+    Returns:
+        Its step, and its epoch, or its phase where it has phases.
+    """
+    phases, done = run.config.phases, f"step {run.step} of {run.total_steps}"
+    if not phases:
+        return f"{done}, epoch {run.step / run.steps_per_epoch:.4g}"
+    ends = itertools.accumulate(phase.steps for phase in phases)
+    return f"{done}, phase {1 + sum(end < run.step for end in ends)} of {len(phases)}"
 
 
 def milliseconds(seconds: float) -> str:

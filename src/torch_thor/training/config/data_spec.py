@@ -68,11 +68,12 @@ CIFAR = ImageTransform(size=32, resize=32, mean=CIFAR_MEAN, std=CIFAR_STD)
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """The worker processes that read and crop images.
+    """The worker processes that read and crop images, or make the examples of a masked language model.
 
     Args:
-        count: Number of worker processes; 0 reads the images in the training process.
-        prefetch: Batches that each worker reads ahead.
+        count: Number of worker processes; 0 does the work in the training process. The batches are the same for any
+            number.
+        prefetch: Batches that each worker prepares ahead.
     """
 
     count: int = 4
@@ -98,8 +99,8 @@ class DataSpec:
         download: Whether missing files may be downloaded. Nothing is ever downloaded for image-folder.
         transform: Crops, flips and normalisation. `None` stands for 224 pixels out of 256 for image-folder and 32 out
             of 32 for CIFAR, with the mean and standard deviation of ImageNet and CIFAR-10 respectively.
-        workers: The processes that read and crop images. Training and evaluation each have this many. Data sets that
-            are kept in memory have none.
+        workers: The processes that read and crop images, or make the examples of a masked language model. Training and
+            evaluation each have this many. Data sets that are kept in memory have none.
         max_broken: Largest fraction of an epoch's images that may be unreadable; more of them are an error.
         cache: Folder for a cache of decoded evaluation images, for image-folder only; `None` decodes the images in each
             evaluation.

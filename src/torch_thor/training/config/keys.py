@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_thor.training.config.data_spec import DataSpec, ImageTransform, Workers
+from torch_thor.training.config.phases import Phase
 from torch_thor.training.config.recipe import WHOLE_SETTINGS, Recipe
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.config.text_spec import TextSpec
@@ -60,8 +61,9 @@ def key_tables() -> Iterator[Table]:
     yield _table("Keys of a recipe file, which KEY=VALUE on the command line overrides", keys_of(Recipe))
     yield _table("data.KEY: the data set", keys_of(DataSpec))
     yield _table("data.transform.KEY: crops of images", keys_of(ImageTransform))
-    yield _table("data.workers.KEY: the processes that read images", keys_of(Workers))
+    yield _table("data.workers.KEY: the processes that make batches", keys_of(Workers))
     yield _table("data.text.KEY: examples of a masked language model", keys_of(TextSpec))
+    yield _table("phases: a list of mappings with these keys", keys_of(Phase))
     yield _table("schedule.KEY and damping_schedule.KEY: schedules", keys_of(ScheduleSpec))
     for name, entry in OPTIMIZERS.items():
         title = f"optimizers.{name}.KEY; KEY alone sets it for every optimizer of the training that has this setting"
@@ -90,12 +92,14 @@ def _type(hint: Any) -> str:
         return "see meaning"
     if isinstance(hint, types.UnionType):
         return " or ".join(_type(one) for one in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) in (tuple, list):
         return f"list ({_type(typing.get_args(hint)[0])})"
     return TYPES.get(hint, "mapping")
 
 
 def _default(item: Any) -> str:
+    if item.default is MISSING and item.default_factory is MISSING:
+        return "to be given"
     value = item.default_factory() if item.default is MISSING else item.default
     if item.name in WHOLE_SETTINGS and isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_yaml(part)}' for key, part in value.items())}}}"
@@ -103,7 +107,7 @@ def _default(item: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list):
         return f"[{', '.join(_yaml(one) for one in value)}]"
     plain = {None: "null", True: "true", False: "false", "": '""'}
     if value is None or isinstance(value, bool | str):

@@ -41,6 +41,8 @@ class Recipe(RunConfig):
             torchvision or timm (`torchvision:NAME`, `timm:NAME`, or just `NAME`). For autoencoder: deep-autoencoder.
             For char-lm: char-transformer. For masked-lm: bert-tiny, bert-mini, bert-base, bert-large, or the path of a
             transformers configuration (`config.json`). Weights are random unless `weights` is given.
+        activation_checkpointing: Whether activations inside each layer are computed again in the backward pass instead
+            of being kept, which saves memory. For masked-lm only.
         weights: The weights that the network starts from: a safetensors file, a checkpoint, a folder of checkpoints
             such as `best`, or a run folder with one optimizer. `None` starts from random weights.
         weights_except: Weights that are not loaded and stay random, by name or pattern: `[head]`.
@@ -68,6 +70,7 @@ class Recipe(RunConfig):
     task: str = "image-classification"
     data: DataSpec = field(default_factory=DataSpec)
     model: str = "small-cnn"
+    activation_checkpointing: bool = False
     weights: str | None = None
     weights_except: tuple[str, ...] = ()
     weights_sha256: str | None = None

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torch_thor.training.config.phases import Phase, check_phases, phase_at
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.errors import require
 from torch_thor.training.tasks.smoothing import FORMS
@@ -33,6 +34,8 @@ class RunConfig:
         epochs: Passes over the training set.
         steps: Optimizer steps of the training, instead of `epochs`. The last epoch may be incomplete. `None` trains for
             `epochs`.
+        phases: Parts of the training with their own batch size or length of examples, one after the other. For
+            masked-lm only. The training ends after the last phase, and an epoch is one pass through all phases.
         batch_size: Samples per step, on all processes together: images, or windows of a text. Samples that do not fill
             a batch at the end of an epoch are dropped.
         seed: Determines the initial weights and, together with the epoch, the order of the data.
@@ -49,6 +52,8 @@ class RunConfig:
             state are always float32.
         loss_scale: Factor on the loss before the backward pass, with fp16 only; `None` adapts it during the training.
         accumulation: Number of micro-batches into which the batch of a step is divided, to save memory.
+        clip_norm: Largest norm of the gradient of all parameters together; a longer gradient is scaled down to it
+            before the optimizer's step. 1 is usual for BERT. `None` clips nothing.
         compile: Whether `torch.compile` compiles the network.
         ema_decay: Decay per step of an exponential moving average of the weights (0.9999 is usual). The averaged
             weights are evaluated as well. `None` keeps no average.
@@ -58,6 +63,7 @@ class RunConfig:
 
     epochs: int = 1
     steps: int | None = None
+    phases: list[Phase] = field(default_factory=list)  # OmegaConf knows lists of mappings, and no tuples of them
     batch_size: int = 128
     seed: int = 0
     label_smoothing: float = 0.0
@@ -70,6 +76,7 @@ class RunConfig:
     precision: str = "fp32"
     loss_scale: float | None = None
     accumulation: int = 1
+    clip_norm: float | None = None
     compile: bool = False
     ema_decay: float | None = None
     stop_at: float | None = None
@@ -81,6 +88,13 @@ class RunConfig:
             f"steps={self.steps} must be 1 or more optimizer steps; null trains for epochs",
         )
         require(self.batch_size >= 1, f"batch_size={self.batch_size} must be 1 or more")
+        check_phases(
+            self.phases,
+            epochs=self.epochs,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            accumulation=self.accumulation,
+        )
         check_seed("seed=", self.seed)
         require(0 <= self.label_smoothing < 1, f"label_smoothing={self.label_smoothing} must lie in [0, 1)")
         require(
@@ -106,6 +120,22 @@ class RunConfig:
             "micro-batches",
         )
         require(
+            self.clip_norm is None or 0 < self.clip_norm < float("inf"),
+            f"clip_norm={self.clip_norm} must be above 0, 1 is usual; null clips nothing",
+        )
+        require(
             self.ema_decay is None or 0 <= self.ema_decay < 1,
             f"ema_decay={self.ema_decay} must lie in [0, 1); 0.9999 is usual, and null keeps no average",
         )
+
+    def accumulation_at(self, step: int) -> int:
+        """Return the parts that the batch of a step is computed in.
+
+        Args:
+            step: Steps already taken (0 for the first).
+
+        Returns:
+            Those of the step's phase, or of all steps where there are no phases.
+        """
+        own = phase_at(self.phases, step)[0].accumulation if self.phases else None
+        return self.accumulation if own is None else own

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch_thor.training.data.image_source import ImageSource, MemorySource
     from torch_thor.training.data.in_memory import DataBundle, load_data
     from torch_thor.training.data.named import open_data, open_evaluation
+    from torch_thor.training.data.phased_stream import PhasedStream
     from torch_thor.training.data.python_text import WindowLoader, WindowOrder, characters
     from torch_thor.training.data.reading import raw_loader
     from torch_thor.training.data.shards import (
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         EvaluationSet,
         MemoryLoader,
         Streams,
+        TrainingBatches,
         TrainingStream,
     )
     from torch_thor.training.data.transforms import EvaluationTransform, Normalize, TrainingTransform
@@ -53,9 +55,11 @@ __all__ = [
     "MemoryLoader",
     "MemorySource",
     "Normalize",
+    "PhasedStream",
     "Shard",
     "Streams",
     "TextSpec",
+    "TrainingBatches",
     "TrainingOrder",
     "TrainingStream",
     "TrainingTransform",
@@ -84,6 +88,7 @@ _MODULES = {
     "torch_thor.training.data.image_source": ("ImageSource", "MemorySource"),
     "torch_thor.training.data.in_memory": ("DataBundle", "load_data"),
     "torch_thor.training.data.named": ("open_data", "open_evaluation"),
+    "torch_thor.training.data.phased_stream": ("PhasedStream",),
     "torch_thor.training.data.python_text": ("WindowLoader", "WindowOrder", "characters"),
     "torch_thor.training.data.reading": ("raw_loader",),
     "torch_thor.training.data.shards": (
@@ -100,6 +105,7 @@ _MODULES = {
         "EvaluationSet",
         "MemoryLoader",
         "Streams",
+        "TrainingBatches",
         "TrainingStream",
     ),
     "torch_thor.training.data.transforms": ("EvaluationTransform", "Normalize", "TrainingTransform"),

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch_thor.training.config.data_spec import Workers
 from torch_thor.training.data.broken_images import BrokenImages
 from torch_thor.training.data.image_source import ImageSource
-from torch_thor.training.data.reading import Crop, Key, raw_loader
+from torch_thor.training.data.reading import Crop, raw_loader
 from torch_thor.training.data.shards import BatchOrder
 from torch_thor.training.data.transforms import Normalize
+from torch_thor.training.data.worker_loader import Keys
 from torch_thor.training.errors import UserError
 
 
@@ -41,7 +42,7 @@ class ImageLoader:
     ) -> None:
         self.source, self.order, self.broken, self.device = source, order, broken, device
         self.normalize = normalize.to(device)
-        self._keys = _Keys(order)
+        self._keys = Keys(order)
         self._loader = raw_loader(source, crop, self._keys, workers, pin_memory=device.type == "cuda")
 
     def __len__(self) -> int:
@@ -94,18 +95,3 @@ class ImageLoader:
             state: From `state_dict`.
         """
         self.broken.load_state_dict(state)
-
-
-class _Keys:
-    # The keys for the workers. Epoch and start are fixed when an iteration begins, because the position of the stream
-    # changes while the workers read ahead.
-    def __init__(self, order: BatchOrder) -> None:
-        self.order = order
-        self.epoch = self.start = 0
-
-    def __len__(self) -> int:
-        return self.order.batches - self.start
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        epoch = self.epoch
-        return ([(epoch, index) for index in batch] for batch in self.order.epoch(epoch, self.start))

@@ -1,19 +1,17 @@
 """Reading and cropping batches of images in worker processes."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from torch_thor.training.config.data_spec import Workers
 from torch_thor.training.data.decoding import BrokenImageError
 from torch_thor.training.data.image_source import ImageSource
-from torch_thor.training.data.workers import MORE_SHARED_MEMORY, DeathWatch, start_worker
+from torch_thor.training.data.worker_loader import Key, WorkerLoader, shared, worker_loader
 from torch_thor.training.errors import UserError
-
-Key = tuple[int, int]  # epoch and index of an image: the whole input of a worker
 
 
 class Crop(Protocol):
@@ -63,7 +61,7 @@ class Reader(Dataset[RawBatch]):
     def __getitems__(self, keys: list[Key]) -> RawBatch | UserError:  # DataLoader looks for this name
         try:
             batch = self._read(keys)
-            return batch if get_worker_info() is None else _shared(batch)
+            return batch if get_worker_info() is None else shared(batch)
         except UserError as error:
             return error  # not raised, because DataLoader would replace its message by the worker's traceback
 
@@ -87,39 +85,9 @@ class Reader(Dataset[RawBatch]):
         return RawBatch(images[: len(kept)], self.source.labels[kept], tuple(broken))
 
 
-class RawLoader:
-    """Batches from worker processes that stay alive between iterations.
-
-    Args:
-        loader: A loader whose data set is a `Reader`.
-    """
-
-    def __init__(self, loader: DataLoader[RawBatch]) -> None:
-        self.loader, self.watch = loader, DeathWatch()
-
-    def __iter__(self) -> Iterator[RawBatch]:
-        """Yield batches.
-
-        Yields:
-            The batches of one iteration.
-
-        Raises:
-            UserError: If memory is exhausted or a worker has died.
-        """
-        answers: Iterator[RawBatch | UserError] = self.watch.start(self.loader)
-        while True:
-            with self.watch.waiting():
-                answer = next(answers, None)
-            if answer is None:
-                return
-            if isinstance(answer, UserError):
-                raise answer
-            yield answer
-
-
 def raw_loader(
     source: ImageSource, crop: Crop, batches: Iterable[list[Key]], workers: Workers, *, pin_memory: bool = False
-) -> RawLoader:
+) -> WorkerLoader[RawBatch]:
     """Read batches in worker processes.
 
     Args:
@@ -132,41 +100,4 @@ def raw_loader(
     Returns:
         An iterable of `RawBatch`.
     """
-    several = workers.count > 0
-    loader = _Loader(
-        Reader(source, crop),
-        batch_sampler=batches,  # the reader expects keys instead of indices
-        collate_fn=_as_it_is,
-        num_workers=workers.count,
-        prefetch_factor=workers.prefetch if several else None,
-        persistent_workers=several,
-        pin_memory=pin_memory,
-        worker_init_fn=start_worker if several else None,
-        # a DataLoader draws a random number for each iteration; with its own generator it does not advance the global
-        # one, so that dropout is the same after resuming in the middle of an epoch
-        generator=torch.Generator(),
-    )
-    return RawLoader(loader)
-
-
-class _Loader(DataLoader[RawBatch]):
-    def check_worker_number_rationality(self) -> None:
-        pass  # `check_workers` warns once for all processes
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _shared(batch: RawBatch) -> RawBatch:
-    # Here, because torch would do it in a thread that drops a batch that cannot be shared: training would wait forever.
-    try:
-        for tensor in (batch.images, batch.labels):
-            tensor.share_memory_()
-    except RuntimeError as error:
-        size, reason = batch.images.untyped_storage().nbytes() / 1e6, str(error).rpartition(">: ")[2]
-        raise UserError(
-            f"there is no shared memory for a batch of {size:.1f} MB ({reason}): {MORE_SHARED_MEMORY}; then continue "
-            "with --resume"
-        ) from error
-    return batch
+    return worker_loader(Reader(source, crop), batches, workers, pin_memory=pin_memory)

@@ -114,6 +114,40 @@ class MemoryLoader:
         """
 
 
+class TrainingBatches(Protocol):
+    """Training batches, as the loop takes them, with a position that a checkpoint can hold."""
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def endless(self) -> Iterator[Batch]:
+        """Return all batches from here on, at least as many as the training has steps left.
+
+        Returns:
+            Trees of tensors.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what it belongs to.
+
+        Returns:
+            Plain values.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where other batches were.
+
+        Args:
+            state: From `state_dict`, of this rank or another, of as many ranks or not.
+        """
+        ...
+
+
 class TrainingStream:
     """Training batches without end, with a position that a checkpoint can store.
 
@@ -123,11 +157,12 @@ class TrainingStream:
     Args:
         loader: The loader of the training batches.
         order: The order of the loader.
+        epoch: The number of its first epoch.
     """
 
-    def __init__(self, loader: BatchLoader, order: TrainingOrder) -> None:
+    def __init__(self, loader: BatchLoader, order: TrainingOrder, epoch: int = 0) -> None:
         self.loader, self.order = loader, order
-        self.epoch = 0
+        self.epoch = epoch
         self.batch = 0
 
     def __len__(self) -> int:
@@ -189,7 +224,7 @@ class Streams:
         evaluation: Evaluation batches, with each sample once over all ranks; a batch may be empty.
     """
 
-    train: TrainingStream
+    train: TrainingBatches
     evaluation: BatchLoader
 
 

@@ -1,4 +1,4 @@
-"""The worker processes that read images: their signals, their end with the training, and the error if one dies."""
+"""The worker processes that make batches: their signals, their end with the training, and the error if one dies."""
 
 import multiprocessing
 import os
@@ -114,7 +114,7 @@ class DeathWatch:
         if codes:
             how = signal.Signals(-codes[0]).name if codes[0] < 0 else f"exit code {codes[0]}"
             remedy = _REMEDIES.get(how, "with data.workers.count=0 the training process shows what happens")
-            raise UserError(f"a worker process that reads images has died ({how}): {remedy}; continue with --resume")
+            raise UserError(f"a worker process has died ({how}): {remedy}; continue with --resume")
 
 
 def _try_semaphores(count: int) -> None:

@@ -13,6 +13,7 @@ from torch_thor.training.engine.evaluation import evaluate
 from torch_thor.training.engine.history import EvalPoint, History, RefreshPoint, StepPoint
 from torch_thor.training.engine.refreshes import refresh_due, refresh_points
 from torch_thor.training.engine.step import Stepper
+from torch_thor.training.errors import require
 from torch_thor.training.tasks.task import Batch, Task, primary
 
 
@@ -46,10 +47,13 @@ class Run:
         self.streams = task.open_data(parallel.shard())
         self.stepper = Stepper(model, optimizer, task, config)
         self.steps_per_epoch = len(self.streams.train)
+        phases = [phase.steps for phase in config.phases]
+        require(
+            not phases or self.steps_per_epoch == sum(phases),
+            f"phases have {sum(phases)} steps, and the task's batches {self.steps_per_epoch}: this task has no phases",
+        )
         self.total_steps = config.steps or self.steps_per_epoch * config.epochs
-        self.schedules = {"lr": config.schedule, "damping": config.damping_schedule}
-        for key, schedule in self.schedules.items():
-            schedule_step.check(optimizer, key, schedule, self.steps_per_epoch, self.total_steps)
+        schedule_step.check_all(optimizer, config, self.steps_per_epoch, self.total_steps)
         self.eval_interval = config.eval_interval or self.steps_per_epoch * config.eval_epochs
         self.step = 0
         self.seconds = 0.0
@@ -157,8 +161,7 @@ def train(run: Run, callbacks: Sequence[Callback] = ()) -> History:
 
 def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
     optimizer = run.optimizer
-    for key, schedule in run.schedules.items():
-        schedule_step.apply(optimizer, key, schedule, run.step, run.steps_per_epoch, run.total_steps)
+    schedule_step.apply_all(optimizer, run.config, run.step, run.steps_per_epoch, run.total_steps)
     refresh = refresh_due(optimizer)
     started = time.perf_counter()
     batch = next(batches)

@@ -52,6 +52,17 @@ class Precision:
         """
         self.scaler.scale(loss).backward()
 
+    def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
+        """Scale the gradient of all parameters together down to a norm, if it is longer; a loss scale is divided out.
+
+        Args:
+            optimizer: Has the parameters, with the gradients of the whole step.
+            norm: Greatest norm.
+        """
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
+
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Take the optimizer's step, unless a gradient overflowed.
 

@@ -1,10 +1,95 @@
 """Setting the learning rate and the damping from their schedules, and checking that schedules fit the training."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
+from torch_thor.training.config.phases import phase_at
+from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.config.schedules.curves import BOUNDED, FALLS, factor
 from torch_thor.training.config.schedules.spec import ScheduleSpec
 from torch_thor.training.errors import require
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a training that one schedule rules: all of it, or a phase that has a schedule of its own.
+
+    Args:
+        key: `lr` or `damping`.
+        name: The schedule's key in a recipe, for errors.
+        spec: The schedule.
+        first: Steps of the training before the schedule begins.
+        steps: Its length.
+        steps_per_epoch: Steps of an epoch, as the schedule counts them.
+        scale: What the value is multiplied by.
+    """
+
+    key: str
+    name: str
+    spec: ScheduleSpec
+    first: int
+    steps: int
+    steps_per_epoch: int
+    scale: float = 1.0
+
+
+def spans_at(config: RunConfig, step: int, steps_per_epoch: int, total_steps: int) -> Iterator[Span]:
+    """Find the schedules of a step.
+
+    Args:
+        config: The training.
+        step: Steps already taken (0 for the first).
+        steps_per_epoch: Optimizer steps in one epoch.
+        total_steps: Optimizer steps in the whole run.
+
+    Yields:
+        That of the learning rate, and that of the damping.
+    """
+    whole = (0, total_steps, steps_per_epoch)
+    if config.phases:
+        phase, first = phase_at(config.phases, step)
+        if phase.schedule is None:
+            yield Span("lr", "schedule", config.schedule, *whole, scale=phase.lr_factor)
+        else:
+            name = f"phases[{config.phases.index(phase)}].schedule"
+            yield Span("lr", name, phase.schedule, first, phase.steps, phase.steps, scale=phase.lr_factor)
+    else:
+        yield Span("lr", "schedule", config.schedule, *whole)
+    yield Span("damping", "damping_schedule", config.damping_schedule, *whole)
+
+
+def apply_all(
+    optimizer: torch.optim.Optimizer, config: RunConfig, step: int, steps_per_epoch: int, total_steps: int
+) -> None:
+    """Set learning rate and damping for the coming step.
+
+    Args:
+        optimizer: Any optimizer.
+        config: The training.
+        step: Steps already taken (0 for the first).
+        steps_per_epoch: Optimizer steps in one epoch.
+        total_steps: Optimizer steps in the whole run.
+    """
+    for span in spans_at(config, step, steps_per_epoch, total_steps):
+        apply(optimizer, span.key, span.spec, step - span.first, span.steps_per_epoch, span.steps, scale=span.scale)
+
+
+def check_all(optimizer: torch.optim.Optimizer, config: RunConfig, steps_per_epoch: int, total_steps: int) -> None:
+    """Refuse schedules that do not fit the training, before its first step.
+
+    Args:
+        optimizer: The optimizer, as it starts.
+        config: The training.
+        steps_per_epoch: Optimizer steps in one epoch.
+        total_steps: Optimizer steps in the whole run.
+    """
+    first = 0
+    for steps in [phase.steps for phase in config.phases] or [total_steps]:
+        for span in spans_at(config, first, steps_per_epoch, total_steps):
+            check(optimizer, span.key, span.spec, span.steps_per_epoch, span.steps, name=span.name, scale=span.scale)
+        first += steps
 
 
 def apply(
@@ -14,6 +99,8 @@ def apply(
     step: int,
     steps_per_epoch: int,
     total_steps: int,
+    *,
+    scale: float = 1.0,
 ) -> None:
     """Set the learning rate or the damping of every parameter group for the next step.
 
@@ -24,10 +111,11 @@ def apply(
         step: Steps already taken (0 for the first).
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
+        scale: What the value that it started with is multiplied by.
     """
     for group in optimizer.param_groups:
         if key in group:
-            initial = group.setdefault(f"initial_{key}", group[key])
+            initial = group.setdefault(f"initial_{key}", group[key]) * scale
             final = None if spec.end is None else spec.end / initial
             group[key] = initial * factor(spec, step, steps_per_epoch, total_steps, final)
 
@@ -38,6 +126,9 @@ def check(
     spec: ScheduleSpec,
     steps_per_epoch: int,
     total_steps: int,
+    *,
+    name: str | None = None,
+    scale: float = 1.0,
 ) -> None:
     """Refuse a schedule that does not fit the training, before its first step.
 
@@ -47,17 +138,23 @@ def check(
         spec: The schedule.
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
+        name: The schedule's key in the recipe; `None` stands for `schedule` or `damping_schedule`.
+        scale: The factor on the initial value.
 
     Raises:
         UserError: If warm-up or horizon do not fit the length of the training, `end` is above the initial value, or the
             damping would become 0.
     """
-    name = "schedule" if key == "lr" else f"{key}_schedule"
+    name = name or ("schedule" if key == "lr" else f"{key}_schedule")
     epochs = total_steps / steps_per_epoch
     require(
         spec.warmup_epochs <= epochs,
         f"{name}.warmup_epochs={spec.warmup_epochs} is longer than the training ({epochs:g} epochs): "
         "shorten it, or raise epochs",
+    )
+    require(
+        spec.warmup_steps is None or spec.warmup_steps <= total_steps,
+        f"{name}.warmup_steps={spec.warmup_steps} is longer than the training ({total_steps} steps): shorten it",
     )
     horizon, field, training = spec.horizon_epochs, "horizon_epochs", f"{epochs:g} epochs"
     if spec.horizon_steps is not None:
@@ -70,7 +167,7 @@ def check(
     for group in optimizer.param_groups:
         if key not in group:
             continue
-        initial = group.get(f"initial_{key}", group[key])
+        initial = group.get(f"initial_{key}", group[key]) * scale
         final = None if spec.end is None else spec.end / initial
         require(
             final is None or spec.kind not in FALLS or final <= 1,

@@ -38,7 +38,7 @@ class Stepper:
         model: The network, on its device; its weights are changed in place.
         optimizer: Its optimizer.
         task: The task, which computes the loss.
-        config: The settings of accumulation, precision and compilation.
+        config: The settings of accumulation, precision, clipping and compilation.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, config: RunConfig) -> None:
@@ -63,7 +63,7 @@ class Stepper:
             DivergedError: If the loss or a gradient is not finite.
         """
         loss = torch.zeros((), device=self.task.device)
-        parts = [(part, self.task.terms(part)) for part in split_batch(batch, self.config.accumulation)]
+        parts = [(part, self.task.terms(part)) for part in split_batch(batch, self.config.accumulation_at(step - 1))]
         whole = sum(terms.number for _, terms in parts)
         if self._thor is not None:
             self._thor.of_step(whole)
@@ -79,6 +79,8 @@ class Stepper:
                     share = found.mean * (terms.number / whole)
                 self.precision.backward(share)
             loss += share.detach()
+        if self.config.clip_norm is not None:
+            self.precision.clip(self.optimizer, self.config.clip_norm)
         try:
             taken = self.precision.step(self.optimizer)
         except FloatingPointError as error:  # THOR refuses a gradient that is not finite

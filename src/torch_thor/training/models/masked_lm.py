@@ -45,20 +45,21 @@ def takes_pairs(name: str) -> bool:
     return name in BERTS
 
 
-def build(name: str, vocab_size: int, length: int, pad: int) -> nn.Module:
+def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: bool = True) -> nn.Module:
     """Build a network with torch's global random numbers.
 
     Args:
         name: A size of BERT, or the file of a transformers configuration (`config.json`) with `model_type`.
         vocab_size: Word pieces of the corpus; takes the place of what a file says.
-        length: Tokens of an example.
+        length: Most tokens of an example.
         pad: The number of [PAD].
+        next_sentence: Whether BERT has a head for next-sentence prediction; no network of a file has one.
 
     Returns:
-        `BertForPreTraining`, or what `AutoModelForMaskedLM` makes of the file.
+        `BertForPreTraining`, without that head `BertForMaskedLM`, or what `AutoModelForMaskedLM` makes of the file.
 
     Raises:
-        UserError: If the file cannot be read or describes no masked language model.
+        UserError: If the file cannot be read, describes no masked language model, or one with too few positions.
     """
     import transformers
 
@@ -73,7 +74,7 @@ def build(name: str, vocab_size: int, length: int, pad: int) -> nn.Module:
             max_position_embeddings=max(_POSITIONS, length),
             pad_token_id=pad,
         )
-        return transformers.BertForPreTraining(config)
+        return transformers.BertForPreTraining(config) if next_sentence else transformers.BertForMaskedLM(config)
     file = Path(name)
     require(file.is_file(), f"model={name}: there is no such file; give {', '.join(BERTS)} or a config.json")
     try:
@@ -84,12 +85,49 @@ def build(name: str, vocab_size: int, length: int, pad: int) -> nn.Module:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"model={name} describes no masked language model of transformers: {reason}") from error
-    positions = getattr(own, "max_position_embeddings", length)
+    positions = getattr(own, "max_position_embeddings", None)
+    first = _first_position(model)
+    numbered = "" if first == 0 else f", numbered from {first}"
     require(
-        positions >= length,
-        f"model={name} has {positions} positions, and examples have {length} tokens: lower data.text.length",
+        positions is None or positions >= first + length,
+        f"model={name} has {positions} positions{numbered}, and examples have {length} tokens: set "
+        f"max_position_embeddings to {first + length} or more in the file, or lower data.text.length",
     )
     return model
+
+
+def _first_position(model: nn.Module) -> int:
+    """Return the number of the first token's position.
+
+    RoBERTa and its relatives (camembert, data2vec-text, esm, ibert, longformer, luke, mpnet, xlm-roberta, xmod, ...)
+    count positions from one above that of padding. Those, and no others, have a table of positions with a row for
+    padding.
+    """
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if name.rpartition(".")[2] == "position_embeddings" and padding is not None:
+            return int(padding) + 1
+    return 0
+
+
+def checkpoint_activations(model: nn.Module, name: str) -> None:
+    """Have a network of transformers compute the activations inside of each layer again in the backward pass.
+
+    Args:
+        model: The network.
+        name: What the recipe calls it, for the error.
+
+    Raises:
+        UserError: If the network cannot.
+    """
+    network: Any = model
+    require(
+        bool(getattr(network, "supports_gradient_checkpointing", False)),
+        f"activation_checkpointing=true: {type(model).__name__} of model={name} does not support it; leave it false",
+    )
+    # the second name is that of transformers before 5.20
+    enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 @contextmanager

@@ -27,6 +27,21 @@ def check_not_images(recipe: Recipe, models: Sequence[str]) -> None:
         f"model={recipe.model} is not a network of task={task}: use {', '.join(models)}",
     )
     check_no_classes(recipe)
+    check_not_text(recipe)
+
+
+def check_not_text(recipe: Recipe) -> None:
+    """Refuse what only a masked language model has a use for.
+
+    Args:
+        recipe: The recipe.
+    """
+    task = recipe.task
+    require(not recipe.phases, f"phases is set: task={task} trains in one phase; leave phases out")
+    require(
+        not recipe.activation_checkpointing,
+        f"activation_checkpointing=true: task={task} has no network that can; leave activation_checkpointing=false",
+    )
 
 
 def check_no_classes(recipe: Recipe) -> None:

@@ -17,6 +17,7 @@ from torch_thor.training.data.stream import BatchLoader, DataSet, EvaluationSet,
 from torch_thor.training.engine import parallel
 from torch_thor.training.errors import require
 from torch_thor.training.models.classifiers import build_model, check_fits, check_head, check_name
+from torch_thor.training.tasks.checks import check_not_text
 from torch_thor.training.tasks.smoothing import check_smoothing, training_loss
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
@@ -79,6 +80,7 @@ class ImageClassification:
             f"data.name={recipe.data.name} is text, and task={recipe.task} needs images: set task=masked-lm, or choose "
             "other data",
         )
+        check_not_text(recipe)
 
     @classmethod
     def open(

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor.training.config.data_spec import PYTHON_TEXT, TEXTS
-from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches
-from torch_thor.training.data.stream import BatchLoader, Streams, TrainingStream
+from torch_thor.training.config.data_spec import TEXTS
+from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
+from torch_thor.training.data.stream import BatchLoader, Streams
+from torch_thor.training.data.workers import check_workers
+from torch_thor.training.engine import parallel
 from torch_thor.training.errors import require
 from torch_thor.training.models import masked_lm as models
+from torch_thor.training.tasks import text_batches
 from torch_thor.training.tasks.checks import check_no_classes
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
@@ -28,7 +30,6 @@ if TYPE_CHECKING:  # a recipe asks its task what it may say
     from torch_thor.training.text.pairs import PairMaker
 
 EVALUATION_BATCH = 32  # examples
-CACHE = Path("~/.cache/torch-thor")
 _NEXT_SENTENCE = "next_sentence_label"
 
 
@@ -36,9 +37,9 @@ class MaskedLM:
     """A network that predicts masked tokens; batches are those of :class:`torch_thor.training.text.pairs.PairMaker`.
 
     Args:
-        train: Makes the examples to train on; `None` where there is only an evaluation.
+        train: Makes the examples to train on, by their length; empty where there is only an evaluation.
         held_out: Makes the examples to evaluate on.
-        recipe: Network, batch size and seed.
+        recipe: Network, batch size, phases and seed.
         device: Where batches go.
     """
 
@@ -70,7 +71,9 @@ class MaskedLM:
         ),
     )
 
-    def __init__(self, train: PairMaker | None, held_out: PairMaker, recipe: Recipe, device: torch.device) -> None:
+    def __init__(
+        self, train: Mapping[int, PairMaker], held_out: PairMaker, recipe: Recipe, device: torch.device
+    ) -> None:
         self.train, self.held_out, self.recipe, self.device = train, held_out, recipe, device
 
     @classmethod
@@ -90,10 +93,6 @@ class MaskedLM:
             recipe.data.name in TEXTS,
             f"data.name={recipe.data.name}: task={recipe.task} takes {' or '.join(TEXTS)} (from torch-thor prepare)",
         )
-        require(
-            recipe.data.name == PYTHON_TEXT or recipe.data.root is not None,
-            "data.root is not set: give the folder that torch-thor prepare has written",
-        )
 
     @classmethod
     def open(
@@ -110,7 +109,10 @@ class MaskedLM:
         Returns:
             The task.
         """
-        return cls(_maker(recipe, "train", say), _maker(recipe, "held-out", say), recipe, device)
+        check_workers(recipe.data.workers, parallel.local_processes(), say)
+        folder = text_batches.corpus_folder(recipe, say)
+        held_out = text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length)
+        return cls(text_batches.training_makers(recipe, folder), held_out, recipe, device)
 
     @classmethod
     def open_saved(
@@ -127,7 +129,8 @@ class MaskedLM:
         Returns:
             The task.
         """
-        return cls(None, _maker(recipe, "held-out", say), recipe, device)
+        folder = text_batches.corpus_folder(recipe, say)
+        return cls({}, text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length), recipe, device)
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
@@ -155,7 +158,7 @@ class MaskedLM:
 
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=self.held_out.corpus.tokenizer(),
-            model_max_length=self.recipe.data.text.length,
+            model_max_length=text_batches.longest(self.recipe),
             unk_token=UNKNOWN,
             pad_token=PAD,
             cls_token=CLASS,
@@ -170,7 +173,12 @@ class MaskedLM:
             The network, on the CPU.
         """
         maker = self.held_out
-        return models.build(self.recipe.model, maker.vocab_size, self.recipe.data.text.length, maker.pad)
+        model = models.build(
+            self.recipe.model, maker.vocab_size, text_batches.longest(self.recipe), maker.pad, next_sentence=maker.pairs
+        )
+        if self.recipe.activation_checkpointing:
+            models.checkpoint_activations(model, self.recipe.model)
+        return model
 
     def open_data(self, shard: Shard) -> Streams:
         """Open the corpus from the beginning.
@@ -181,13 +189,11 @@ class MaskedLM:
         Returns:
             Training batches and evaluation batches.
         """
-        assert self.train is not None
-        from torch_thor.training.text.loader import PairLoader
-
-        order = TrainingOrder(len(self.train.corpus), self.recipe.batch_size, self.recipe.seed, shard)
-        loader = PairLoader(self.train, order, self.recipe.seed, self.device)
         evaluation = EvaluationOrder(len(self.held_out.corpus), EVALUATION_BATCH, shard)
-        return Streams(TrainingStream(loader, order), PairLoader(self.held_out, evaluation, 0, self.device, fixed=True))
+        return Streams(
+            text_batches.training_batches(self.train, self.recipe, shard, self.device),
+            text_batches.batch_loader(self.held_out, self.recipe, evaluation, self.device, fixed=True),
+        )
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
         """Open the held-out part alone.
@@ -198,10 +204,8 @@ class MaskedLM:
         Returns:
             The rank's batches.
         """
-        from torch_thor.training.text.loader import PairLoader
-
         order = WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard)
-        return PairLoader(self.held_out, order, 0, self.device, fixed=True)
+        return text_batches.batch_loader(self.held_out, self.recipe, order, self.device, fixed=True)
 
     def terms(self, batch: Batch) -> Terms:
         """Count masked tokens.
@@ -274,19 +278,3 @@ class MaskedLM:
         if scores.dim() == 3:  # of all tokens
             scores = scores.flatten(0, 1)[rows]
         return scores, batch["labels"].flatten()[rows], following
-
-
-def _maker(recipe: Recipe, side: str, say: Callable[[str], None]) -> PairMaker:
-    """Make the examples of one side of the recipe's corpus."""
-    from torch_thor.training.text.corpus import Corpus
-    from torch_thor.training.text.pairs import Masking, PairMaker
-    from torch_thor.training.text.python_corpus import python_corpus
-
-    text, root = recipe.data.text, recipe.data.root
-    if recipe.data.name == PYTHON_TEXT:
-        cache = CACHE.expanduser() if root is None else Path(root)
-        folder = python_corpus(cache, text.vocab_size, text.length, say)
-    else:
-        folder = Path(str(root))
-    corpus = Corpus(folder, side, text.length)
-    return PairMaker(corpus, Masking(text.masked, text.whole_words), pairs=models.takes_pairs(recipe.model))

@@ -45,6 +45,13 @@ class Corpus:
         """Examples."""
         return self._firsts[-1]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_open"}  # each process maps for itself
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open = lru_cache(_OPEN_SHARDS)(self._map)
+
     def tokenizer(self) -> Any:
         """The corpus's tokenizer.
 

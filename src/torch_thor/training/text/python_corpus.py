@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -17,19 +17,19 @@ from torch_thor.training.text.sources import PYTHON
 HELD_OUT = 0.05  # of some seventy documents
 
 
-def python_corpus(cache: Path, vocab_size: int, length: int, say: Callable[[str], None]) -> Path:
+def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]) -> Path:
     """Find the corpus in a cache, or prepare it there.
 
     Args:
         cache: The folder of the cache.
         vocab_size: Word pieces to train.
-        length: Tokens of an example.
+        lengths: Tokens of an example, one number or several.
         say: Told when it is prepared.
 
     Returns:
         The folder of the corpus.
     """
-    settings = Settings(vocab_size=vocab_size, lengths=(length,), held_out=HELD_OUT)
+    settings = Settings(vocab_size=vocab_size, lengths=tuple(sorted(set(lengths))), held_out=HELD_OUT)
     facts = json.dumps({**settings.plain(), "python": platform.python_version()}, sort_keys=True)
     folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     cache.mkdir(parents=True, exist_ok=True)

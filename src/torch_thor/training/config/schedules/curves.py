@@ -91,7 +91,7 @@ def factor(spec: ScheduleSpec, step: int, steps_per_epoch: int, total_steps: int
     Returns:
         The factor on the starting value.
     """
-    warmup = round(spec.warmup_epochs * steps_per_epoch)
+    warmup = spec.warmup(steps_per_epoch)
     horizon = spec.horizon(steps_per_epoch, total_steps)
     past = max(0, step - warmup)
     moment = Moment(

@@ -14,6 +14,7 @@ class ScheduleSpec:
     Args:
         kind: The formula: constant, linear, cosine, polynomial, exponential, step, thor-lr or thor-damping.
         warmup_epochs: Length of a linear warm-up, in epochs; fractions are allowed, and 0 is no warm-up.
+        warmup_steps: Length of the warm-up in steps; give only one of the two.
         final: Factor reached at the horizon (linear, cosine, polynomial), in [0, 1].
         rate: Factor per epoch (exponential) or per ten epochs (thor-damping), in (0, 1].
         end: Value reached at the horizon (linear, cosine, polynomial), instead of the factor `final`; `None` uses
@@ -30,6 +31,7 @@ class ScheduleSpec:
 
     kind: str = "constant"
     warmup_epochs: float = 0.0
+    warmup_steps: int | None = None
     final: float = 0.0
     rate: float = 1.0
     end: float | None = None
@@ -44,6 +46,14 @@ class ScheduleSpec:
     def __post_init__(self) -> None:
         require(self.kind in SHAPES, f"kind={self.kind} is not a schedule: use one of {', '.join(SHAPES)}")
         require(0 <= self.warmup_epochs < math.inf, f"warmup_epochs={self.warmup_epochs} must be 0 or more")
+        require(
+            self.warmup_steps is None or self.warmup_steps >= 0,
+            f"warmup_steps={self.warmup_steps} must be 0 or more; null takes warmup_epochs",
+        )
+        require(
+            self.warmup_steps is None or self.warmup_epochs == 0,
+            f"warmup_epochs={self.warmup_epochs} and warmup_steps={self.warmup_steps} say the same: give one",
+        )
         require(
             0 <= self.final <= 1,
             f"final={self.final} must lie in [0, 1]: it is a factor on the starting value",
@@ -88,6 +98,17 @@ class ScheduleSpec:
     def ends_with_training(self) -> bool:
         """Whether the values of the schedule depend on the length of the training."""
         return self.kind in BOUNDED and self.horizon_epochs is None and self.horizon_steps is None
+
+    def warmup(self, steps_per_epoch: int) -> int:
+        """Return how long the warm-up is.
+
+        Args:
+            steps_per_epoch: Optimizer steps in one epoch.
+
+        Returns:
+            w, in steps.
+        """
+        return round(self.warmup_epochs * steps_per_epoch) if self.warmup_steps is None else self.warmup_steps
 
     def horizon(self, steps_per_epoch: int, total_steps: int) -> float:
         """Return the horizon, where the schedule ends.

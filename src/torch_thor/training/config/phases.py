@@ -1,0 +1,95 @@
+"""The phases of a training, as a recipe lists them: parts with their own batch size or length of examples."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_thor.training.config.schedules.spec import ScheduleSpec
+from torch_thor.training.config.text_spec import SHORTEST
+from torch_thor.training.errors import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One phase of a training. A setting that is `None` has the value that the recipe gives for the whole training.
+
+    Args:
+        steps: Number of optimizer steps in the phase.
+        length: Tokens per example, for masked-lm; `None` uses `data.text.length`.
+        batch_size: Samples per step, on all processes together.
+        accumulation: Number of micro-batches into which the batch of a step is divided.
+        lr_factor: Factor on the learning rate during this phase.
+        schedule: Schedule of the learning rate for this phase alone. It begins and ends with the phase, and an epoch in
+            it is the whole phase. `None` continues the schedule of the whole training.
+    """
+
+    steps: int
+    length: int | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    lr_factor: float = 1.0
+    schedule: ScheduleSpec | None = None
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, f"phases: steps={self.steps} must be 1 or more in each phase")
+        require(
+            self.length is None or self.length >= SHORTEST,
+            f"phases: length={self.length} must be {SHORTEST} tokens or more; null is data.text.length",
+        )
+        for name in ("batch_size", "accumulation"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"phases: {name}={value} must be 1 or more; null is the recipe's")
+        require(
+            0 < self.lr_factor < math.inf,
+            f"phases: lr_factor={self.lr_factor} must be above 0: the learning rate is multiplied by it",
+        )
+
+
+def check_phases(
+    phases: Sequence[Phase], *, epochs: int, steps: int | None, batch_size: int, accumulation: int
+) -> None:
+    """Refuse phases that do not fit the rest of a recipe.
+
+    Args:
+        phases: The phases; none fit everything.
+        epochs: Of the recipe.
+        steps: Of the recipe.
+        batch_size: Of the recipe, for phases that have none of their own.
+        accumulation: Likewise.
+    """
+    if not phases:
+        return
+    numbers = [phase.steps for phase in phases]
+    require(
+        epochs == 1,
+        f"epochs={epochs}: with phases a training ends after their {sum(numbers)} steps; leave epochs out",
+    )
+    require(
+        steps is None or steps == sum(numbers),
+        f"steps={steps} is not the sum of the phases' steps ({' + '.join(map(str, numbers))} = {sum(numbers)}): leave "
+        f"steps out, or change the phases",
+    )
+    for number, phase in enumerate(phases):
+        size, parts = phase.batch_size or batch_size, phase.accumulation or accumulation
+        require(
+            parts <= size,
+            f"phases[{number}]: accumulation={parts} is more than batch_size={size}: it is parts of a batch",
+        )
+
+
+def phase_at(phases: Sequence[Phase], step: int) -> tuple[Phase, int]:
+    """Find the phase of a step.
+
+    Args:
+        phases: One phase or more.
+        step: Steps already taken (0 for the first step).
+
+    Returns:
+        The phase, and the steps of all phases before it; for a step after the last phase, the last one.
+    """
+    first = 0
+    for phase in phases[:-1]:
+        if step < first + phase.steps:
+            return phase, first
+        first += phase.steps
+    return phases[-1], first

@@ -1,0 +1,172 @@
+"""The corpus that a recipe of a masked language model names, and the batches of its phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_thor.training.config.data_spec import PYTHON_TEXT
+from torch_thor.training.data.phased_stream import PhasedStream
+from torch_thor.training.data.shards import BatchOrder, Shard, TrainingOrder
+from torch_thor.training.data.stream import BatchLoader, TrainingBatches, TrainingStream
+from torch_thor.training.errors import UserError
+from torch_thor.training.models import masked_lm as models
+
+if TYPE_CHECKING:  # what is imported here needs the libraries of text
+    from torch_thor.training.config.recipe import Recipe
+    from torch_thor.training.text.pairs import PairMaker
+
+CACHE = Path("~/.cache/torch-thor")
+
+
+def longest(recipe: Recipe) -> int:
+    """Return the most tokens that an example has, in any phase or in an evaluation.
+
+    Args:
+        recipe: The recipe.
+
+    Returns:
+        Tokens.
+    """
+    return max(_lengths(recipe))
+
+
+def corpus_folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
+    """Find the recipe's corpus; the text that Python carries is prepared when it is first used.
+
+    Args:
+        recipe: The recipe.
+        say: Told when a corpus is prepared.
+
+    Returns:
+        Its folder.
+
+    Raises:
+        UserError: If the recipe names none.
+    """
+    from torch_thor.training.text.python_corpus import python_corpus
+
+    text, root = recipe.data.text, recipe.data.root
+    if recipe.data.name == PYTHON_TEXT:
+        cache = CACHE.expanduser() if root is None else Path(root)
+        return python_corpus(cache, text.vocab_size, _lengths(recipe), say)
+    if root is None:
+        raise UserError("data.root is not set: give the folder that torch-thor prepare has written")
+    return Path(root).expanduser()
+
+
+def training_makers(recipe: Recipe, folder: Path) -> dict[int, PairMaker]:
+    """Open what is trained on.
+
+    Args:
+        recipe: The recipe.
+        folder: The corpus.
+
+    Returns:
+        What makes examples, by their length.
+
+    Raises:
+        UserError: If the corpus has no examples of a length; it names the phase.
+    """
+    own = recipe.data.text.length
+    makers: dict[int, PairMaker] = {}
+    for number, phase in enumerate(recipe.phases):
+        length = phase.length or own
+        with _saying(f"phases[{number}].length={length}"):
+            makers[length] = makers.get(length) or pair_maker(recipe, folder, "train", length)
+    return makers or {own: pair_maker(recipe, folder, "train", own)}
+
+
+def pair_maker(recipe: Recipe, folder: Path, side: str, length: int) -> PairMaker:
+    """Open one side of a corpus.
+
+    Args:
+        recipe: The recipe.
+        folder: The corpus.
+        side: `train` or `held-out`.
+        length: Tokens of an example.
+
+    Returns:
+        What makes examples.
+    """
+    from torch_thor.training.text.corpus import Corpus
+    from torch_thor.training.text.pairs import Masking, PairMaker
+
+    text = recipe.data.text
+    pairs = text.next_sentence and models.takes_pairs(recipe.model)
+    return PairMaker(Corpus(folder, side, length), Masking(text.masked, text.whole_words), pairs=pairs)
+
+
+def training_batches(
+    makers: Mapping[int, PairMaker], recipe: Recipe, shard: Shard, device: torch.device
+) -> TrainingBatches:
+    """Open the training batches of all phases.
+
+    Args:
+        makers: Make the examples, by their length.
+        recipe: The recipe.
+        shard: Which rank of how many.
+        device: Where batches go.
+
+    Returns:
+        The rank's batches.
+
+    Raises:
+        UserError: If a phase's batch size fits neither the corpus nor the ranks; it names the phase.
+    """
+
+    def stream(length: int, batch_size: int, epoch: int = 0) -> TrainingStream:
+        maker = makers[length]
+        order = TrainingOrder(len(maker.corpus), batch_size, recipe.seed, shard)
+        return TrainingStream(batch_loader(maker, recipe, order, device), order, epoch)
+
+    own = recipe.data.text.length
+    if not recipe.phases:
+        return stream(own, recipe.batch_size)
+    streams: list[tuple[int, TrainingStream]] = []
+    epoch = 0  # each phase goes on with the next one: no two phases of one length have the same masks
+    for number, phase in enumerate(recipe.phases):
+        with _saying(f"phases[{number}]"):
+            opened = stream(phase.length or own, phase.batch_size or recipe.batch_size, epoch)
+        streams.append((phase.steps, opened))
+        epoch += math.ceil(phase.steps / len(opened))
+    return PhasedStream(streams)
+
+
+def batch_loader(
+    maker: PairMaker, recipe: Recipe, order: BatchOrder, device: torch.device, *, fixed: bool = False
+) -> BatchLoader:
+    """Open batches of one length.
+
+    Args:
+        maker: Makes the examples.
+        recipe: The recipe.
+        order: Which examples, and when.
+        device: Where batches go.
+        fixed: Whether examples are the same in each epoch and for each seed, as those of an evaluation are.
+
+    Returns:
+        The batches.
+    """
+    from torch_thor.training.text.loader import PairLoader
+
+    seed = 0 if fixed else recipe.seed
+    return PairLoader(maker, order, seed, device, workers=recipe.data.workers, fixed=fixed)
+
+
+def _lengths(recipe: Recipe) -> list[int]:
+    own = recipe.data.text.length
+    return sorted({own, *(phase.length or own for phase in recipe.phases)})
+
+
+@contextmanager
+def _saying(where: str) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error

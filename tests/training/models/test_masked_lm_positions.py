@@ -1,0 +1,74 @@
+"""Networks of transformers by their configuration: positions that are numbered from above padding."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from torch_thor.training import UserError
+from torch_thor.training.models.masked_lm import BERTS, build
+
+LENGTH, VOCABULARY, PAD = 32, 99, 3
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "dim": 32,
+    "hidden_dim": 64, "n_layers": 1, "n_heads": 2, "attention_window": [8], "d_model": 32, "embedding_size": 32,
+    "entity_vocab_size": 9, "entity_emb_size": 32, "emb_dim": 32, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "languages": ["en_XX"], "default_language": "en_XX",
+}  # fmt: skip
+FROM_ZERO = ["albert", "bart", "bert", "big_bird", "convbert", "distilbert", "electra", "nystromformer", "roformer"]
+ABOVE_PADDING = [
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+]  # fmt: skip
+
+
+def made(folder, kind, positions):
+    file = folder / f"{positions}.json"
+    file.write_text(json.dumps({**SIZES, "model_type": kind, "max_position_embeddings": positions}))
+    return build(str(file), VOCABULARY, LENGTH, PAD)
+
+
+def forward(model):
+    with torch.no_grad():
+        tokens = torch.randint(5, VOCABULARY, (2, LENGTH))
+        return model.eval()(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+
+
+@pytest.mark.parametrize("kind", FROM_ZERO)
+def test_as_many_positions_as_tokens_suffice(tmp_path, kind):
+    assert forward(made(tmp_path, kind, LENGTH)).shape == (2, LENGTH, VOCABULARY)
+    with pytest.raises(UserError, match=f"has {LENGTH - 1} positions, and examples have {LENGTH} tokens"):
+        made(tmp_path, kind, LENGTH - 1)
+
+
+@pytest.mark.parametrize("kind", ABOVE_PADDING)
+def test_positions_that_begin_above_padding_must_reach_further(tmp_path, kind):
+    first = 2 if kind == "mpnet" else PAD + 1  # mpnet has a padding position of its own
+    with pytest.raises(
+        UserError, match=f"numbered from {first}, .*max_position_embeddings to {LENGTH + first} or more"
+    ):
+        made(tmp_path, kind, LENGTH + first - 1)
+    enough = made(tmp_path, kind, LENGTH + first)
+    assert forward(enough).shape == (2, LENGTH, VOCABULARY)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "mpnet", "esm"])
+def test_one_position_less_is_an_error_of_transformers(tmp_path, kind):
+    """So that what is refused here is not refused in vain."""
+    first = 2 if kind == "mpnet" else PAD + 1
+    values = {**SIZES, "max_position_embeddings": LENGTH + first - 1, "vocab_size": VOCABULARY, "pad_token_id": PAD}
+    config = transformers.AutoConfig.for_model(kind, **values)
+    with pytest.raises((IndexError, RuntimeError)):
+        forward(transformers.AutoModelForMaskedLM.from_config(config))
+
+
+def test_bert_with_and_without_next_sentence_prediction(monkeypatch):
+    monkeypatch.setitem(BERTS, "bert-tiny", (1, 32, 2, 64))
+    both, one = (build("bert-tiny", VOCABULARY, 600, PAD, next_sentence=said) for said in (True, False))
+    assert type(both) is transformers.BertForPreTraining
+    assert type(one) is transformers.BertForMaskedLM
+    assert both.config.max_position_embeddings == one.config.max_position_embeddings == 600
+    assert not any(isinstance(module, nn.Linear) and module.out_features == 2 for module in one.modules())
