@@ -165,7 +165,7 @@ from torch_thor.training.data import DataBundle, load_data
 from torch_thor.training.models import build_model
 from torch_thor.training.tasks import ImageClassification, MaskedLM
 for name in {recipe_names()!r}:
-    override(load_recipe(name), ["epochs=3"])
+    override(load_recipe(name), ["seed=3"])
 load_recipe("digits", ["model=timm:vit_tiny_patch16_224"])
 libraries = ("torchvision", "timm", "sklearn", "PIL", "transformers", "matplotlib", "tensorboard", "pyarrow")
 print([name for name in libraries if name in sys.modules])
