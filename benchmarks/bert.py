@@ -151,12 +151,10 @@ def open_task(contest: Contest, seed: int, corpus: Path) -> MaskedLM:
     words = [
         "data.name=corpus", f"data.root={corpus}", "data.text.length=64", f"seed={seed}",
         f"steps={contest.steps}", f"batch_size={contest.batch_size}", f"accumulation={contest.parts}",
-        f"eval_interval={contest.eval_interval}", "targets=[]", "device=cpu",
+        f"schedule.warmup_steps={round(WARM_UP * contest.steps)}", f"eval_interval={contest.eval_interval}",
+        "targets=[]", "device=cpu",
     ]  # fmt: skip
-    task = MaskedLM.open(load_recipe("bert-tiny", words), torch.device("cpu"), print, print)
-    epoch = task.open_data(Shard()).train.order.batches
-    recipe = load_recipe("bert-tiny", [*words, f"schedule.warmup_epochs={WARM_UP * contest.steps / epoch!r}"])
-    return MaskedLM(task.train, task.held_out, recipe, task.device)
+    return MaskedLM.open(load_recipe("bert-tiny", words), torch.device("cpu"), print, print)
 
 
 @dataclass(frozen=True)

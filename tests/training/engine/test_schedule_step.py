@@ -169,7 +169,7 @@ UNFIT = [
     ("lr", {"kind": "cosine", "horizon_epochs": 1}, r"schedule\.horizon_epochs=1 is shorter"),
     ("lr", {"kind": "linear", "horizon_epochs": 1}, r"schedule\.horizon_epochs=1 is shorter"),
     ("damping", {"kind": "thor-lr", "horizon_epochs": 3}, r"damping_schedule\.horizon_epochs=3 is shorter"),
-    ("damping", {"kind": "thor-lr", "horizon_epochs": 4}, r"damping_schedule: thor-lr brings damping to 0"),
+    ("damping", {"kind": "thor-lr", "horizon_epochs": 4}, r"damping_schedule: thor-lr sets damping to 0"),
     ("lr", {"kind": "constant", "warmup_epochs": 4.5}, r"schedule\.warmup_epochs=4\.5 is longer .*4 epochs"),
     ("lr", {"kind": "polynomial", "end": 0.2}, r"schedule\.end=0\.2 is above lr=0\.1"),
 ]
