@@ -29,7 +29,6 @@ from torch import nn
 from torch_thor import LAMB, THOR
 from torch_thor.bench import Folder, describe, script
 from torch_thor.training import DivergedError, Run, load_recipe, train
-from torch_thor.training.data import Shard
 from torch_thor.training.optimizers import MuonAdamW
 from torch_thor.training.tasks import MaskedLM
 

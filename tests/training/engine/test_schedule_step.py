@@ -171,7 +171,7 @@ UNFIT = [
     ("damping", {"kind": "thor-lr", "horizon_epochs": 3}, r"damping_schedule\.horizon_epochs=3 is shorter"),
     ("damping", {"kind": "thor-lr", "horizon_epochs": 4}, r"damping_schedule: thor-lr sets damping to 0"),
     ("lr", {"kind": "constant", "warmup_epochs": 4.5}, r"schedule\.warmup_epochs=4\.5 is longer .*4 epochs"),
-    ("lr", {"kind": "polynomial", "end": 0.2}, r"schedule\.end=0\.2 is above lr=0\.1"),
+    ("lr", {"kind": "polynomial", "end": 0.2}, r"schedule\.end=0\.2 is above the initial lr=0\.1"),
 ]
 
 

@@ -54,7 +54,7 @@ def test_warm_up_in_steps():
         ([Phase(steps=4, schedule=ScheduleSpec("linear", horizon_steps=3)), Phase(steps=2)],
          r"phases\[0\]\.schedule\.horizon_steps=3 is shorter than the training \(4 steps\)"),
         ([Phase(steps=6, lr_factor=0.1, schedule=ScheduleSpec("linear", end=0.1))],
-         r"phases\[0\]\.schedule\.end=0\.1 is above lr=0\.08"),
+         r"phases\[0\]\.schedule\.end=0\.1 is above the initial lr=0\.08,"),
     ],
 )  # fmt: skip
 def test_schedules_of_phases_that_do_not_fit_are_refused(phases, message):
