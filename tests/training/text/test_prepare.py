@@ -14,7 +14,7 @@ from dumps import article, dump, write_dump
 from torch_thor.training.checksums import sha256
 from torch_thor.training.errors import UserError
 from torch_thor.training.text import prepare as module
-from torch_thor.training.text import sources
+from torch_thor.training.text import sources, stages
 from torch_thor.training.text.arrow_files import read_table
 from torch_thor.training.text.encoding import spans
 from torch_thor.training.text.manifest import Manifest, Settings
@@ -108,7 +108,7 @@ def test_the_number_of_processes_changes_nothing(wiki, tmp_path):
 def test_a_preparation_that_was_stopped_goes_on(wiki, tmp_path, monkeypatch, stage, after):
     run(tmp_path / "whole", wiki)
     calls = []
-    real = {name: getattr(module, name) for name in ("clean_unit", "train_tokenizer", "encode_unit")}
+    real = {name: getattr(stages, name) for name in ("clean_unit", "train_tokenizer", "encode_unit")}
 
     def counted(name, limit):
         def work(*arguments):
@@ -121,14 +121,14 @@ def test_a_preparation_that_was_stopped_goes_on(wiki, tmp_path, monkeypatch, sta
 
     for name in real:
         monkeypatch.setattr(
-            module, name, counted(name, (0 if name == "train_tokenizer" else after) if name == stage else None)
+            stages, name, counted(name, (0 if name == "train_tokenizer" else after) if name == stage else None)
         )
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped", wiki)
     done = list(calls)
     calls.clear()
     for name in real:
-        monkeypatch.setattr(module, name, counted(name, None))
+        monkeypatch.setattr(stages, name, counted(name, None))
     run(tmp_path / "stopped", wiki)
     assert checksums(tmp_path / "stopped") == checksums(tmp_path / "whole")
     units = done.count("clean_unit") + calls.count("clean_unit") - (stage == "clean_unit")

@@ -52,9 +52,9 @@ def test_paragraphs_are_left_and_nothing_else():
 
 PIECES = (
     "''", "'''", "[[", "]]", "|", "{{", "}}", "{|", "|}", "|-", "\n", "\n* ", "\n:", "\n|| ", "! ", "\n== ", "== \n",
-    "<ref>", "</ref>", "<ref name=a />", "<br>", "<!--", "-->", "&amp;", "&#39;", "[http://a.b ", "]", "{{{", "}}}", "=",
-    "<div class={{x}}>", "</div>", "<nowiki>", "</nowiki>", "<math>", "</math>", "<table>", "<tr>", "<td>", "</td>",
-    "</table>", "<li>", "<span>", "</span>", "File:", "some words ", "many other words that go on ",
+    "<ref>", "</ref>", "<ref name=a />", "<br>", "<!--", "-->", "&amp;", "&#39;", "[http://a.b ", "]", "{{{", "}}}",
+    "=", "<div class={{x}}>", "</div>", "<nowiki>", "</nowiki>", "<math>", "</math>", "<table>", "<tr>", "<td>",
+    "</td>", "</table>", "<li>", "<span>", "</span>", "File:", "some words ", "many other words that go on ",
 )  # fmt: skip
 
 

@@ -162,8 +162,9 @@ def clean(wikitext: str) -> tuple[str, ...]:
     from mwparserfromhell.parser.builder import Builder
 
     pieces: list[str] = []
-    tokens = Parser()._tokenizer.tokenize(wikitext)
-    _collect(Builder().build(_without_markup(tokens)).nodes, pieces)
+    parser, builder = Parser(), Builder()  # type: ignore[no-untyped-call]
+    tokens = parser._tokenizer.tokenize(wikitext)
+    _collect(builder.build(_without_markup(tokens)).nodes, pieces)  # type: ignore[no-untyped-call]
     found = []
     for line in "".join(pieces).split("\n"):
         text = _SPACE.sub(" ", line.replace("\x00", "")).strip()
