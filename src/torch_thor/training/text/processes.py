@@ -43,7 +43,7 @@ def open_pool(workers: int) -> AbstractContextManager[Pool]:
     if workers == 1:
         return nullcontext()
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start)
 
 
 def results(pool: Pool, work: Callable[..., Any], jobs: Iterable[Job], workers: int) -> Iterator[tuple[Any, Any]]:
@@ -86,8 +86,12 @@ def results(pool: Pool, work: Callable[..., Any], jobs: Iterable[Job], workers: 
                 future.cancel()
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it has gone: a pool's processes would wait for work for ever."""
+def _start() -> None:
+    """Prepare a worker process.
+
+    It ends when the process that started it has gone: it would wait for work for ever. It uses one thread.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

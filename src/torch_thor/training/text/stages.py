@@ -6,6 +6,7 @@ over. *Encode*: documents become shards of token ids.
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,15 +183,15 @@ def tokenizer(work: Work, given: Path | None, reports: Sequence[CleanReport]) ->
         if given is not None:
             made = load_tokenizer(given, settings.lowercase)
         else:
-            counts = _count(work, reports, bar)
-            words = most_frequent(counts.words, MOST_WORDS)
-            made = train_tokenizer(words, counts.characters, settings.vocab_size, settings.lowercase)
+            words, characters = _count(work, reports, bar)
+            made = train_tokenizer(words, characters, settings.vocab_size, settings.lowercase)
         write_whole(file, made.to_str(pretty=True), REMEDY)
         bar.end()
     return int(load_tokenizer(file).get_vocab_size())
 
 
-def _count(work: Work, reports: Sequence[CleanReport], bar: Bar) -> WordCounts:
+def _count(work: Work, reports: Sequence[CleanReport], bar: Bar) -> tuple[list[tuple[str, int]], Counter[str]]:
+    """Count the words that the tokenizer is trained on, and all characters."""
     share, settings = SAMPLE / max(1, sum(report.characters for report in reports)), work.settings
     jobs = (
         Job((number, report), (work.out / CLEAN, number, share, settings.seed, settings.lowercase))
@@ -200,7 +201,7 @@ def _count(work: Work, reports: Sequence[CleanReport], bar: Bar) -> WordCounts:
     for (number, report), found in results(work.pool, count_unit, jobs, work.workers):
         counts.add(found)
         bar.advance(number + 1, {"characters": min(1, share) * report.characters})
-    return counts
+    return most_frequent(counts.words, MOST_WORDS), counts.characters
 
 
 def encode(work: Work, units: int) -> list[ShardReport]:

@@ -37,8 +37,8 @@ class WordCounts:
         """
         self.words.update(other.words)
         self.characters.update(other.characters)
-        if len(self.words) > 3 * MOST_WORDS:
-            self.words = Counter(dict(most_frequent(self.words, 2 * MOST_WORDS)))
+        if len(self.words) > 2 * MOST_WORDS:
+            self.words = Counter(dict(most_frequent(self.words, 3 * MOST_WORDS // 2)))
 
 
 def count_words(sentences: Iterable[str], lowercase: bool) -> WordCounts:
