@@ -107,7 +107,7 @@ def _short(number: float) -> str:
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {letter}"
-    return f"{number:.3g} "
+    return f"{number:.3g}"
 
 
 def clean(work: Work, sources: list[Source], most_faults: float) -> list[CleanReport]:
