@@ -47,16 +47,10 @@ def test_a_corpus_holds_every_article_once_and_says_so(wiki, tmp_path):
     assert train + held_out == 80
     assert 1 <= held_out <= 20
     assert f"train: {train} documents" in said
-    for stage, unit in (
-        ("cleaning", "bytes"),
-        ("cleaning", "documents"),
-        ("tokenizer", "characters"),
-        ("encoding", "tokens"),
-    ):
-        assert re.search(
-            rf"^{stage}: .*\b[0-9.]+( [kM])? {unit} \([0-9.]+( [kM])?/s\).*, in [0-9.]+ s$", said, re.MULTILINE
-        )
-    assert "80 documents (" in said
+    number = r"[0-9.]+( [kM])?"
+    for stage, unit in (("cleaning", "bytes"), ("tokenizer", "characters"), ("encoding", "tokens")):
+        assert re.search(rf"^{stage}: .*\b{number} {unit} \({number}/s\).*, in [0-9.]+ s$", said, re.MULTILINE)
+    assert said.count(" 80 documents (") >= 2  # cleaned and encoded
     assert Manifest.read(tmp_path / "corpus") == manifest
     manifest.check_files(tmp_path / "corpus")
     assert manifest.faults == []

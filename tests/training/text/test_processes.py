@@ -42,5 +42,5 @@ def test_an_error_in_a_job_is_raised_here(pool):
 
 
 def test_a_process_that_is_killed_is_one_clear_error():
-    with open_pool(2) as pool, pytest.raises(UserError, match="ended from outside .* give the same command again"):
+    with open_pool(2) as pool, pytest.raises(UserError, match=r"ended from outside .* give the same command again"):
         list(results(pool, os._exit, [Job(0, (9,))], 2))
