@@ -5,13 +5,14 @@
 
 The steps are those of `torch-thor train` with task: masked-lm (network, loss on the masked tokens and the next-sentence
 prediction, row mask, number of loss terms) and each optimizer's default settings, on random tokens. AdamW, THOR and
-scale-free THOR take turns in a drawn order, on one thread. THOR refreshes all layers in every second step, so that each
+scale-free THOR take turns in a drawn order, on one thread; times are the processor's. THOR refreshes all layers in every second step, so that each
 round of two has one ordinary step and one refresh; a ratio is the median of the ratios within a round.
 The memory of the curvature is measured, and computed from the layers' sizes, for BERT-large by computation alone.
 """
 
 import argparse
 import statistics
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +109,7 @@ def seconds(model: str, batch: Batch, vocab_size: int, rounds: int) -> tuple[dic
             assert bool(optimizers[name].last_refresh) is second
         return name + {BASE: " 2", **dict.fromkeys(FORMS, " refresh")}[name] if second else name
 
-    times = take_turns(steps, 2 * rounds, warm_up=2, name_of=name_of)
+    times = take_turns(steps, 2 * rounds, warm_up=2, name_of=name_of, clock=time.process_time)
     return times, {name: curvature_bytes(optimizers[name]) for name in FORMS}
 
 
