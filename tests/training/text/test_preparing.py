@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,8 +15,7 @@ from rich.console import Console
 from dumps import dump, plain, small_units, write_dump
 from sums import sha256
 from torch_thor.training import UserError
-from torch_thor.training.text import Manifest, Preparation, Settings, load_tokenizer, prepare
-from torch_thor.training.text import preparing as module
+from torch_thor.training.text import Manifest, Preparation, Settings, load_tokenizer, prepare, stages
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SETTINGS = Settings(vocab_size=300, lengths=(32, 128), held_out=0.1)
@@ -48,6 +48,10 @@ def test_a_corpus_holds_every_article_once_and_says_so(wiki, tmp_path):
     assert train + held_out == 80
     assert 1 <= held_out <= 20
     assert f"train: {train} documents" in said
+    number = r"[0-9.]+( [kM])?"
+    for stage, unit in (("cleaning", "bytes"), ("tokenizer", "characters"), ("encoding", "tokens")):
+        assert re.search(rf"^{stage}: .*\b{number} {unit} \({number}/s\).*, in [0-9.]+ s$", said, re.MULTILINE)
+    assert said.count(" 80 documents (") >= 2  # cleaned and encoded
     assert Manifest.read(tmp_path / "corpus") == manifest
     manifest.check_files(tmp_path / "corpus")
     assert manifest.faults == []
@@ -101,7 +105,7 @@ def test_the_number_of_processes_changes_nothing(wiki, tmp_path):
 def test_a_preparation_that_was_stopped_goes_on(wiki, tmp_path, monkeypatch, stage, after):
     run(tmp_path / "whole", wiki)
     calls = []
-    real = {name: getattr(module, name) for name in ("clean_unit", "train_tokenizer", "encode_unit")}
+    real = {name: getattr(stages, name) for name in ("clean_unit", "train_tokenizer", "encode_unit")}
 
     def counted(name, limit):
         def work(*arguments):
@@ -114,14 +118,14 @@ def test_a_preparation_that_was_stopped_goes_on(wiki, tmp_path, monkeypatch, sta
 
     for name in real:
         monkeypatch.setattr(
-            module, name, counted(name, (0 if name == "train_tokenizer" else after) if name == stage else None)
+            stages, name, counted(name, (0 if name == "train_tokenizer" else after) if name == stage else None)
         )
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "stopped", wiki)
     done = list(calls)
     calls.clear()
     for name in real:
-        monkeypatch.setattr(module, name, counted(name, None))
+        monkeypatch.setattr(stages, name, counted(name, None))
     run(tmp_path / "stopped", wiki)
     assert checksums(tmp_path / "stopped") == checksums(tmp_path / "whole")
     units = done.count("clean_unit") + calls.count("clean_unit") - (stage == "clean_unit")

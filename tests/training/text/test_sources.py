@@ -73,6 +73,44 @@ def test_compressed_text_that_is_cut_short_is_a_fault(tmp_path, pack):
     assert "end here or are damaged" in fault.reason
 
 
+STREAMS = [("bz2", bz2.compress), ("xz", lzma.compress), ("gz", gzip.compress)]
+
+
+def in_streams(data, pack, size=20_000):
+    return [pack(data[start : start + size]) for start in range(0, len(data), size)]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), STREAMS)
+def test_a_dump_of_many_streams_is_read_as_one(tmp_path, suffix, pack):
+    streams = in_streams(dump(60), pack)
+    assert len(streams) > 3
+    (tmp_path / f"wiki.xml.{suffix}").write_bytes(b"".join(streams) + bytes(8))
+    (unit,) = units_of(find_sources([str(tmp_path)]))
+    assert len(unit.pages) == 63
+    assert unit.faults == []
+
+
+@pytest.mark.parametrize(("suffix", "pack"), STREAMS)
+@pytest.mark.parametrize("damage", ["cut", "changed", "changed at its beginning"])
+def test_the_streams_before_a_damaged_one_are_read_and_it_is_named(tmp_path, suffix, pack, damage):
+    data = dump(100)
+    streams = in_streams(data, pack)
+    broken = bytearray(streams[2])
+    if damage == "cut":
+        contents = b"".join(streams[:2]) + broken[: len(broken) // 2]
+    else:
+        place = 1 if damage == "changed at its beginning" else len(broken) // 2
+        broken[place : place + 20] = bytes(one ^ 0xFF for one in broken[place : place + 20])
+        contents = b"".join([*streams[:2], broken, *streams[3:]])
+    (tmp_path / f"wiki.xml.{suffix}").write_bytes(contents)
+    (unit,) = units_of(find_sources([str(tmp_path)]))
+    (fault,) = unit.faults
+    assert "end here or are damaged" in fault.reason
+    assert fault.offset >= 40_000  # a decompressor may write much of a damaged block before it compares checksums
+    assert fault.offset == 40_000 or damage != "changed at its beginning"
+    assert [data[page.offset :].startswith(page.xml) for page in unit.pages[:20]] == [True] * 20
+
+
 def test_a_dump_that_is_cut_short_gives_the_pages_before(tmp_path):
     data = bz2.compress(dump(3000))
     (tmp_path / "wiki.xml.bz2").write_bytes(data[: len(data) * 3 // 4])

@@ -49,6 +49,23 @@ def test_paragraphs_are_left_and_nothing_else():
     )
 
 
+PIECES = (
+    "''", "'''", "[[", "]]", "|", "{{", "}}", "{|", "|}", "|-", "\n", "\n* ", "\n:", "\n|| ", "! ", "\n== ", "== \n",
+    "<ref>", "</ref>", "<ref name=a />", "<br>", "<!--", "-->", "&amp;", "&#39;", "[http://a.b ", "]", "{{{", "}}}",
+    "=", "<div class={{x}}>", "</div>", "<nowiki>", "</nowiki>", "<math>", "</math>", "<table>", "<tr>", "<td>",
+    "</td>", "</table>", "<li>", "<span>", "</span>", "File:", "some words ", "many other words that go on ",
+)  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=25))
+def test_what_is_dropped_before_the_tree_is_built_would_not_have_been_text(pieces):
+    text = "".join(pieces) + " one two three four five six seven"
+    quick = clean(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wikipedia, "_without_markup", lambda tokens: tokens)
+        assert clean(text) == quick
+
+
 def test_articles_are_found_and_other_pages_left_out():
     cutter, pages = cut(dump(10))
     assert not cutter.faults

@@ -171,7 +171,8 @@ def check(
         final = None if spec.end is None else spec.end / initial
         require(
             final is None or spec.kind not in FALLS or final <= 1,
-            f"{name}.end={spec.end} is above the initial {key}={initial:g}, and {spec.kind} can only decrease: lower it",
+            f"{name}.end={spec.end} is above the initial {key}={initial:g}, and {spec.kind} can only decrease: "
+            "lower it",
         )
         last = factor(spec, total_steps - 1, steps_per_epoch, total_steps, final)
         require(

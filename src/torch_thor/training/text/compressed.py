@@ -5,19 +5,14 @@ import gzip
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 # What the decompressors raise for data that are cut short or damaged; gzip's BadGzipFile is an OSError.
 DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)
 
-_OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
-    ".gz": gzip.open,
-    ".dz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-}
-SUFFIXES = tuple(_OPENERS)
+SUFFIXES = (".gz", ".dz", ".bz2", ".xz")
 
 _CHUNK = 1 << 20
 
@@ -40,13 +35,54 @@ class ByteStream:
         Yields:
             Its bytes, up to a megabyte each. Raises one of `DAMAGED` where compressed data are not whole.
         """
-        opener = _OPENERS.get(self.path.suffix.lower())
         with self.path.open("rb") as raw:
-            stream: IO[bytes] = raw if opener is None else opener(raw)
-            while chunk := stream.read(_CHUNK):
+            for chunk in _contents(raw, self.path.suffix.lower()):
                 self.read += len(chunk)
                 self.read_of_file = raw.tell()
                 yield chunk
+
+
+def _contents(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
+    """Uncompress a file; everything before a damaged place is there, and nothing behind it is left out in silence."""
+    if suffix == ".bz2":
+        return _uncompressed(raw, bz2.BZ2Decompressor)
+    if suffix == ".xz":
+        return _uncompressed(raw, lzma.LZMADecompressor)
+    if suffix in SUFFIXES:
+        return iter(partial(gzip.GzipFile(fileobj=raw).read1, _CHUNK), b"")
+    return iter(partial(raw.read, _CHUNK), b"")
+
+
+def _uncompressed(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+    """Uncompress a file of one stream or of many, as Wikipedia's are.
+
+    `bz2.open` and `lzma.open` take a stream that is damaged near its beginning, and all behind it, for padding.
+
+    Args:
+        raw: The file.
+        new: Makes a decompressor of one stream.
+
+    Yields:
+        Its bytes, up to a megabyte each.
+
+    Raises:
+        EOFError: If the last stream has no end. A damaged stream raises what its decompressor does.
+    """
+    decompressor, data = new(), raw.read(_CHUNK)
+    while True:
+        if found := decompressor.decompress(data, _CHUNK):
+            yield found
+        if decompressor.eof:
+            data = decompressor.unused_data.lstrip(b"\0") or raw.read(_CHUNK).lstrip(b"\0")
+            if not data:
+                return
+            decompressor = new()
+        elif decompressor.needs_input:
+            data = raw.read(_CHUNK)
+            if not data:
+                raise EOFError("a stream has no end")
+        else:
+            data = b""
 
 
 def base_suffix(path: Path) -> str:
@@ -58,5 +94,5 @@ def base_suffix(path: Path) -> str:
     Returns:
         Such as `.txt` for `book.txt.gz`, in lower case; empty where there is none.
     """
-    name = path.with_suffix("") if path.suffix.lower() in _OPENERS else path
+    name = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
     return name.suffix.lower()

@@ -17,7 +17,7 @@ from torch_thor.training.text.cleaning import documents_file
 
 TRAIN, HELD_OUT = "train", "held-out"
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
-_BATCH = 256  # documents that are encoded at once
+_BATCH = 256  # sentences that are encoded at once
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ def _write_shard(
     ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     tokens: list[Any] = []
     ends: list[Any] = []
-    for first in range(0, len(rows), _BATCH):
-        documents = [table["sentences"][row].as_py() for row in rows[first : first + _BATCH]]
-        flat = [sentence for document in documents for sentence in document]
-        encoded = iter(tokenizer.encode_batch_fast(flat, add_special_tokens=False))
-        for document in documents:
-            own = [pieces for _ in document if (pieces := next(encoded).ids)]
-            tokens.append(np.array([piece for pieces in own for piece in pieces], ids))
-            ends.append(np.cumsum([len(pieces) for pieces in own], dtype=np.int32) if own else np.zeros(0, np.int32))
+    for row in rows:
+        document = table["sentences"][row].as_py()
+        own: list[list[int]] = []
+        for first in range(0, len(document), _BATCH):
+            encoded = tokenizer.encode_batch_fast(document[first : first + _BATCH], add_special_tokens=False)
+            own += [pieces for one in encoded if (pieces := one.ids)]
+        tokens.append(np.array([piece for pieces in own for piece in pieces], ids))
+        ends.append(np.cumsum([len(pieces) for pieces in own], dtype=np.int32) if own else np.zeros(0, np.int32))
     types = {"tokens": pa.list_(pa.from_numpy_dtype(ids)), "ends": pa.list_(pa.int32())}
     write_table(out / f"{name}.arrow", {"tokens": tokens, "ends": ends}, types)
     names, counts = [f"{name}.arrow"], {}

@@ -5,7 +5,6 @@ processes, and a unit that is finished is never done again.
 """
 
 import itertools
-import json
 import pydoc_data.topics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -70,6 +69,13 @@ class Unit:
     documents: list[Document] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     read: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of its pages and characters of its documents."""
+        return sum(len(page.xml) for page in self.pages) + sum(
+            len(paragraph) for document in self.documents for paragraph in document.paragraphs
+        )
 
 
 def find_sources(given: Sequence[str]) -> list[Source]:
@@ -210,15 +216,3 @@ def python_documents() -> Iterator[Document]:
         seen.update(found)
         if found:
             yield Document(f"{PYTHON}:{topic}", found)
-
-
-def fingerprint(sources: Sequence[Source]) -> str:
-    """What tells these sources from others, for resuming.
-
-    Args:
-        sources: The sources.
-
-    Returns:
-        JSON.
-    """
-    return json.dumps([source.plain() for source in sources])

@@ -6,6 +6,7 @@ that is not well-formed costs only itself.
 """
 
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,10 +158,13 @@ def clean(wikitext: str) -> tuple[str, ...]:
     Returns:
         Its paragraphs, plain text without line breaks.
     """
-    import mwparserfromhell
+    from mwparserfromhell.parser import Parser
+    from mwparserfromhell.parser.builder import Builder
 
     pieces: list[str] = []
-    _collect(mwparserfromhell.parse(wikitext).nodes, pieces)
+    parser, builder = Parser(), Builder()  # type: ignore[no-untyped-call]
+    tokens = parser._tokenizer.tokenize(wikitext)
+    _collect(builder.build(_without_markup(tokens)).nodes, pieces)  # type: ignore[no-untyped-call]
     found = []
     for line in "".join(pieces).split("\n"):
         text = _SPACE.sub(" ", line.replace("\x00", "")).strip()
@@ -168,6 +172,28 @@ def clean(wikitext: str) -> tuple[str, ...]:
         if "\x01" not in text and len(text.split()) >= _LEAST_WORDS:
             found.append(text)
     return tuple(found)
+
+
+def _without_markup(tokens: list[Any]) -> list[Any]:
+    """Drop templates, comments, headings and tags without prose: building their nodes is most of the parser's time."""
+    from mwparserfromhell.parser import tokens as kinds
+
+    dropped = {kinds.TemplateOpen, kinds.ArgumentOpen, kinds.CommentStart, kinds.HeadingStart}
+    begins = {*dropped, kinds.TagOpenOpen}
+    ends = {
+        kinds.TemplateClose, kinds.ArgumentClose, kinds.CommentEnd, kinds.HeadingEnd, kinds.TagCloseClose,
+        kinds.TagCloseSelfclose,
+    }  # fmt: skip
+    kept, depth = [], 0  # depth: how many spans of tokens have begun since the first one that is dropped
+    for token, following in itertools.pairwise([*tokens, None]):
+        kind = type(token)
+        if depth:
+            depth += (kind in begins) - (kind in ends)
+        elif kind in dropped or (kind is kinds.TagOpenOpen and str(following.text).strip().lower() in _NO_PROSE):
+            depth = 1
+        else:
+            kept.append(token)
+    return kept
 
 
 def _collect(nodes: Any, pieces: list[str]) -> None:

@@ -4,8 +4,7 @@ The training is that of the library `tokenizers`, which merges the most frequent
 published its own).
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MAS
 SPECIAL = (PAD, UNKNOWN, CLASS, SEPARATOR, MASK)
 CONTINUES = "##"  # before a piece that does not begin a word
 ALPHABET = 1000  # characters that have a piece of their own; a word with any other is unknown
-SAMPLE = 10**9  # characters that are enough to train on
+OCCURRENCES = 20_000_000  # of words, that the trainer reads
 LONGEST_WORD = 100
 
 
@@ -38,33 +37,45 @@ def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> 
     return tokenizer
 
 
-def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Any:
-    """Train a tokenizer; the same sentences give the same one.
+def train_tokenizer(
+    words: Iterable[tuple[str, int]], characters: Mapping[str, int], vocab_size: int, lowercase: bool
+) -> Any:
+    """Train a tokenizer; the same counts give the same one.
 
     Args:
-        sentences: Gives a sample of the corpus, each time it is called.
+        words: Words, as the normaliser and the pre-tokeniser leave them, and how often each occurs.
+        characters: How often each character occurs.
         vocab_size: Word pieces to have at the end, the five special ones among them; fewer where the text has fewer.
         lowercase: Whether case and accents are dropped.
 
     Returns:
         A `tokenizers.Tokenizer`.
     """
-    from tokenizers import trainers
+    from tokenizers import pre_tokenizers, trainers
 
-    tokenizer = new_tokenizer(lowercase)
-    counts: Counter[str] = Counter()
-    for sentence in sentences():
-        counts.update(tokenizer.normalizer.normalize_str(sentence))
-    characters = sorted(counts, key=lambda one: (-counts[one], one))
-    alphabet = sorted(one for one in characters[:ALPHABET] if not one.isspace())
+    alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:ALPHABET])
+    known = set(alphabet)
+    counts = [(word, count) for word, count in words if known.issuperset(word)]  # the others will be unknown
     # The library numbers pieces of one character in the order of a hash table, which another run has otherwise, and
     # breaks ties between merges by their numbers. Given as special pieces they have fixed numbers.
     fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=fixed, limit_alphabet=len(alphabet), show_progress=False
     )
-    tokenizer.train_from_iterator(sentences(), trainer)
-    return complete(new_tokenizer(lowercase, tokenizer.get_vocab()))
+    trained = new_tokenizer(lowercase)
+    trained.normalizer, trained.pre_tokenizer = None, pre_tokenizers.WhitespaceSplit()  # done already
+    trained.train_from_iterator(_repeated(counts), trainer)
+    return complete(new_tokenizer(lowercase, trained.get_vocab()))
+
+
+def _repeated(counts: Sequence[tuple[str, int]]) -> Iterator[str]:
+    """Write each word as often as it occurs, for the library counts words itself; all in proportion if that is long."""
+    share = min(1.0, OCCURRENCES / max(1, sum(count for _, count in counts)))
+    for word, count in counts:
+        rest = max(1, round(share * count))
+        while rest > 0:
+            yield " ".join([word] * min(rest, 1000))
+            rest -= 1000
 
 
 def load_tokenizer(path: Path, lowercase: bool = True) -> Any:

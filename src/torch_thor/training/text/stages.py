@@ -1,0 +1,247 @@
+"""The three stages of preparing a corpus, each of which does what is not finished yet.
+
+*Clean*: work units of the sources become documents, cut into sentences. *Tokenizer*: trained on a sample, or taken
+over. *Encode*: documents become shards of token ids.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from torch_thor.training.errors import require
+from torch_thor.training.output_files import write_whole
+from torch_thor.training.text.arrow_files import REMEDY
+from torch_thor.training.text.cleaning import CleanReport, clean_unit, stored_report
+from torch_thor.training.text.encoding import ShardReport, encode_unit
+from torch_thor.training.text.manifest import TOKENIZER, Settings
+from torch_thor.training.text.processes import Job, Pool, results
+from torch_thor.training.text.sources import Source, units_of
+from torch_thor.training.text.word_counts import MOST_WORDS, WordCounts, count_unit, most_frequent
+from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
+
+BEGUN, CLEAN, ENCODED = "begun.json", "clean", "encoded"  # in the folder of a corpus, until it is finished
+SAMPLE = 10**9  # characters that are enough to train a tokenizer on
+_ENOUGH = 1000  # documents after which a share of faults says something
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all stages have.
+
+    Args:
+        out: The folder of the corpus.
+        settings: What decides its contents.
+        pool: Worker processes.
+        workers: Their number.
+        progress: Shows a bar for each stage.
+        say: Told in one line what a stage has done.
+    """
+
+    out: Path
+    settings: Settings
+    pool: Pool
+    workers: int
+    progress: Progress
+    say: Callable[[str], None]
+
+    def bar(self, stage: str, total: int) -> "Bar":
+        """Begin a stage.
+
+        Args:
+            stage: Its name.
+            total: Where its bar ends.
+
+        Returns:
+            Its bar.
+        """
+        total = max(1, total)
+        return Bar(self, stage, total, self.progress.add_task(stage, total=total, figures=""))
+
+
+@dataclass
+class Bar:
+    """The bar of a stage, and what has been done in it by this process and its workers; rates are of that alone.
+
+    Args:
+        work: What all stages have.
+        stage: Its name.
+        total: Where the bar ends.
+        task: Its number in the progress display.
+    """
+
+    work: Work
+    stage: str
+    total: int
+    task: TaskID
+    started: float = field(default_factory=time.monotonic)
+    done: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, completed: int, done: dict[str, float]) -> None:
+        """Show more.
+
+        Args:
+            completed: How far the bar is.
+            done: What was done since the last call, by unit of measurement.
+        """
+        for unit, amount in done.items():
+            self.done[unit] = self.done.get(unit, 0) + amount
+        self.work.progress.update(self.task, completed=completed, figures=self._figures())
+
+    def end(self) -> None:
+        """Fill the bar, and say what was done."""
+        self.work.progress.update(self.task, completed=self.total)
+        if any(self.done.values()):
+            self.work.say(f"{self.stage}: {self._figures()}, in {time.monotonic() - self.started:.1f} s")
+
+    def _figures(self) -> str:
+        seconds = max(time.monotonic() - self.started, 1e-3)
+        return ", ".join(f"{_short(n)} {unit} ({_short(n / seconds)}/s)" for unit, n in self.done.items())
+
+
+def _short(number: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g}"
+
+
+def clean(work: Work, sources: list[Source], most_faults: float) -> list[CleanReport]:
+    """Clean the units that are not finished.
+
+    Args:
+        work: What all stages have.
+        sources: The sources.
+        most_faults: Share of documents that may be unreadable.
+
+    Returns:
+        What each unit came to, in their order.
+
+    Raises:
+        UserError: If too much is unreadable.
+    """
+    folder, settings = work.out / CLEAN, work.settings
+    bar = work.bar("cleaning", sum(source.size for source in sources))
+
+    def jobs() -> Iterator[Job]:
+        for unit in units_of(sources):
+            done = stored_report(folder, unit.number)
+            arguments = (unit, folder, settings.language, settings.held_out, settings.seed)
+            yield Job((unit.read, unit.size if done is None else 0), arguments, done)
+
+    reports: list[CleanReport] = []
+    faults = documents = 0
+    for (read, size), report in results(work.pool, clean_unit, jobs(), work.workers):
+        reports.append(report)
+        faults, documents = faults + len(report.faults), documents + report.documents
+        bar.advance(read, {"bytes": size, "documents": report.documents if size else 0})
+        if documents > _ENOUGH and faults > most_faults * (faults + documents):
+            break
+    check_faults(reports, most_faults)
+    bar.end()
+    return reports
+
+
+def check_faults(reports: Sequence[CleanReport], most: float) -> None:
+    """Refuse sources too much of which is unreadable.
+
+    Args:
+        reports: What each unit came to.
+        most: Share of documents that may be unreadable.
+
+    Raises:
+        UserError: If more are.
+    """
+    faults = [fault for report in reports for fault in report.faults]
+    total = len(faults) + sum(report.documents for report in reports)
+    first = faults[0] if faults else ""
+    require(
+        len(faults) <= most * total,
+        f"{len(faults)} of {total} documents cannot be read, and --max-faults {most} allows {int(most * total)}; the "
+        f"first: {first}. Mend the sources and give another --out, or raise --max-faults",
+    )
+
+
+def tokenizer(work: Work, given: Path | None, reports: Sequence[CleanReport]) -> int:
+    """Train the tokenizer, or take over the one that was given, unless it is there.
+
+    Args:
+        work: What all stages have.
+        given: A `tokenizer.json` or `vocab.txt`; `None`: it is trained.
+        reports: Of the units that are cleaned.
+
+    Returns:
+        The size of its vocabulary.
+    """
+    file, settings = work.out / TOKENIZER, work.settings
+    if not file.exists():
+        bar = work.bar("tokenizer", len(reports) + 1)
+        if given is not None:
+            made = load_tokenizer(given, settings.lowercase)
+        else:
+            words, characters = _count(work, reports, bar)
+            made = train_tokenizer(words, characters, settings.vocab_size, settings.lowercase)
+        write_whole(file, made.to_str(pretty=True), REMEDY)
+        bar.end()
+    return int(load_tokenizer(file).get_vocab_size())
+
+
+def _count(work: Work, reports: Sequence[CleanReport], bar: Bar) -> tuple[list[tuple[str, int]], Counter[str]]:
+    """Count the words that the tokenizer is trained on, and all characters."""
+    share, settings = SAMPLE / max(1, sum(report.characters for report in reports)), work.settings
+    jobs = (
+        Job((number, report), (work.out / CLEAN, number, share, settings.seed, settings.lowercase))
+        for number, report in enumerate(reports)
+    )
+    counts = WordCounts()
+    for (number, report), found in results(work.pool, count_unit, jobs, work.workers):
+        counts.add(found)
+        bar.advance(number + 1, {"characters": min(1, share) * report.characters})
+    return most_frequent(counts.words, MOST_WORDS), counts.characters
+
+
+def encode(work: Work, units: int) -> list[ShardReport]:
+    """Encode the units that are not finished.
+
+    Args:
+        work: What all stages have.
+        units: How many there are.
+
+    Returns:
+        The shards of all units, in their order.
+    """
+    out, bar = work.out, work.bar("encoding", units)
+
+    def jobs() -> Iterator[Job]:
+        for number in range(units):
+            file = out / ENCODED / f"{number:06d}.json"
+            done = _stored_shards(file) if file.exists() else None
+            yield Job(
+                (number, file, done is None),
+                (number, out / CLEAN, out, out / TOKENIZER, work.settings.lengths),
+                done,
+            )
+
+    shards: list[ShardReport] = []
+    for (number, file, new), found in results(work.pool, encode_unit, jobs(), work.workers):
+        if new:
+            write_whole(file, json.dumps([vars(shard) for shard in found]), REMEDY)
+        shards += found
+        bar.advance(
+            number + 1,
+            {
+                "documents": new * sum(shard.documents for shard in found),
+                "tokens": new * sum(shard.tokens for shard in found),
+            },
+        )
+    bar.end()
+    return shards
+
+
+def _stored_shards(file: Path) -> list[ShardReport]:
+    values = json.loads(file.read_text(encoding="utf-8"))
+    return [ShardReport(**{**one, "examples": {int(key): n for key, n in one["examples"].items()}}) for one in values]
