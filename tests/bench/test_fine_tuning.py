@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
-
-from torch_thor.training.text.word_counts import count_words
-from torch_thor.training.text.wordpiece import CLASS, PAD, SEPARATOR, UNKNOWN, train_tokenizer
+from transformers import BertConfig, BertForPreTraining, BertTokenizerFast
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -35,15 +32,13 @@ def library(tuning, monkeypatch, tmp_path):
 @pytest.fixture
 def bert(tmp_path):
     """A network with weights that no seed draws, as `torch-thor export` writes it."""
-    counts = count_words(
-        ["the apple pear cherry plum iron copper zinc silver of module words both packages have"], True
-    )
-    tokenizer = train_tokenizer(counts.words.items(), counts.characters, 120, True)
-    names = {"unk_token": UNKNOWN, "pad_token": PAD, "cls_token": CLASS, "sep_token": SEPARATOR}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(tmp_path / "bert")
+    words = tuple("the apple pear cherry plum iron copper zinc silver of module words both packages have".split(" "))
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    tokenizer = BertTokenizerFast(vocab={piece: number for number, piece in enumerate(pieces)})
+    tokenizer.save_pretrained(tmp_path / "bert")
     torch.manual_seed(99)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-    BertForPreTraining(BertConfig(vocab_size=tokenizer.get_vocab_size(), **sizes)).save_pretrained(tmp_path / "bert")
+    BertForPreTraining(BertConfig(vocab_size=len(pieces), **sizes)).save_pretrained(tmp_path / "bert")
     return tmp_path / "bert"
 
 

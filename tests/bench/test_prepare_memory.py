@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_thor.training.text.document import Document
+from torch_thor.training.text import Document
 from torch_thor.training.text.sources import find_sources, units_of
 from torch_thor.training.text.wikipedia import articles
 from torch_thor.training.text.word_counts import count_words

@@ -15,7 +15,7 @@ from rich.console import Console
 from dumps import dump, plain, small_units, write_dump
 from sums import sha256
 from torch_thor.training import UserError
-from torch_thor.training.text import Manifest, Preparation, Settings, load_tokenizer, prepare, stages
+from torch_thor.training.text import Manifest, Preparation, Settings, load_tokenizer, prepare, preparing, stages
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SETTINGS = Settings(vocab_size=300, lengths=(32, 128), held_out=0.1)
@@ -55,7 +55,7 @@ def test_a_corpus_holds_every_article_once_and_says_so(wiki, tmp_path):
     assert Manifest.read(tmp_path / "corpus") == manifest
     manifest.check_files(tmp_path / "corpus")
     assert manifest.faults == []
-    assert sorted(manifest.versions) == sorted(("torch-thor", "python", *module._LIBRARIES))
+    assert sorted(manifest.versions) == sorted(("torch-thor", "python", *preparing._LIBRARIES))
     names = {file.name for file in (tmp_path / "corpus").iterdir()}
     assert names == {
         "begun.json",

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torch_thor.training.errors import UserError
+from torch_thor.training import UserError
 from torch_thor.training.text.processes import Job, open_pool, results
 
 JOBS = [Job(number, (number, 2), done=-1 if number % 3 == 0 else None) for number in range(20)]

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import trainers
 
-from dumps import article
+from dumps import plain
 from torch_thor.training.text import word_counts, wordpiece
-from torch_thor.training.text.wikipedia import clean
 from torch_thor.training.text.word_counts import WordCounts, count_words, most_frequent
 from torch_thor.training.text.wordpiece import LONGEST_WORD, SPECIAL, new_tokenizer, train_tokenizer
 
-TEXT = [paragraph for number in range(30) for paragraph in clean(article(number))]
+TEXT = [plain(number) for number in range(30)]
 WRITTEN = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=40)
 
 
