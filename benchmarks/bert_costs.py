@@ -23,15 +23,12 @@ import torch
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.bench.machine import describe
+from torch_thor.bench import describe, median_ratio, take_turns, write_json
 from torch_thor.bench.markdown import table
-from torch_thor.bench.stores import write_json
-from torch_thor.bench.timing import median_ratio, take_turns
-from torch_thor.training.config.run_config import RunConfig
+from torch_thor.training import Batch, RunConfig
 from torch_thor.training.engine.step import Stepper
 from torch_thor.training.models.masked_lm import BERTS, build
-from torch_thor.training.tasks.masked_lm import MaskedLM
-from torch_thor.training.tasks.task import Batch
+from torch_thor.training.tasks import MaskedLM
 
 RESULTS = Path(__file__).parent / "results"
 SPLIT, POSITIONS, MASKED, SPECIAL = 128, 512, 0.15, 5

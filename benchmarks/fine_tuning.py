@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from torch_thor.bench.machine import describe
+from torch_thor.bench import describe, write_json
 from torch_thor.bench.markdown import each, table
-from torch_thor.bench.stores import write_json
 from torch_thor.training.text.text_files import paragraphs_of
 
 OUT = Path(__file__).parent / "results" / "fine_tuning.json"

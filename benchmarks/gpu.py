@@ -1,4 +1,9 @@
-"""The work of gpu.sh: check THOR on the device, time it, print a table, write gpu.md and gpu.json."""
+"""The work of gpu.sh: check THOR on the device, time it, print a table, write gpu.md and gpu.json.
+
+Nothing is trained for its result. The check compares single steps with the reference, which has no training loop; the
+timed steps have one fixed batch, so that neither reading data nor recording losses is part of them. For both, the
+script has loops of its own in the place of the application's.
+"""
 
 import argparse
 import statistics

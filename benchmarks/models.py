@@ -9,6 +9,9 @@ Models and data are those of tests/models/zoo.py, in one thread. Losses: twelve 
 median. Step time: forward, backward and optimizer. The trainings take turns step by step, so that a machine whose speed
 drifts slows them alike; the figure is the median over rounds of the ratio to SGD's step in the same round. Refreshing
 trainings refresh every layer in every step, ordinary ones never after the first.
+
+The loops are those of a user who changes nothing for THOR (``zoo.train``, and steps that take turns), not that of the
+application, which tells THOR the number of loss terms and the padding of each batch: here THOR finds them by itself.
 """
 
 import importlib.util

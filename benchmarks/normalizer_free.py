@@ -4,7 +4,7 @@
     python benchmarks/normalizer_free.py --table      # the table alone, from the raw data
     python benchmarks/normalizer_free.py --free nf_resnet50 --norm resnet50 --size 64 --device cuda
 
-Fashion-MNIST, networks of timm. Three questions, a JSON file for each run:
+Fashion-MNIST, networks of timm, trained by the application. Three questions, a JSON file for each run:
 
 1. Learning rates. The network without norms, batch 128, SGD and AGC-SGD with the same momentum, at learning rates a
    factor of two apart. Diverged is: the loss is no longer finite, or at the end not below that of guessing.
@@ -14,146 +14,24 @@ Fashion-MNIST, networks of timm. Three questions, a JSON file for each run:
 3. Small batches on each device. Batch 128 throughout, as many steps, computed in parts of 16, 4 and 2 images, as
    devices would that hold no more (or gradient accumulation): BatchNorm sees the parts, the other network does not.
 
-Constant learning rates. The first seed chooses the learning rate of each batch size, by its accuracy; the others
-(``--seeds``) train with that one alone, and what is lost is the mean over them. What it is not: a comparison of the two
-networks with each other, which differ in more than the norms.
+Constant learning rates. As the application leaves out what is less than a batch, 30,000 images are 234 batches of 128.
+The first seed chooses the learning rate of each batch size, by its accuracy; the others (``--seeds``) train with that
+one alone, and what is lost is the mean over them. What it is not: a comparison of the two networks with each other,
+which differ in more than the norms.
 """
 
 import argparse
-import math
 import statistics
-import time
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
-from torch_thor.bench import markdown, script
-from torch_thor.bench.stores import Folder, write_tables
+from normalizer_free_run import STORE, Run
+from torch_thor.bench import markdown, script, write_tables
 
-STORE = Folder(Path(__file__).parent / "results" / "normalizer_free")
 RATES = [0.05, 0.1, 0.2, 0.4, 0.8]
 BATCHES = [128, 16, 4]
 PARTS = {"sgd": [16, 4, 2], "agc-sgd": [16, 4]}  # without norms parts change nothing: two are enough to see it
 SHARES = [0.5, 1, 2, 4]  # of the learning rate that is in proportion to the batch
 RATE_AT_128 = 0.05
-MOMENTUM = 0.9
-CLIP_FACTOR = {128: 0.02, 16: 0.04, 4: 0.08}  # the paper's λ grows as the batch shrinks (its section 4.1)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training.
-
-    Args:
-        question: ``"rates"`` or ``"batches"``.
-        model: a name of timm's.
-        optimizer: ``"sgd"`` or ``"agc-sgd"``.
-        batch: batch size.
-        lr: learning rate.
-        images: how many training images are seen.
-        size: height and width that images are resized to.
-        seed: of weights and order.
-        device: where.
-        part: images a forward pass; 0 is the whole batch.
-    """
-
-    question: str
-    model: str
-    optimizer: str
-    batch: int
-    lr: float
-    images: int
-    size: int
-    seed: int
-    device: str
-    part: int = 0
-
-    @property
-    def key(self) -> str:
-        """Name of its raw data."""
-        part = f"-part{self.part}" if self.part else ""
-        return f"{self.question}-{self.model}-{self.optimizer}-b{self.batch}{part}-lr{self.lr:g}-seed{self.seed}"
-
-    def result(self) -> dict[str, Any]:
-        """Return the raw data.
-
-        Raises:
-            SystemExit: they were measured with other options, which are not part of the name.
-        """
-        found = STORE.read(self.key)
-        other = {key: found[key] for key, value in asdict(self).items() if found.get(key, value) != value}
-        if other:
-            raise SystemExit(f"{STORE.file(self.key)} was measured with {other}: give these options, or move the file")
-        return found
-
-    def run(self) -> dict[str, Any]:
-        """Train.
-
-        Returns:
-            The raw data.
-        """
-        import timm
-        import torch
-        from torch.nn.functional import cross_entropy, interpolate
-
-        from torch_thor import AGCSGD
-        from torch_thor.bench.machine import describe
-        from torch_thor.training.data.in_memory import DataSpec, load_data
-        from torch_thor.training.data.shards import epoch_order
-
-        data = load_data(DataSpec("fashion-mnist"))
-        torch.manual_seed(self.seed)
-        model = timm.create_model(self.model, num_classes=data.classes, in_chans=1).to(self.device)
-        if self.optimizer == "sgd":
-            optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=MOMENTUM)
-        else:
-            optimizer = AGCSGD(model, lr=self.lr, momentum=MOMENTUM, clip_factor=CLIP_FACTOR[self.batch])
-
-        def batch(images: torch.Tensor) -> torch.Tensor:
-            images = images.to(self.device)
-            if images.shape[-1] == self.size:
-                return images
-            return interpolate(images, (self.size, self.size), mode="bilinear")
-
-        losses: list[float] = []
-        shares: list[float] = []
-        order = torch.cat([epoch_order(len(data.train_labels), self.seed, e) for e in range(1 + self.images // 60_000)])
-        start = time.perf_counter()
-        for chosen in order[: self.images].split(self.batch):
-            total = 0.0
-            for some in chosen.split(self.part or self.batch):
-                scores = model(batch(data.train_images[some]))
-                loss = cross_entropy(scores, data.train_labels[some].to(self.device)) * (len(some) / len(chosen))
-                loss.backward()
-                total += float(loss.detach())
-            losses.append(total)
-            if not math.isfinite(total):
-                break
-            optimizer.step()
-            optimizer.zero_grad()
-            if isinstance(optimizer, AGCSGD) and optimizer.clip_statistics is not None:
-                shares.append(float(optimizer.clip_statistics.share))
-        seconds = time.perf_counter() - start
-        model.eval()
-        correct = 0
-        with torch.no_grad():
-            pairs = zip(data.test_images.split(500), data.test_labels.split(500), strict=True)
-            for images, labels in pairs:
-                correct += int((model(batch(images)).argmax(1).cpu() == labels).sum())
-        end = statistics.fmean(losses[-max(1, len(losses) // 20) :])
-        return {
-            **asdict(self),
-            "momentum": MOMENTUM,
-            "clip_factor": CLIP_FACTOR[self.batch] if self.optimizer == "agc-sgd" else None,
-            "diverged": not end < math.log(data.classes),
-            "final_loss": end if math.isfinite(end) else None,
-            "accuracy": correct / len(data.test_labels),
-            "share_of_units_clipped": statistics.fmean(shares) if shares else None,
-            "loss": [round(value, 5) if math.isfinite(value) else None for value in losses],
-            "seconds": round(seconds, 1),
-            "timm": timm.__version__,
-            "machine": describe(),
-        }
 
 
 def runs(options: argparse.Namespace) -> list[Run]:

@@ -3,18 +3,17 @@
     python benchmarks/norms.py                # what is missing under results/norms, then the table
     python benchmarks/norms.py --table        # the table alone, from the raw data
 
-Protocol. THOR with its defaults, but for ``update_interval=50``; learning rates fall linearly to 0 over 300 steps. The
-gradient ∇ of a norm's parameter is left as it is (``momentum``, what THOR does), or replaced before the step by
-``∇ / (N ∇² + √λ)`` (``diagonal``: the batch as one sample of the diagonal of the empirical Fisher matrix) or by
-``∇ / (∇² / N + √λ)`` (``reference``: what MindSpore's THOR does for LayerNorm). N is the one that THOR found at its
-latest refresh; before the first one, in the very first step, the gradient is left alone. Momentum and the bound on the
-step come after it, the same for all. Each treatment and task has three learning rates, tried with a seed that is used
-for nothing else (10); the one with the lowest loss on held-out data runs with seeds 0, 1 and 2. A seed decides the
-initial weights and the batches, the same for every treatment.
+Protocol. The application trains with THOR's defaults, but for ``update_interval=50``; learning rates fall linearly to 0
+over 300 steps. The gradient ∇ of a norm's parameter is left as it is (``momentum``, what THOR does), or replaced before
+the step by ``∇ / (N ∇² + √λ)`` (``diagonal``: the batch as one sample of the diagonal of the empirical Fisher matrix)
+or by ``∇ / (∇² / N + √λ)`` (``reference``: what MindSpore's THOR does for LayerNorm). N is the number of loss terms of
+the step. Momentum and the bound on the step come after it, the same for all. Each treatment and task has three learning
+rates, tried with a seed that is used for nothing else (10); the one with the lowest loss on held-out data runs with
+seeds 0, 1 and 2. A seed decides the initial weights and the batches, the same for every treatment.
 
-``bert``: a two-layer BERT (width 64) predicts 15 % masked characters of 32, batch 32, in the texts of Python's
-``pydoc_data.topics``; the last tenth of the text is held out. ``vit``: a four-layer vision transformer (width 96,
-patches of 8) on scikit-learn's digits at 32 pixels, batch 64; 397 of 1797 images are held out. Both have LayerNorm.
+``bert``: a two-layer BERT (width 64, norms_bert.json) trained as the recipe ``bert-tiny``, on examples of 32 tokens out
+of 512 word pieces; the loss is that of the masked tokens alone. ``vit``: a four-layer vision transformer (width 96,
+patches of 8) trained as the recipe ``digits``, with images scaled up to 32 pixels. Both have LayerNorm.
 
 What it is not: large models, long trainings, or a test of BatchNorm. The data that
 choose the learning rate are those that the table measures on, with other seeds.
@@ -29,15 +28,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from torch_thor import THOR
-from torch_thor.bench import markdown, script
-from torch_thor.bench.machine import describe
-from torch_thor.bench.stores import Folder, write_tables
+from torch_thor.bench import Folder, describe, markdown, script, write_tables
+from torch_thor.training import DivergedError, Run, evaluate, load_recipe, new_run, train
+from torch_thor.training.tasks import ImageClassification, MaskedLM
 
-STORE = Folder(Path(__file__).parent / "results" / "norms")
-TREATMENTS: dict[str, Callable[[Tensor, float, float], Tensor]] = {  # of a gradient, N and √λ
+HERE = Path(__file__).parent
+STORE = Folder(HERE / "results" / "norms")
+TREATMENTS: dict[str, Callable[[Tensor, int, float], Tensor]] = {  # of a gradient, N and √λ
     "momentum": lambda g, terms, damping: g,
     "diagonal": lambda g, terms, damping: g / (terms * g.square() + damping),
     "reference": lambda g, terms, damping: g / (g.square() / terms + damping),
@@ -46,93 +45,36 @@ LRS = (0.025, 0.05, 0.1)
 TUNING_SEED = 10
 SEEDS = (0, 1, 2)
 STEPS = 300
-
-# A model, what returns the loss of the next batch, and what returns the figures on held-out data.
-Task = tuple[nn.Module, Callable[[], Tensor], Callable[[], dict[str, float]]]
-
-
-def bert(seed: int) -> Task:
-    """Make the masked language model.
-
-    Args:
-        seed: of the weights and the batches.
-
-    Returns:
-        The task.
-    """
-    from pydoc_data.topics import topics
-
-    from transformers import BertConfig, BertForMaskedLM
-
-    length = 32
-    text = torch.tensor(list("".join(topics[key] for key in sorted(topics)).encode("ascii", "ignore")))
-    border = len(text) * 9 // 10
-    torch.manual_seed(seed)
-    model = BertForMaskedLM(
-        BertConfig(
-            vocab_size=128,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=128,
-            max_position_embeddings=length,
-        )
-    )
-
-    def masked_loss(first: int, last: int, count: int, generator: torch.Generator) -> Tensor:
-        starts = torch.randint(first, last - length + 1, (count,), generator=generator)
-        characters = text[starts[:, None] + torch.arange(length)]
-        hidden = torch.rand(characters.shape, generator=generator) < 0.15
-        given, wanted = characters.masked_fill(hidden, 0), characters.masked_fill(~hidden, -100)
-        loss: Tensor = model(input_ids=given, labels=wanted).loss
-        return loss
-
-    batches = torch.Generator().manual_seed(seed)
-
-    def evaluate() -> dict[str, float]:
-        fixed = torch.Generator().manual_seed(99)
-        losses = [masked_loss(border, len(text), 256, fixed).item() for _ in range(8)]
-        return {"loss": statistics.fmean(losses)}
-
-    return model, lambda: masked_loss(0, border, 32, batches), evaluate
+SETTINGS = [
+    "optimizer=thor", "damping=0.03", "update_interval=50", "schedule.kind=linear", f"steps={STEPS}",
+    f"eval_interval={STEPS}", "device=cpu",
+]  # fmt: skip
 
 
-def vit(seed: int) -> Task:
-    """Make the image classifier.
+class SmallViT(ImageClassification):
+    """Image classification with a vision transformer of this benchmark's own size, in the place of a named network."""
 
-    Args:
-        seed: of the weights and the batches.
+    def build_model(self) -> nn.Module:
+        """Build the network.
 
-    Returns:
-        The task.
-    """
-    import timm
-    from sklearn.datasets import load_digits
+        Returns:
+            A vision transformer of four layers, which sees the images at 32 x 32 pixels: 16 patches.
+        """
+        import timm
 
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-    images = F.interpolate(images, size=(32, 32), mode="bilinear").expand(-1, 3, -1, -1)
-    labels = torch.tensor(digits.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, held_out = order[:1400], order[1400:]
-    torch.manual_seed(seed)
-    shape = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 96, "num_heads": 3}
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, **shape)
-    batches = torch.Generator().manual_seed(seed)
-
-    def loss() -> Tensor:
-        chosen = train[torch.randint(0, len(train), (64,), generator=batches)]
-        return F.cross_entropy(model(images[chosen]), labels[chosen])
-
-    def evaluate() -> dict[str, float]:
-        logits, wanted = model(images[held_out]), labels[held_out]
-        accuracy = (logits.argmax(1) == wanted).double().mean()
-        return {"loss": F.cross_entropy(logits, wanted).item(), "accuracy": accuracy.item()}
-
-    return model, loss, evaluate
+        shape = {"img_size": 32, "patch_size": 8, "depth": 4, "embed_dim": 96, "num_heads": 3, "in_chans": 1}
+        vit = timm.create_model("vit_tiny_patch16_224", num_classes=self.outputs, **shape)
+        return nn.Sequential(nn.Upsample((32, 32), mode="bilinear"), vit)
 
 
-TASKS = {"bert": bert, "vit": vit}
+TASKS = {  # name -> its class, its recipe, and what is changed in it
+    "bert": (
+        MaskedLM,
+        "bert-tiny",
+        [f"model={HERE}/norms_bert.json", "data.text.length=32", "data.text.vocab_size=512"],
+    ),
+    "vit": (SmallViT, "digits", []),
+}
 
 
 @dataclass(frozen=True)
@@ -156,45 +98,47 @@ class Training:
         """Name of its raw data."""
         return f"{self.task}-{self.treatment}-lr{self.lr:g}-seed{self.seed}"
 
+    def new_run(self) -> Run:
+        """Prepare the training.
+
+        Returns:
+            It, before its first step; the optimizer replaces the gradients of the norms before each step.
+        """
+        kind, name, words = TASKS[self.task]
+        recipe = load_recipe(name, [*SETTINGS, *words, f"lr={self.lr}", f"seed={self.seed}"])
+        run = new_run(recipe, "thor", kind.open(recipe, torch.device("cpu"), print, print))
+        run.optimizer.register_step_pre_hook(self._replace_gradients)
+        return run
+
+    def _replace_gradients(self, optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
+        assert isinstance(optimizer, THOR)
+        assert isinstance(optimizer.loss_terms, int)  # the application has set it for this step
+        change, damping = TREATMENTS[self.treatment], math.sqrt(optimizer.param_groups[0]["damping"])
+        for parameter in norm_parameters(optimizer.model):
+            parameter.grad = change(parameter.grad, optimizer.loss_terms, damping)
+
     def run(self) -> dict[str, Any]:
         """Train.
 
         Returns:
             The raw data.
         """
-        model, next_loss, evaluate = TASKS[self.task](self.seed)
-        norms = [p for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()]
-        assert norms
-        optimizer = THOR(model, lr=self.lr, update_interval=50)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS)
-        (group,) = optimizer.param_groups
-        losses, terms, failure = [], [], None
+        run, failure = self.new_run(), None
         try:
-            for _ in range(STEPS):
-                loss = next_loss()
-                losses.append(round(loss.item(), 5))
-                loss.backward()
-                terms.append(group["last_loss_terms"])
-                if terms[-1]:
-                    change, damping = TREATMENTS[self.treatment], math.sqrt(group["damping"])
-                    for parameter in norms:
-                        parameter.grad = change(parameter.grad, terms[-1], damping)
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
-        except FloatingPointError as error:  # a learning rate at which training diverges: a result, not an accident
+            train(run)
+            metrics = run.record.evaluations[-1].metrics
+        except DivergedError as error:  # at a learning rate that is too high: a result, not an accident
             failure = str(error)
-        model.eval()
-        with torch.no_grad():
-            figures = evaluate()
+            metrics = evaluate(run.task, run.model, run.streams.evaluation).metrics
+        group = run.optimizer.param_groups[0]
         return {
             **asdict(self),
             "steps": STEPS,
             "failure": failure,
-            "held_out": figures,
-            "loss": losses,
-            "loss_terms": sorted({int(n) for n in terms}),
-            "norm_parameters": len(norms),
+            "held_out": {"loss": metrics["loss"], "accuracy": metrics[run.primary.name]},
+            "loss": [round(point.loss, 5) for point in run.record.steps],
+            "loss_terms": sorted({point.terms for point in run.record.steps}),
+            "norm_parameters": len(norm_parameters(run.model)),
             "options": {key: group[key] for key in ("damping", "momentum", "update_interval", "max_update_ratio")},
             "machine": describe(),
         }
@@ -203,6 +147,18 @@ class Training:
         """Return the figures on held-out data, from the raw data."""
         figures: dict[str, float] = STORE.read(self.key)["held_out"]
         return figures
+
+
+def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List the weights and biases of LayerNorm.
+
+    Args:
+        model: a network.
+
+    Returns:
+        Those of all its layers.
+    """
+    return [p for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()]
 
 
 def grid(task: str, treatment: str) -> list[Training]:

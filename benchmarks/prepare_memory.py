@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_thor.bench.machine import describe
+from torch_thor.bench import Folder, describe, write_json, write_tables
 from torch_thor.bench.markdown import table
-from torch_thor.bench.stores import Folder, write_json, write_tables
 from wikipedia_dump import write_dump
 
 STORE = Folder(Path(__file__).parent / "results" / "prepare_memory")

@@ -4,7 +4,9 @@
 
 All take turns step by step, on one thread, so that a machine whose speed drifts slows them alike. The figure of a peer
 is the median over spans of 10 rounds of the mean time in a span (SOAP renews its eigenbases every 10 steps). That of
-THOR is made of the medians of its ordinary steps and of those that refresh, as many of each as a run has.
+THOR is made of the medians of its ordinary steps and of those that refresh, as many of each as a run has. The tasks
+are those of scale_free.py; the steps are not taken by the application's loop, which finishes one training before the
+next.
 """
 
 import argparse

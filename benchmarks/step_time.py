@@ -4,7 +4,8 @@
     python benchmarks/step_time.py --model small-resnet --pixels 28 --batch 128    # that of fashion_mnist.py
 
 The three trainings (SGD; THOR between refreshes; THOR refreshing all layers in every step) take turns step by step, so
-that a machine whose speed drifts slows them alike; the figure is the median of the ratios within a round.
+that a machine whose speed drifts slows them alike; the figure is the median of the ratios within a round. This is why
+the steps are not taken by the application's loop, which finishes one training before the next.
 """
 
 import argparse

@@ -32,8 +32,8 @@ def library(tuning, monkeypatch, tmp_path):
 @pytest.fixture
 def bert(tmp_path):
     """A network with weights that no seed draws, as `torch-thor export` writes it."""
-    words = tuple("the apple pear cherry plum iron copper zinc silver of module words both packages have".split(" "))
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    words = "the apple pear cherry plum iron copper zinc silver of module words both packages have"
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split()]
     tokenizer = BertTokenizerFast(vocab={piece: number for number, piece in enumerate(pieces)})
     tokenizer.save_pretrained(tmp_path / "bert")
     torch.manual_seed(99)
