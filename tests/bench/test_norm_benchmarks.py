@@ -13,7 +13,6 @@ from torch import nn
 from first_steps import assert_recorded, take
 from torch_thor.bench import describe
 from torch_thor.training.data import DataBundle
-from torch_thor.training.tasks import masked_lm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -33,7 +32,7 @@ def cache(tmp_path_factory):
 @pytest.fixture
 def norms(monkeypatch, cache):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setattr(masked_lm, "CACHE", cache)
+    monkeypatch.setenv("HOME", str(cache))  # where prepared text is kept
     return importlib.import_module("norms")
 
 

@@ -4,25 +4,24 @@ import os
 
 import pytest
 
+<<<<<<< HEAD
 from torch_thor.training import UserError
 from torch_thor.training.text.processes import Job, open_pool, results
+=======
+from torch_thor.training.errors import UserError
+from torch_thor.training.text.processes import Job, results
+>>>>>>> mlm
 
 JOBS = [Job(number, (number, 2), done=-1 if number % 3 == 0 else None) for number in range(20)]
 FOUND = [(number, -1 if number % 3 == 0 else number**2) for number in range(20)]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with open_pool(2) as pool:
-        yield pool
+def test_results_come_in_the_order_of_the_jobs():
+    assert list(results(pow, JOBS, 2)) == FOUND
+    assert list(results(pow, JOBS, 1)) == FOUND
 
 
-def test_results_come_in_the_order_of_the_jobs(pool):
-    assert list(results(pool, pow, JOBS, 2)) == FOUND
-    assert list(results(None, pow, JOBS, 1)) == FOUND
-
-
-def test_no_more_jobs_are_taken_than_processes_need(pool):
+def test_no_more_jobs_are_taken_than_processes_need():
     taken = []
 
     def jobs():
@@ -30,17 +29,16 @@ def test_no_more_jobs_are_taken_than_processes_need(pool):
             taken.append(job)
             yield job
 
-    for number, _ in enumerate(results(pool, pow, jobs(), 2), 1):
+    for number, _ in enumerate(results(pow, jobs(), 2), 1):
         assert len(taken) <= number + 4
     assert len(taken) == len(JOBS)
 
 
-def test_an_error_in_a_job_is_raised_here(pool):
+def test_an_error_in_a_job_is_raised_here():
     with pytest.raises(TypeError):
-        list(results(pool, pow, [Job(0, ("a", 2)), *JOBS], 2))
-    assert list(results(pool, pow, JOBS, 2)) == FOUND
+        list(results(pow, [Job(0, ("a", 2)), *JOBS], 2))
 
 
 def test_a_process_that_is_killed_is_one_clear_error():
-    with open_pool(2) as pool, pytest.raises(UserError, match=r"ended from outside .* give the same command again"):
-        list(results(pool, os._exit, [Job(0, (9,))], 2))
+    with pytest.raises(UserError, match=r"ended from outside .* give the same command again"):
+        list(results(os._exit, [Job(0, (9,))], 2))

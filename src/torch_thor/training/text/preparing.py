@@ -24,7 +24,6 @@ from torch_thor.training.text import stages
 from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.encoding import HELD_OUT, TRAIN
 from torch_thor.training.text.manifest import MANIFEST, TOKENIZER, Manifest, Settings, totals
-from torch_thor.training.text.processes import open_pool
 from torch_thor.training.text.sources import Source, find_sources
 from torch_thor.training.text.stages import BEGUN, CLEAN, ENCODED
 from torch_thor.training.text.wordpiece import load_tokenizer
@@ -82,8 +81,8 @@ def prepare(wanted: Preparation, console: Console) -> Manifest:
         _tidy(out)
         say(f"{out} is finished already, and whole; nothing was done")
         return manifest
-    with open_pool(wanted.workers) as pool, _progress(console) as progress:
-        work = stages.Work(out, settings, pool, wanted.workers, progress, say)
+    with _progress(console) as progress:
+        work = stages.Work(out, settings, wanted.workers, progress, say)
         reports = stages.clean(work, sources, wanted.most_faults)
         faults = [str(fault) for report in reports for fault in report.faults]
         for fault in faults[:_SHOWN_FAULTS]:

@@ -7,13 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch_thor.training.errors import UserError
-
-Pool = ProcessPoolExecutor | None  # None: this process works alone
 
 
 @dataclass(frozen=True)
@@ -31,29 +28,15 @@ class Job:
     done: Any = None
 
 
-def open_pool(workers: int) -> AbstractContextManager[Pool]:
-    """Start worker processes.
-
-    Args:
-        workers: How many; 1 starts none.
-
-    Returns:
-        A context that ends them.
-    """
-    if workers == 1:
-        return nullcontext()
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start)
-
-
-def results(pool: Pool, work: Callable[..., Any], jobs: Iterable[Job], workers: int) -> Iterator[tuple[Any, Any]]:
+def results(work: Callable[..., Any], jobs: Iterable[Job], workers: int) -> Iterator[tuple[Any, Any]]:
     """Run jobs, few at a time, so that memory does not depend on how many there are.
 
+    The processes end with the jobs: what the next stage of the work needs is not added to what this one has left.
+
     Args:
-        pool: Worker processes; `None` runs the jobs here.
         work: What is called with a job's arguments.
         jobs: The jobs.
-        workers: Number of processes in the pool.
+        workers: Processes to start; 1 starts none, and runs the jobs here.
 
     Yields:
         Tag and result of each job, in the order of the jobs.
@@ -62,28 +45,30 @@ def results(pool: Pool, work: Callable[..., Any], jobs: Iterable[Job], workers: 
         UserError: If a worker process was ended from outside.
     """
     waiting = iter(jobs)
-    if pool is None:
+    if workers == 1:
         for job in waiting:
             yield job.tag, work(*job.arguments) if job.done is None else job.done
         return
     running: deque[tuple[Job, Future[Any] | None]] = deque()
-    try:
-        while True:
-            while len(running) < 2 * workers and (new := next(waiting, None)) is not None:
-                running.append((new, pool.submit(work, *new.arguments) if new.done is None else None))
-            if not running:
-                return
-            job, future = running.popleft()
-            yield job.tag, job.done if future is None else future.result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            "a process that prepares text was ended from outside (was memory short?): give the same command again, it "
-            "goes on with what is missing; fewer --workers need less memory"
-        ) from error
-    finally:
-        for _, future in running:
-            if future is not None:
-                future.cancel()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start) as pool:
+        try:
+            while True:
+                while len(running) < 2 * workers and (new := next(waiting, None)) is not None:
+                    running.append((new, pool.submit(work, *new.arguments) if new.done is None else None))
+                if not running:
+                    return
+                job, future = running.popleft()
+                yield job.tag, job.done if future is None else future.result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "a process that prepares text was ended from outside (was memory short?): give the same command "
+                "again, it goes on with what is missing; fewer --workers need less memory"
+            ) from error
+        finally:
+            for _, future in running:
+                if future is not None:
+                    future.cancel()
 
 
 def _start() -> None:

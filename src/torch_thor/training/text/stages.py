@@ -19,7 +19,7 @@ from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.cleaning import CleanReport, clean_unit, stored_report
 from torch_thor.training.text.encoding import ShardReport, encode_unit
 from torch_thor.training.text.manifest import TOKENIZER, Settings
-from torch_thor.training.text.processes import Job, Pool, results
+from torch_thor.training.text.processes import Job, results
 from torch_thor.training.text.sources import Source, units_of
 from torch_thor.training.text.word_counts import MOST_WORDS, WordCounts, count_unit, most_frequent
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
@@ -36,15 +36,13 @@ class Work:
     Args:
         out: The folder of the corpus.
         settings: What decides its contents.
-        pool: Worker processes.
-        workers: Their number.
+        workers: Worker processes.
         progress: Shows a bar for each stage.
         say: Told in one line what a stage has done.
     """
 
     out: Path
     settings: Settings
-    pool: Pool
     workers: int
     progress: Progress
     say: Callable[[str], None]
@@ -135,7 +133,7 @@ def clean(work: Work, sources: list[Source], most_faults: float) -> list[CleanRe
 
     reports: list[CleanReport] = []
     faults = documents = 0
-    for (read, size), report in results(work.pool, clean_unit, jobs(), work.workers):
+    for (read, size), report in results(clean_unit, jobs(), work.workers):
         reports.append(report)
         faults, documents = faults + len(report.faults), documents + report.documents
         bar.advance(read, {"bytes": size, "documents": report.documents if size else 0})
@@ -181,11 +179,11 @@ def tokenizer(work: Work, given: Path | None, reports: Sequence[CleanReport]) ->
     if not file.exists():
         bar = work.bar("tokenizer", len(reports) + 1)
         if given is not None:
-            made = load_tokenizer(given, settings.lowercase)
+            text = load_tokenizer(given, settings.lowercase).to_str(pretty=True)
         else:
-            words, characters = _count(work, reports, bar)
-            made = train_tokenizer(words, characters, settings.vocab_size, settings.lowercase)
-        write_whole(file, made.to_str(pretty=True), REMEDY)
+            arguments = (*_count(work, reports, bar), settings.vocab_size, settings.lowercase)
+            ((_, text),) = results(_trained, [Job(None, arguments)], work.workers)
+        write_whole(file, text, REMEDY)
         bar.end()
     return int(load_tokenizer(file).get_vocab_size())
 
@@ -198,10 +196,15 @@ def _count(work: Work, reports: Sequence[CleanReport], bar: Bar) -> tuple[list[t
         for number, report in enumerate(reports)
     )
     counts = WordCounts()
-    for (number, report), found in results(work.pool, count_unit, jobs, work.workers):
+    for (number, report), found in results(count_unit, jobs, work.workers):
         counts.add(found)
         bar.advance(number + 1, {"characters": min(1, share) * report.characters})
     return most_frequent(counts.words, MOST_WORDS), counts.characters
+
+
+def _trained(words: list[tuple[str, int]], characters: Counter[str], vocab_size: int, lowercase: bool) -> str:
+    """Train the tokenizer, in a process of its own where there are any: the library gives hardly any memory back."""
+    return str(train_tokenizer(words, characters, vocab_size, lowercase).to_str(pretty=True))
 
 
 def encode(work: Work, units: int) -> list[ShardReport]:
@@ -227,7 +230,7 @@ def encode(work: Work, units: int) -> list[ShardReport]:
             )
 
     shards: list[ShardReport] = []
-    for (number, file, new), found in results(work.pool, encode_unit, jobs(), work.workers):
+    for (number, file, new), found in results(encode_unit, jobs(), work.workers):
         if new:
             write_whole(file, json.dumps([vars(shard) for shard in found]), REMEDY)
         shards += found
