@@ -5,15 +5,9 @@
 
 The steps are those of `torch-thor train` with task: masked-lm (network, loss on the masked tokens and the next-sentence
 prediction, row mask, number of loss terms) and each optimizer's default settings, on random tokens. AdamW, THOR and
-<<<<<<< HEAD
-scale-free THOR take turns in a drawn order, on one thread; times are the processor's. THOR refreshes all layers in
-every second step, so that each round of two has one ordinary step and one refresh; a ratio is the median of the ratios
-within a round.
-=======
 scale-free THOR take turns in a drawn order, on one thread; times are the processor's, so that other programs hardly
 count. THOR refreshes all layers in every second step, so that each round of two has one ordinary step and one refresh;
 a ratio is the median of the ratios within a round.
->>>>>>> mlm
 The memory of the curvature is measured, and computed from the layers' sizes, for BERT-large by computation alone.
 """
 

@@ -4,13 +4,8 @@ import os
 
 import pytest
 
-<<<<<<< HEAD
 from torch_thor.training import UserError
-from torch_thor.training.text.processes import Job, open_pool, results
-=======
-from torch_thor.training.errors import UserError
 from torch_thor.training.text.processes import Job, results
->>>>>>> mlm
 
 JOBS = [Job(number, (number, 2), done=-1 if number % 3 == 0 else None) for number in range(20)]
 FOUND = [(number, -1 if number % 3 == 0 else number**2) for number in range(20)]
