@@ -23,7 +23,7 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
         path: A checkpoint, or what holds the checkpoints of one optimizer.
         out: The folder to write; it must not exist yet.
         form: One of `FORMATS`.
-        say: Told, in one line each, which damaged checkpoints were passed over.
+        say: Called with a line for each damaged checkpoint that is skipped.
         averaged: Whether to take the averaged weights.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a recipe says of text: how long examples are, and how they are masked."""
+"""The settings of text in a recipe: the length of the examples and how they are masked."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,19 @@ SHORTEST = 16  # tokens of an example
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """Examples of a masked language model.
+    """The examples of a masked language model.
 
     Args:
-        length: Tokens of an example, special ones included; a corpus is prepared for certain lengths (`--seq-len`). A
-            phase may train on examples of another length; evaluations always have this one.
-        masked: Share of the tokens that are predicted. Of these 80 % are replaced by [MASK], 10 % by any word piece.
+        length: Tokens per example, including special tokens. It must be one of the lengths that the corpus was prepared
+            for (`--seq-len`). A phase may train on examples of another length; evaluations always use this one.
+        masked: Fraction of the tokens that are predicted, in (0, 1). Of these, 80 % are replaced by [MASK], 10 % by a
+            random word piece, and 10 % are kept.
         whole_words: Whether all word pieces of a word are masked together.
-        next_sentence: Whether BERT is trained on pairs of sentence runs, and predicts whether the second follows the
-            first; without, on single runs and their masked tokens alone. A network of a configuration file never is.
-        vocab_size: Word pieces that are trained for python-text; a corpus has its own.
+        next_sentence: Whether BERT is trained on pairs of text segments and also predicts whether the second segment
+            follows the first. If false, it is trained on single segments and predicts masked tokens only, as a network
+            of a configuration file always is.
+        vocab_size: Number of word pieces of the tokenizer that is trained for python-text. A prepared corpus has its
+            own tokenizer.
     """
 
     length: int = 128

@@ -10,7 +10,8 @@ from torch_thor.training.errors import require
 class PhasedStream:
     """The batches of one stream for some steps, then those of the next. All phases together count as one epoch.
 
-    What a step sees is a function of its number, so a training that is resumed in any phase goes on as it would have.
+    What a step sees is a function of its number, so a training that is resumed in any phase continues exactly as without
+    the interruption.
 
     Args:
         phases: For each phase its steps and its stream.

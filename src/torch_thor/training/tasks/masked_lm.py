@@ -103,8 +103,8 @@ class MaskedLM:
         Args:
             recipe: The recipe.
             device: Where batches go.
-            say: Told when a corpus is prepared first.
-            report: Not needed: a corpus is whole or an error.
+            say: Called with a message if the corpus is prepared first.
+            report: Not used.
 
         Returns:
             The task.
@@ -123,8 +123,8 @@ class MaskedLM:
         Args:
             recipe: The recipe.
             device: Where batches go.
-            say: Told when a corpus is prepared first.
-            changed: Makes no difference.
+            say: Called with a message if the corpus is prepared first.
+            changed: Not used.
 
         Returns:
             The task.

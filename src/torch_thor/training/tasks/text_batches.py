@@ -37,11 +37,11 @@ def longest(recipe: Recipe) -> int:
 
 
 def corpus_folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
-    """Find the recipe's corpus; the text that Python carries is prepared when it is first used.
+    """Find the corpus of a recipe; python-text is prepared when it is first used.
 
     Args:
         recipe: The recipe.
-        say: Told when a corpus is prepared.
+        say: Called with a message if a corpus is prepared.
 
     Returns:
         Its folder.
@@ -129,7 +129,7 @@ def training_batches(
     if not recipe.phases:
         return stream(own, recipe.batch_size)
     streams: list[tuple[int, TrainingStream]] = []
-    epoch = 0  # each phase goes on with the next one: no two phases of one length have the same masks
+    epoch = 0  # each phase continues the count, so that no two phases of one length have the same masks
     for number, phase in enumerate(recipe.phases):
         with _saying(f"phases[{number}]"):
             opened = stream(phase.length or own, phase.batch_size or recipe.batch_size, epoch)

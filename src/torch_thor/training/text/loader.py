@@ -115,7 +115,7 @@ class PairLoader:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take up.
+        """Do nothing: there is no state.
 
         Args:
             state: From `state_dict`.

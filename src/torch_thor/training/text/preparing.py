@@ -1,7 +1,7 @@
 """`torch-thor prepare`: from dumps and text files to a corpus that a masked language model is trained on.
 
 The stages are in :mod:`torch_thor.training.text.stages`. Each file is written whole, a unit is finished when its report
-is there, and the corpus when its manifest is; so preparing can be stopped at any moment and goes on with what is
+is there, and the corpus when its manifest is; so a preparation can be stopped at any moment and continues with what is
 missing. Units do not depend on the number of processes, and no more of them are in memory than processes need.
 """
 
@@ -54,7 +54,7 @@ class Preparation:
 
 
 def prepare(wanted: Preparation, console: Console) -> Manifest:
-    """Prepare a corpus, or go on with one.
+    """Prepare a corpus, or continue an unfinished preparation.
 
     Args:
         wanted: What the user asks for.

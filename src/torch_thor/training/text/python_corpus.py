@@ -1,4 +1,4 @@
-"""The corpus that needs no set-up: the text that every Python carries, prepared when it is first used."""
+"""The corpus that needs no preparation by the user: text from Python itself, prepared when it is first used."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int], say: Cal
         cache: The folder of the cache.
         vocab_size: Word pieces to train.
         lengths: Tokens of an example, one number or several.
-        say: Told when it is prepared.
+        say: Called with a message if the corpus is prepared.
 
     Returns:
         The folder of the corpus.

@@ -18,7 +18,7 @@ from torch_thor.training.text.text_files import HTML, TEXT, documents_of, paragr
 from torch_thor.training.text.wikipedia import PageCutter, RawPage
 
 UNIT = 1 << 22  # bytes of source text in a unit
-PYTHON = "python"  # in the place of a path: the text that every Python carries
+PYTHON = "python"  # given instead of a path: the language reference that every Python installation contains
 _DUMP = ".xml"
 
 
@@ -82,7 +82,8 @@ def find_sources(given: Sequence[str]) -> list[Source]:
     """Find the files of a corpus.
 
     Args:
-        given: Dumps, text files, HTML files and folders of such; `python` for the text that every Python carries.
+        given: Dumps, text files, HTML files and folders of such; `python` for the language reference that
+            every Python installation contains.
 
     Returns:
         The files, those of a folder in the order of their names.
@@ -205,7 +206,7 @@ def _damaged(source: Source, stream: ByteStream, error: Exception) -> Fault:
 
 
 def python_documents() -> Iterator[Document]:
-    """Read the language reference that every Python carries for `help()`.
+    """Read the language reference that every Python installation contains for `help()`.
 
     Yields:
         A document for each topic; every paragraph once.

@@ -38,7 +38,7 @@ class Work:
         settings: What decides its contents.
         workers: Worker processes.
         progress: Shows a bar for each stage.
-        say: Told in one line what a stage has done.
+        say: Called with a line about the result of each stage.
     """
 
     out: Path
