@@ -10,8 +10,8 @@ from torch_thor.training.errors import require
 class PhasedStream:
     """The batches of one stream for some steps, then those of the next. All phases together count as one epoch.
 
-    What a step sees is a function of its number, so a training that is resumed in any phase continues exactly as without
-    the interruption.
+    What a step sees is a function of its number. So a training that is resumed in any phase continues as it would have
+    without the interruption.
 
     Args:
         phases: For each phase its steps and its stream.
