@@ -9,7 +9,7 @@ from tokenizers import trainers
 
 from dumps import plain
 from torch_thor.training.text import word_counts, wordpiece
-from torch_thor.training.text.word_counts import WordCounts, count_words, most_frequent
+from torch_thor.training.text.word_counts import PackedCounts, WordCounts, count_words, most_frequent
 from torch_thor.training.text.wordpiece import LONGEST_WORD, SPECIAL, new_tokenizer, train_tokenizer
 
 TEXT = [plain(number) for number in range(30)]
@@ -74,7 +74,7 @@ def test_counts_are_bounded_and_frequent_words_are_counted_right(monkeypatch, mo
     total, largest = WordCounts(), 0
     for number in range(100):
         rare = {f"rare{number}-{n}": 1 for n in range(40)}
-        total.add(WordCounts(Counter({"often": 30, "usual": 10} | rare), Counter("oft")))
+        total.add(PackedCounts.of(WordCounts(Counter({"often": 30, "usual": 10} | rare), Counter("oft"))))
         largest = max(largest, len(total.words))
     assert largest <= 2 * most
     assert dict(most_frequent(total.words, 2)) == {"often": 3000, "usual": 1000}

@@ -4,6 +4,7 @@ A larger text has more distinct words, most of which occur once. They are droppe
 not depend on the size of the text.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,16 +30,44 @@ class WordCounts:
     words: Counter[str] = field(default_factory=Counter)
     characters: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: "WordCounts") -> None:
+    def add(self, other: "PackedCounts") -> None:
         """Add the counts of another text; the result depends on the order where there are more words than are kept.
 
         Args:
             other: Its counts.
         """
-        self.words.update(other.words)
+        for word, count in zip(other.words.split(), other.counts, strict=True):
+            self.words[word] += count
         self.characters.update(other.characters)
         if len(self.words) > 2 * MOST_WORDS:
             self.words = Counter(dict(most_frequent(self.words, 3 * MOST_WORDS // 2)))
+
+
+@dataclass(frozen=True)
+class PackedCounts:
+    """The counts of a unit while they wait to be added up, in a tenth of the memory.
+
+    Args:
+        words: Separated by blanks, which no word has.
+        counts: Of the words, in the same order.
+        characters: How often each character occurs.
+    """
+
+    words: str
+    counts: "array[int]"
+    characters: Counter[str]
+
+    @classmethod
+    def of(cls, counts: WordCounts) -> "PackedCounts":
+        """Pack counts.
+
+        Args:
+            counts: The counts.
+
+        Returns:
+            The same, packed.
+        """
+        return cls(" ".join(counts.words), array("q", counts.words.values()), counts.characters)
 
 
 def count_words(sentences: Iterable[str], lowercase: bool) -> WordCounts:
@@ -66,7 +95,7 @@ def count_words(sentences: Iterable[str], lowercase: bool) -> WordCounts:
     return found
 
 
-def count_unit(folder: Path, number: int, share: float, seed: int, lowercase: bool) -> WordCounts:
+def count_unit(folder: Path, number: int, share: float, seed: int, lowercase: bool) -> "PackedCounts":
     """Count the words of a unit that is cleaned.
 
     Args:
@@ -79,7 +108,7 @@ def count_unit(folder: Path, number: int, share: float, seed: int, lowercase: bo
     Returns:
         The counts.
     """
-    return count_words(sentences_of(folder, number, share, seed), lowercase)
+    return PackedCounts.of(count_words(sentences_of(folder, number, share, seed), lowercase))
 
 
 def most_frequent(counts: Counter[str], most: int) -> list[tuple[str, int]]:
