@@ -40,7 +40,9 @@ class WordCounts:
             self.words[word] += count
         self.characters.update(other.characters)
         if len(self.words) > 2 * MOST_WORDS:
-            self.words = Counter(dict(most_frequent(self.words, 3 * MOST_WORDS // 2)))
+            kept = most_frequent(self.words, 3 * MOST_WORDS // 2)
+            self.words.clear()  # first, so that there are never two tables
+            dict.update(self.words, kept)
 
 
 @dataclass(frozen=True)
