@@ -44,6 +44,10 @@ EXCEPTIONS = {
         "training.models.masked_lm",
         "makes networks so small that the recipes of large ones train in a second",
     ),
+    "bench/figures/small_bert.py": (
+        "bench.figures.bert",
+        "replaces the recipe of the figure by one that takes seconds",
+    ),
     "bench/test_prepare_memory.py": (
         "training.text.sources training.text.wikipedia training.text.word_counts",
         "reads a synthetic dump as the preparation reads a real one",

@@ -4,26 +4,14 @@ import io
 
 import pytest
 from rich.console import Console
+from small_bert import use_small_recipe
 
 from torch_thor.bench.figures import Options, bert, make_figures, read
-
-RECIPE = """
-task: masked-lm
-model: bert-tiny
-data: {name: python-text, text: {length: 128, vocab_size: 300}}
-steps: 4
-batch_size: 2
-eval_interval: 2
-threads: 1
-optimizers: {thor: {lr: 0.1}, thor-spectral: {lr: 0.05}, lamb: {lr: 0.001}}
-"""
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    monkeypatch.setattr(bert, "RECIPE", str(tmp_path / "small.yaml"))
-    monkeypatch.setenv("HOME", str(tmp_path))  # where prepared text is kept
+    use_small_recipe(tmp_path, monkeypatch)
 
 
 def test_accuracy_by_steps_and_seconds(small, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 from PIL import Image
 from rich.console import Console
+from small_bert import use_small_recipe
 
 from replaying import accuracy_point
 from torch_thor.bench import describe_device
@@ -224,6 +225,7 @@ def test_split_dim_from_beginning_to_end(tmp_path):
 
 @pytest.mark.pictures
 def test_all_makes_each(tmp_path, monkeypatch):
+    use_small_recipe(tmp_path, monkeypatch)
     network = tmp_path / "network.py"
     network.write_text(NETWORK)
     options = Options(data="digits", epochs=1, seeds=(0,), batch_sizes=(256,), model=f"{network}:build")
