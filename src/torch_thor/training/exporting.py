@@ -1,4 +1,4 @@
-"""A trained network as another library reads it: `torch-thor export`."""
+"""The export of a trained network to the format of another library: `torch-thor export`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,18 +17,19 @@ FORMATS = ("transformers",)
 
 
 def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, averaged: bool = False) -> None:
-    """Write a trained network, and its tokenizer, as `from_pretrained` of transformers reads them.
+    """Write a trained network and its tokenizer in the format that `from_pretrained` of transformers reads.
 
     Args:
-        path: A checkpoint, or what holds the checkpoints of one optimizer.
-        out: The folder to write; it must not exist yet.
-        form: One of `FORMATS`.
-        say: Called with a line for each damaged checkpoint that is skipped.
-        averaged: Whether to take the averaged weights.
+        path: A checkpoint, or a folder with the checkpoints of one optimizer.
+        out: The folder to write. It must not exist yet.
+        form: The name of the format, one of `FORMATS`.
+        say: Called with a message for each damaged checkpoint that is skipped, and one when the export is complete.
+        averaged: Whether to export the averaged weights.
 
     Raises:
-        UserError: If the path holds no checkpoint or those of several optimizers, the task has no such form, there are
-            no averaged weights, or the folder exists.
+        UserError: If the format is unknown, the path does not exist, the path contains no checkpoint or checkpoints of
+            several optimizers, the format does not support the task, averaged weights are requested but missing, or
+            the output folder exists or cannot be written.
     """
     require(form in FORMATS, f"--format {form} must be one of {', '.join(FORMATS)}")
     require(path.exists(), f"{path} does not exist: give {ACCEPTED}")
@@ -52,6 +53,6 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
     saved.load_weights(model, averaged=averaged)
     out.parent.mkdir(parents=True, exist_ok=True)
     with writing(out, "make room for it, then give the same command again"), whole_folder(out) as folder:
-        model.save_pretrained(folder)  # type: ignore[operator]  # a network of transformers
+        model.save_pretrained(folder)  # type: ignore[operator]  # the model is a network of transformers
         task.tokenizer().save_pretrained(folder)
     say(f"{saved.optimizer}, step {saved.step}: written to {out}")

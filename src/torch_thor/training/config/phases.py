@@ -1,4 +1,4 @@
-"""The phases of a training, as a recipe lists them: parts with their own batch size or length of examples."""
+"""The phases of a training in a recipe. Each phase can have its own batch size, example length and other settings."""
 
 import math
 from collections.abc import Sequence
@@ -48,14 +48,17 @@ class Phase:
 def check_phases(
     phases: Sequence[Phase], *, epochs: int, steps: int | None, batch_size: int, accumulation: int
 ) -> None:
-    """Refuse phases that do not fit the rest of a recipe.
+    """Check that the phases are consistent with the rest of a recipe.
 
     Args:
-        phases: The phases; none fit everything.
-        epochs: Of the recipe.
-        steps: Of the recipe.
-        batch_size: Of the recipe, for phases that have none of their own.
-        accumulation: Likewise.
+        phases: The phases. An empty sequence is consistent with every recipe.
+        epochs: Number of epochs in the recipe.
+        steps: Number of optimizer steps in the recipe, or `None` if it is not set.
+        batch_size: Samples per step in the recipe, for phases that do not set their own.
+        accumulation: Number of micro-batches per step in the recipe, for phases that do not set their own.
+
+    Raises:
+        UserError: If the phases are not consistent with the recipe.
     """
     if not phases:
         return
@@ -78,14 +81,15 @@ def check_phases(
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> tuple[Phase, int]:
-    """Find the phase of a step.
+    """Find the phase that contains a step.
 
     Args:
-        phases: One phase or more.
-        step: Steps already taken (0 for the first step).
+        phases: The phases; at least one.
+        step: Number of steps already taken (0 for the first step).
 
     Returns:
-        The phase, and the steps of all phases before it; for a step after the last phase, the last one.
+        The phase, and the total number of steps in all phases before it. A step after the end of the last phase
+        belongs to the last phase.
     """
     first = 0
     for phase in phases[:-1]:

@@ -1,4 +1,4 @@
-"""Training batches of several phases, one after the other: other examples, or another batch size, from some step on."""
+"""Training batches of several consecutive phases, which may differ in their examples and batch sizes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,34 +8,34 @@ from torch_thor.training.errors import require
 
 
 class PhasedStream:
-    """The batches of one stream for some steps, then those of the next. All phases together count as one epoch.
+    """The batches of several streams, one stream per phase. All phases together count as one epoch.
 
-    What a step sees is a function of its number. So a training that is resumed in any phase continues as it would have
-    without the interruption.
+    The batch of a step depends only on the number of the step. A training run that is resumed in any phase therefore
+    continues as it would have without the interruption.
 
     Args:
-        phases: For each phase its steps and its stream.
+        phases: The number of steps and the stream of each phase.
     """
 
     def __init__(self, phases: Sequence[tuple[int, TrainingStream]]) -> None:
         self.steps = [steps for steps, _ in phases]
         self.streams: list[TrainingStream | None] = [stream for _, stream in phases]
         self.phase = 0
-        self.done = 0  # steps of the phase
+        self.done = 0  # completed steps of the current phase
 
     def __len__(self) -> int:
-        """Batches of all phases."""
+        """Return the number of batches of all phases."""
         return sum(self.steps)
 
     def endless(self) -> Iterator[Batch]:
-        """All batches from here to the end of the last phase.
+        """Yield all batches from the current position to the end of the last phase.
 
         Yields:
             Trees of tensors.
         """
         while self.phase < len(self.steps):
             yield from self._rest()
-            self.streams[self.phase] = None  # with the worker processes that it may have
+            self.streams[self.phase] = None  # releases the stream and its worker processes, if any
             self.phase, self.done = self.phase + 1, 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -61,10 +61,10 @@ class PhasedStream:
         return {"phase": self.phase, "done": self.done, "steps": self.steps, "stream": stream.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another stream was.
+        """Continue at the position of another stream.
 
         Args:
-            state: From `state_dict`, of this rank or another, of as many ranks or not.
+            state: The result of `state_dict`, of any rank and any number of ranks.
 
         Raises:
             UserError: If the other stream had other phases, other data, another seed or another batch size.

@@ -1,6 +1,6 @@
 """The interface between the training loop and the data: streams of batches, which are trees of tensors on the device.
 
-A stream of training batches has no end, and has a position that a checkpoint stores.
+A stream of training batches is endless, and has a position that is stored in checkpoints.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ class BatchLoader(Protocol):
     """The batches of one rank."""
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         ...
 
     def __iter__(self) -> Iterator[Batch]: ...
@@ -30,7 +30,7 @@ class BatchLoader(Protocol):
         """Return the batches of an epoch.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: The index of the epoch, counted from 0.
             start: Number of batches to skip.
 
         Returns:
@@ -68,7 +68,7 @@ class MemoryLoader:
         self._device = tree_leaves(tensors)[0].device
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.order.batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -78,7 +78,7 @@ class MemoryLoader:
         """Yield the batches of an epoch.
 
         Args:
-            epoch: Number of the epoch, from 0.
+            epoch: The index of the epoch, counted from 0.
             start: Number of batches to skip.
 
         Yields:
@@ -115,16 +115,16 @@ class MemoryLoader:
 
 
 class TrainingBatches(Protocol):
-    """Training batches, as the loop takes them, with a position that a checkpoint can hold."""
+    """Training batches for the training loop, with a position that a checkpoint can store."""
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Return the number of batches in a whole epoch."""
         ...
 
     def __iter__(self) -> Iterator[Batch]: ...
 
     def endless(self) -> Iterator[Batch]:
-        """Return all batches from here on, at least as many as the training has steps left.
+        """Return all batches from the current position on, at least one for each remaining step of the training.
 
         Returns:
             Trees of tensors.
@@ -132,7 +132,7 @@ class TrainingBatches(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and what it belongs to.
+        """Return the position, and the properties of the data that it is valid for.
 
         Returns:
             Plain values.
@@ -140,16 +140,16 @@ class TrainingBatches(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where other batches were.
+        """Continue at the position of other training batches.
 
         Args:
-            state: From `state_dict`, of this rank or another, of as many ranks or not.
+            state: The result of `state_dict`, of any rank and any number of ranks.
         """
         ...
 
 
 class TrainingStream:
-    """Training batches without end, with a position that a checkpoint can store.
+    """Endless training batches, with a position that a checkpoint can store.
 
     One iteration yields the rest of the current epoch. A batch counts as consumed when it is yielded, no matter how
     many batches the loader has read ahead.
@@ -157,7 +157,7 @@ class TrainingStream:
     Args:
         loader: The loader of the training batches.
         order: The order of the loader.
-        epoch: The number of its first epoch.
+        epoch: The index of the first epoch, counted from 0.
     """
 
     def __init__(self, loader: BatchLoader, order: TrainingOrder, epoch: int = 0) -> None:
@@ -176,7 +176,7 @@ class TrainingStream:
             yield batch
 
     def endless(self) -> Iterator[Batch]:
-        """Yield all batches from the position on, epoch after epoch.
+        """Yield all batches from the current position on, epoch after epoch.
 
         Yields:
             Trees of tensors.
@@ -201,7 +201,7 @@ class TrainingStream:
         Raises:
             UserError: If the other stream had other data, another seed or another batch size.
         """
-        state = {"samples": state.get("images"), **state}  # the name in older versions
+        state = {"samples": state.get("images"), **state}  # older versions store the number of samples as `images`
         for key, own in self._identity().items():
             if state[key] != own:
                 raise UserError(
@@ -221,7 +221,7 @@ class Streams:
 
     Args:
         train: Training batches.
-        evaluation: Evaluation batches, with each sample once over all ranks; a batch may be empty.
+        evaluation: Evaluation batches. Each sample is in the batches of one rank only, and batches may be empty.
     """
 
     train: TrainingBatches
@@ -238,7 +238,7 @@ class EvaluationSet(Protocol):
 
     @property
     def image_shape(self) -> tuple[int, ...]:
-        """(C, H, W) of an image as the network sees it."""
+        """Shape (C, H, W) of the images that the network receives."""
         ...
 
     @property
@@ -247,27 +247,27 @@ class EvaluationSet(Protocol):
         ...
 
     def open_evaluation(self, *, batch_size: int, shard: Shard) -> BatchLoader:
-        """Open the images for an evaluation: each image once over all ranks, in the batches of a single process.
+        """Open the images for an evaluation. Each image is in the batches of one rank only.
 
         Args:
             batch_size: Images per batch.
             shard: Rank and number of ranks.
 
         Returns:
-            The rank's batches; one rank may have one batch more than another.
+            The batches of the rank. Ranks may differ by one in their number of batches.
         """
         ...
 
 
 class DataSet(EvaluationSet, Protocol):
-    """A data set with training and evaluation images, which can be opened anew for each training."""
+    """A data set with training and evaluation images, which can be opened again for each training run."""
 
     def open(self, *, batch_size: int, seed: int, shard: Shard) -> Streams:
-        """Open the data set at the beginning of a training.
+        """Open the data set at the start of a training run.
 
         Args:
             batch_size: Images per step, on all ranks together.
-            seed: Determines, with the epoch's number, the order and the crops.
+            seed: The seed that determines, together with the index of the epoch, the order and the crops.
             shard: Rank and number of ranks.
 
         Returns:

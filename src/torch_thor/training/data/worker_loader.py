@@ -1,4 +1,4 @@
-"""Batches that worker processes make from keys, of images and of text alike."""
+"""Batches of images or text that worker processes create from keys."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -12,15 +12,17 @@ from torch_thor.training.data.shards import BatchOrder
 from torch_thor.training.data.workers import MORE_SHARED_MEMORY, DeathWatch, start_worker
 from torch_thor.training.errors import UserError
 
-Key = tuple[int, int]  # epoch, number of the sample: all that a worker must be told
+Key = tuple[int, int]  # epoch and index of the sample: all that a worker needs to create it
 Made = TypeVar("Made")
 
 
 class Keys:
-    """The keys of an epoch's batches, taken down when an iteration begins: workers read ahead of the position.
+    """The keys of the batches of an epoch.
+
+    `epoch` is read once, when an iteration starts, because workers read ahead of the current position.
 
     Args:
-        order: Which samples, and when.
+        order: The samples of each batch.
     """
 
     def __init__(self, order: BatchOrder) -> None:
@@ -28,7 +30,7 @@ class Keys:
         self.epoch = self.start = 0
 
     def __len__(self) -> int:
-        """Batches that are left of the epoch."""
+        """Return the number of remaining batches of the epoch."""
         return self.order.batches - self.start
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -40,20 +42,20 @@ class WorkerLoader(Generic[Made]):
     """Batches from worker processes that stay alive from one iteration to the next.
 
     Args:
-        loader: Gives batches, or the error that stands in the place of one.
+        loader: The loader, which yields batches. It yields an error instead of a batch that could not be created.
     """
 
     def __init__(self, loader: DataLoader[Made]) -> None:
         self.loader, self.watch = loader, DeathWatch()
 
     def __iter__(self) -> Iterator[Made]:
-        """Read on.
+        """Yield the batches of one iteration of the loader.
 
         Yields:
             Batches.
 
         Raises:
-            UserError: If the machine is at fault and not a sample: no memory, a worker killed.
+            UserError: If the machine, not a sample, causes a failure, such as exhausted memory or a killed worker.
         """
         answers: Iterator[Made | UserError] = self.watch.start(self.loader)
         while True:
@@ -69,29 +71,29 @@ class WorkerLoader(Generic[Made]):
 def worker_loader(
     reader: Dataset[Made], batches: Iterable[list[Key]], workers: Workers, *, pin_memory: bool = False
 ) -> WorkerLoader[Made]:
-    """Make batches in worker processes.
+    """Create a loader whose batches are created in worker processes.
 
     Args:
-        reader: Makes a whole batch of a list of keys (`__getitems__`), or returns a `UserError`, which is raised here.
-        batches: Asked for its keys anew in each iteration.
-        workers: The processes.
-        pin_memory: Whether batches are in page-locked memory, from which a GPU copies them while it computes.
+        reader: Its `__getitems__` creates a batch from a list of keys, or returns a `UserError`, which is raised here.
+        batches: The keys of each batch. It is iterated over once in each iteration of the loader.
+        workers: The settings of the worker processes.
+        pin_memory: Whether batches are in page-locked memory, from which they are copied to a GPU while it computes.
 
     Returns:
-        An iterable of what the reader makes.
+        An iterable of the batches that the reader creates.
     """
     several = workers.count > 0
     loader = _Loader(
         reader,
-        batch_sampler=batches,  # keys in the place of indices: the reader knows them
+        batch_sampler=batches,  # keys instead of indices, which the reader accepts
         collate_fn=_as_it_is,
         num_workers=workers.count,
         prefetch_factor=workers.prefetch if several else None,
         persistent_workers=several,
         pin_memory=pin_memory,
         worker_init_fn=start_worker if several else None,
-        # a DataLoader draws a number for each iteration; out of torch's global ones it would be another number of them
-        # after resuming in the middle of an epoch, and other dropout from there on
+        # a DataLoader draws one random number per iteration; drawn from torch's global generator, it would change the
+        # dropout after resuming in the middle of an epoch, because the number of iterations is then different
         generator=torch.Generator(),
     )
     return WorkerLoader(loader)
@@ -99,7 +101,7 @@ def worker_loader(
 
 class _Loader(DataLoader[Made]):
     def check_worker_number_rationality(self) -> None:
-        pass  # `check_workers` has said it, once and for all processes
+        pass  # `check_workers` has already printed the warning, once for all processes
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -107,18 +109,18 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def shared(batch: Made) -> Made:
-    """Move a batch to shared memory, in a worker.
+    """Move a batch to shared memory. It is called in a worker.
 
-    Here and not where torch would do it, in a thread that loses what cannot be shared: training would wait for ever.
+    Torch would do this later, in a thread that drops a batch which cannot be shared, and training would wait forever.
 
     Args:
-        batch: A tree with tensors among its leaves.
+        batch: A tree; some of its leaves are tensors.
 
     Returns:
         The batch.
 
     Raises:
-        UserError: If there is no room.
+        UserError: If there is not enough shared memory.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     try:

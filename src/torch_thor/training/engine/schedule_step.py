@@ -1,4 +1,4 @@
-"""Setting the learning rate and the damping from their schedules, and checking that schedules fit the training."""
+"""Sets the learning rate and the damping from their schedules, and checks that the schedules fit the training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from torch_thor.training.errors import require
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a training that one schedule rules: all of it, or a phase that has a schedule of its own.
+    """The part of a training run that a schedule applies to: the whole run, or a phase with its own schedule.
 
     Args:
         key: `lr` or `damping`.
-        name: The schedule's key in a recipe, for errors.
+        name: The key of the schedule in a recipe, for error messages.
         spec: The schedule.
-        first: Steps of the training before the schedule begins.
-        steps: Its length.
-        steps_per_epoch: Steps of an epoch, as the schedule counts them.
-        scale: What the value is multiplied by.
+        first: Number of training steps before the schedule starts.
+        steps: Length of the schedule, in steps.
+        steps_per_epoch: Number of steps that the schedule counts as one epoch.
+        scale: The factor on the initial value.
     """
 
     key: str
@@ -36,16 +36,16 @@ class Span:
 
 
 def spans_at(config: RunConfig, step: int, steps_per_epoch: int, total_steps: int) -> Iterator[Span]:
-    """Find the schedules of a step.
+    """Find the schedules that apply to a step.
 
     Args:
-        config: The training.
-        step: Steps already taken (0 for the first).
+        config: The configuration of the training run.
+        step: Number of completed steps (0 before the first step).
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
 
     Yields:
-        That of the learning rate, and that of the damping.
+        The span of the learning rate, then the span of the damping.
     """
     whole = (0, total_steps, steps_per_epoch)
     if config.phases:
@@ -63,12 +63,12 @@ def spans_at(config: RunConfig, step: int, steps_per_epoch: int, total_steps: in
 def apply_all(
     optimizer: torch.optim.Optimizer, config: RunConfig, step: int, steps_per_epoch: int, total_steps: int
 ) -> None:
-    """Set learning rate and damping for the coming step.
+    """Set the learning rate and the damping of all parameter groups for the next step.
 
     Args:
         optimizer: Any optimizer.
-        config: The training.
-        step: Steps already taken (0 for the first).
+        config: The configuration of the training run.
+        step: Number of completed steps (0 before the first step).
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
     """
@@ -77,13 +77,16 @@ def apply_all(
 
 
 def check_all(optimizer: torch.optim.Optimizer, config: RunConfig, steps_per_epoch: int, total_steps: int) -> None:
-    """Refuse schedules that do not fit the training, before its first step.
+    """Check that all schedules fit the training, before its first step.
 
     Args:
-        optimizer: The optimizer, as it starts.
-        config: The training.
+        optimizer: The optimizer with its initial settings.
+        config: The configuration of the training run.
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
+
+    Raises:
+        UserError: If a schedule does not fit the training.
     """
     first = 0
     for steps in [phase.steps for phase in config.phases] or [total_steps]:
@@ -108,10 +111,10 @@ def apply(
         optimizer: Any optimizer.
         key: `lr` or `damping`; groups without the key are not changed.
         spec: The schedule.
-        step: Steps already taken (0 for the first).
+        step: Number of completed steps (0 before the first step).
         steps_per_epoch: Optimizer steps in one epoch.
         total_steps: Optimizer steps in the whole run.
-        scale: What the value that it started with is multiplied by.
+        scale: The factor on the initial value.
     """
     for group in optimizer.param_groups:
         if key in group:
@@ -130,7 +133,7 @@ def check(
     name: str | None = None,
     scale: float = 1.0,
 ) -> None:
-    """Refuse a schedule that does not fit the training, before its first step.
+    """Check that a schedule fits the training, before its first step.
 
     Args:
         optimizer: The optimizer with its initial settings.
@@ -142,8 +145,8 @@ def check(
         scale: The factor on the initial value.
 
     Raises:
-        UserError: If warm-up or horizon do not fit the length of the training, `end` is above the initial value, or the
-            damping would become 0.
+        UserError: If the warm-up or the horizon does not fit the length of the training, `end` is above the initial
+            value, or the damping would become 0.
     """
     name = name or ("schedule" if key == "lr" else f"{key}_schedule")
     epochs = total_steps / steps_per_epoch

@@ -1,4 +1,4 @@
-"""Masked language models of transformers, with random weights: BERT in its usual sizes, or any by its config file."""
+"""Masked language models of transformers with random weights: BERT in common sizes, or any model by its config file."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_thor.training.errors import UserError, require
 
-# layers, width, heads, width of the feed-forward layers (Devlin et al. 2019; Turc et al. 2019 for tiny and mini)
+# layers, hidden size, attention heads, feed-forward width (Devlin et al. 2019; Turc et al. 2019 for tiny and mini)
 BERTS = {
     "bert-tiny": (2, 128, 2, 512),
     "bert-mini": (4, 256, 4, 1024),
@@ -18,48 +18,50 @@ BERTS = {
     "bert-large": (24, 1024, 16, 4096),
 }
 CONFIG = ".json"
-_POSITIONS = 512  # of the published ones
+_POSITIONS = 512  # number of positions of the published BERT models
 
 
 def is_known(name: str) -> bool:
-    """Say whether a recipe's `model` can be a masked language model.
+    """Check whether the `model` of a recipe can be a masked language model.
 
     Args:
-        name: What the recipe says.
+        name: The `model` of the recipe.
 
     Returns:
-        Whether it is a size of BERT, or the name of a configuration file.
+        True if it is a size of BERT or the name of a configuration file.
     """
     return name in BERTS or name.endswith(CONFIG)
 
 
 def takes_pairs(name: str) -> bool:
-    """Say whether a network is trained on pairs of sentence runs, as BERT is.
+    """Check whether a network is trained on pairs of text segments, as BERT is.
 
     Args:
-        name: What the recipe says.
+        name: The `model` of the recipe.
 
     Returns:
-        True for the sizes of BERT; a file's network is trained on its masked tokens alone.
+        True for the sizes of BERT. A network from a configuration file is trained on masked tokens only.
     """
     return name in BERTS
 
 
 def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: bool = True) -> nn.Module:
-    """Build a network with torch's global random numbers.
+    """Build a network with random weights from torch's global generator.
 
     Args:
-        name: A size of BERT, or the file of a transformers configuration (`config.json`) with `model_type`.
-        vocab_size: Word pieces of the corpus; takes the place of what a file says.
-        length: Most tokens of an example.
-        pad: The number of [PAD].
-        next_sentence: Whether BERT has a head for next-sentence prediction; no network of a file has one.
+        name: A size of BERT, or the path of a transformers configuration file (`config.json`) with a `model_type`.
+        vocab_size: Number of word pieces of the corpus; overrides the value of a configuration file.
+        length: Maximum number of tokens in an example.
+        pad: The token id of [PAD].
+        next_sentence: Whether BERT has a head for next-sentence prediction; ignored for a configuration file.
 
     Returns:
-        `BertForPreTraining`, without that head `BertForMaskedLM`, or what `AutoModelForMaskedLM` makes of the file.
+        A `BertForPreTraining`, a `BertForMaskedLM` if the head is omitted, or the network that `AutoModelForMaskedLM`
+        builds from the configuration file.
 
     Raises:
-        UserError: If the file cannot be read, describes no masked language model, or one with too few positions.
+        UserError: If the file does not exist, does not describe a masked language model, or describes one with too few
+            positions.
     """
     import transformers
 
@@ -97,11 +99,10 @@ def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: b
 
 
 def _first_position(model: nn.Module) -> int:
-    """Return the number of the first token's position.
+    """Return the position index of the first token.
 
-    RoBERTa and its relatives (camembert, data2vec-text, esm, ibert, longformer, luke, mpnet, xlm-roberta, xmod, ...)
-    count positions from one above that of padding. Those, and no others, have a table of positions with a row for
-    padding.
+    RoBERTa and related models (camembert, data2vec-text, esm, ibert, longformer, luke, mpnet, xlm-roberta, xmod, ...)
+    count positions from the padding index plus one. Only these models have a position embedding with a padding index.
     """
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
@@ -111,39 +112,41 @@ def _first_position(model: nn.Module) -> int:
 
 
 def checkpoint_activations(model: nn.Module, name: str) -> None:
-    """Have a network of transformers compute the activations inside of each layer again in the backward pass.
+    """Let a network of transformers recompute the activations within each layer in the backward pass.
 
     Args:
         model: The network.
-        name: What the recipe calls it, for the error.
+        name: The `model` of the recipe, for the error message.
 
     Raises:
-        UserError: If the network cannot.
+        UserError: If the network does not support it.
     """
     network: Any = model
     require(
         bool(getattr(network, "supports_gradient_checkpointing", False)),
         f"activation_checkpointing=true: {type(model).__name__} of model={name} does not support it; leave it false",
     )
-    # the second name is that of transformers before 5.20
+    # transformers before 5.20 has only the second name
     enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 @contextmanager
 def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
-    """Let a network compute scores of some tokens alone.
+    """Let a network compute the scores of selected tokens only.
 
-    The scores are a product with the whole vocabulary: for small networks most of a step, and only masked tokens need
-    them. The network itself stays as it is; a hook selects the inputs of its output layer.
+    Computing scores requires a product with the whole vocabulary, which takes most of the time of a step in small
+    networks, and only masked tokens need scores. A hook selects the inputs of the output layer; the network itself is
+    not changed.
 
     Args:
-        model: A masked language model of transformers, or the distributed wrapper around one. A compiled network does
-            not notice the hook.
-        rows: Numbers of the tokens, counted through the whole batch: int64, (tokens,).
+        model: A masked language model of transformers, or its distributed wrapper. The hook has no effect on a
+            compiled network.
+        rows: Indices of the tokens in the flattened batch: int64, (tokens,).
 
     Yields:
-        While in the context, the network's logits are (tokens, vocabulary) instead of (batch, length, vocabulary).
+        None. Within the context, the network's logits have the shape (tokens, vocabulary) instead of
+        (batch, length, vocabulary).
     """
     inner: Any = getattr(model, "module", model)
     output_layer: nn.Module = inner.get_output_embeddings()

@@ -1,9 +1,9 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer.
 
 `torch.optim.Muon` accepts matrices only. Here the weight of a convolution is passed to it as the matrix
-`weight.flatten(1)` (output channels x everything else). Parameters with fewer than two dimensions (biases, parameters
-of normalisation layers) are passed to `torch.optim.AdamW`. This class only distributes parameters and state: torch's
-optimizers compute the steps. Torch's Muon multiplies in bfloat16, which is slow on processors without bfloat16
+`weight.flatten(1)` (output channels x all other dimensions). Parameters with fewer than two dimensions (biases,
+parameters of normalisation layers) are passed to `torch.optim.AdamW`. This class only distributes parameters and state:
+torch's optimizers compute the steps. Torch's Muon multiplies in bfloat16, which is slow on processors without bfloat16
 instructions.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` and `torch.optim.AdamW` with one `param_groups` and one `state`.
+    """`torch.optim.Muon` and `torch.optim.AdamW` with common `param_groups` and a common `state`.
 
     Args:
         params: A module, or parameters. Muon trains those of two or more dimensions, AdamW the others.
         lr: Learning rate of Muon.
         momentum: Momentum factor of Muon.
-        nesterov: Whether the momentum of Muon is Nesterov's.
-        weight_decay: Decoupled weight decay of the matrices; the other parameters have none.
+        nesterov: Whether Muon uses Nesterov momentum.
+        weight_decay: Decoupled weight decay of the parameters that Muon trains. The others have no weight decay.
         adjust_lr_fn: Muon's rule that scales the learning rate by the shape of a matrix. With `match_rms_adamw`,
             learning rates of AdamW can be used.
         adamw_lr: Learning rate of AdamW; `None` stands for `lr`.
@@ -78,7 +78,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Take one step.
 
         Args:
-            closure: Recomputes the loss, as for any torch optimizer.
+            closure: A function that recomputes the loss, as for any torch optimizer.
 
         Returns:
             The loss that the closure returned, or `None` without a closure.
@@ -99,7 +99,7 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _muon_step(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
-        matrices = [p.detach().flatten(1) for p in params]  # a copy for channels_last
+        matrices = [p.detach().flatten(1) for p in params]  # copies, not views, for channels_last weights
         for p, matrix in zip(params, matrices, strict=True):
             matrix.grad = p.grad.flatten(1)
         inner = self._inner["muon"]

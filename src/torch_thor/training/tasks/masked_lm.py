@@ -1,7 +1,7 @@
-"""Masked-language-model pretraining, with next-sentence prediction where the network has a head for it.
+"""Masked-language-model pretraining, with next-sentence prediction if the network has a head for it.
 
 The loss is the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction (Devlin et al. 2019,
-section 3.1). A loss term is a masked token; rows of THOR's statistics are the tokens that are no padding.
+section 3.1). Each masked token is one loss term. The rows of THOR's statistics are the tokens other than padding.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch_thor.training.tasks import text_batches
 from torch_thor.training.tasks.checks import check_no_classes
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
-if TYPE_CHECKING:  # a recipe asks its task what it may say
+if TYPE_CHECKING:  # imported for types only: the recipe module uses the tasks, to check a recipe
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.text.pairs import PairMaker
 
-EVALUATION_BATCH = 32  # examples
+EVALUATION_BATCH = 32  # number of examples in a batch
 _NEXT_SENTENCE = "next_sentence_label"
 
 
 class MaskedLM:
-    """A network that predicts masked tokens; batches are those of :class:`torch_thor.training.text.pairs.PairMaker`.
+    """The task of predicting masked tokens, on batches from :class:`torch_thor.training.text.pairs.PairMaker`.
 
     Args:
-        train: Makes the examples to train on, by their length; empty where there is only an evaluation.
-        held_out: Makes the examples to evaluate on.
-        recipe: Network, batch size, phases and seed.
-        device: Where batches go.
+        train: The makers of training examples, by the length of their examples; empty if the task is only evaluated.
+        held_out: The maker of evaluation examples.
+        recipe: The recipe, which specifies the network, the batch size, the phases and the seed.
+        device: The device of the batches.
     """
 
     unit: ClassVar[str] = "masked tokens"
@@ -59,7 +59,7 @@ class MaskedLM:
             "perplexity",
             "perplexity",
             higher_is_better=False,
-            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # what a float holds
+            derived=lambda means: math.exp(min(means["loss"], 700.0)),  # larger exponents would overflow a float
         ),
         Metric(
             "nsp_accuracy",
@@ -78,10 +78,13 @@ class MaskedLM:
 
     @classmethod
     def check(cls, recipe: Recipe) -> None:
-        """Refuse what this task has no use for.
+        """Check that the task supports a recipe.
 
         Args:
             recipe: The recipe.
+
+        Raises:
+            UserError: If it does not.
         """
         check_no_classes(recipe)
         require(
@@ -98,12 +101,12 @@ class MaskedLM:
     def open(
         cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
     ) -> MaskedLM:
-        """Open the corpus.
+        """Open the training and held-out examples of the corpus.
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Called with a message if the corpus is prepared first.
+            device: The device of the batches.
+            say: Called with a message if the corpus has to be prepared first.
             report: Not used.
 
         Returns:
@@ -118,12 +121,12 @@ class MaskedLM:
     def open_saved(
         cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]
     ) -> MaskedLM:
-        """Open what a trained network is evaluated on.
+        """Open the held-out examples to evaluate a trained network.
 
         Args:
             recipe: The recipe.
-            device: Where batches go.
-            say: Called with a message if the corpus is prepared first.
+            device: The device of the batches.
+            say: Called with a message if the corpus has to be prepared first.
             changed: Not used.
 
         Returns:
@@ -134,12 +137,14 @@ class MaskedLM:
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Evaluate on any corpus; its vocabulary is compared when the weights are loaded.
+        """Return the recipe to evaluate with, which may name any corpus.
+
+        The vocabulary of the corpus is compared with that of the network when the weights are loaded.
 
         Args:
-            trained: The recipe of the training.
-            recipe: The same with the keys that were changed.
-            changed: Those keys.
+            trained: The recipe that the network was trained with.
+            recipe: The same recipe with the changed keys.
+            changed: The names of the changed keys.
 
         Returns:
             The recipe to evaluate with.
@@ -147,7 +152,7 @@ class MaskedLM:
         return recipe
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer as transformers has it.
+        """Return the tokenizer in the form that transformers uses.
 
         Returns:
             A `PreTrainedTokenizerFast`.
@@ -167,7 +172,7 @@ class MaskedLM:
         )
 
     def build_model(self) -> nn.Module:
-        """Build the network with torch's global random numbers (seed them first).
+        """Build the network with random weights from torch's global generator, which the caller must seed first.
 
         Returns:
             The network, on the CPU.
@@ -181,13 +186,13 @@ class MaskedLM:
         return model
 
     def open_data(self, shard: Shard) -> Streams:
-        """Open the corpus from the beginning.
+        """Open the batches of a rank, from the beginning of the corpus.
 
         Args:
-            shard: Which rank of how many.
+            shard: The rank and the number of ranks.
 
         Returns:
-            Training batches and evaluation batches.
+            The training batches and the evaluation batches of the rank.
         """
         evaluation = EvaluationOrder(len(self.held_out.corpus), EVALUATION_BATCH, shard)
         return Streams(
@@ -196,30 +201,30 @@ class MaskedLM:
         )
 
     def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open the held-out part alone.
+        """Open the evaluation batches of a rank, without training batches.
 
         Args:
-            shard: Which rank of how many.
+            shard: The rank and the number of ranks.
 
         Returns:
-            The rank's batches.
+            The batches of the rank.
         """
         order = WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard)
         return text_batches.batch_loader(self.held_out, self.recipe, order, self.device, fixed=True)
 
     def terms(self, batch: Batch) -> Terms:
-        """Count masked tokens.
+        """Count the masked tokens of a batch.
 
         Args:
             batch: A mapping of tensors.
 
         Returns:
-            Their number, and which tokens are no padding.
+            The number of masked tokens, and a mask of the tokens other than padding: bool, (batch, length).
         """
         return Terms(int((batch["labels"] >= 0).sum()), batch["attention_mask"].bool())
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The mean cross-entropy of the masked tokens, plus that of the next-sentence prediction.
+        """Compute the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction.
 
         Args:
             model: The network.
@@ -235,14 +240,15 @@ class MaskedLM:
         return Loss(mean, scores)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sum up cross-entropy and right predictions.
+        """Sum the cross-entropy and the correct predictions over a batch.
 
         Args:
             model: The network.
             batch: A mapping of tensors.
 
         Returns:
-            `loss` and `mlm_accuracy` over masked tokens; `nsp_accuracy` and `examples`, where the network predicts it.
+            The sums `loss` and `mlm_accuracy` over the masked tokens; with next-sentence prediction also `nsp_accuracy`
+            over the examples, and their number `examples`.
         """
         scores, labels, following = self._predict(model, batch)
         found = {
@@ -255,10 +261,11 @@ class MaskedLM:
         return found
 
     def metrics(self) -> Sequence[Metric]:
-        """Name what an evaluation gives.
+        """Return the metrics of an evaluation.
 
         Returns:
-            Loss, masked-token accuracy, which decides, perplexity, and next-sentence accuracy where it is predicted.
+            The loss, the masked-token accuracy (the primary metric), the perplexity, and with next-sentence prediction
+            its accuracy.
         """
         return self.METRICS if self.held_out.pairs else self.METRICS[:-1]
 
@@ -275,6 +282,6 @@ class MaskedLM:
                 output = model(**inputs)
         scores = output.prediction_logits if self.held_out.pairs else output.logits
         following = output.seq_relationship_logits if self.held_out.pairs else None
-        if scores.dim() == 3:  # of all tokens
+        if scores.dim() == 3:  # scores of all tokens, not only of the masked ones
             scores = scores.flatten(0, 1)[rows]
         return scores, batch["labels"].flatten()[rows], following

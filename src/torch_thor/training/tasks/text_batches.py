@@ -1,4 +1,4 @@
-"""The corpus that a recipe of a masked language model names, and the batches of its phases."""
+"""The corpus for a recipe of a masked language model, and the batches of the training phases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_thor.training.data.stream import BatchLoader, TrainingBatches, Traini
 from torch_thor.training.errors import UserError
 from torch_thor.training.models import masked_lm as models
 
-if TYPE_CHECKING:  # what is imported here needs the libraries of text
+if TYPE_CHECKING:  # these modules need the optional text libraries
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.text.pairs import PairMaker
 
@@ -25,29 +25,29 @@ CACHE = Path("~/.cache/torch-thor")
 
 
 def longest(recipe: Recipe) -> int:
-    """Return the most tokens that an example has, in any phase or in an evaluation.
+    """Return the maximum length of an example in any phase or in an evaluation.
 
     Args:
         recipe: The recipe.
 
     Returns:
-        Tokens.
+        The length in tokens.
     """
     return max(_lengths(recipe))
 
 
 def corpus_folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
-    """Find the corpus of a recipe; python-text is prepared when it is first used.
+    """Find the corpus of a recipe. The python-text corpus is prepared when it is first used.
 
     Args:
         recipe: The recipe.
-        say: Called with a message if a corpus is prepared.
+        say: Called with a message if a corpus has to be prepared.
 
     Returns:
-        Its folder.
+        The folder of the corpus.
 
     Raises:
-        UserError: If the recipe names none.
+        UserError: If the recipe does not name a corpus.
     """
     from torch_thor.training.text.python_corpus import python_corpus
 
@@ -61,17 +61,17 @@ def corpus_folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
 
 
 def training_makers(recipe: Recipe, folder: Path) -> dict[int, PairMaker]:
-    """Open what is trained on.
+    """Open the training examples of all phases.
 
     Args:
         recipe: The recipe.
-        folder: The corpus.
+        folder: The folder of the corpus.
 
     Returns:
-        What makes examples, by their length.
+        The makers of examples, by the length of their examples.
 
     Raises:
-        UserError: If the corpus has no examples of a length; it names the phase.
+        UserError: If the corpus has no examples of a required length; the message names the phase.
     """
     own = recipe.data.text.length
     makers: dict[int, PairMaker] = {}
@@ -87,12 +87,12 @@ def pair_maker(recipe: Recipe, folder: Path, side: str, length: int) -> PairMake
 
     Args:
         recipe: The recipe.
-        folder: The corpus.
+        folder: The folder of the corpus.
         side: `train` or `held-out`.
-        length: Tokens of an example.
+        length: Number of tokens per example.
 
     Returns:
-        What makes examples.
+        The maker of examples.
     """
     from torch_thor.training.text.corpus import Corpus
     from torch_thor.training.text.pairs import Masking, PairMaker
@@ -108,16 +108,17 @@ def training_batches(
     """Open the training batches of all phases.
 
     Args:
-        makers: Make the examples, by their length.
+        makers: The makers of examples, by the length of their examples.
         recipe: The recipe.
-        shard: Which rank of how many.
-        device: Where batches go.
+        shard: The rank and the number of ranks.
+        device: The device of the batches.
 
     Returns:
-        The rank's batches.
+        The batches of the rank.
 
     Raises:
-        UserError: If a phase's batch size fits neither the corpus nor the ranks; it names the phase.
+        UserError: If the batch size of a phase does not suit the corpus or the number of ranks; the message names the
+            phase.
     """
 
     def stream(length: int, batch_size: int, epoch: int = 0) -> TrainingStream:
@@ -129,7 +130,7 @@ def training_batches(
     if not recipe.phases:
         return stream(own, recipe.batch_size)
     streams: list[tuple[int, TrainingStream]] = []
-    epoch = 0  # each phase continues the count, so that no two phases of one length have the same masks
+    epoch = 0  # counted on from phase to phase, so that no two phases of the same length have the same masks
     for number, phase in enumerate(recipe.phases):
         with _saying(f"phases[{number}]"):
             opened = stream(phase.length or own, phase.batch_size or recipe.batch_size, epoch)
@@ -141,14 +142,14 @@ def training_batches(
 def batch_loader(
     maker: PairMaker, recipe: Recipe, order: BatchOrder, device: torch.device, *, fixed: bool = False
 ) -> BatchLoader:
-    """Open batches of one length.
+    """Open batches of examples of one length.
 
     Args:
         maker: Makes the examples.
         recipe: The recipe.
-        order: Which examples, and when.
-        device: Where batches go.
-        fixed: Whether examples are the same in each epoch and for each seed, as those of an evaluation are.
+        order: The examples of each batch, and the order of the batches.
+        device: The device of the batches.
+        fixed: Whether examples are the same in each epoch and for each seed, as in an evaluation.
 
     Returns:
         The batches.

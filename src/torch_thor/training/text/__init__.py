@@ -1,4 +1,4 @@
-"""Text corpora for masked language models: from dumps and text files to shards of token ids, and to batches."""
+"""Text corpora for masked language models: preparing shards of token ids, and reading batches from them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Tables on the disk as uncompressed Arrow IPC files: written whole or not at all, read by mapping them to memory."""
+"""Tables in uncompressed Arrow IPC files, which are written atomically and read through memory mapping."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,15 @@ REMEDY = "make room for it, then give the same command again: what is finished s
 
 
 def write_table(path: Path, columns: dict[str, Any], types: dict[str, Any]) -> None:
-    """Write a table.
+    """Write a table to a file.
 
     Args:
-        path: The file. A `UserError` names it where it cannot be written.
-        columns: Values by name.
-        types: Arrow types by the same names.
+        path: The path of the file.
+        columns: The values of each column, by name.
+        types: The Arrow type of each column, by name.
+
+    Raises:
+        UserError: If the file cannot be written; the message names the file.
     """
     import pyarrow as pa
 
@@ -34,10 +37,10 @@ def read_table(path: Path) -> Any:
     """Map a table into memory.
 
     Args:
-        path: The file.
+        path: The path of the file.
 
     Returns:
-        A `pyarrow.Table`; its pages are read from the disk when they are used, and can be given back.
+        A `pyarrow.Table`. The operating system loads its memory pages from the disk on access and can release them.
     """
     import pyarrow as pa
 

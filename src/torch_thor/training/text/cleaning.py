@@ -1,4 +1,4 @@
-"""The first stage of preparing a corpus: each work unit becomes a file of documents, cut into sentences."""
+"""The first stage of preparing a corpus: each work unit is converted to a file of documents, split into sentences."""
 
 import hashlib
 import json
@@ -16,13 +16,13 @@ from torch_thor.training.text.wikipedia import articles
 
 @dataclass(frozen=True)
 class CleanReport:
-    """What a unit came to.
+    """The result of cleaning a unit.
 
     Args:
-        documents: Documents that have prose.
-        sentences: Their sentences.
-        characters: Their characters.
-        faults: What could not be read.
+        documents: Number of documents with at least one sentence.
+        sentences: Number of sentences in these documents.
+        characters: Number of characters in these sentences.
+        faults: The parts of the unit that could not be read.
     """
 
     documents: int
@@ -32,17 +32,17 @@ class CleanReport:
 
 
 def clean_unit(unit: Unit, folder: Path, language: str, held_out: float, seed: int) -> CleanReport:
-    """Clean a unit, cut its documents into sentences, and write them.
+    """Clean a unit, split its documents into sentences, and write the documents and a report.
 
     Args:
         unit: The unit.
-        folder: Where files of this stage go.
-        language: Of the text, for the rules of sentence ends: `en`, `de`, ...
-        held_out: Share of the documents that are not trained on.
-        seed: Decides which.
+        folder: The folder for the files of this stage.
+        language: The language code of the text, such as `en` or `de`. It selects the rules for sentence boundaries.
+        held_out: The fraction of the documents that are held out, that is, not used for training.
+        seed: The seed that determines which documents are held out.
 
     Returns:
-        What it came to; stored beside the documents.
+        The report, which is also written next to the documents.
     """
     from sentencex import segment
 
@@ -63,7 +63,7 @@ def clean_unit(unit: Unit, folder: Path, language: str, held_out: float, seed: i
     write_table(documents_file(folder, unit.number), {"name": names, "held_out": sides, "sentences": texts}, types)
     characters = sum(len(sentence) for sentences in texts for sentence in sentences)
     report = CleanReport(len(texts), sum(map(len, texts)), characters, tuple(faults))
-    # written last: a unit is finished when its report is there
+    # written last, because a unit counts as finished when its report exists
     write_whole(report_file(folder, unit.number), json.dumps(asdict(report)), REMEDY)
     return report
 
@@ -74,55 +74,57 @@ def _documents(unit: Unit) -> Iterator[Document | Fault]:
 
 
 def is_held_out(name: str, share: float, seed: int) -> bool:
-    """Decide whether a document is held out, from its name alone: the same in any order and on any machine.
+    """Decide whether a document is held out.
+
+    The decision depends only on the arguments, so it is the same for any order of the documents and on any machine.
 
     Args:
-        name: The document's name.
-        share: Share of the documents that are.
-        seed: Another seed holds out others.
+        name: The name of the document.
+        share: The fraction of the documents that are held out.
+        seed: The seed of the selection. A different seed selects different documents.
 
     Returns:
-        Whether it is.
+        Whether the document is held out.
     """
     digest = hashlib.blake2b(f"{seed}\n{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def documents_file(folder: Path, number: int) -> Path:
-    """The documents of a unit.
+    """Return the path of the file with the documents of a unit.
 
     Args:
-        folder: Of this stage.
-        number: The unit.
+        folder: The folder for the files of this stage.
+        number: The number of the unit.
 
     Returns:
-        The file.
+        The path of the file.
     """
     return folder / f"{number:06d}.arrow"
 
 
 def report_file(folder: Path, number: int) -> Path:
-    """The report of a unit; it is there when the unit is finished.
+    """Return the path of the report of a unit. The report exists if and only if the unit is finished.
 
     Args:
-        folder: Of this stage.
-        number: The unit.
+        folder: The folder for the files of this stage.
+        number: The number of the unit.
 
     Returns:
-        The file.
+        The path of the file.
     """
     return folder / f"{number:06d}.json"
 
 
 def stored_report(folder: Path, number: int) -> CleanReport | None:
-    """What a unit came to when it was cleaned.
+    """Read the report of a unit.
 
     Args:
-        folder: Of this stage.
-        number: The unit.
+        folder: The folder for the files of this stage.
+        number: The number of the unit.
 
     Returns:
-        The report; `None` where the unit is not finished.
+        The report, or `None` if the unit is not finished.
     """
     file = report_file(folder, number)
     if not file.exists():
@@ -132,16 +134,16 @@ def stored_report(folder: Path, number: int) -> CleanReport | None:
 
 
 def sentences_of(folder: Path, number: int, share: float, seed: int) -> Iterator[str]:
-    """Read the sentences of a unit's documents, or of a share of them.
+    """Read the sentences of all documents of a unit, or of a fraction of them.
 
     Args:
-        folder: Of this stage.
-        number: The unit.
-        share: Share of the documents.
-        seed: Decides which.
+        folder: The folder for the files of this stage.
+        number: The number of the unit.
+        share: The fraction of the documents that are read; 1 or more reads all of them.
+        seed: The seed that determines which documents are read.
 
     Yields:
-        Sentences.
+        The sentences, in the order of the documents.
     """
     table = read_table(documents_file(folder, number))
     for name, sentences in zip(table["name"], table["sentences"], strict=True):

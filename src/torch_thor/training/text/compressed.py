@@ -1,4 +1,4 @@
-"""Files read as streams of bytes, uncompressed on the way by what their names say: .gz, .dz, .bz2, .xz."""
+"""Files read as streams of bytes. The suffix of the name selects the decompression: .gz, .dz, .bz2 or .xz."""
 
 import bz2
 import gzip
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-# What the decompressors raise for data that are cut short or damaged; gzip's BadGzipFile is an OSError.
+# The exceptions that the decompressors raise for truncated or damaged data; gzip's BadGzipFile is an OSError.
 DAMAGED = (EOFError, OSError, lzma.LZMAError, zlib.error)
 
 SUFFIXES = (".gz", ".dz", ".bz2", ".xz")
@@ -18,22 +18,23 @@ _CHUNK = 1 << 20
 
 
 class ByteStream:
-    """The uncompressed bytes of a file, chunk by chunk, and how far the file has been read.
+    """The uncompressed bytes of a file in chunks, with the number of bytes read so far.
 
     Args:
-        path: The file.
+        path: The path of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.read = 0  # uncompressed bytes so far
-        self.read_of_file = 0  # bytes of the file itself
+        self.read = 0  # number of uncompressed bytes read so far
+        self.read_of_file = 0  # number of bytes read so far from the file on disk
 
     def __iter__(self) -> Iterator[bytes]:
         """Read the file from its beginning.
 
         Yields:
-            Its bytes, up to a megabyte each. Raises one of `DAMAGED` where compressed data are not whole.
+            Chunks of uncompressed bytes, at most 1 MiB each. If compressed data are truncated or damaged, one of the
+            exceptions in `DAMAGED` is raised.
         """
         with self.path.open("rb") as raw:
             for chunk in _contents(raw, self.path.suffix.lower()):
@@ -43,7 +44,7 @@ class ByteStream:
 
 
 def _contents(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
-    """Uncompress a file; everything before a damaged place is there, and nothing behind it is left out in silence."""
+    """Uncompress a file. Data before a damaged position are returned; damage always raises an exception."""
     if suffix == ".bz2":
         return _uncompressed(raw, bz2.BZ2Decompressor)
     if suffix == ".xz":
@@ -54,19 +55,20 @@ def _contents(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def _uncompressed(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
-    """Uncompress a file of one stream or of many, as Wikipedia's are.
+    """Uncompress a file of one or more concatenated streams; Wikipedia dumps may have many streams.
 
-    `bz2.open` and `lzma.open` take a stream that is damaged near its beginning, and all behind it, for padding.
+    `bz2.open` and `lzma.open` are not used: if a stream is damaged near its beginning, they treat it and all data after
+    it as padding and report no error.
 
     Args:
-        raw: The file.
-        new: Makes a decompressor of one stream.
+        raw: The file, opened for reading in binary mode.
+        new: Creates a decompressor for one stream.
 
     Yields:
-        Its bytes, up to a megabyte each.
+        Chunks of uncompressed bytes, at most 1 MiB each.
 
     Raises:
-        EOFError: If the last stream has no end. A damaged stream raises what its decompressor does.
+        EOFError: If the last stream is truncated. For a damaged stream, the decompressor raises its own exception.
     """
     decompressor, data = new(), raw.read(_CHUNK)
     while True:
@@ -86,13 +88,13 @@ def _uncompressed(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
 
 
 def base_suffix(path: Path) -> str:
-    """The suffix of a file's name without that of its compression.
+    """Return the suffix of a file name, ignoring the suffix of the compression.
 
     Args:
-        path: The file.
+        path: The path of the file.
 
     Returns:
-        Such as `.txt` for `book.txt.gz`, in lower case; empty where there is none.
+        The suffix in lower case, for example `.txt` for `book.txt.gz`; empty if there is no such suffix.
     """
     name = path.with_suffix("") if path.suffix.lower() in SUFFIXES else path
     return name.suffix.lower()

@@ -1,4 +1,4 @@
-"""Random access to the examples of a prepared corpus, through files that are mapped into memory."""
+"""Random access to the examples of a prepared corpus, whose files are memory-mapped."""
 
 import bisect
 import itertools
@@ -11,19 +11,20 @@ from torch_thor.training.text.arrow_files import read_table
 from torch_thor.training.text.manifest import TOKENIZER, Manifest
 from torch_thor.training.text.wordpiece import load_tokenizer
 
-_OPEN_SHARDS = 64  # a mapped file costs address space and a descriptor, hardly any memory
+_OPEN_SHARDS = 64  # a mapped file uses address space and a file descriptor, but little memory
 
 
 class Corpus:
-    """The examples of one side of a corpus, of one length.
+    """The examples of one length in one side (training or held-out) of a corpus.
 
     Args:
-        folder: A prepared corpus.
+        folder: The folder of a prepared corpus.
         side: `train` or `held-out`.
-        length: Tokens of an example, special ones included; one of those that the corpus was prepared for.
+        length: Number of tokens per example, including special tokens; one of the lengths that the corpus was prepared
+            for.
 
     Raises:
-        UserError: If the folder is no whole corpus, or has no examples of that length.
+        UserError: If the folder is not a complete corpus, or has no examples of that side and length.
     """
 
     def __init__(self, folder: Path, side: str, length: int) -> None:
@@ -42,18 +43,18 @@ class Corpus:
         require(len(self) > 0, f"{folder} has no {side} examples: prepare a larger corpus")
 
     def __len__(self) -> int:
-        """Examples."""
+        """Return the number of examples."""
         return self._firsts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_open"}  # each process maps for itself
+        return {key: value for key, value in self.__dict__.items() if key != "_open"}  # each process maps its own files
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open = lru_cache(_OPEN_SHARDS)(self._map)
 
     def tokenizer(self) -> Any:
-        """The corpus's tokenizer.
+        """Load the tokenizer of the corpus.
 
         Returns:
             A `tokenizers.Tokenizer`.
@@ -61,13 +62,13 @@ class Corpus:
         return load_tokenizer(self.folder / TOKENIZER)
 
     def sentences(self, example: int) -> list[Any]:
-        """Read an example.
+        """Read the sentences of an example.
 
         Args:
-            example: Its number, from 0.
+            example: The index of the example, counted from 0.
 
         Returns:
-            The token ids of each of its sentences, arrays of integers.
+            The token ids of each sentence, as integer arrays of shape `(tokens,)`.
         """
         shard = bisect.bisect_right(self._firsts, example) - 1
         tokens, token_starts, ends, end_starts, rows = self._open(self._names[shard])
@@ -78,13 +79,13 @@ class Corpus:
         return [own[begin:end] for begin, end in zip(begins, own_ends[first:last], strict=True)]
 
     def document(self, example: int) -> tuple[int, int]:
-        """Say which document an example is of.
+        """Return the document that an example is from.
 
         Args:
-            example: Its number, from 0.
+            example: The index of the example, counted from 0.
 
         Returns:
-            What tells the document from all others: its shard and its number in it.
+            The unique identifier of the document: the index of its shard, and its index within the shard.
         """
         shard = bisect.bisect_right(self._firsts, example) - 1
         rows = self._open(self._names[shard])[-1]

@@ -1,15 +1,15 @@
-"""What every source of text is turned into: documents, and the faults that were met on the way."""
+"""The common output of all text sources: documents, and the faults found while reading."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Document:
-    """One article, file or section: text that belongs together, in its order.
+    """An article, a file or a section, as consecutive paragraphs of text.
 
     Args:
-        name: A title or a path, for messages; unique within its source.
-        paragraphs: Plain text without line breaks.
+        name: A title or a path, used in messages; unique within its source.
+        paragraphs: The paragraphs as plain text without line breaks, in order.
     """
 
     name: str
@@ -18,12 +18,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something in a source that could not be read, and was left out.
+    """A part of a source that could not be read and was left out.
 
     Args:
-        source: The file.
-        offset: Bytes from the beginning of the uncompressed file to where the fault was met.
-        reason: What is wrong, in one line.
+        source: The name of the source file.
+        offset: The position of the fault in the uncompressed file, in bytes from its beginning.
+        reason: A description of the fault, in one line.
     """
 
     source: str

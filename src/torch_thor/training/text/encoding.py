@@ -1,9 +1,10 @@
-"""The last stage of preparing a corpus: the documents of a unit become a shard of token ids and lists of examples.
+"""The last stage of preparing a corpus: encodes the documents of a unit as shards of token ids and lists of examples.
 
-A shard `NAME.arrow` holds a document per row: `tokens`, the ids of all its sentences, and `ends`, where each sentence
-ends in them. `NAME.128.arrow` holds an example of length 128 per row: sentences `first` to `last` (exclusive) of
-`document`, as many in a row as fit beside [CLS] and two [SEP]. How an example becomes a pair of sentences, and which of
-its tokens are masked, is decided anew in each epoch (:mod:`torch_thor.training.text.pairs`).
+The file `NAME.arrow` of a shard holds one document per row: `tokens` contains the ids of all its sentences, and `ends`
+the end offset of each sentence in `tokens`. `NAME.128.arrow` holds one example of length 128 per row: the sentences
+`first` to `last` (exclusive) of `document`, as many consecutive ones as fit together with [CLS] and two [SEP]. The
+split of an example into a pair of segments and the choice of masked tokens are made at random in each epoch (see
+:mod:`torch_thor.training.text.pairs`).
 """
 
 from collections.abc import Sequence
@@ -17,20 +18,20 @@ from torch_thor.training.text.cleaning import documents_file
 
 TRAIN, HELD_OUT = "train", "held-out"
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
-_BATCH = 256  # sentences that are encoded at once
+_BATCH = 256  # number of sentences encoded at a time
 
 
 @dataclass(frozen=True)
 class ShardReport:
-    """One shard, as the manifest describes it.
+    """The description of a shard in the manifest.
 
     Args:
-        name: `train-000000` or `held-out-000000`.
-        documents: Its documents.
-        sentences: Their sentences.
-        tokens: Their tokens.
-        examples: Its examples, by length.
-        checksums: SHA-256 of its files, by their names.
+        name: The name of the shard, such as `train-000000` or `held-out-000000`.
+        documents: Number of documents.
+        sentences: Number of sentences.
+        tokens: Number of tokens.
+        examples: Number of examples, by their length in tokens.
+        checksums: The SHA-256 checksum of each file of the shard, by file name.
     """
 
     name: str
@@ -45,14 +46,14 @@ def encode_unit(number: int, clean: Path, out: Path, tokenizer_file: Path, lengt
     """Encode the documents of a unit.
 
     Args:
-        number: The unit.
-        clean: The folder of the first stage.
-        out: Where shards go.
-        tokenizer_file: A `tokenizer.json`.
-        lengths: Lengths of examples, in tokens.
+        number: The number of the unit.
+        clean: The output folder of the first stage.
+        out: The folder to which shards are written.
+        tokenizer_file: The path of a `tokenizer.json`.
+        lengths: The lengths of the examples, in tokens.
 
     Returns:
-        Its shards: of documents to train on and of those held out; none for a side without documents.
+        The reports of the training shard and of the held-out shard; a side without documents has no shard.
     """
     from tokenizers import Tokenizer
 
@@ -104,14 +105,15 @@ def _write_shard(
 
 
 def spans(ends: Any, length: int) -> list[tuple[int, int]]:
-    """Pack the sentences of a document into examples, in their order.
+    """Pack consecutive sentences of a document into examples.
 
     Args:
-        ends: Where each sentence ends, in tokens.
-        length: Tokens of an example, special ones included.
+        ends: The end offset of each sentence in the document, in tokens.
+        length: Number of tokens per example, including special tokens.
 
     Returns:
-        Ranges of sentences that fit together; a sentence that is too long alone is an example of its own.
+        The first and last (exclusive) sentence of each example. A sentence that is too long forms an example of its
+        own.
     """
     room, found = length - SPECIAL_TOKENS, []
     first = begin = 0

@@ -1,4 +1,4 @@
-"""Batches of a masked language model, made from a corpus as they are needed, by worker processes or without."""
+"""Batches for a masked language model, made from a corpus on demand, with or without worker processes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,32 +17,33 @@ NO_WORKERS = Workers(count=0)
 
 
 class Examples(Dataset[Batch]):
-    """Makes a whole batch at a time.
+    """A dataset that makes one whole batch at a time.
 
     Args:
         maker: Makes the examples.
-        seed: The run's seed: with the epoch and the example it decides pairs and masks.
-        fixed: Whether examples are the same in each epoch, as those of an evaluation are.
+        seed: The seed of the run. Together with the epoch and the example, it determines the pairs and the masks.
+        fixed: Whether examples are the same in each epoch, as in an evaluation.
     """
 
     def __init__(self, maker: PairMaker, seed: int, *, fixed: bool) -> None:
         self.maker, self.seed, self.fixed = maker, seed, fixed
 
-    def __getitems__(self, keys: list[Key]) -> Batch | UserError:  # the name that DataLoader looks for
+    def __getitems__(self, keys: list[Key]) -> Batch | UserError:  # DataLoader calls the method of this name
         try:
             batch = self.take(keys)
             return batch if get_worker_info() is None else shared(batch)
         except UserError as error:
-            return error  # not raised: a DataLoader would raise it anew with the worker's traceback as its message
+            return error  # not raised: DataLoader would raise it again with the worker's traceback as the message
 
     def take(self, keys: list[Key]) -> Batch:
         """Make one batch.
 
         Args:
-            keys: Epoch and number of each example; there may be none.
+            keys: The epoch and the index of each example; may be empty.
 
         Returns:
-            The arrays of :meth:`PairMaker.example` as a mapping of tensors, int64, `(n, length)` and `(n,)`.
+            The arrays of :meth:`PairMaker.example`, stacked into int64 tensors: `next_sentence_label` of shape `(n,)`,
+            the others of shape `(n, length)`.
         """
         import numpy as np
 
@@ -57,15 +58,15 @@ class Examples(Dataset[Batch]):
 
 
 class PairLoader:
-    """Batches of examples.
+    """Loads batches of examples onto a device.
 
     Args:
         maker: Makes the examples.
-        order: Which examples, and when.
-        seed: The run's seed: with the epoch and the example it decides pairs and masks.
-        device: Where batches go; to a CUDA device through page-locked memory.
-        workers: The processes that make them; batches are the same for any number.
-        fixed: Whether examples are the same in each epoch, as those of an evaluation are.
+        order: The examples of each batch, and the order of the batches.
+        seed: The seed of the run. Together with the epoch and the example, it determines the pairs and the masks.
+        device: The device of the batches. Batches for a CUDA device are copied from page-locked memory.
+        workers: The worker processes that make the batches. Their number does not change the batches.
+        fixed: Whether examples are the same in each epoch, as in an evaluation.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PairLoader:
         self._loader = worker_loader(reader, self._keys, workers, pin_memory=device.type == "cuda")
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.order.batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -93,21 +94,21 @@ class PairLoader:
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Make the batches of an epoch.
 
-        Only one iteration can be under way: a new one ends the one before.
+        Only one iteration can be active at a time: starting a new one ends the previous one.
 
         Args:
-            epoch: Number of the epoch, from 0.
-            start: Batches to pass over; they are not made.
+            epoch: The index of the epoch, counted from 0.
+            start: Number of batches to skip at the beginning; these are not made.
 
         Yields:
-            Mappings of tensors, on the device.
+            Mappings of tensors on the device.
         """
         self._keys.epoch, self._keys.start = epoch, start
         for batch in self._loader:
             yield {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: a corpus is whole.
+        """Return an empty state: every example of a corpus can be read, so there is no state to save.
 
         Returns:
             An empty mapping.
@@ -115,8 +116,8 @@ class PairLoader:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state.
+        """Do nothing, because there is no state to restore.
 
         Args:
-            state: From `state_dict`.
+            state: The mapping returned by `state_dict`.
         """

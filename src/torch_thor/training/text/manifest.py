@@ -1,4 +1,4 @@
-"""What a prepared corpus says of itself: settings, versions, counts, and every file with its checksum."""
+"""The manifest of a prepared corpus: its settings, software versions, counts, and the checksum of each file."""
 
 import json
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the contents of a corpus, apart from its sources.
+    """The settings that, together with the sources, determine the contents of a corpus.
 
     Args:
-        vocab_size: Word pieces to train; of a tokenizer that is given it says nothing.
-        lowercase: Whether case and accents are dropped.
-        lengths: Lengths of examples, in tokens.
-        held_out: Share of the documents that are not trained on.
-        seed: Decides which documents those are.
-        language: For the rules of sentence ends.
-        tokenizer: SHA-256 of the tokenizer that was given; empty where it is trained.
+        vocab_size: Number of word pieces of a tokenizer that is trained; has no meaning for a given tokenizer.
+        lowercase: Whether text is converted to lower case and accents are removed.
+        lengths: The lengths of the examples, in tokens.
+        held_out: The fraction of the documents that are held out from training.
+        seed: The seed for the choice of the held-out documents.
+        language: The language code that selects the rules for splitting sentences.
+        tokenizer: The SHA-256 checksum of the given tokenizer; empty if the tokenizer is trained.
     """
 
     vocab_size: int = 30522
@@ -39,22 +39,22 @@ class Settings:
     tokenizer: str = ""
 
     def plain(self) -> dict[str, Any]:
-        """The settings as JSON values."""
+        """Return the settings as JSON values."""
         return {**asdict(self), "lengths": list(self.lengths)}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A prepared corpus.
+    """The description of a prepared corpus.
 
     Args:
-        settings: What decided its contents.
-        sources: Its files, as they were.
-        vocab_size: Word pieces of its tokenizer.
-        tokenizer_checksum: SHA-256 of `tokenizer.json`.
-        shards: Its shards, in order.
-        faults: What could not be read and is not in it.
-        versions: Of what wrote it.
+        settings: The settings that the corpus was prepared with.
+        sources: The source files, as they were when the corpus was prepared.
+        vocab_size: Number of word pieces of the tokenizer.
+        tokenizer_checksum: The SHA-256 checksum of `tokenizer.json`.
+        shards: The shards, in order.
+        faults: Descriptions of the parts of the sources that could not be read and were left out.
+        versions: The version of each software package that wrote the corpus, by name.
     """
 
     settings: Settings
@@ -66,24 +66,24 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
 
     def side(self, name: str) -> list[ShardReport]:
-        """The shards of one side.
+        """Return the shards of one side.
 
         Args:
             name: `train` or `held-out`.
 
         Returns:
-            Those shards.
+            The shards of that side, in order.
         """
         return [shard for shard in self.shards if shard.name.startswith(f"{name}-")]
 
     def write(self, folder: Path) -> None:
-        """Write `manifest.json`; it is there when the corpus is finished.
+        """Write `manifest.json`. The file marks the corpus as finished.
 
         Args:
-            folder: The corpus.
+            folder: The folder of the corpus.
         """
         values = {"format": FORMAT, **asdict(self), "settings": self.settings.plain(), "totals": totals(self.shards)}
-        plain = json.loads(json.dumps(values))  # lengths are keys: the checksum is of what is read again, all text
+        plain = json.loads(json.dumps(values))  # turns integer keys into strings, as they are read
         write_whole(folder / MANIFEST, json.dumps(add_checksum(plain), indent=1), REMEDY)
 
     @classmethod
@@ -91,13 +91,13 @@ class Manifest:
         """Read `manifest.json`.
 
         Args:
-            folder: A prepared corpus.
+            folder: The folder of a prepared corpus.
 
         Returns:
             The manifest.
 
         Raises:
-            UserError: If there is none, or it was changed, or another version wrote it.
+            UserError: If the file is missing, was changed, or has another format version.
         """
         file = folder / MANIFEST
         require(file.is_file(), f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare")
@@ -119,10 +119,10 @@ class Manifest:
         return cls(settings=settings, shards=shards, **rest)
 
     def check_files(self, folder: Path) -> None:
-        """Compare every file with its checksum.
+        """Compare each file of the corpus with its checksum.
 
         Args:
-            folder: The corpus.
+            folder: The folder of the corpus.
 
         Raises:
             UserError: If a file is missing or has changed.
@@ -137,13 +137,13 @@ class Manifest:
 
 
 def totals(shards: Sequence[ShardReport]) -> dict[str, dict[str, Any]]:
-    """Add up what shards hold.
+    """Add up the counts of shards.
 
     Args:
-        shards: Shards of both sides.
+        shards: The shards of both sides.
 
     Returns:
-        Documents, sentences, tokens and examples of each side.
+        The number of documents, of sentences, of tokens, and of examples by length, for each side.
     """
     found: dict[str, dict[str, Any]] = {}
     for shard in shards:

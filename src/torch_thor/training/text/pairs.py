@@ -1,9 +1,10 @@
-"""Training examples of BERT: pairs of sentence runs, and masked tokens, drawn anew in each epoch.
+"""Training examples for BERT: pairs of text segments with masked tokens, drawn at random in each epoch.
 
-What an example becomes is a function of (seed, epoch, example), so a resumed run sees what it would have seen, and so
-do any number of processes. Pairs are those of Devlin et al. (2019, section 3.1): an example is cut into A and B at a
-sentence end, and in half of the examples B comes from another document. Of the tokens 15 % are predicted: 80 % of these
-are replaced by [MASK], 10 % by any word piece, and 10 % stay.
+The random choices depend only on the seed, the epoch and the index of the example. A resumed run and a run with any
+number of processes therefore produce the same examples. Pairs follow Devlin et al. (2019, section 3.1): an example is
+split into segments A and B at the end of a sentence, and in half of the examples B is taken from another document. By
+default, 15 % of the tokens are predicted: 80 % of these are replaced by [MASK], 10 % by a random word piece, and 10 %
+are left unchanged.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from torch_thor.training.text.corpus import Corpus
 from torch_thor.training.text.encoding import SPECIAL_TOKENS
 from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL
 
-IGNORED = -100  # the label of tokens that are not predicted, as torch's cross-entropy has it
-_TRIES = 10  # to find an example of another document
+IGNORED = -100  # the label of tokens that are not predicted: the default ignore_index of torch's cross-entropy
+_TRIES = 10  # maximum number of attempts to draw an example of another document
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Masking:
     """How tokens are masked.
 
     Args:
-        share: Of the tokens that are predicted.
+        share: The fraction of the tokens that are predicted.
         whole_words: Whether all word pieces of a word are masked together.
     """
 
@@ -31,13 +32,13 @@ class Masking:
 
 
 class PairMaker:
-    """Makes training examples of a corpus.
+    """Makes training examples from a corpus.
 
     Args:
         corpus: The corpus.
         masking: How tokens are masked.
-        pairs: Whether an example is a pair of which the second half may be of another document; else one run of
-            sentences, as RoBERTa takes them.
+        pairs: Whether an example is a pair of segments, the second of which may be from another document. If False, an
+            example is a single segment, as for RoBERTa.
     """
 
     def __init__(self, corpus: Corpus, masking: Masking, *, pairs: bool = True) -> None:
@@ -57,14 +58,14 @@ class PairMaker:
         """Make an example.
 
         Args:
-            number: Which, from 0.
-            seed: The run's seed.
-            epoch: Number of the epoch, from 0.
+            number: The index of the example, counted from 0.
+            seed: The seed of the run.
+            epoch: The index of the epoch, counted from 0.
 
         Returns:
-            Arrays of the corpus's length: `input_ids`, `token_type_ids`, `attention_mask` and `labels` (-100 where
-            nothing is predicted); and `next_sentence_label`: 0 where B follows A, 1 where it does not, as transformers
-            has it.
+            The int64 arrays `input_ids`, `token_type_ids`, `attention_mask` and `labels` (-100 for tokens that are not
+            predicted), each of shape `(length,)`; and the scalar `next_sentence_label`, which is 0 if B follows A and 1
+            if B is from another document, as in transformers.
         """
         import numpy as np
 
@@ -92,7 +93,7 @@ class PairMaker:
         }
 
     def _halves(self, number: int, random: Any, room: int) -> tuple[Any, Any, bool]:
-        """Return the tokens of A and B, which fit together, and whether B is of another document."""
+        """Return the tokens of A and B, shortened to fit into the example, and whether B is from another document."""
         import numpy as np
 
         sentences = self.corpus.sentences(number)
@@ -110,7 +111,7 @@ class PairMaker:
         return first, rest, other is not None
 
     def _other(self, number: int, random: Any) -> list[Any] | None:
-        """Return an example of another document; None where there seems to be one document alone."""
+        """Return the sentences of a random example of another document, or None if no attempt found one."""
         own = self.corpus.document(number)
         for _ in range(_TRIES):
             found = int(random.integers(len(self.corpus)))
@@ -119,7 +120,7 @@ class PairMaker:
         return None
 
     def _mask(self, ids: Any, length: int, random: Any) -> Any:
-        """Mask tokens in place, and return the labels."""
+        """Mask tokens of `ids` in place, and return the labels."""
         import numpy as np
 
         labels = np.full_like(ids, IGNORED)
@@ -127,7 +128,7 @@ class PairMaker:
         count = max(1, round(self.masking.share * len(places)))
         if self.masking.whole_words:
             continues = self._continues[ids[places]]
-            continues[1:] &= np.diff(places) == 1  # a word does not go on behind [SEP]
+            continues[1:] &= np.diff(places) == 1  # a word does not continue after [SEP]
             words = np.cumsum(~continues)
             order = np.argsort(random.permutation(words[-1] + 1)[words], kind="stable")
             chosen = places[order][: self._whole(words[order], count)]
@@ -142,7 +143,7 @@ class PairMaker:
 
     @staticmethod
     def _whole(words: Any, count: int) -> int:
-        """Return how many tokens, in their order, are whole words and at most `count`; one word at least."""
+        """Return the number of leading tokens, at most `count`, that form whole words; at least the first word."""
         import numpy as np
 
         ends = np.flatnonzero(np.append(words[1:] != words[:-1], True)) + 1
@@ -151,7 +152,7 @@ class PairMaker:
 
 
 def _shortened(first: Any, second: Any, room: int, random: Any) -> tuple[Any, Any]:
-    """Cut the longer of two, at its beginning or its end, until both fit."""
+    """Cut tokens from the beginning or the end of the longer segment until both fit into `room` tokens."""
     excess = len(first) + len(second) - room
     while excess > 0:
         longer = first if len(first) > len(second) else second

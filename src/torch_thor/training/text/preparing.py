@@ -1,8 +1,9 @@
-"""`torch-thor prepare`: from dumps and text files to a corpus that a masked language model is trained on.
+"""`torch-thor prepare`: converts dumps and text files to a corpus for training a masked language model.
 
-The stages are in :mod:`torch_thor.training.text.stages`. Each file is written whole, a unit is finished when its report
-is there, and the corpus when its manifest is; so a preparation can be stopped at any moment and continues with what is
-missing. Units do not depend on the number of processes, and no more of them are in memory than processes need.
+The stages are in :mod:`torch_thor.training.text.stages`. Files are written atomically. A work unit is finished when its
+report exists, and the corpus is finished when its manifest exists. A preparation can therefore be stopped at any time,
+and then continues with the missing units. The division into units does not depend on the number of processes. Only the
+units that the processes are working on are in memory.
 """
 
 import importlib.metadata
@@ -34,15 +35,15 @@ _SHOWN_FAULTS = 20
 
 @dataclass(frozen=True)
 class Preparation:
-    """What the user asks for.
+    """The options of a preparation.
 
     Args:
-        given: Sources, as :func:`torch_thor.training.text.sources.find_sources` takes them.
-        out: Where the corpus goes.
-        settings: What decides its contents.
-        tokenizer: A `tokenizer.json` or `vocab.txt`; `None`: it is trained.
-        workers: Processes.
-        most_faults: Share of documents that may be unreadable.
+        given: The sources, in the form that :func:`torch_thor.training.text.sources.find_sources` accepts.
+        out: The folder to write the corpus to.
+        settings: The settings that determine the contents of the corpus.
+        tokenizer: A `tokenizer.json` or `vocab.txt`. With `None`, a tokenizer is trained.
+        workers: The number of processes.
+        most_faults: The largest fraction of the documents that may be unreadable.
     """
 
     given: tuple[str, ...]
@@ -57,15 +58,15 @@ def prepare(wanted: Preparation, console: Console) -> Manifest:
     """Prepare a corpus, or continue an unfinished preparation.
 
     Args:
-        wanted: What the user asks for.
-        console: Shows progress and the result.
+        wanted: The options of the preparation.
+        console: The console for the progress display and the result.
 
     Returns:
-        The corpus's manifest.
+        The manifest of the corpus.
 
     Raises:
-        UserError: If a value is out of range, a source is missing or has changed since the preparation was begun, too
-            much of the sources is unreadable, or the corpus is empty.
+        UserError: If a value is out of range, a source is missing or has changed since the preparation was started, too
+            many documents are unreadable, or the corpus is empty.
     """
     _check(wanted)
     sources, out, say = find_sources(wanted.given), wanted.out, printer(console)
@@ -127,7 +128,7 @@ def _check(wanted: Preparation) -> None:
 
 
 def _begin(out: Path, sources: list[Source], settings: Settings) -> None:
-    """Note what the corpus is made from, or compare with what was noted when it was begun."""
+    """Record the settings and sources of a new corpus, or compare them with the record of an unfinished one."""
     options, files = settings.plain(), [source.plain() for source in sources]
     file = out / BEGUN
     if file.exists():
@@ -173,7 +174,7 @@ def _check_sides(manifest: Manifest) -> None:
 
 
 def _tidy(out: Path) -> None:
-    """Delete what only unfinished corpora need."""
+    """Delete the files that are needed only while a corpus is unfinished."""
     for name in (CLEAN, ENCODED):
         shutil.rmtree(out / name, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Worker processes that prepare text: a few jobs at a time, results in the order of the jobs."""
+"""Worker processes for preparing text, which return the results in the order of the jobs."""
 
 import multiprocessing
 import os
@@ -15,12 +15,12 @@ from torch_thor.training.errors import UserError
 
 @dataclass(frozen=True)
 class Job:
-    """A call of a function that worker processes know.
+    """One call of the function that the worker processes execute.
 
     Args:
-        tag: Given back with the result.
-        arguments: Of the call.
-        done: The result, where it is there from before: nothing is called.
+        tag: Any value that identifies the job; it is returned with the result.
+        arguments: The arguments of the call.
+        done: The result, if it is already known. The function is then not called.
     """
 
     tag: Any
@@ -29,20 +29,20 @@ class Job:
 
 
 def results(work: Callable[..., Any], jobs: Iterable[Job], workers: int) -> Iterator[tuple[Any, Any]]:
-    """Run jobs, few at a time, so that memory does not depend on how many there are.
+    """Run jobs. Few of them are pending at a time, so that the memory use does not depend on the number of jobs.
 
-    The processes end with the jobs: what the next stage of the work needs is not added to what this one has left.
+    The processes exit after the last job, so that their memory is released before the next stage starts.
 
     Args:
-        work: What is called with a job's arguments.
+        work: The function that is called with the arguments of each job.
         jobs: The jobs.
-        workers: Processes to start; 1 starts none, and runs the jobs here.
+        workers: The number of processes to start. With 1, no process is started, and this process runs the jobs.
 
     Yields:
-        Tag and result of each job, in the order of the jobs.
+        The tag and the result of each job, in the order of the jobs.
 
     Raises:
-        UserError: If a worker process was ended from outside.
+        UserError: If a worker process was terminated from outside.
     """
     waiting = iter(jobs)
     if workers == 1:
@@ -72,9 +72,10 @@ def results(work: Callable[..., Any], jobs: Iterable[Job], workers: int) -> Iter
 
 
 def _start() -> None:
-    """Prepare a worker process.
+    """Initialise a worker process.
 
-    It ends when the process that started it has gone: it would wait for work for ever. It uses one thread.
+    It exits when its parent process has ended, because it would otherwise wait for jobs forever. The library
+    `tokenizers` is limited to one thread.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()

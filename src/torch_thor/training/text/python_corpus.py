@@ -1,4 +1,4 @@
-"""The corpus that needs no preparation by the user: text from Python itself, prepared when it is first used."""
+"""The built-in corpus: the language reference of Python, prepared automatically when it is first used."""
 
 import hashlib
 import json
@@ -14,17 +14,17 @@ from torch_thor.training.text.manifest import MANIFEST, Settings
 from torch_thor.training.text.preparing import Preparation, prepare
 from torch_thor.training.text.sources import PYTHON
 
-HELD_OUT = 0.05  # of some seventy documents
+HELD_OUT = 0.05  # fraction of the documents, of which there are about seventy
 
 
 def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]) -> Path:
-    """Find the corpus in a cache, or prepare it there.
+    """Return the corpus from a cache. If the cache does not contain it, prepare it there first.
 
     Args:
-        cache: The folder of the cache.
-        vocab_size: Word pieces to train.
-        lengths: Tokens of an example, one number or several.
-        say: Called with a message if the corpus is prepared.
+        cache: The cache folder.
+        vocab_size: The vocabulary size of the tokenizer, in word pieces.
+        lengths: The lengths of the examples, in tokens; one or more.
+        say: Called with a message if the corpus has to be prepared.
 
     Returns:
         The folder of the corpus.
@@ -33,7 +33,7 @@ def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int], say: Cal
     facts = json.dumps({**settings.plain(), "python": platform.python_version()}, sort_keys=True)
     folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):  # several processes may start at once
+    with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
         if not (folder / MANIFEST).exists():
             say(f"preparing the text that Python carries, in {folder}")
             prepare(Preparation((PYTHON,), folder, settings), Console(file=StringIO()))

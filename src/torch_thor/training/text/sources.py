@@ -1,7 +1,7 @@
-"""Which files a corpus is made of, and the pieces of work that they are cut into.
+"""The source files of a corpus, and their division into work units.
 
-A work unit is a few megabytes of a source, the same whoever works on it: so the shards are the same for any number of
-processes, and a unit that is finished is never done again.
+A work unit is a few megabytes of source text. The division does not depend on the number of processes. Therefore the
+shards are the same for any number of processes, and a finished unit is never processed again.
 """
 
 import itertools
@@ -17,20 +17,20 @@ from torch_thor.training.text.document import Document, Fault
 from torch_thor.training.text.text_files import HTML, TEXT, documents_of, paragraphs_of
 from torch_thor.training.text.wikipedia import PageCutter, RawPage
 
-UNIT = 1 << 22  # bytes of source text in a unit
-PYTHON = "python"  # given instead of a path: the language reference that every Python installation contains
+UNIT = 1 << 22  # approximate number of bytes of source text in a unit
+PYTHON = "python"  # given instead of a path; selects the language reference in every Python installation
 _DUMP = ".xml"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file.
+    """One source file of a corpus.
 
     Args:
-        path: Where it is; `python` for the language reference of the Python that runs.
-        name: What it is called in messages and in the names of documents.
-        size: Its bytes, compressed as it lies.
-        modified: When it was last changed, in nanoseconds.
+        path: The path of the file, or `python` for the language reference of the running Python.
+        name: The name of the file in messages and in the names of documents.
+        size: The size of the file on disk in bytes, compressed if the file is compressed.
+        modified: The time of the last modification, in nanoseconds since the epoch.
     """
 
     path: str
@@ -40,26 +40,26 @@ class Source:
 
     @property
     def is_dump(self) -> bool:
-        """Whether it is a Wikipedia dump."""
+        """Whether the file is a Wikipedia dump."""
         return self.path != PYTHON and base_suffix(Path(self.path)) == _DUMP
 
     def plain(self) -> dict[str, Any]:
-        """What tells it from another file, as JSON values."""
+        """Return the fields, which identify this version of the file, as JSON values."""
         return asdict(self)
 
 
 @dataclass
 class Unit:
-    """A piece of work.
+    """One work unit: a part of the source text that is processed as a whole.
 
     Args:
-        number: Counted from 0 over all sources.
-        source: The dump that its pages are of; empty where it has documents of text files.
-        header: What stands before the first page of the dump.
+        number: The index of the unit, counted from 0 over all sources.
+        source: The name of the dump that contains the pages; empty if the unit holds documents of text files.
+        header: The bytes before the first page of the dump.
         pages: Pages of a dump.
         documents: Documents of text files.
-        faults: What could not be read up to here, since the unit before.
-        read: Bytes of all sources, as they lie on the disk, that have been read when the unit ends.
+        faults: The faults that were found since the end of the previous unit.
+        read: Number of bytes, as stored on disk, that have been read from all sources at the end of the unit.
     """
 
     number: int
@@ -72,7 +72,7 @@ class Unit:
 
     @property
     def size(self) -> int:
-        """Bytes of its pages and characters of its documents."""
+        """The size of the unit: the bytes of its pages plus the characters of its documents."""
         return sum(len(page.xml) for page in self.pages) + sum(
             len(paragraph) for document in self.documents for paragraph in document.paragraphs
         )
@@ -82,19 +82,20 @@ def find_sources(given: Sequence[str]) -> list[Source]:
     """Find the files of a corpus.
 
     Args:
-        given: Dumps, text files, HTML files and folders of such; `python` for the language reference that
-            every Python installation contains.
+        given: Paths of dumps, text files, HTML files, and folders of such files; `python` for the language reference
+            that every Python installation contains.
 
     Returns:
-        The files, those of a folder in the order of their names.
+        The files in the given order. The files of a folder are sorted by path.
 
     Raises:
-        UserError: If a path does not exist, is of no known kind, or holds no such file; or is given twice.
+        UserError: If a path does not exist, is a file of an unknown type, is a folder without a supported file, or if
+            a source is given twice.
     """
     files = {one: _files(one) for one in given}
     places = [path for paths in files.values() for path in paths]
     require(len(files) == len(given) and len(set(places)) == len(places), "a source is given twice: name each once")
-    # the same names wherever the sources lie: as many parent folders as it takes to tell the given paths apart
+    # names contain only as many parent folders as make them unique, so that they do not depend on the full path
     parents, names = 0, [""] * len(places)
     while parents == 0 or len(set(names)) < len(names):
         parents += 1
@@ -103,7 +104,7 @@ def find_sources(given: Sequence[str]) -> list[Source]:
 
 
 def _files(one: str) -> list[Path]:
-    """List the files that a given path stands for."""
+    """List the files that one given path refers to."""
     if one == PYTHON:
         return [Path(PYTHON)]
     kinds, path = (*TEXT, *HTML, _DUMP), Path(one)
@@ -120,7 +121,7 @@ def _files(one: str) -> list[Path]:
 
 
 def _name(one: str, path: Path, parents: int) -> str:
-    """Name a file by the last parts of the given path, and where it lies below it."""
+    """Build the name of a file from the last `parents` parts of the given path and the file's path relative to it."""
     if one == PYTHON:
         return PYTHON
     top = Path(one).resolve()
@@ -135,17 +136,17 @@ def _source(path: Path, name: str) -> Source:
 
 
 def units_of(sources: Sequence[Source]) -> Iterator[Unit]:
-    """Cut sources into units, reading them as streams.
+    """Divide sources into units. The files are read as streams.
 
     Args:
-        sources: The sources.
+        sources: The source files.
 
     Yields:
-        Units of about `UNIT` bytes. One unit holds pages of one dump, or documents of one or more text files.
+        Units of about `UNIT` bytes. A unit holds either pages of one dump or documents of one or more text files.
     """
     before = list(itertools.accumulate((source.size for source in sources), initial=0))
     numbers = itertools.count()
-    pairs = zip(sources, before, strict=False)  # the last number is the total
+    pairs = zip(sources, before, strict=False)  # `before` has one more element, the total size
     for is_dump, members in itertools.groupby(pairs, key=lambda pair: pair[0].is_dump):
         for unit in _of_dumps(members) if is_dump else _of_texts(members):
             unit.number = next(numbers)
@@ -209,7 +210,7 @@ def python_documents() -> Iterator[Document]:
     """Read the language reference that every Python installation contains for `help()`.
 
     Yields:
-        A document for each topic; every paragraph once.
+        One document for each topic. A paragraph that occurs in several topics is kept only in the first of them.
     """
     seen: set[str] = set()
     for topic, text in sorted(pydoc_data.topics.topics.items()):

@@ -1,7 +1,7 @@
-"""The three stages of preparing a corpus, each of which does what is not finished yet.
+"""The three stages of preparing a corpus. Each stage skips the work that is already finished.
 
-*Clean*: work units of the sources become documents, cut into sentences. *Tokenizer*: trained on a sample, or taken
-over. *Encode*: documents become shards of token ids.
+*Clean* converts the work units of the sources to documents that are divided into sentences. *Tokenizer* trains a
+tokenizer on a sample of the documents, or copies a given one. *Encode* converts the documents to shards of token ids.
 """
 
 import json
@@ -24,21 +24,21 @@ from torch_thor.training.text.sources import Source, units_of
 from torch_thor.training.text.word_counts import MOST_WORDS, WordCounts, count_unit, most_frequent
 from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
 
-BEGUN, CLEAN, ENCODED = "begun.json", "clean", "encoded"  # in the folder of a corpus, until it is finished
-SAMPLE = 10**9  # characters that are enough to train a tokenizer on
-_ENOUGH = 1000  # documents after which a share of faults says something
+BEGUN, CLEAN, ENCODED = "begun.json", "clean", "encoded"  # names in the folder of an unfinished corpus
+SAMPLE = 10**9  # the approximate number of characters that a tokenizer is trained on, at most
+_ENOUGH = 1000  # number of documents from which the fraction of faults is meaningful
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all stages have.
+    """The context that all stages share.
 
     Args:
         out: The folder of the corpus.
-        settings: What decides its contents.
-        workers: Worker processes.
-        progress: Shows a bar for each stage.
-        say: Called with a line about the result of each stage.
+        settings: The settings that determine the contents of the corpus.
+        workers: The number of worker processes.
+        progress: The progress display, with one bar for each stage.
+        say: A function that prints a line; it is called with the result of each stage.
     """
 
     out: Path
@@ -48,14 +48,14 @@ class Work:
     say: Callable[[str], None]
 
     def bar(self, stage: str, total: int) -> "Bar":
-        """Begin a stage.
+        """Add the progress bar of a stage.
 
         Args:
-            stage: Its name.
-            total: Where its bar ends.
+            stage: The name of the stage.
+            total: The value at which the bar is full.
 
         Returns:
-            Its bar.
+            The bar.
         """
         total = max(1, total)
         return Bar(self, stage, total, self.progress.add_task(stage, total=total, figures=""))
@@ -63,13 +63,15 @@ class Work:
 
 @dataclass
 class Bar:
-    """The bar of a stage, and what has been done in it by this process and its workers; rates are of that alone.
+    """The progress bar of a stage. The amounts and rates do not include the work of an earlier, interrupted run.
 
     Args:
-        work: What all stages have.
-        stage: Its name.
-        total: Where the bar ends.
-        task: Its number in the progress display.
+        work: The context of the stages.
+        stage: The name of the stage.
+        total: The value at which the bar is full.
+        task: The identifier of the bar in the progress display.
+        started: The time at which the stage started, in seconds of the monotonic clock.
+        done: The amount of work done in this run, by unit of measurement.
     """
 
     work: Work
@@ -80,18 +82,18 @@ class Bar:
     done: dict[str, float] = field(default_factory=dict)
 
     def advance(self, completed: int, done: dict[str, float]) -> None:
-        """Show more.
+        """Update the bar.
 
         Args:
-            completed: How far the bar is.
-            done: What was done since the last call, by unit of measurement.
+            completed: The new value of the bar.
+            done: The amount of work done since the last call, by unit of measurement.
         """
         for unit, amount in done.items():
             self.done[unit] = self.done.get(unit, 0) + amount
         self.work.progress.update(self.task, completed=completed, figures=self._figures())
 
     def end(self) -> None:
-        """Fill the bar, and say what was done."""
+        """Fill the bar, and print the amount of work done in this run."""
         self.work.progress.update(self.task, completed=self.total)
         if any(self.done.values()):
             self.work.say(f"{self.stage}: {self._figures()}, in {time.monotonic() - self.started:.1f} s")
@@ -109,18 +111,18 @@ def _short(number: float) -> str:
 
 
 def clean(work: Work, sources: list[Source], most_faults: float) -> list[CleanReport]:
-    """Clean the units that are not finished.
+    """Clean the units that are not cleaned yet.
 
     Args:
-        work: What all stages have.
+        work: The context of the stages.
         sources: The sources.
-        most_faults: Share of documents that may be unreadable.
+        most_faults: The largest fraction of the documents that may be unreadable.
 
     Returns:
-        What each unit came to, in their order.
+        The report of each unit, in the order of the units.
 
     Raises:
-        UserError: If too much is unreadable.
+        UserError: If too many documents are unreadable.
     """
     folder, settings = work.out / CLEAN, work.settings
     bar = work.bar("cleaning", sum(source.size for source in sources))
@@ -145,14 +147,14 @@ def clean(work: Work, sources: list[Source], most_faults: float) -> list[CleanRe
 
 
 def check_faults(reports: Sequence[CleanReport], most: float) -> None:
-    """Refuse sources too much of which is unreadable.
+    """Check that not too many documents of the sources are unreadable.
 
     Args:
-        reports: What each unit came to.
-        most: Share of documents that may be unreadable.
+        reports: The report of each unit.
+        most: The largest fraction of the documents that may be unreadable.
 
     Raises:
-        UserError: If more are.
+        UserError: If the fraction is larger.
     """
     faults = [fault for report in reports for fault in report.faults]
     total = len(faults) + sum(report.documents for report in reports)
@@ -165,15 +167,15 @@ def check_faults(reports: Sequence[CleanReport], most: float) -> None:
 
 
 def tokenizer(work: Work, given: Path | None, reports: Sequence[CleanReport]) -> int:
-    """Train the tokenizer, or take over the one that was given, unless it is there.
+    """Train the tokenizer, or copy the given one, unless the corpus already has its tokenizer.
 
     Args:
-        work: What all stages have.
-        given: A `tokenizer.json` or `vocab.txt`; `None`: it is trained.
-        reports: Of the units that are cleaned.
+        work: The context of the stages.
+        given: A `tokenizer.json` or `vocab.txt`. With `None`, a tokenizer is trained.
+        reports: The reports of the cleaned units.
 
     Returns:
-        The size of its vocabulary.
+        The size of the tokenizer's vocabulary.
     """
     file, settings = work.out / TOKENIZER, work.settings
     if not file.exists():
@@ -189,7 +191,7 @@ def tokenizer(work: Work, given: Path | None, reports: Sequence[CleanReport]) ->
 
 
 def _count(work: Work, reports: Sequence[CleanReport], bar: Bar) -> tuple[list[tuple[str, int]], Counter[str]]:
-    """Count the words that the tokenizer is trained on, and all characters."""
+    """Count the words and the characters of the sample on which the tokenizer is trained."""
     share, settings = SAMPLE / max(1, sum(report.characters for report in reports)), work.settings
     jobs = (
         Job((number, report), (work.out / CLEAN, number, share, settings.seed, settings.lowercase))
@@ -203,19 +205,19 @@ def _count(work: Work, reports: Sequence[CleanReport], bar: Bar) -> tuple[list[t
 
 
 def _trained(words: list[tuple[str, int]], characters: Counter[str], vocab_size: int, lowercase: bool) -> str:
-    """Train the tokenizer, in a process of its own where there are any: the library gives hardly any memory back."""
+    """Train the tokenizer. It runs in a worker process if there are any, as the library releases hardly any memory."""
     return str(train_tokenizer(words, characters, vocab_size, lowercase).to_str(pretty=True))
 
 
 def encode(work: Work, units: int) -> list[ShardReport]:
-    """Encode the units that are not finished.
+    """Encode the units that are not encoded yet.
 
     Args:
-        work: What all stages have.
-        units: How many there are.
+        work: The context of the stages.
+        units: The number of units.
 
     Returns:
-        The shards of all units, in their order.
+        The shards of all units, in the order of the units.
     """
     out, bar = work.out, work.bar("encoding", units)
 

@@ -1,8 +1,9 @@
-"""Text and HTML files as documents.
+"""Conversion of text and HTML files to documents.
 
-A text file is one document; paragraphs are separated by blank lines. A file of more than 64 kB (a book, a dictionary)
-is cut at blank lines into documents of about that size, which are read one after the other, so that memory does not
-depend on the size of the file. An HTML file is one document: the text of its paragraphs.
+A text file is one document, and its paragraphs are separated by blank lines. A text file of more than 65536 characters
+(a book or a dictionary, for example) is divided at blank lines into documents of about that size. These are read one
+after the other, so that memory use does not depend on the size of the file. An HTML file is one document, which
+consists of the text of its paragraphs.
 """
 
 import codecs
@@ -15,41 +16,41 @@ from torch_thor.training.text.document import Document
 TEXT = (".txt", ".text", ".md", ".rst", ".pod", ".dict")
 HTML = (".html", ".htm", ".xhtml")
 
-LARGEST_DOCUMENT = 1 << 16  # characters after which a text file is cut at the next blank line
-_LONGEST_PARAGRAPH = 1 << 20  # characters after which it is cut anyway
-_LEAST_WORDS = 5  # a line with fewer is a heading or a label
+LARGEST_DOCUMENT = 1 << 16  # number of characters after which a text file is divided at the next blank line
+_LONGEST_PARAGRAPH = 1 << 20  # number of characters after which a text without a blank line is divided
+_LEAST_WORDS = 5  # a paragraph with fewer words is assumed to be a heading or a label
 
 _SPACE = re.compile(r"\s+")
 _BLANK = re.compile(r"\n[ \t\r]*\n")
-_PARAGRAPHS = ("p", "dd")  # of lists too, where they are prose
+_PARAGRAPHS = ("p", "dd")  # `dd`: descriptions in definition lists are often prose
 _LEFT_OUT = ("script", "style", "nav", "header", "footer", "table", "pre", "form", "figure")
 
 
 def paragraphs_of(text: str) -> tuple[str, ...]:
-    """Separate the paragraphs of plain text.
+    """Divide plain text into paragraphs at blank lines.
 
     Args:
-        text: Any text.
+        text: The text.
 
     Returns:
-        Its paragraphs of five words or more, without line breaks.
+        The paragraphs with five or more words, without line breaks.
     """
     found = (_SPACE.sub(" ", paragraph).strip() for paragraph in _BLANK.split(text))
     return tuple(paragraph for paragraph in found if len(paragraph.split()) >= _LEAST_WORDS)
 
 
 def documents_of(stream: ByteStream, name: str) -> Iterator[Document]:
-    """Read a file.
+    """Read the documents of a text or HTML file.
 
     Args:
-        stream: A text or HTML file.
-        name: What it is called in messages.
+        stream: The bytes of the file.
+        name: The name of the file, from which the names of the documents are formed.
 
     Yields:
-        Its documents; none where there is no prose.
+        The documents of the file. Documents without paragraphs are left out.
 
     Raises:
-        UnicodeDecodeError: If the file is no UTF-8; `start` counts from the beginning of the uncompressed file.
+        UnicodeDecodeError: If the file is not valid UTF-8. `start` is the byte offset in the uncompressed file.
     """
     if base_suffix(stream.path) in HTML:
         if found := html_paragraphs("".join(_decoded(stream))):
@@ -72,13 +73,13 @@ def documents_of(stream: ByteStream, name: str) -> Iterator[Document]:
 
 
 def html_paragraphs(markup: str) -> tuple[str, ...]:
-    """Take the paragraphs out of HTML.
+    """Extract the paragraphs of an HTML page.
 
     Args:
-        markup: An HTML page.
+        markup: The HTML source of the page.
 
     Returns:
-        The text of its paragraphs of five words or more; tables, preformatted text and navigation are left out.
+        The text of the paragraphs with five or more words. Tables, preformatted text and navigation are left out.
     """
     from bs4 import BeautifulSoup
 
@@ -96,7 +97,7 @@ def html_paragraphs(markup: str) -> tuple[str, ...]:
 def _decoded(stream: ByteStream) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     for chunk in stream:
-        held = len(decoder.getstate()[0])  # the first bytes of a character that the last chunk has begun
+        held = len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous chunk
         try:
             yield decoder.decode(chunk)
         except UnicodeDecodeError as error:

@@ -1,8 +1,8 @@
-"""Wikipedia dumps (`*-pages-articles*.xml.bz2`): cut into pages as a stream, parsed with mwxml, cleaned to paragraphs.
+"""Wikipedia dumps (`*-pages-articles*.xml.bz2`): division into pages, parsing with mwxml, and reduction to paragraphs.
 
-The dump is cut at `<page>` and `</page>`, which cannot occur inside a page (its text is escaped), whether or not it has
-line breaks. So memory does not depend on the size of the dump, pages are parsed in many processes at once, and a page
-that is not well-formed costs only itself.
+The dump is read as a stream and divided at `<page>` and `</page>`. These tags cannot occur inside a page, because its
+text is escaped. Line breaks in the dump are not needed. As a result, memory use does not depend on the size of the
+dump, pages can be parsed by several processes in parallel, and a page that is not well-formed affects no other page.
 """
 
 import io
@@ -15,33 +15,33 @@ from typing import Any
 from torch_thor.training.text.document import Document, Fault
 
 _BEGIN, _END, _CLOSE, _SITE = b"<page>", b"</page>", b"</mediawiki>", b"</siteinfo>"
-# What stands in the place of a header that is damaged: article is then every page outside of all namespaces.
+# Replaces a damaged header. It defines no namespaces, so only the namespace number of a page marks it as an article.
 _PLAIN_HEADER = b"<mediawiki><siteinfo><namespaces></namespaces></siteinfo>"
-LARGEST_PAGE = 1 << 26  # bytes; the largest pages of Wikipedia have 2 MB
+LARGEST_PAGE = 1 << 26  # bytes; the largest pages of Wikipedia have about 2 MB
 
-# Tags whose contents are no prose.
+# Tags whose contents are not prose.
 _NO_PROSE = {
     "ref", "references", "gallery", "math", "chem", "timeline", "syntaxhighlight", "source", "score", "pre", "code",
     "table", "imagemap", "graph", "templatestyles", "hiero", "ce", "mapframe", "maplink", "categorytree", "inputbox",
 }  # fmt: skip
 _LIST_ITEMS = {"li", "dt", "dd"}
-# Links whose target begins so name files, categories and pages of other wikis, not articles.
+# Matches link targets with a prefix (`File:`, `Category:`, `de:`), which are not articles of this wiki.
 _PREFIXED = re.compile(r"^\s*:?[^\s:|\[\]][^:|\[\]]*:\S")
 _DISAMBIGUATION = re.compile(r"\{\{\s*(?:[\w ]+ )?(?:disambiguation|disambig|dab|hndis|geodis)\b", re.IGNORECASE)
 _REDIRECT = re.compile(r"^\s*#redirect\b", re.IGNORECASE)
 _SPACE = re.compile(r"\s+")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;]*\s*\)")
 _BEFORE_POINT = re.compile(r"\s+([,.;:!?])")
-_LEAST_WORDS = 5  # a line with fewer is a caption, a label or what a template has left
+_LEAST_WORDS = 5  # a line with fewer words is assumed to be a caption, a label or the remainder of a template
 
 
 @dataclass(frozen=True)
 class RawPage:
-    """One page as it stands in a dump.
+    """The XML of one page of a dump.
 
     Args:
-        offset: Bytes from the beginning of the uncompressed dump.
-        xml: From `<page>` to `</page>`.
+        offset: The offset of the page in the uncompressed dump, in bytes.
+        xml: The bytes from `<page>` to `</page>`, including both tags.
     """
 
     offset: int
@@ -49,27 +49,27 @@ class RawPage:
 
 
 class PageCutter:
-    """Cuts the bytes of a dump into pages.
+    """Divides the bytes of a dump into pages.
 
     Args:
-        source: The dump's name, for faults.
+        source: The name of the dump, which is used in faults.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.header: bytes | None = None  # what stands before the first page: <mediawiki> and <siteinfo>
+        self.header: bytes | None = None  # the bytes before the first page: <mediawiki> and <siteinfo>
         self.faults: list[Fault] = []
         self._rest = bytearray()
-        self._offset = 0  # of the first byte of the rest
+        self._offset = 0  # offset in the dump of the first byte of `_rest`
 
     def feed(self, chunk: bytes) -> Iterator[RawPage]:
-        """Take the next bytes.
+        """Process the next bytes of the dump.
 
         Args:
-            chunk: Bytes of the dump, of any length.
+            chunk: The next bytes of the dump, of any length.
 
         Yields:
-            The pages that end in them.
+            The pages that end within these bytes.
         """
         rest = self._rest
         searched = max(0, len(rest) - len(_END))
@@ -81,7 +81,7 @@ class PageCutter:
                 site = rest.find(_SITE, position, end)
                 self.header = _PLAIN_HEADER if site < 0 else bytes(rest[position : site + len(_SITE)])
                 position = max(position, site)
-            # the last begin before the end: a page that never ended is lost, and the one after it is not
+            # use the last <page> before the </page>: a page without an end is lost, but the page after it is kept
             begin = rest.rfind(_BEGIN, position, end)
             if begin < 0:
                 self._fault(position, "a page ends that has not begun")
@@ -98,7 +98,7 @@ class PageCutter:
             del rest[: -len(_BEGIN)]
 
     def finish(self) -> None:
-        """Take note that there are no more bytes."""
+        """Process the end of the dump: record a fault if the dump is truncated."""
         if _BEGIN in self._rest:
             self._fault(self._rest.find(_BEGIN), "the dump ends inside a page")
         elif self.header is not None and _CLOSE not in self._rest:
@@ -109,21 +109,21 @@ class PageCutter:
 
 
 def articles(source: str, header: bytes, pages: list[RawPage]) -> Iterator[Document | Fault]:
-    """Parse pages, and clean those that are articles.
+    """Parse pages and reduce the articles among them to paragraphs.
 
     Args:
-        source: The dump's name.
-        header: What stands before its first page.
-        pages: Pages of it.
+        source: The name of the dump.
+        header: The bytes before the first page of the dump.
+        pages: Pages of the dump.
 
     Yields:
-        A document for each article that has paragraphs; nothing for redirects, disambiguation pages and pages of other
-        namespaces; a fault for each page that cannot be read.
+        A document for each article that has paragraphs, and a fault for each page that cannot be parsed. Redirects,
+        disambiguation pages and pages of other namespaces are left out.
     """
     for page in pages:
         try:
             found = _article(header, page)
-        except Exception as error:  # whatever a parser says of what it does not expect
+        except Exception as error:  # the parsers may raise any exception for unexpected input
             yield Fault(source, page.offset, f"a page cannot be parsed ({_one_line(error)})")
         else:
             if found is not None:
@@ -133,7 +133,7 @@ def articles(source: str, header: bytes, pages: list[RawPage]) -> Iterator[Docum
 def _article(header: bytes, page: RawPage) -> Document | None:
     import mwxml
 
-    page.xml.decode("utf-8")  # expat reads bytes that are no UTF-8 as other characters where the header says so
+    page.xml.decode("utf-8")  # raises if not UTF-8; expat would decode with any other encoding that the header declares
     for one in mwxml.Dump.from_file(io.BytesIO(header + page.xml + _CLOSE)):
         if one.namespace or one.redirect:
             return None
@@ -147,16 +147,16 @@ def _article(header: bytes, page: RawPage) -> Document | None:
 
 
 def clean(wikitext: str) -> tuple[str, ...]:
-    """Reduce wikitext to its paragraphs.
+    """Reduce wikitext to paragraphs of plain text.
 
-    Templates, tables, references, headings, lists, pictures, categories, formulas and comments are left out; links are
+    Templates, tables, references, headings, lists, pictures, categories, formulas and comments are left out. Links are
     replaced by their text.
 
     Args:
-        wikitext: The text of a page.
+        wikitext: The wikitext of a page.
 
     Returns:
-        Its paragraphs, plain text without line breaks.
+        The paragraphs with five or more words, without markup and line breaks.
     """
     from mwparserfromhell.parser import Parser
     from mwparserfromhell.parser.builder import Builder
@@ -175,7 +175,7 @@ def clean(wikitext: str) -> tuple[str, ...]:
 
 
 def _without_markup(tokens: list[Any]) -> list[Any]:
-    """Drop templates, comments, headings and tags without prose: building their nodes is most of the parser's time."""
+    """Remove templates, comments, headings and tags without prose; building their nodes takes most of the time."""
     from mwparserfromhell.parser import tokens as kinds
 
     dropped = {kinds.TemplateOpen, kinds.ArgumentOpen, kinds.CommentStart, kinds.HeadingStart}
@@ -184,7 +184,7 @@ def _without_markup(tokens: list[Any]) -> list[Any]:
         kinds.TemplateClose, kinds.ArgumentClose, kinds.CommentEnd, kinds.HeadingEnd, kinds.TagCloseClose,
         kinds.TagCloseSelfclose,
     }  # fmt: skip
-    kept, depth = [], 0  # depth: how many spans of tokens have begun since the first one that is dropped
+    kept, depth = [], 0  # depth: number of open elements, counted from the outermost one that is removed
     for token, following in itertools.pairwise([*tokens, None]):
         kind = type(token)
         if depth:
@@ -197,7 +197,7 @@ def _without_markup(tokens: list[Any]) -> list[Any]:
 
 
 def _collect(nodes: Any, pieces: list[str]) -> None:
-    """Add the plain text of nodes; a line with a list item gets the character 1."""
+    """Append the plain text of nodes to `pieces`. The character U+0001 marks a line with a list item."""
     from mwparserfromhell.nodes import ExternalLink, HTMLEntity, Tag, Text, Wikilink
 
     for node in nodes:

@@ -1,7 +1,7 @@
-"""How often each word occurs, which is all that the training of a tokenizer needs to know of a text.
+"""Word counts of a text, on which a tokenizer is trained.
 
-A larger text has more distinct words, most of which occur once. They are dropped again and again, so that memory does
-not depend on the size of the text.
+The number of distinct words grows with the size of the text, but most of them occur only once. The rarest words are
+dropped repeatedly, so that the memory use does not depend on the size of the text.
 """
 
 from array import array
@@ -13,46 +13,47 @@ from pathlib import Path
 from torch_thor.training.text.cleaning import sentences_of
 from torch_thor.training.text.wordpiece import LONGEST_WORD, new_tokenizer
 
-# Distinct words that a tokenizer is trained on: the library's trainer takes about 700 bytes for each. In a gigabyte of
-# English the others occur less than some hundred times each, and the last of 30,522 word pieces some thousand times.
+# The largest number of distinct words that a tokenizer is trained on. The library's trainer needs about 700 bytes for
+# each. In a gigabyte of English text, the remaining words occur in the order of 100 times each at most, and the rarest
+# of 30,522 word pieces in the order of 1000 times.
 MOST_WORDS = 120_000
 
 
 @dataclass
 class WordCounts:
-    """Counts that grow by those of other texts.
+    """Word and character counts, to which the counts of further texts can be added.
 
     Args:
-        words: How often each word occurs; of large texts, the more frequent words alone.
-        characters: How often each character occurs.
+        words: The number of occurrences of each word. For large texts, only the more frequent words are kept.
+        characters: The number of occurrences of each character.
     """
 
     words: Counter[str] = field(default_factory=Counter)
     characters: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "PackedCounts") -> None:
-        """Add the counts of another text; the result depends on the order where there are more words than are kept.
+        """Add the counts of another text. If words are dropped, the result depends on the order of the texts.
 
         Args:
-            other: Its counts.
+            other: The counts of the other text.
         """
         for word, count in zip(other.words.split(), other.counts, strict=True):
             self.words[word] += count
         self.characters.update(other.characters)
         if len(self.words) > 2 * MOST_WORDS:
             kept = most_frequent(self.words, 3 * MOST_WORDS // 2)
-            self.words.clear()  # first, so that there are never two tables
+            self.words.clear()  # before the update, so that the two tables are never in memory together
             dict.update(self.words, kept)
 
 
 @dataclass(frozen=True)
 class PackedCounts:
-    """The counts of a unit while they wait to be added up, in a tenth of the memory.
+    """The counts of a work unit in a compact form, which needs about a tenth of the memory of `WordCounts`.
 
     Args:
-        words: Separated by blanks, which no word has.
-        counts: Of the words, in the same order.
-        characters: How often each character occurs.
+        words: The words, separated by spaces. Words do not contain spaces.
+        counts: The number of occurrences of each word, in the same order.
+        characters: The number of occurrences of each character.
     """
 
     words: str
@@ -61,33 +62,33 @@ class PackedCounts:
 
     @classmethod
     def of(cls, counts: WordCounts) -> "PackedCounts":
-        """Pack counts.
+        """Convert counts to the compact form.
 
         Args:
             counts: The counts.
 
         Returns:
-            The same, packed.
+            The counts in the compact form.
         """
         return cls(" ".join(counts.words), array("q", counts.words.values()), counts.characters)
 
 
 def count_words(sentences: Iterable[str], lowercase: bool) -> WordCounts:
-    """Count words as BERT's tokenizer separates them.
+    """Count the words of a text, as BERT's pre-tokeniser separates them.
 
     Args:
-        sentences: A text; white space is blanks.
-        lowercase: Whether case and accents are dropped.
+        sentences: The sentences of the text. Spaces are their only white space.
+        lowercase: Whether words are converted to lower case and accents are removed.
 
     Returns:
-        The counts. Words that are too long for the tokenizer are left out.
+        The counts, without the words that are too long for the tokenizer.
     """
     tokenizer = new_tokenizer(lowercase)
     written: Counter[str] = Counter()
     for sentence in sentences:
         written.update(sentence.split())
     found = WordCounts()
-    for text, count in written.items():  # each once: what separates words looks at no more than what blanks separate
+    for text, count in written.items():  # each text once, since words never extend across spaces
         for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(tokenizer.normalizer.normalize_str(text)):
             if len(word) <= LONGEST_WORD:
                 found.words[word] += count
@@ -98,14 +99,14 @@ def count_words(sentences: Iterable[str], lowercase: bool) -> WordCounts:
 
 
 def count_unit(folder: Path, number: int, share: float, seed: int, lowercase: bool) -> "PackedCounts":
-    """Count the words of a unit that is cleaned.
+    """Count the words of a cleaned unit.
 
     Args:
-        folder: Of the first stage.
-        number: The unit.
-        share: Share of the documents to count.
-        seed: Decides which.
-        lowercase: Whether case and accents are dropped.
+        folder: The folder with the output of the cleaning stage.
+        number: The number of the unit, counted from 0.
+        share: The fraction of the documents to count.
+        seed: The seed that determines which documents are counted.
+        lowercase: Whether words are converted to lower case and accents are removed.
 
     Returns:
         The counts.
@@ -114,14 +115,14 @@ def count_unit(folder: Path, number: int, share: float, seed: int, lowercase: bo
 
 
 def most_frequent(counts: Counter[str], most: int) -> list[tuple[str, int]]:
-    """Choose the most frequent words, and of equally frequent ones the first in the order of characters.
+    """Choose the most frequent words. Ties are resolved in the order of the words' code points.
 
     Args:
-        counts: How often each word occurs.
-        most: How many to choose.
+        counts: The number of occurrences of each word.
+        most: The largest number of words to choose.
 
     Returns:
-        Words and their counts, in no order.
+        The words and their counts, in no particular order.
     """
     if len(counts) <= most:
         return list(counts.items())

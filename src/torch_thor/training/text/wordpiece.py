@@ -1,7 +1,7 @@
-"""WordPiece tokenizers as BERT has them: trained on a corpus, or given as `tokenizer.json` or `vocab.txt`.
+"""BERT's WordPiece tokenizers, trained on a corpus or loaded from a `tokenizer.json` or `vocab.txt`.
 
-The training is that of the library `tokenizers`, which merges the most frequent pairs as BPE does (Google never
-published its own).
+The library `tokenizers` trains them. It merges the most frequent pairs, as in BPE, because Google never published its
+own training algorithm.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,18 +12,18 @@ from torch_thor.training.errors import require
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, UNKNOWN, CLASS, SEPARATOR, MASK)
-CONTINUES = "##"  # before a piece that does not begin a word
-ALPHABET = 1000  # characters that have a piece of their own; a word with any other is unknown
-OCCURRENCES = 20_000_000  # of words, that the trainer reads
-LONGEST_WORD = 100
+CONTINUES = "##"  # the prefix of a piece that does not begin a word
+ALPHABET = 1000  # the largest number of characters with a piece of their own; words with other characters are unknown
+OCCURRENCES = 20_000_000  # the approximate limit of the word occurrences that the trainer reads
+LONGEST_WORD = 100  # characters
 
 
 def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> Any:
-    """Make a tokenizer with BERT's normaliser and pre-tokeniser.
+    """Create a tokenizer with BERT's normaliser and pre-tokeniser.
 
     Args:
-        lowercase: Whether case and accents are dropped.
-        vocabulary: Its word pieces; `None`: to be trained.
+        lowercase: Whether text is converted to lower case and accents are removed.
+        vocabulary: The id of each word piece. With `None`, the tokenizer is untrained.
 
     Returns:
         A `tokenizers.Tokenizer`.
@@ -40,13 +40,13 @@ def new_tokenizer(lowercase: bool, vocabulary: dict[str, int] | None = None) -> 
 def train_tokenizer(
     words: Iterable[tuple[str, int]], characters: Mapping[str, int], vocab_size: int, lowercase: bool
 ) -> Any:
-    """Train a tokenizer; the same counts give the same one.
+    """Train a tokenizer. The same counts always result in the same tokenizer.
 
     Args:
-        words: Words, as the normaliser and the pre-tokeniser leave them, and how often each occurs.
-        characters: How often each character occurs.
-        vocab_size: Word pieces to have at the end, the five special ones among them; fewer where the text has fewer.
-        lowercase: Whether case and accents are dropped.
+        words: The words after normalisation and pre-tokenisation, and the number of occurrences of each.
+        characters: The number of occurrences of each character.
+        vocab_size: The size of the vocabulary, including the five special word pieces. Small texts may result in fewer.
+        lowercase: Whether text is converted to lower case and accents are removed.
 
     Returns:
         A `tokenizers.Tokenizer`.
@@ -55,21 +55,22 @@ def train_tokenizer(
 
     alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:ALPHABET])
     known = set(alphabet)
-    counts = [(word, count) for word, count in words if known.issuperset(word)]  # the others will be unknown
-    # The library numbers pieces of one character in the order of a hash table, which another run has otherwise, and
-    # breaks ties between merges by their numbers. Given as special pieces they have fixed numbers.
+    counts = [(word, count) for word, count in words if known.issuperset(word)]  # other words are unknown
+    # The library assigns ids to single-character pieces in the order of a hash table, which differs between runs, and
+    # it breaks ties between merges by these ids. Pieces that are passed as special tokens have fixed ids.
     fixed = [*SPECIAL, *alphabet, *(f"{CONTINUES}{one}" for one in alphabet)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=fixed, limit_alphabet=len(alphabet), show_progress=False
     )
     trained = new_tokenizer(lowercase)
-    trained.normalizer, trained.pre_tokenizer = None, pre_tokenizers.WhitespaceSplit()  # done already
+    # the words are already normalised and separated
+    trained.normalizer, trained.pre_tokenizer = None, pre_tokenizers.WhitespaceSplit()
     trained.train_from_iterator(_repeated(counts), trainer)
     return complete(new_tokenizer(lowercase, trained.get_vocab()))
 
 
 def _repeated(counts: Sequence[tuple[str, int]]) -> Iterator[str]:
-    """Write each word as often as it occurs, for the library counts words itself; all in proportion if that is long."""
+    """Repeat each word by its count, as the library counts words itself. Large counts are reduced in proportion."""
     share = min(1.0, OCCURRENCES / max(1, sum(count for _, count in counts)))
     for word, count in counts:
         rest = max(1, round(share * count))
@@ -83,13 +84,13 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
 
     Args:
         path: A `tokenizer.json` of the library `tokenizers`, or a `vocab.txt` with one word piece per line.
-        lowercase: For a `vocab.txt`: whether case and accents are dropped.
+        lowercase: Whether text is converted to lower case and accents are removed. Only used with a `vocab.txt`.
 
     Returns:
         A `tokenizers.Tokenizer`.
 
     Raises:
-        UserError: If the file cannot be read, or lacks a special word piece.
+        UserError: If the file cannot be read, or a special word piece is missing.
     """
     from tokenizers import Tokenizer
 
@@ -99,7 +100,7 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
         return complete(new_tokenizer(lowercase, {piece: number for number, piece in enumerate(lines)}), path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
+    except Exception as error:  # the library raises plain Exception objects
         require(
             False,
             f"--tokenizer {path} cannot be read ({str(error).splitlines()[0]}): give a tokenizer.json or vocab.txt",
@@ -109,11 +110,11 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
 
 
 def complete(tokenizer: Any, path: Path | None = None) -> Any:
-    """Check the special word pieces, and have pairs of sentences encoded as BERT does.
+    """Check the special word pieces, and configure the encoding of sentence pairs as in BERT.
 
     Args:
-        tokenizer: A `tokenizers.Tokenizer`, changed in place.
-        path: Where it was read, for messages.
+        tokenizer: A `tokenizers.Tokenizer`, which is modified in place.
+        path: The file from which the tokenizer was loaded, for error messages.
 
     Returns:
         The tokenizer.
