@@ -49,6 +49,16 @@ def test_a_word_with_a_character_outside_the_alphabet_is_not_trained_on(monkeypa
     assert sorted(set(found.get_vocab()) - set(SPECIAL)) == ["##a", "##b", "a", "ab", "b"]
 
 
+def test_rare_characters_leave_room_for_words_in_a_small_vocabulary():
+    words = {"the": 1000, "then": 500, "this": 400}
+    rare = {chr(0x4E00 + n): 1 for n in range(2000)}
+    characters = Counter("".join(words)) + Counter({"h": 1000}) + Counter(rare)
+    for vocab_size, letters in ((300, 128), (4096, 256), (30_522, 1000)):
+        vocabulary = train_tokenizer([*words.items(), *rare.items()], characters, vocab_size, True).get_vocab()
+        assert {"the", "then", "this"} <= set(vocabulary)
+        assert sum(len(piece) == 1 for piece in vocabulary) == letters
+
+
 def test_long_texts_are_trained_on_in_proportion(monkeypatch):
     monkeypatch.setattr(wordpiece, "OCCURRENCES", 1000)
     repeated = Counter(

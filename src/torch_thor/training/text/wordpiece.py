@@ -13,7 +13,10 @@ from torch_thor.training.errors import require
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, UNKNOWN, CLASS, SEPARATOR, MASK)
 CONTINUES = "##"  # the prefix of a piece that does not begin a word
-ALPHABET = 1000  # the largest number of characters with a piece of their own; words with other characters are unknown
+# The largest number of characters with pieces of their own: ALPHABET, but in small vocabularies one in 16 pieces or 128,
+# whichever is larger. Each takes two pieces, one of which begins with ##, so that the rare characters of a large text
+# would otherwise take most of a small vocabulary. Words with other characters are unknown.
+ALPHABET, SMALL_ALPHABET, ALPHABET_SHARE = 1000, 128, 1 / 16
 OCCURRENCES = 20_000_000  # the approximate limit of the word occurrences that the trainer reads
 LONGEST_WORD = 100  # characters
 
@@ -53,7 +56,8 @@ def train_tokenizer(
     """
     from tokenizers import pre_tokenizers, trainers
 
-    alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:ALPHABET])
+    most = min(ALPHABET, max(SMALL_ALPHABET, int(ALPHABET_SHARE * vocab_size)))
+    alphabet = sorted(sorted(characters, key=lambda one: (-characters[one], one))[:most])
     known = set(alphabet)
     counts = [(word, count) for word, count in words if known.issuperset(word)]  # other words are unknown
     # The library assigns ids to single-character pieces in the order of a hash table, which differs between runs, and
