@@ -1,4 +1,4 @@
-"""The optimizers of scale_free.py, and what each is tuned over."""
+"""The optimizers of scale_free.py, and the settings over which each of them is tuned."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,14 +1,14 @@
-"""Images a second that one core reads, decodes and crops, and how many cores feed one GPU.
+"""Throughput of reading, decoding and cropping images on one core, and the number of cores that one GPU needs.
 
     python benchmarks/decode.py                                    # photographs of scikit-learn, cut to ImageNet's size
-    python benchmarks/decode.py --folder /data/imagenet/train      # the files themselves
-    python benchmarks/decode.py --workers 0 4 8 16 --gpu-rate 2800 # with a GPU's measured images a second
+    python benchmarks/decode.py --folder /data/imagenet/train      # your own image files
+    python benchmarks/decode.py --workers 0 4 8 16 --gpu-rate 2800 # with the measured images per second of a GPU
 
-Each stage is timed in one process with one thread, round after round, so that a machine whose speed drifts slows all
-alike; the figure is the median over the rounds, in seconds of the processor, so that other programs do not count (nor
-does waiting for a disk: the files are in memory after the first round). Then the loader itself is timed by the clock
-with each number of workers: there other programs do count.
-Cores = the GPU's images a second / images a second a core of `read, decode, training crop`.
+Each stage is timed in one process with one thread. The stages take turns in each round, so a change in the speed of
+the machine affects all of them alike. The result is the median over the rounds in processor seconds, which other
+programs do not affect. Waiting for a disk is not included, because the files are in memory after the first round. Then
+the loader is timed in wall-clock time with each number of workers; other programs do affect this time.
+Number of cores = images per second of the GPU / images per second and core of `read, decode, training crop`.
 """
 
 import argparse

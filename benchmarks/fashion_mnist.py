@@ -1,16 +1,16 @@
-"""Steps to the accuracy that tuned SGD ends with: Fashion-MNIST, small ResNet, batch 128, 2 epochs.
+"""Number of steps to the final accuracy of tuned SGD: Fashion-MNIST, small ResNet, batch size 128, 2 epochs.
 
-    python benchmarks/fashion_mnist.py                # what is missing under results/fashion_mnist, then the table
-    python benchmarks/fashion_mnist.py --table        # the table alone, from the raw data
+    python benchmarks/fashion_mnist.py                # runs what is missing in results/fashion_mnist, prints the table
+    python benchmarks/fashion_mnist.py --table        # prints the table from the raw data only
 
-Protocol. Each optimizer has five learning rates, a factor of two apart, tried with one seed that is used for
-nothing else (10); the one with the best final accuracy runs with seeds 0, 1 and 2. All other settings are those of the
-recipe ``fashion-mnist``. A seed decides the initial weights and the order of the data, the same for every optimizer.
-The target of a seed is SGD's final test accuracy in that seed; the figure is the first evaluation (every 52 steps) at
-which an optimizer reaches it, over SGD's number of steps.
+Protocol. For each optimizer five learning rates, a factor of two apart, are tried with a seed that is used for
+nothing else (10). The one with the best final accuracy is then run with seeds 0, 1 and 2. All other settings are those
+of the recipe ``fashion-mnist``. A seed determines the initial weights and the order of the data, which are the same
+for every optimizer. The target of a seed is SGD's final test accuracy with that seed. The result is the step of the
+first evaluation (one every 52 steps) at which an optimizer reaches the target, divided by SGD's number of steps.
 
-What it is not: a search over anything but the learning rate, a wide network, or a long training. The seconds in the raw
-data depend on what else the machine did: for the cost of a step see step_time.py.
+The benchmark does not search over anything but the learning rate, and it uses neither a wide network nor a long
+training. The seconds in the raw data depend on the load of the machine; step_time.py measures the time of a step.
 """
 
 import statistics

@@ -1,12 +1,12 @@
-"""Whether pretraining has taught a network something: the exported one against random weights, on a small real task.
+"""Effect of pretraining: fine-tunes an exported network and a network with random weights on a small task.
 
     python benchmarks/fine_tuning.py                       # pretrains bert-tiny first (recipe bert-tiny, THOR)
     python benchmarks/fine_tuning.py --bert exported       # a folder of torch-thor export RUN --format transformers
 
-The task: which of eight packages of Python's standard library a paragraph of a docstring is from. All text comes with
-Python; nothing is downloaded, and none of it is in the text that bert-tiny is pretrained on (the language reference).
-Whole modules are held out. The networks are the same, and so are the data, their order and the budget; only the
-weights that they begin with differ.
+The task is to name which of eight packages of Python's standard library a paragraph of a docstring is from. All text
+comes with Python, so nothing is downloaded. None of it is in the text that bert-tiny is pretrained on (the language
+reference). Whole modules are held out. The networks, the data, their order and the number of steps are the same; only
+the initial weights differ.
 """
 
 import argparse

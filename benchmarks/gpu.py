@@ -1,8 +1,8 @@
-"""The work of gpu.sh: check THOR on the device, time it, print a table, write gpu.md and gpu.json.
+"""The Python part of gpu.sh: checks THOR on the device, times it, prints a table, writes gpu.md and gpu.json.
 
-Nothing is trained for its result. The check compares single steps with the reference, which has no training loop; the
-timed steps have one fixed batch, so that neither reading data nor recording losses is part of them. For both, the
-script has loops of its own in the place of the application's.
+No network is trained here. The check compares single steps with the reference implementation, which has no training
+loop. The timed steps use one fixed batch, so they include neither reading of data nor recording of losses. For both
+reasons this script has loops of its own instead of the loop of the application.
 """
 
 import argparse

@@ -1,17 +1,19 @@
-"""THOR's defaults on sixteen models that nobody here wrote: coverage, loss after twelve steps, step time.
+"""THOR's defaults on sixteen models of other projects: coverage, loss after twelve steps, time per step.
 
     python benchmarks/models.py                    # all models, then the table
-    python benchmarks/models.py --models vae bert  # some of them; the others keep the figures that they have
-    python benchmarks/models.py --table            # the table alone, from the raw data, also into docs/
+    python benchmarks/models.py --models vae bert  # some of them; the results of the others are kept
+    python benchmarks/models.py --table            # writes the table from the raw data only, also into docs/
 
-Models and data are those of tests/models/zoo.py, in one thread. Losses: twelve steps on one batch with AdamW(1e-3),
-``THOR(model)`` and ``THOR(model, scaling="spectral")``, from the same weights, in three seeds; the figure is the
-median. Step time: forward, backward and optimizer. The trainings take turns step by step, so that a machine whose speed
-drifts slows them alike; the figure is the median over rounds of the ratio to SGD's step in the same round. Refreshing
-trainings refresh every layer in every step, ordinary ones never after the first.
+Models and data are those of tests/models/zoo.py; one thread is used. Losses: twelve steps on one batch with
+AdamW(1e-3), ``THOR(model)`` and ``THOR(model, scaling="spectral")``, from the same weights, with three seeds; the
+result is the median. Time per step: forward pass, backward pass and optimizer. The trainings take turns step by step,
+so a change in the speed of the machine affects all of them alike. The result is the median over rounds of the ratio to
+SGD's step in the same round. For the time of a refresh step, every layer is refreshed in every step; for that of an
+ordinary step, no layer is refreshed after the first step.
 
-The loops are those of a user who changes nothing for THOR (``zoo.train``, and steps that take turns), not that of the
-application, which tells THOR the number of loss terms and the padding of each batch: here THOR finds them by itself.
+The loops are those of a user who changes nothing for THOR (``zoo.train``, and steps that take turns). They are not
+the loop of the application, which tells THOR the number of loss terms and the padding of each batch. Here THOR
+determines both by itself.
 """
 
 import importlib.util

@@ -1,23 +1,27 @@
-"""Networks without normalisation: learning rates at which SGD diverges, and small batches beside BatchNorm.
+"""Networks without normalisation: learning rates at which SGD diverges, and small batches compared with BatchNorm.
 
-    python benchmarks/normalizer_free.py              # what is missing under results/normalizer_free, then the table
-    python benchmarks/normalizer_free.py --table      # the table alone, from the raw data
+    python benchmarks/normalizer_free.py              # runs what is missing in results/normalizer_free, then the table
+    python benchmarks/normalizer_free.py --table      # prints the table from the raw data only
     python benchmarks/normalizer_free.py --free nf_resnet50 --norm resnet50 --size 64 --device cuda
 
-Fashion-MNIST, networks of timm, trained by the application. Three questions, a JSON file for each run:
+The data are Fashion-MNIST, the networks are those of timm, and the application trains them. There are three
+experiments, with one JSON file for each run:
 
-1. Learning rates. The network without norms, batch 128, SGD and AGC-SGD with the same momentum, at learning rates a
-   factor of two apart. Diverged is: the loss is no longer finite, or at the end not below that of guessing.
-2. Batch size. The network without norms with AGC-SGD and its relative with BatchNorm with SGD, at batch sizes 128,
-   16 and 4, as many epochs, the best of four learning rates: half to four times what is in proportion to the batch.
-   What each loses from 128 to 16 and to 4. A smaller batch takes more steps an epoch, too.
-3. Small batches on each device. Batch 128 throughout, as many steps, computed in parts of 16, 4 and 2 images, as
-   devices would that hold no more (or gradient accumulation): BatchNorm sees the parts, the other network does not.
+1. Learning rates. The network without normalisation is trained with a batch size of 128 by SGD and AGC-SGD with the
+   same momentum, at learning rates a factor of two apart. A run has diverged if its loss is not finite, or if at the
+   end it is not below the loss of guessing.
+2. Batch size. The network without normalisation (AGC-SGD) and the related network with BatchNorm (SGD) are trained at
+   batch sizes 128, 16 and 4 for the same number of epochs, with the best of four learning rates: half to four times
+   the learning rate proportional to the batch size. The result is the accuracy that each loses from 128 to 16 and to 4.
+   A smaller batch also means more steps per epoch.
+3. Small batches per device. The batch size is 128 and the number of steps is the same throughout, but each batch is
+   computed in parts of 16, 4 and 2 images, as on devices with little memory (or with gradient accumulation). The
+   statistics of BatchNorm depend on the parts; the other network does not depend on them.
 
-Constant learning rates. As the application leaves out what is less than a batch, 30,000 images are 234 batches of 128.
-The first seed chooses the learning rate of each batch size, by its accuracy; the others (``--seeds``) train with that
-one alone, and what is lost is the mean over them. What it is not: a comparison of the two networks with each other,
-which differ in more than the norms.
+Learning rates are constant. The application leaves out incomplete batches, so 30,000 images are 234 batches of 128.
+The first seed chooses the learning rate of each batch size by its accuracy. The other seeds (``--seeds``) use this
+learning rate only, and the loss of accuracy is their mean. The benchmark does not compare the two networks with each
+other, because they differ in more than the normalisation.
 """
 
 import argparse

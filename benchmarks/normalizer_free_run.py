@@ -1,4 +1,4 @@
-"""One training of normalizer_free.py: Fashion-MNIST, a network of timm, SGD or AGC-SGD, through the application."""
+"""One training of normalizer_free.py: Fashion-MNIST, a network of timm, SGD or AGC-SGD, trained by the application."""
 
 import math
 import statistics

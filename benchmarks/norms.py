@@ -1,22 +1,23 @@
-"""What the weights and biases of normalisation layers should get: a BERT-like and a ViT-like model, three treatments.
+"""Treatments of the weights and biases of normalisation layers: a BERT-like and a ViT-like model, three treatments.
 
-    python benchmarks/norms.py                # what is missing under results/norms, then the table
-    python benchmarks/norms.py --table        # the table alone, from the raw data
+    python benchmarks/norms.py                # runs what is missing in results/norms, then prints the table
+    python benchmarks/norms.py --table        # prints the table from the raw data only
 
-Protocol. The application trains with THOR's defaults, but for ``update_interval=50``; learning rates fall linearly to 0
-over 300 steps. The gradient ∇ of a norm's parameter is left as it is (``momentum``, what THOR does), or replaced before
-the step by ``∇ / (N ∇² + √λ)`` (``diagonal``: the batch as one sample of the diagonal of the empirical Fisher matrix)
-or by ``∇ / (∇² / N + √λ)`` (``reference``: what MindSpore's THOR does for LayerNorm). N is the number of loss terms of
-the step. Momentum and the bound on the step come after it, the same for all. Each treatment and task has three learning
-rates, tried with a seed that is used for nothing else (10); the one with the lowest loss on held-out data runs with
-seeds 0, 1 and 2. A seed decides the initial weights and the batches, the same for every treatment.
+Protocol. The application trains with THOR's defaults, except for ``update_interval=50``; learning rates decrease
+linearly to 0 over 300 steps. The gradient ∇ of a parameter of a normalisation layer is left as it is (``momentum``,
+which is what THOR does), or replaced before the step by ``∇ / (N ∇² + √λ)`` (``diagonal``: the batch as one sample of
+the diagonal of the empirical Fisher matrix) or by ``∇ / (∇² / N + √λ)`` (``reference``: what MindSpore's THOR does for
+LayerNorm). N is the number of loss terms of the step. Momentum and the bound on the step follow and are the same for
+all treatments. For each treatment and model three learning rates are tried with a seed that is used for nothing else
+(10). The one with the lowest loss on held-out data is then run with seeds 0, 1 and 2. A seed determines the initial
+weights and the batches, which are the same for every treatment.
 
-``bert``: a two-layer BERT (width 64, norms_bert.json) trained as the recipe ``bert-tiny``, on examples of 32 tokens out
-of 512 word pieces; the loss is that of the masked tokens alone. ``vit``: a four-layer vision transformer (width 96,
-patches of 8) trained as the recipe ``digits``, with images scaled up to 32 pixels. Both have LayerNorm.
+``bert``: a two-layer BERT (width 64, norms_bert.json), trained as in the recipe ``bert-tiny`` on examples of 32 tokens
+from 512 word pieces; the loss is that of the masked tokens only. ``vit``: a four-layer vision transformer (width 96,
+patches of 8), trained as in the recipe ``digits`` with images scaled to 32 pixels. Both use LayerNorm.
 
-What it is not: large models, long trainings, or a test of BatchNorm. The data that
-choose the learning rate are those that the table measures on, with other seeds.
+The benchmark does not cover large models, long trainings or BatchNorm. The data that choose the learning rate are also
+the data of the table, with other seeds.
 """
 
 import math

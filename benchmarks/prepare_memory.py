@@ -2,11 +2,11 @@
 
     python benchmarks/prepare_memory.py                    # 10 MB and 1 GB of XML, two worker processes
     python benchmarks/prepare_memory.py --sizes 10 100     # other sizes, in MB
-    python benchmarks/prepare_memory.py --table            # the table alone, from the raw data
+    python benchmarks/prepare_memory.py --table            # prints the table from the raw data only
 
-The command itself runs. Ten times a second the proportional set sizes (PSS, from /proc/PID/smaps_rollup) of all its
-processes are added up: memory that several processes share is counted once. Sizes are those of the uncompressed XML;
-the dump is compressed as Wikipedia's multi-stream files are (wikipedia_dump.py).
+The benchmark runs the command itself. Ten times per second it adds up the proportional set sizes (PSS, from
+/proc/PID/smaps_rollup) of all its processes, so memory that several processes share is counted once. Sizes are those
+of the uncompressed XML. The dump is compressed like Wikipedia's multi-stream files (wikipedia_dump.py).
 """
 
 import argparse

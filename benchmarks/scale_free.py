@@ -1,19 +1,21 @@
-"""Scale-free THOR with one setting against tuned SGD, AdamW, Muon and SOAP, on unlike tasks, batches and lengths.
+"""Scale-free THOR with one setting against tuned SGD, AdamW, Muon and SOAP on several tasks, batch sizes and lengths.
 
-    python benchmarks/scale_free.py                # what is missing under results/scale_free, then tables and pictures
-    python benchmarks/scale_free.py --table        # tables and pictures alone, from the raw data
+    python benchmarks/scale_free.py                # runs what is missing in results/scale_free, then tables, pictures
+    python benchmarks/scale_free.py --table        # writes tables and pictures from the raw data only
 
-Protocol. The tasks stand in tasks.py, the optimizers and their grids in contenders.py. A contest is a task at its own
-length, or at twice that. Every peer is tuned on each task, in a seed used for nothing else: six learning rates a factor
-of two apart; then a second momentum, at the best of them and at twice that; Muon then with two other learning
-rates for what it leaves to AdamW. At twice the length Muon and SOAP are tuned anew: both momenta, at half, once and
-twice the learning rate that was best. The best by the task's final figure runs with three other seeds (ten, for
-the closest contests). THOR has its
-defaults everywhere; five learning rates of it are shown in the tuning seed, and its step without curvature (damping so
-large that A's inverse is a multiple of the identity) at three, the best of which runs with the three seeds as well.
+Protocol. The tasks are defined in tasks.py, the optimizers and their grids in contenders.py. A contest is a task at
+its own length or at twice that length. Every optimizer except THOR is tuned on each task with a seed that is used for
+nothing else. First six learning rates, a factor of two apart, are tried. Then a second momentum is tried with the best
+learning rate and with twice that. For Muon, two other learning rates of its AdamW part are tried as well. At twice the
+length Muon and SOAP are tuned again: both momenta, with half, one and two times the learning rate that was best. The
+setting with the best final value is run with three other seeds (ten in the closest contests).
 
-Steps to a target (what SGD, or Muon, ends with in the same seed) are interpolated between two evaluations. Seconds in
-the raw data depend on what else the machine did: step times are taken by scale_free_time.py.
+THOR has its defaults everywhere, with a weight decay of 0.01. Five learning rates of THOR are shown with the tuning
+seed. THOR without curvature (with damping so large that the inverse of A is a multiple of the identity) is tried at
+three learning rates, and the best of them is run with the other seeds as well.
+
+The number of steps to a target (the final value of SGD or of Muon with the same seed) is interpolated between two
+evaluations. Seconds in the raw data depend on the load of the machine; scale_free_time.py measures the time per step.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Tables and pictures of scale_free.py, from its raw data; seeds that have not been run are left out."""
+"""Tables and pictures of scale_free.py from its raw data. Seeds that have not been run are left out."""
 
 import json
 import statistics

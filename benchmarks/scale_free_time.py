@@ -1,12 +1,12 @@
-"""Step time of the optimizers of scale_free.py over SGD's, side by side in one run.
+"""Time per step of the optimizers of scale_free.py, divided by that of SGD, measured in one run.
 
     python benchmarks/scale_free_time.py
 
-All take turns step by step, on one thread, so that a machine whose speed drifts slows them alike. The figure of a peer
-is the median over spans of 10 rounds of the mean time in a span (SOAP renews its eigenbases every 10 steps). That of
-THOR is made of the medians of its ordinary steps and of those that refresh, as many of each as a run has. The tasks
-are those of scale_free.py; the steps are not taken by the application's loop, which finishes one training before the
-next.
+All optimizers take turns step by step on one thread, so a change in the speed of the machine affects all of them alike.
+The result for every optimizer except THOR is the median over spans of 10 rounds of the mean time in a span (SOAP
+computes its eigenbases again every 10 steps). The result for THOR combines the median of its ordinary steps and that of
+its refresh steps, weighted by their numbers in a run. The tasks are those of scale_free.py. The steps are not taken by
+the loop of the application, because it finishes one training before it starts the next.
 """
 
 import argparse

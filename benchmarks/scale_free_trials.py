@@ -1,11 +1,11 @@
-"""What the scale-free step was chosen from: variants of it on a prototype, a seed each, never one of scale_free.py's.
+"""Trials from which the scale-free step was chosen: variants of a prototype, with one seed each.
 
-    python benchmarks/scale_free_trials.py            # what is missing of the raw data, then a line a trial
-    python benchmarks/scale_free_trials.py --table    # the lines alone
+    python benchmarks/scale_free_trials.py            # runs what is missing, then prints one line per trial
+    python benchmarks/scale_free_trials.py --table    # prints the lines only
 
-The prototype stands in this file: the step of :mod:`torch_thor.optim.thor.scale_free` for linear layers and
-convolutions, with what was tried beside it. ``deep`` is a larger autoencoder, 784-1000-500-250-30 and back, with
-batches of 500.
+The seeds are not those that scale_free.py reports. The prototype is contained in this file. It is the step of
+:mod:`torch_thor.optim.thor.scale_free` for linear layers and convolutions, with the variants that were tried. ``deep``
+is a larger autoencoder, 784-1000-500-250-30 and the reverse, with batches of 500.
 """
 
 import math

@@ -1,10 +1,11 @@
-"""How far the crossing of ResNet-50 moves when only the times are measured again.
+r"""Variation of the crossing of ResNet-50's curves if only the times are measured again.
 
     torch-thor split-dim resnet50 --device cpu --out runs/split && cp runs/split/split_dim.json \
         benchmarks/results/split_dim/resnet50.json
     python benchmarks/split_dim_repeats.py
 
-The losses are those of the first command: they do not change. Times are those of the candidates up to 256.
+The spectral losses are those of the first command, because they do not change. The times of the candidates up to 256
+are measured again.
 """
 
 import json

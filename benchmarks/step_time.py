@@ -1,11 +1,12 @@
-"""Step time of THOR over SGD's, side by side in one run: ordinary steps, and steps that refresh every layer.
+"""Time per step of THOR divided by that of SGD: ordinary steps, and steps that refresh every layer.
 
     python benchmarks/step_time.py                    # ResNet-50, 224 pixels, batch 8
-    python benchmarks/step_time.py --model small-resnet --pixels 28 --batch 128    # that of fashion_mnist.py
+    python benchmarks/step_time.py --model small-resnet --pixels 28 --batch 128    # the network of fashion_mnist.py
 
-The three trainings (SGD; THOR between refreshes; THOR refreshing all layers in every step) take turns step by step, so
-that a machine whose speed drifts slows them alike; the figure is the median of the ratios within a round. This is why
-the steps are not taken by the application's loop, which finishes one training before the next.
+Three trainings (SGD; THOR between refreshes; THOR with a refresh of all layers in every step) take turns step by step,
+so a change in the speed of the machine affects all of them alike. The result is the median of the ratios within a
+round. The steps are not taken by the loop of the application, because it finishes one training before it starts the
+next.
 """
 
 import argparse

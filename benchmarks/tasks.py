@@ -1,9 +1,9 @@
-"""Three unlike tasks, small enough for a CPU: a convolutional classifier, a deep autoencoder, a small language model.
+"""Three tasks that are small enough for a CPU: a convolutional classifier, a deep autoencoder, a language model.
 
-The classifier comes with batches of 128, 512, 1024 and 4096 images. The tasks and the training loop are those of the
-application; what differs stands here: smaller networks and images, the order of the batches, and what an evaluation
-measures. A seed decides the initial weights and the order of the data, the same for every optimizer. All run a fixed
-number of steps, and the learning rate falls linearly from its start to 0.
+The classifier is trained with batches of 128, 512, 1024 and 4096 images. The tasks and the training loop are those of
+the application. This file defines the differences: smaller networks and images, the order of the batches, and what an
+evaluation measures. A seed determines the initial weights and the order of the data, which are the same for every
+optimizer. All runs have a fixed number of steps, and the learning rate decreases linearly to 0.
 """
 
 import hashlib

@@ -1,15 +1,16 @@
-"""What the trace rule saves and what it costs: Fashion-MNIST, small ResNet, the paper's three settings.
+"""Savings and cost of the trace rule: Fashion-MNIST, small ResNet, the paper's three settings.
 
-    python benchmarks/trace_rule.py                # what is missing under results/trace_rule, then table and picture
-    python benchmarks/trace_rule.py --table        # the table and the picture alone, from the raw data
+    python benchmarks/trace_rule.py                # runs what is missing in results/trace_rule, then table and picture
+    python benchmarks/trace_rule.py --table        # makes the table and the picture from the raw data only
 
-Protocol. The recipe ``fashion-mnist`` as it stands (lr 0.05, damping 0.03, a refresh step every 20 steps, 2 epochs),
-with ``trace_thresholds`` of THOR, THOR_stop and THOR_NT, seeds 0, 1 and 2; a seed decides the initial weights and the
-order of the data, the same for every setting. A refresh is one layer taking and inverting new factors; as many are
-possible as there are layers times refresh steps. A setting's accuracy counts as kept if its mean over the seeds is no
-more than one standard deviation of THOR_NT's (of the sample, n - 1) below THOR_NT's mean.
+Protocol. The recipe ``fashion-mnist`` is used unchanged (lr 0.05, damping 0.03, a refresh step every 20 steps,
+2 epochs), with ``trace_thresholds`` of THOR, THOR_stop and THOR_NT and seeds 0, 1 and 2. A seed determines the initial
+weights and the order of the data, which are the same for every setting. One refresh means that one layer takes and
+inverts new factors, so the number of possible refreshes is the number of layers times the number of refresh steps. The
+accuracy of a setting counts as kept if its mean over the seeds is at most one standard deviation of THOR_NT's
+(of the sample, n - 1) below the mean of THOR_NT.
 
-What it is not: a test of the rule on the network for which the paper chose its thresholds.
+The benchmark does not test the rule on the network for which the paper chose its thresholds.
 """
 
 import statistics

@@ -1,8 +1,8 @@
-"""Synthetic Wikipedia dumps of any size, for measurements: the structure of real ones with words that nobody wrote.
+"""Synthetic Wikipedia dumps of any size for measurements: the structure of real dumps with artificial words.
 
-Words follow a Zipf-Mandelbrot law over three million forms, so that a longer dump has more distinct words, as real text
-has (the law's tail is heavier than that of English). Frequent words are short. Article lengths are log-normal. An
-article has an infobox, links, references with citation templates, headings, lists, tables, pictures and categories;
+Words follow a Zipf-Mandelbrot law over three million forms, so a larger dump has more distinct words, as real text
+has (the tail of this law is heavier than that of English). Frequent words are short. Article lengths are log-normal.
+An article has an infobox, links, references with citation templates, headings, lists, tables, pictures and categories;
 about half of its characters are prose.
 """
 
