@@ -93,6 +93,17 @@ def test_a_tied_decoder_goes_with_its_embedding():
     }
 
 
+def test_the_bias_of_a_tied_decoder_may_belong_to_its_parent_too():
+    head = nn.Module()
+    head.decoder = nn.Linear(4, 7)
+    head.bias = head.decoder.bias
+    model = nn.Sequential(nn.Embedding(7, 4), head)
+    head.decoder.weight = model[0].weight
+    assert reasons(inspect(model)) == {
+        "1.bias": "the weight of its layer is preconditioned as that of '0', which has another G",
+    }
+
+
 def test_what_does_not_fit_together_has_no_factors():
     """Neither is of one geometry, nor is one an embedding and the rest its decoders."""
     decoder = Conv1D(4, 7)

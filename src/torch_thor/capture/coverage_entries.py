@@ -65,14 +65,18 @@ def entry_of(
         note = "; ".join(notes + reasons.notes.get(id(parameter), [])) or None
         return Covered(name, shape, kind.label, sizes, kind.groups * len(found), note=note)
     reason = reasons.of_parameters.get(id(parameter)) or reasons.of_modules.get(owner.module_name)
-    reason = reason or (None if others else _why_tied(owner, layers)) or _why_plain(owner, is_shared=bool(others))
+    reason = reason or _why_tied(owners, layers) or _why_plain(owner, is_shared=bool(others))
     return Covered(name, shape, type(owner.module).__name__, reason=reason, trained=reason != NOT_TRAINED)
 
 
-def _why_tied(bias: Owner, layers: Iterable[Layer]) -> str | None:
+def _why_tied(owners: Sequence[Owner], layers: Iterable[Layer]) -> str | None:
     """Return the reason for the bias of a decoder whose weight is preconditioned as that of an embedding."""
-    weight = getattr(bias.module, parameter_names_of(bias.module)[0], None)
-    tied = [layer.name for layer in layers if bias.attribute == bias.bias and layer.weight.parameter is weight]
+    tied = []
+    for owner in owners:  # BERT's bias has two: the decoder, and the head around it
+        weight = getattr(owner.module, parameter_names_of(owner.module)[0], None)
+        if owner.attribute == owner.bias and weight is not None:
+            own = [layer for layer in layers if layer.weight.parameter is weight]
+            tied += [o.name for o in own if o.modules and all(module is not owner.module for module, _ in o.modules)]
     return f"the weight of its layer is preconditioned as that of {tied[0]!r}, which has another G" if tied else None
 
 
