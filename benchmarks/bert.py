@@ -271,9 +271,14 @@ def main() -> None:
     """Run what is missing, print the tables and draw."""
     parser = script.parser(__doc__)
     parser.add_argument("--corpus", type=Path, default=CORPUS, help="the prepared corpus (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, choices=[contest.batch_size for contest in CONTESTS], help="one batch size alone"
+    )
     options = parser.parse_args()
     if not options.table:
         for contest in CONTESTS:
+            if options.batch not in (None, contest.batch_size):
+                continue
 
             def tuned(*names: str, contest: Contest = contest) -> list[Training]:
                 return [job for name in names for job in tuning(contest, name, options.corpus)]
