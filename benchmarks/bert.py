@@ -43,7 +43,7 @@ WARM_UP = 0.05  # of the steps
 GRIDS: dict[str, tuple[float, tuple[float, float]]] = {
     "adamw": (0.0005, (0.9, 0.8)),
     "lamb": (0.0025, (0.9, 0.8)),
-    "thor": (0.025, (0.9, 0.8)),
+    "thor": (0.00625, (0.9, 0.8)),
     "thor-spectral": (0.005, (0.8, 0.9)),
     "muon": (0.0025, (0.95, 0.8)),
     "soap": (0.0005, (0.95, 0.8)),
