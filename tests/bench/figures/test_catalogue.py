@@ -12,14 +12,7 @@ from replaying import accuracy_point
 from torch_thor.bench import describe_device
 from torch_thor.bench.figures import FIGURES, Options, catalogue, make_figures, measuring, paper, read
 from torch_thor.bench.figures.batch_sizes import scaled
-from torch_thor.bench.figures.measuring import (
-    ProcessorClock,
-    from_columns,
-    median_step,
-    processor_time_counts,
-    seconds_of,
-    to_columns,
-)
+from torch_thor.bench.figures.measuring import ProcessorClock, from_columns, to_columns
 from torch_thor.bench.figures.raw import plain
 from torch_thor.training import History, RefreshPoint, StepPoint, UserError
 
@@ -272,18 +265,6 @@ def test_records_come_back_from_their_columns():
     assert from_columns(plain(to_columns(History(), CLASSIFIED))) == History()
 
 
-def test_time_is_the_processors_or_the_walls():
-    run = {
-        "steps": {"seconds": [1.0, 3.0, 4.0], "refresh": [True, False, False]},
-        "processor_seconds": [0.5, 0.75, 1.25],
-    }
-    assert seconds_of(run, processor=True) == [0.5, 0.75, 1.25]
-    assert median_step(run, refresh=True, processor=True) == 0.5
-    assert median_step(run, refresh=False, processor=True) == 0.375
-    assert median_step(run, refresh=False, processor=False) == 1.5
-    assert median_step({**run, "steps": {**run["steps"], "refresh": [True] * 3}}, refresh=False, processor=True) is None
-
-
 def test_processor_time_leaves_out_what_is_no_step(monkeypatch):
     clock, point = ProcessorClock(), StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True)
     for now, tell in (
@@ -295,12 +276,6 @@ def test_processor_time_leaves_out_what_is_no_step(monkeypatch):
         monkeypatch.setattr(measuring.time, "process_time", lambda now=now: now)
         tell(None, *([point] if tell == clock.after_step else []))
     assert clock.seconds == [1, 3]
-
-
-def test_processor_time_is_shown_on_one_thread_of_a_cpu_alone():
-    assert processor_time_counts({"device": "cpu"}, {"threads": 1})
-    assert not processor_time_counts({"device": "cpu"}, {"threads": 2})
-    assert not processor_time_counts({"device": "cuda:0"}, {"threads": 1})
 
 
 def test_one_process_measures(tmp_path, monkeypatch):
