@@ -58,8 +58,8 @@ class Contest:
         batch_size: Examples in a batch.
         parts: Parts that a batch is computed in.
         steps: Optimizer steps.
-        eval_interval: Steps between evaluations; the tuning runs evaluate four times only, because each evaluation costs
-            as much as twenty steps of batch 32.
+        eval_interval: Steps between evaluations; the tuning runs evaluate four times only, because each evaluation
+            costs as much as twenty steps of batch 32.
     """
 
     batch_size: int
