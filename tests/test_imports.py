@@ -48,6 +48,9 @@ EXCEPTIONS = {
         "bench.figures.bert",
         "replaces the recipe of the figure by one that takes seconds",
     ),
+    "bench/figures/test_bert_figure.py": ("bench.figures.measuring", "writes runs as raw data hold them"),
+    "bench/figures/test_run_times.py": ("bench.figures.measuring", "writes a run as raw data hold it"),
+    "training/engine/test_parallel.py": ("training.engine.step", "sends a signal to itself in a step of its choice"),
     "bench/test_prepare_memory.py": (
         "training.text.sources training.text.wikipedia training.text.word_counts",
         "reads a synthetic dump as the preparation reads a real one",
