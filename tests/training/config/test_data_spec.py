@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torch_thor.training import DataSpec
+from torch_thor.training.data import DataSpec
 
 
 def test_the_folder_is_the_root_or_the_cache_of_the_user(monkeypatch):
