@@ -61,7 +61,7 @@ def assert_same_training(one, other, optimizer):
             torch.testing.assert_close(left[key], right[key], **ROUNDING, msg=lambda text, key=key: f"{key}: {text}")
 
 
-DIGITS = ("train", "digits", "optimizer=sgd,adamw,thor", "epochs=1", "batch_size=64", "ema_decay=0.9", "device=cpu")
+DIGITS = ("train", "digits", "optimizer=sgd,thor", "epochs=1", "batch_size=64", "ema_decay=0.9", "device=cpu")
 DIGITS += ("accumulation=3", "eval_interval=11", "label_smoothing=0.1", "lr=0.01", "update_interval=6")
 
 
@@ -70,7 +70,7 @@ def test_digits_equal_one_process(tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     succeed(tmp_path, *DIGITS, "--out", one)
     out = succeed(tmp_path, *DIGITS, "--out", many, ranks=2, cold=True)
-    for optimizer in ("sgd", "adamw", "thor"):
+    for optimizer in ("sgd", "thor"):
         assert_same_training(one, many, optimizer)
         assert events(one, optimizer) == events(many, optimizer) == 1
         assert out.count(f"{optimizer}: step 11 of 22") == 1  # one process talks
