@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import rank_script
+import signalled_script
 from command_line import IMAGES, checkpoints, command, lines, newest, succeed
 from image_tree import write_tree
 
@@ -85,34 +86,14 @@ def test_images_equal_one_process(pictures):
     assert_same_training(pictures / "one", pictures / "two", "momentum")
 
 
-# The signal comes in a step of its own on the ranks that it is sent to: no training is long enough to be caught surely.
-SIGNALLED = """
-import os, signal, sys
-from torch_thor.cli import main
-from torch_thor.training.engine.step import Stepper
-
-at, ranks, *sys.argv[1:] = sys.argv[1:]
-take = Stepper.take
-
-def caught(stepper, batch, step):
-    if step == int(at) and os.environ.get("RANK", "0") in ranks:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return take(stepper, batch, step)
-
-Stepper.take = caught
-main()
-"""
-
-
 def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
-    (pictures / "main.py").write_text(SIGNALLED)
     words = ["train", "digits", *PICTURES, "optimizer=momentum", "batch_size=4", "epochs=7", "lr=0.005"]
     words += ["ema_decay=0.9", "checkpoint_interval=7", "eval_epochs=3"]
     run = pictures / "stopped"
 
     def stopped(step, ranks, count, *more):
-        given = (step, ranks, *words, "--out", "stopped", *more)
-        code, out, err = command(pictures, *given, ranks=count, script=pictures / "main.py")
+        given = ("SIGTERM", step, ranks, *words, "--out", "stopped", *more)
+        code, out, err = command(pictures, *given, ranks=count, script=signalled_script.__file__)
         assert code != 0
         said = [line for line in err.splitlines() if line.startswith("torch-thor")]
         assert len(said) == 1, err
