@@ -80,7 +80,8 @@ def test_all_makes_each(every):
     for name, jobs in wanted.items():
         raw, text = whole(out, name)
         assert [run["job"] for run in raw.runs] == jobs
-        assert text in said  # its table
+        assert text == FIGURES[name].table(raw) + "\n"
+        assert text in said
         with Image.open(out / f"{name}.png") as picture:
             assert min(picture.size) >= 300
             assert len(set(picture.convert("L").tobytes())) > 10  # lines and letters, not a blank page
