@@ -39,6 +39,7 @@ EXCEPTIONS = {
         "lowers the limit of 8192 rows, and reads the sums that are gathered",
     ),
     "warm.py": ("cli training.experiment", "imports in advance what the command line imports"),
+    "signalled_script.py": ("training.engine.step", "sends itself a signal in a step of the test's choice"),
     "rank_script.py": ("training.engine.parallel", "is the program of each rank in training/engine/test_parallel.py"),
     "training/config/test_bert_recipes.py": (
         "training.models.masked_lm",
@@ -48,6 +49,8 @@ EXCEPTIONS = {
         "bench.figures.bert",
         "replaces the recipe of the figure by one that takes seconds",
     ),
+    "bench/figures/test_bert_figure.py": ("bench.figures.measuring", "writes runs as raw data hold them"),
+    "bench/figures/test_run_times.py": ("bench.figures.measuring", "writes a run as raw data hold it"),
     "bench/test_prepare_memory.py": (
         "training.text.sources training.text.wikipedia training.text.word_counts",
         "reads a synthetic dump as the preparation reads a real one",

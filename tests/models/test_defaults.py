@@ -1,7 +1,7 @@
 """`THOR(model)` and `THOR(model, scaling="spectral")`, no other word, train what people bring.
 
-The bar is low on purpose: after twelve steps the loss is below 0.9 of the first step's, or as low as AdamW(1e-3) brings
-it from the same weights, on the same data. benchmarks/models.py has the figures.
+The bar is low on purpose: after twelve steps (five of the largest models) the loss is below 0.9 of the first step's, or
+as low as AdamW(1e-3) brings it from the same weights, on the same data. benchmarks/models.py has the figures.
 """
 
 import functools
@@ -16,7 +16,7 @@ import zoo
 from torch_thor import THOR
 
 SETTINGS = {"plain": {}, "spectral": {"scaling": "spectral"}}
-SLOW = {"resnet18", "efficientnet", "nf_resnet26"}  # ten seconds and more of products and eigendecompositions
+SLOW = {"resnet18", "efficientnet", "nf_resnet26"}  # half a second a step of products and eigendecompositions
 FRESH = ("mnist", "vae", "bert", "gpt2", "t5")
 
 UNCALLED = r"layer '{}': it has a gradient and no statistics: its weight is used without calling the module"
@@ -67,8 +67,9 @@ def losses_of_thor(name, seed, setting, steps, fresh):
 
 @pytest.mark.parametrize(("name", "setting"), cases(zoo.SUBJECTS))
 def test_the_defaults_train(name, setting):
-    losses = losses_of_thor(name, 0, setting, steps=12, fresh=False)
-    assert losses[-1] < 0.9 * losses[0] or losses[-1] <= losses_of_adamw(name, 0, 12, fresh=False)[-1]
+    steps = 5 if name in SLOW else 12
+    losses = losses_of_thor(name, 0, setting, steps=steps, fresh=False)
+    assert losses[-1] < 0.9 * losses[0] or losses[-1] <= losses_of_adamw(name, 0, steps, fresh=False)[-1]
 
 
 @pytest.mark.parametrize(("name", "setting"), cases(FRESH))

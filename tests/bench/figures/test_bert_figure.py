@@ -1,36 +1,52 @@
-"""The figure of masked-language-model pretraining: measured on a small corpus, its table computed by hand."""
+"""The table of masked-language-model pretraining, computed by hand from runs that nobody trained."""
 
-import io
+from torch_thor.bench.figures import RawData
+from torch_thor.bench.figures.bert import BERT
+from torch_thor.bench.figures.measuring import to_columns
+from torch_thor.training import EvalPoint, History, StepPoint
 
-import pytest
-from rich.console import Console
-from small_bert import use_small_recipe
-
-from torch_thor.bench.figures import Options, bert, make_figures, read
-
-
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    use_small_recipe(tmp_path, monkeypatch)
+METRICS = ("loss", "mlm_accuracy", "perplexity", "nsp_accuracy")
 
 
-def test_accuracy_by_steps_and_seconds(small, tmp_path):
-    console = Console(file=io.StringIO(), width=200)
-    make_figures("bert", tmp_path, console, Options(seeds=(0,)), device="cpu")
-    raw = read(tmp_path / "bert.json", "bert")
-    assert [run["job"] for run in raw.runs] == [{"optimizer": name, "seed": 0} for name in bert.OPTIMIZERS]
-    for run in raw.runs:
-        assert run["steps"]["step"] == [1, 2, 3, 4]
-        assert run["evaluations"]["step"] == [2, 4]
-    text = (tmp_path / "bert.md").read_text()
-    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in text.splitlines() if " | " in line}
-    target = raw.runs[0]["evaluations"]["mlm_accuracy"][-1]
-    for run in raw.runs:
-        values = run["evaluations"]["mlm_accuracy"]
-        steps = next((step for step, value in zip((2, 4), values, strict=True) if value >= target), None)
-        row = rows[run["job"]["optimizer"]]
-        assert row[1].startswith(f"{values[-1]:.4f}")
-        assert row[4].startswith("-" if steps is None else str(steps)) or (steps is None and "not" in row[4])
+def run(optimizer, seed, seconds, accuracies):
+    """A run of four steps, the first of which refreshes; evaluated after two and after four."""
+    clock = [seconds * step for step in (2, 3, 4, 5)]  # the first step takes twice as long
+    steps = [StepPoint(n, 5.0, 0.1, time, seconds, refresh=n == 1) for n, time in enumerate(clock, 1)]
+    evaluations = [
+        EvalPoint(
+            step,
+            clock[step - 1],
+            dict(zip(METRICS, (5.0, accuracy, 100.0 * step, 0.5), strict=True)),
+            primary="mlm_accuracy",
+        )
+        for step, accuracy in zip((2, 4), accuracies, strict=True)
+    ]
+    columns = to_columns(History(steps, evaluations), METRICS)
+    return {"job": {"optimizer": optimizer, "seed": seed}, **columns, "processor_seconds": clock, "steps_per_epoch": 8}
+
+
+def test_accuracy_and_what_it_took_to_reach_that_of_lamb():
+    runs = [
+        run("lamb", 0, 0.5, (0.25, 0.5)),
+        run("lamb", 1, 0.5, (0.125, 0.375)),
+        run("thor", 0, 1.0, (0.5, 0.75)),  # there after two steps
+        run("thor", 1, 1.0, (0.25, 0.375)),  # after four
+        run("thor-spectral", 0, 2.0, (0.375, 0.4375)),  # never
+        run("thor-spectral", 1, 2.0, (0.4375, 0.25)),  # after two, and lost again
+    ]
+    settings = {"device": "cpu", "seeds": [0, 1], "optimizers": ["lamb", "thor", "thor-spectral"]}
+    text = BERT.table(RawData("bert", settings, {"threads": 1}, runs))
+    cells = {row[0]: row[1:] for line in text.splitlines() if (row := line.strip("| ").split(" | "))}
+    same = ["400 ± 0 (400, 400)", "0.500 ± 0.000 (0.500, 0.500)"]
+    assert cells["lamb"] == [
+        "0.4375 ± 0.0884 (0.5000, 0.3750)", *same, "4 ± 0 (4, 4)", "2.5 ± 0 (2.5, 2.5)", "500 ms"
+    ]  # fmt: skip
+    assert cells["thor"] == [
+        "0.5625 ± 0.2652 (0.7500, 0.3750)", *same, "3 ± 1 (2, 4)", "4 ± 1.41 (3, 5)", "1000 ms"
+    ]  # fmt: skip
+    assert cells["thor-spectral"] == [
+        "0.3438 ± 0.1326 (0.4375, 0.2500)", *same, "never, 2", "never, 6", "2000 ms"
+    ]  # fmt: skip
+    assert "Times are processor seconds of training steps (one thread), without evaluations." in text
     assert "Theirs, not ours" in text
     assert "71.30%" in text
-    assert (tmp_path / "bert.png").exists()

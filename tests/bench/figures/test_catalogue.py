@@ -12,14 +12,7 @@ from replaying import accuracy_point
 from torch_thor.bench import describe_device
 from torch_thor.bench.figures import FIGURES, Options, catalogue, make_figures, measuring, paper, read
 from torch_thor.bench.figures.batch_sizes import scaled
-from torch_thor.bench.figures.measuring import (
-    ProcessorClock,
-    from_columns,
-    median_step,
-    processor_time_counts,
-    seconds_of,
-    to_columns,
-)
+from torch_thor.bench.figures.measuring import ProcessorClock, from_columns, to_columns
 from torch_thor.bench.figures.raw import plain
 from torch_thor.training import History, RefreshPoint, StepPoint, UserError
 
@@ -48,10 +41,19 @@ def whole(out, name):
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory):
-    out = tmp_path_factory.mktemp("figures")
-    make("curves", out)
-    return out
+def every(tmp_path_factory):
+    """All figures, measured and really drawn: (folder, what was said, the options)."""
+    home, out = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("figures")
+    (home / "network.py").write_text(NETWORK)
+    options = Options(data="digits", epochs=1, seeds=(0,), batch_sizes=(256,), model=f"{home}/network.py:build")
+    with pytest.MonkeyPatch.context() as patch:
+        use_small_recipe(home, patch)
+        return out, make("all", out, options), options
+
+
+@pytest.fixture
+def curves(every):
+    return every[0]
 
 
 @pytest.fixture
@@ -60,6 +62,35 @@ def untrained(monkeypatch):
         raise AssertionError("trained, though all was there")
 
     monkeypatch.setattr(measuring, "train", refuse)
+
+
+def test_all_makes_each(every):
+    out, said, options = every
+    wanted = {
+        "curves": [{"setting": name, "seed": 0} for name in ("momentum", "thor", "thor_stop", "thor_nt")],
+        "fisher-norm": [{"seed": 0}],
+        "split-dim": [{"model": options.model}],
+        "batch-sizes": [{"optimizer": name, "batch_size": 256, "seed": 0} for name in ("momentum", "thor")],
+        "bert": [{"optimizer": name, "seed": 0} for name in ("lamb", "thor", "thor-spectral")],
+    }
+    assert set(wanted) == set(FIGURES)
+    assert {path.name for path in out.glob("[!.]*")} == {
+        f"{name}.{end}" for name in wanted for end in ("json", "png", "md")
+    }
+    for name, jobs in wanted.items():
+        raw, text = whole(out, name)
+        assert [run["job"] for run in raw.runs] == jobs
+        assert text == FIGURES[name].table(raw) + "\n"
+        assert text in said
+        with Image.open(out / f"{name}.png") as picture:
+            assert min(picture.size) >= 300
+            assert len(set(picture.convert("L").tobytes())) > 10  # lines and letters, not a blank page
+        if name != "split-dim":  # which trains nothing
+            recipe = raw.settings["recipe"]
+            data = "python-text" if name == "bert" else "digits"
+            assert (recipe["epochs"], recipe["data"]["name"]) == (1, data)
+    ends = [said.index(f"{out / name}.json, .png and .md") for name in FIGURES]
+    assert ends == sorted(ends)  # one after the other
 
 
 def test_curves_keep_every_point(curves):
@@ -198,9 +229,8 @@ def test_divergence_is_a_row_of_the_table(tmp_path):
         make("curves", tmp_path, Options(data=str(recipe)))
 
 
-def test_fisher_norm_from_beginning_to_end(tmp_path):
-    make("fisher-norm", tmp_path)
-    raw, text = whole(tmp_path, "fisher-norm")
+def test_fisher_norm_keeps_every_norm(every):
+    raw, text = whole(every[0], "fisher-norm")
     (run,) = raw.runs
     assert run["norms"]["step"] == [1, 3, 5, 7, 9, 11, 14, 17, 20]  # 2 + 0.1 · step, rounded down
     assert len(run["norms"]["norm"]) == 9
@@ -210,28 +240,21 @@ def test_fisher_norm_from_beginning_to_end(tmp_path):
     assert "9 refreshes, 2 steps at first, 3 at last" in text
 
 
-def test_split_dim_from_beginning_to_end(tmp_path):
-    network = tmp_path / "network.py"
-    network.write_text(NETWORK)
-    out = tmp_path / "out"
-    options = Options(model=f"{network}:build")
-    make("split-dim", out, options)
+def test_split_dim_times_the_model_that_is_given(every):
+    out, _, options = every
     raw, text = whole(out, "split-dim")
     assert raw.runs[0]["candidates"] == [1, 16, 32, 40]
     assert f"split_dim={raw.runs[0]['split_dim']}" in text
     assert "cross at 106" in text
-    assert "drawn again" in make("split-dim", out, options)
+    assert "drawn again" in make("split-dim", out, Options(model=options.model))
 
 
-@pytest.mark.pictures
-def test_all_makes_each(tmp_path, monkeypatch):
-    use_small_recipe(tmp_path, monkeypatch)
-    network = tmp_path / "network.py"
-    network.write_text(NETWORK)
-    options = Options(data="digits", epochs=1, seeds=(0,), batch_sizes=(256,), model=f"{network}:build")
-    make("all", tmp_path, options)
-    for name in FIGURES:
-        whole(tmp_path, name)
+def test_bert_keeps_every_point(every):
+    raw, text = whole(every[0], "bert")
+    for run in raw.runs:
+        assert run["steps"]["step"] == [1, 2, 3, 4]
+        assert run["evaluations"]["step"] == [2, 4]
+        assert f"| {run['job']['optimizer']} | {run['evaluations']['mlm_accuracy'][-1]:.4f} |" in text
 
 
 def test_all_refuses_before_the_first(tmp_path, untrained):
@@ -272,18 +295,6 @@ def test_records_come_back_from_their_columns():
     assert from_columns(plain(to_columns(History(), CLASSIFIED))) == History()
 
 
-def test_time_is_the_processors_or_the_walls():
-    run = {
-        "steps": {"seconds": [1.0, 3.0, 4.0], "refresh": [True, False, False]},
-        "processor_seconds": [0.5, 0.75, 1.25],
-    }
-    assert seconds_of(run, processor=True) == [0.5, 0.75, 1.25]
-    assert median_step(run, refresh=True, processor=True) == 0.5
-    assert median_step(run, refresh=False, processor=True) == 0.375
-    assert median_step(run, refresh=False, processor=False) == 1.5
-    assert median_step({**run, "steps": {**run["steps"], "refresh": [True] * 3}}, refresh=False, processor=True) is None
-
-
 def test_processor_time_leaves_out_what_is_no_step(monkeypatch):
     clock, point = ProcessorClock(), StepPoint(1, 2.5, 0.1, 0.5, 0.5, refresh=True)
     for now, tell in (
@@ -295,12 +306,6 @@ def test_processor_time_leaves_out_what_is_no_step(monkeypatch):
         monkeypatch.setattr(measuring.time, "process_time", lambda now=now: now)
         tell(None, *([point] if tell == clock.after_step else []))
     assert clock.seconds == [1, 3]
-
-
-def test_processor_time_is_shown_on_one_thread_of_a_cpu_alone():
-    assert processor_time_counts({"device": "cpu"}, {"threads": 1})
-    assert not processor_time_counts({"device": "cpu"}, {"threads": 2})
-    assert not processor_time_counts({"device": "cuda:0"}, {"threads": 1})
 
 
 def test_one_process_measures(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from command_line import IMAGES, PATIENCE, alive, assert_refused, descendants, end, finish, start, wait_for
+from command_line import IMAGES, PATIENCE, alive, assert_refused, command, descendants, end, finish, start, wait_for
 from image_tree import write_tree
 from torch_thor.training import UserError
 from torch_thor.training.data import EvaluationTransform, ImageTransform, Workers, raw_loader
@@ -176,6 +176,19 @@ def own_mounts():
         return False
 
 
+SMALL_SHM = """
+import ctypes, subprocess, sys
+from torch_thor.cli import main
+
+options, *sys.argv[1:] = sys.argv[1:]
+CLONE_NEWNS = 0x00020000
+assert ctypes.CDLL(None).unshare(CLONE_NEWNS) == 0
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", "/dev/shm"], check=True)
+main()
+"""
+
+
 @pytest.mark.skipif(not own_mounts(), reason="needs the right to mount a small /dev/shm of its own")
 @pytest.mark.parametrize(
     ("options", "said"),
@@ -187,16 +200,8 @@ def own_mounts():
 def test_a_small_dev_shm_is_one_line_and_no_hang(tmp_path, options, said):
     write_tree(tmp_path / "data")
     words = [*WORDS, "batch_size=16", "data.transform.size=64", "data.transform.resize=64", "--out", "run"]
-    shell = f'mount -t tmpfs -o {options} tmpfs /dev/shm && exec {sys.executable} -m torch_thor "$@"'
-    process = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", shell, "sh", *words],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert_refused(finish(process), said)
+    (tmp_path / "main.py").write_text(SMALL_SHM)
+    assert_refused(command(tmp_path, options, *words, script=tmp_path / "main.py"), said)
 
 
 @needs_proc

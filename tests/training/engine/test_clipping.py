@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import nn
+from small_network import network, small_data
 from torch.nn import functional
 
 from torch_thor import THOR
 from torch_thor.training import Run, RunConfig, UserError, train
-from torch_thor.training.data import DataBundle, epoch_order
+from torch_thor.training.data import epoch_order
 from torch_thor.training.tasks import ImageClassification
 
 NORM, LR, BATCH = 0.5, 0.5, 5
@@ -15,14 +15,7 @@ NORM, LR, BATCH = 0.5, 0.5, 5
 
 @pytest.fixture
 def data():
-    generator = torch.Generator().manual_seed(3)
-    images, labels = torch.randn(20, 6, generator=generator), torch.randint(3, (20,), generator=generator)
-    return DataBundle(images, labels, images[:4], labels[:4], 3)
-
-
-def network():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return small_data()
 
 
 def trained(data, make, **options):

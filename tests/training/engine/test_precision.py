@@ -5,13 +5,14 @@ from itertools import pairwise
 
 import pytest
 import torch
+from small_network import network, small_data
 from torch import nn
 from torch.nn import functional
 
 from torch_thor import THOR
 from torch_thor.training import Callback, Run, RunConfig, UserError, train
 from torch_thor.training.callbacks import MetricsFile, read_metrics
-from torch_thor.training.data import DataBundle, epoch_order
+from torch_thor.training.data import epoch_order
 from torch_thor.training.engine import precision
 from torch_thor.training.tasks import ImageClassification
 
@@ -21,14 +22,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @pytest.fixture
 def data():
-    generator = torch.Generator().manual_seed(3)
-    images, labels = torch.randn(20, 6, generator=generator), torch.randint(3, (20,), generator=generator)
-    return DataBundle(images, labels, images[:4], labels[:4], 3)
-
-
-def network():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return small_data()
 
 
 def sgd(model):

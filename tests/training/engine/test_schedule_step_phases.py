@@ -5,7 +5,7 @@ import torch
 
 from torch_thor.training import Phase, Run, RunConfig, ScheduleSpec, UserError
 from torch_thor.training.data import DataBundle
-from torch_thor.training.engine.schedule_step import apply_all, check_all
+from torch_thor.training.engine.schedule_step import apply_all, check_all, spans_at
 from torch_thor.training.tasks import ImageClassification
 
 
@@ -35,6 +35,13 @@ def test_a_phase_begins_a_schedule_of_its_own():
     # 0.8 (1 - t / 3); then 0.4 after a warm-up of two steps, from there to 0.1
     assert values(config, "lr", 7) == pytest.approx([0.8, 0.8 * 2 / 3, 0.8 / 3, 0.2, 0.4, 0.4, 0.25])
     assert values(config, "damping", 7) == pytest.approx([2 * (1 - t / 7) for t in range(7)])
+
+
+def test_equal_phases_are_told_apart():
+    config = RunConfig(phases=[Phase(steps=2, schedule=ScheduleSpec("linear"))] * 2)
+    spans = [next(spans_at(config, step, 4, 4)) for step in range(4)]
+    assert [span.name for span in spans] == ["phases[0].schedule"] * 2 + ["phases[1].schedule"] * 2
+    assert [span.first for span in spans] == [0, 0, 2, 2]
 
 
 def test_warm_up_in_steps():

@@ -18,14 +18,9 @@ from torch_thor.bench import markdown
 from torch_thor.bench.drawing import COLOURS, draw_band, note, save
 from torch_thor.bench.figures import paper
 from torch_thor.bench.figures.figure import Figure, Options, recipe_of
-from torch_thor.bench.figures.measuring import (
-    from_columns,
-    processor_time_counts,
-    recipe_settings,
-    seconds_of,
-    train_run,
-)
+from torch_thor.bench.figures.measuring import recipe_settings, train_run
 from torch_thor.bench.figures.raw import RawData
+from torch_thor.bench.figures.run_times import epochs_to, processor_time_counts, seconds_of
 from torch_thor.bench.markdown import reached, summary
 from torch_thor.training.errors import require
 
@@ -121,11 +116,6 @@ def _targets(raw: RawData) -> list[float]:
     return [target for target in raw.settings["recipe"]["targets"] if target <= best]
 
 
-def _epochs_to(run: Mapping[str, Any], target: float) -> float | None:
-    point = from_columns(run).first_reaching(target)
-    return None if point is None else point.step / run["steps_per_epoch"]
-
-
 def table(raw: RawData) -> str:
     """Return a table of the accuracy and of the epochs to the recipe's targets at each batch size.
 
@@ -151,7 +141,7 @@ def table(raw: RawData) -> str:
                 continue
             cells.append(summary([run["evaluations"]["top1"][-1] for run in runs], ".4f"))
             for target in targets:
-                epochs = [_epochs_to(run, target) for run in runs]
+                epochs = [epochs_to(run, target) for run in runs]
                 known = [value for value in epochs if value is not None]
                 steps = round(statistics.fmean(known) * runs[0]["steps_per_epoch"]) if len(known) == len(runs) else None
                 cells.append(reached(epochs, ".2f") + ("" if steps is None else f" ({steps})"))
@@ -173,7 +163,7 @@ def draw(raw: RawData, path: Path) -> None:
     targets = _targets(raw)[:1]
     values: dict[str, Callable[[Mapping[str, Any]], float | None]] = {"final accuracy, top-1": _final}
     for target in targets:
-        values[f"epochs to {target:.1%}; no point: not every seed"] = partial(_epochs_to, target=target)
+        values[f"epochs to {target:.1%}; no point: not every seed"] = partial(epochs_to, target=target)
     picture = Picture(figsize=(5 * len(values), 4.4), layout="constrained")
     panels = picture.subplots(1, len(values), squeeze=False, sharex=True)[0]
     sizes = sorted(raw.settings["batch_sizes"])

@@ -11,15 +11,16 @@ from torch_thor.bench import markdown
 from torch_thor.bench.drawing import COLOURS, draw_band, note, save
 from torch_thor.bench.figures import paper
 from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_title
-from torch_thor.bench.figures.measuring import (
-    from_columns,
-    median_step,
-    processor_time_counts,
-    recipe_settings,
-    seconds_of,
-    train_run,
-)
+from torch_thor.bench.figures.measuring import recipe_settings, train_run
 from torch_thor.bench.figures.raw import RawData
+from torch_thor.bench.figures.run_times import (
+    milliseconds,
+    processor_time_counts,
+    seconds_of,
+    seconds_to,
+    step_to,
+    time_unit,
+)
 from torch_thor.bench.markdown import reached, summary
 
 BASELINE = "lamb"
@@ -93,12 +94,7 @@ def table(raw: RawData) -> str:
     rows = []
     for name in raw.settings["optimizers"]:
         runs = raw.chosen(optimizer=name)
-        there = [from_columns(run).first_reaching(targets[run["job"]["seed"]]) for run in runs]
-        seconds = [
-            None if point is None else seconds_of(run, processor=processor)[point.step - 1]
-            for run, point in zip(runs, there, strict=True)
-        ]
-        steps = [median_step(run, refresh=False, processor=processor) for run in runs]
+        wanted = [(run, targets[run["job"]["seed"]]) for run in runs]
         last = {key: [run["evaluations"][key][-1] for run in runs] for key in (ACCURACY, "perplexity", "nsp_accuracy")}
         rows.append(
             (
@@ -106,14 +102,14 @@ def table(raw: RawData) -> str:
                 summary(last[ACCURACY], ".4f"),
                 summary(last["perplexity"], ".4g"),
                 summary(last["nsp_accuracy"], ".3f"),
-                reached([None if point is None else float(point.step) for point in there], ".0f"),
-                reached(seconds, ".3g"),
-                f"{1000 * statistics.fmean(step for step in steps if step is not None):.0f} ms",
+                reached([step_to(run, target) for run, target in wanted], ".0f"),
+                reached([seconds_to(run, target, processor=processor) for run, target in wanted], ".3g"),
+                milliseconds(runs, refresh=False, processor=processor),
             )
         )
-    unit = "processor seconds of training steps (one thread)" if processor else "seconds of training steps"
+    times = f"Times are {time_unit(processor=processor)}, without evaluations."
     theirs = paper.table(paper.BERT, paper.BERT_TASK, "masked tokens")
-    return "\n".join([markdown.table(heads, rows), "", f"Times are {unit}, without evaluations.", "", theirs])
+    return "\n".join([markdown.table(heads, rows), "", times, "", theirs])
 
 
 def draw(raw: RawData, path: Path) -> None:
@@ -137,7 +133,7 @@ def draw(raw: RawData, path: Path) -> None:
         draw_band(by_steps, steps, series, label=name, colour=COLOURS[name])
         draw_band(by_seconds, seconds, series, label=name, colour=COLOURS[name])
     by_steps.set(xlabel="step", ylabel="accuracy on masked tokens, held out")
-    by_seconds.set(xlabel="processor seconds (one thread)" if processor else "seconds")
+    by_seconds.set(xlabel=time_unit(processor=processor))
     for axes in (by_steps, by_seconds):
         axes.grid(alpha=0.3)
         axes.legend()

@@ -11,18 +11,18 @@ from torch_thor.bench import markdown
 from torch_thor.bench.drawing import COLOURS, STYLES, draw_band, note, save
 from torch_thor.bench.figures import paper
 from torch_thor.bench.figures.figure import Figure, Options, recipe_of, write_title
-from torch_thor.bench.figures.measuring import (
-    from_columns,
-    median_step,
-    processor_time_counts,
-    recipe_settings,
-    seconds_of,
-    train_run,
-)
+from torch_thor.bench.figures.measuring import recipe_settings, train_run
 from torch_thor.bench.figures.raw import RawData
+from torch_thor.bench.figures.run_times import (
+    epochs_to,
+    milliseconds,
+    processor_time_counts,
+    seconds_of,
+    seconds_to,
+    time_unit,
+)
 from torch_thor.bench.markdown import reached, summary
 from torch_thor.bench.numbers import running_mean
-from torch_thor.training.engine.history import History as Record
 
 BASELINE = "momentum"
 SETTINGS = {BASELINE: "sgd", "thor": "thor", "thor_stop": "thor", "thor_nt": "thor"}  # the optimizer of each setting
@@ -95,39 +95,23 @@ def table(raw: RawData) -> str:
     rows = []
     for name in raw.settings["settings"]:
         runs = raw.chosen(setting=name)
-        records = [from_columns(run) for run in runs]
-        there = [record.first_reaching(targets[run["job"]["seed"]]) for run, record in zip(runs, records, strict=True)]
-        seconds = [
-            None if point is None else seconds_of(run, processor=processor)[point.step - 1]
-            for run, point in zip(runs, there, strict=True)
-        ]
-        epochs = [None if point is None else point.step / runs[0]["steps_per_epoch"] for point in there]
+        wanted = [(run, targets[run["job"]["seed"]]) for run in runs]
         cells = (
             name,
-            summary([record.evaluations[-1].top1 for record in records], ".4f"),
-            reached(epochs, ".2f"),
-            reached(seconds, ".3g"),
-            ", ".join(_milliseconds(runs, refresh=refresh, processor=processor) for refresh in (False, True)),
-            _refreshed(records),
+            summary([run["evaluations"]["top1"][-1] for run in runs], ".4f"),
+            reached([epochs_to(run, target) for run, target in wanted], ".2f"),
+            reached([seconds_to(run, target, processor=processor) for run, target in wanted], ".3g"),
+            ", ".join(milliseconds(runs, refresh=refresh, processor=processor) for refresh in (False, True)),
+            _refreshed(runs),
         )
         rows.append(cells)
-    times = f"Times are {_unit(processor=processor)}, without evaluations."
+    times = f"Times are {time_unit(processor=processor)}, without evaluations."
     return "\n".join([markdown.table(heads, rows), "", times, "", paper.table(paper.CURVES)])
 
 
-def _unit(*, processor: bool) -> str:
-    return "processor seconds of training steps (one thread)" if processor else "seconds of training steps"
-
-
-def _milliseconds(runs: list[dict[str, Any]], *, refresh: bool, processor: bool) -> str:
-    times = [median_step(run, refresh=refresh, processor=processor) for run in runs]
-    known = [seconds for seconds in times if seconds is not None]
-    return f"{1000 * statistics.fmean(known):.0f} ms" if known else "none"
-
-
-def _refreshed(records: list[Record]) -> str:
-    due = sum(len(record.refreshes) for record in records)
-    return f"{sum(p.decision == 'update' for r in records for p in r.refreshes)} of {due}" if due else "none"
+def _refreshed(runs: list[dict[str, Any]]) -> str:
+    decisions = [decision for run in runs for decision in run["refreshes"]["decision"]]
+    return f"{decisions.count('update')} of {len(decisions)}" if decisions else "none"
 
 
 def draw(raw: RawData, path: Path) -> None:
@@ -154,7 +138,7 @@ def draw(raw: RawData, path: Path) -> None:
             seconds = [statistics.fmean(clock[step - 1] for clock in clocks) for step in steps]
             draw_band(axes[row][0], epochs, series, label=name, colour=colour, style=style)
             draw_band(axes[row][1], seconds, series, label=name, colour=colour, style=style)
-    for column, unit in enumerate(("epochs", _unit(processor=processor))):
+    for column, unit in enumerate(("epochs", time_unit(processor=processor))):
         axes[0][column].set(yscale="log", ylabel=f"training loss, mean of {SMOOTHED + 1} steps")
         axes[1][column].set(xlabel=unit, ylabel="test accuracy, top-1")
         for row in (0, 1):

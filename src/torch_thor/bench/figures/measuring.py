@@ -1,7 +1,5 @@
 """Trains one run of a figure from the settings in the raw data, and converts its history into JSON values."""
 
-import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -167,50 +165,6 @@ def train_run(
     return trained
 
 
-def processor_time_counts(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:
-    """Return whether a figure shows processor time instead of wall-clock time.
-
-    On one thread of a CPU, processor time is the wall-clock time on an otherwise idle machine.
-
-    Args:
-        settings: Settings with the key `device`.
-        machine: The description of the machine in the raw data.
-
-    Returns:
-        True for one thread of a CPU, else False.
-    """
-    return bool(settings["device"] == "cpu" and machine["threads"] == 1)
-
-
-def seconds_of(run: Mapping[str, Any], *, processor: bool) -> list[float]:
-    """Return the time at the end of each step.
-
-    Args:
-        run: A run of the raw data.
-        processor: Whether to return processor time; otherwise wall-clock time. Both are of training steps alone.
-
-    Returns:
-        The seconds from the start of the training, one number per step.
-    """
-    return list(run["processor_seconds"] if processor else run["steps"]["seconds"])
-
-
-def median_step(run: Mapping[str, Any], *, refresh: bool, processor: bool) -> float | None:
-    """Return the median time of a step.
-
-    Args:
-        run: A run of the raw data.
-        refresh: Whether to use the steps with a refresh; otherwise those without.
-        processor: As for `seconds_of`.
-
-    Returns:
-        The median in seconds; `None` if there are no such steps.
-    """
-    took = [after - before for before, after in itertools.pairwise([0.0, *seconds_of(run, processor=processor)])]
-    chosen = [time for time, was in zip(took, run["steps"]["refresh"], strict=True) if was == refresh]
-    return statistics.median(chosen) if chosen else None
-
-
 def to_columns(record: Record, metrics: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
     """Return every point of a record in columns, which take a fraction of the size of a mapping for each point.
 
@@ -224,11 +178,11 @@ def to_columns(record: Record, metrics: Sequence[str]) -> dict[str, dict[str, li
     return {name: history_format.to_columns(kind, getattr(record, name), metrics) for name, kind in COLUMNS.items()}
 
 
-def from_columns(columns: Mapping[str, Mapping[str, list[Any]]]) -> Record:
+def from_columns(columns: Mapping[str, Any]) -> Record:
     """Return the record for columns.
 
     Args:
-        columns: A result of `to_columns`.
+        columns: A result of `to_columns`, or a run of the raw data, which contains one.
 
     Returns:
         The record.

@@ -1,6 +1,7 @@
 """The settings of the data in a recipe: the data set, its folder, and how its images are read."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch_thor.training.config.text_spec import TextSpec
 from torch_thor.training.errors import require
@@ -10,6 +11,7 @@ FOLDER = "image-folder"
 CIFAR_SETS = ("cifar10", "cifar100")
 PYTHON_TEXT, CORPUS = "python-text", "corpus"
 TEXTS = (PYTHON_TEXT, CORPUS)
+CACHE = Path("~/.cache/torch-thor")  # for data sets that are downloaded or prepared, if a recipe names no folder
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -125,6 +127,14 @@ class DataSpec:
     def image_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of an image as the network sees it."""
         return IN_MEMORY.get(self.name) or (3, self.crops.size, self.crops.size)
+
+    def folder(self) -> Path:
+        """Return the folder of the files.
+
+        Returns:
+            `root`, or the default cache if it is `None`.
+        """
+        return CACHE.expanduser() if self.root is None else Path(self.root)
 
     def __post_init__(self) -> None:
         names = (*IN_MEMORY, *CIFAR_SETS, FOLDER, *TEXTS)

@@ -80,7 +80,7 @@ def check_phases(
         )
 
 
-def phase_at(phases: Sequence[Phase], step: int) -> tuple[Phase, int]:
+def phase_at(phases: Sequence[Phase], step: int) -> tuple[int, int]:
     """Find the phase that contains a step.
 
     Args:
@@ -88,12 +88,12 @@ def phase_at(phases: Sequence[Phase], step: int) -> tuple[Phase, int]:
         step: Number of steps already taken (0 for the first step).
 
     Returns:
-        The phase, and the total number of steps in all phases before it. A step after the end of the last phase
-        belongs to the last phase.
+        The index of the phase, and the total number of steps in all phases before it. A step after the end of the last
+        phase belongs to the last phase.
     """
     first = 0
-    for phase in phases[:-1]:
+    for index, phase in enumerate(phases[:-1]):
         if step < first + phase.steps:
-            return phase, first
+            return index, first
         first += phase.steps
-    return phases[-1], first
+    return len(phases) - 1, first

@@ -137,5 +137,5 @@ class RunConfig:
         Returns:
             Those of the step's phase, or of all steps where there are no phases.
         """
-        own = phase_at(self.phases, step)[0].accumulation if self.phases else None
+        own = self.phases[phase_at(self.phases, step)[0]].accumulation if self.phases else None
         return self.accumulation if own is None else own

@@ -143,5 +143,5 @@ def _root(spec: DataSpec, holds: str) -> Path:
         spec.root is not None or spec.name != FOLDER,
         f"data.root is not set: {FOLDER} needs the folder that contains {holds}; give it as data.root=FOLDER",
     )
-    root = Path(spec.root) if spec.root is not None else Path.home() / ".cache" / "torch-thor"
+    root = spec.folder()
     return root.expanduser()

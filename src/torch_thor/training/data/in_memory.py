@@ -151,7 +151,7 @@ def _load_fashion_mnist(spec: DataSpec) -> DataBundle:
 
 def _find_fashion_mnist(spec: DataSpec) -> Path:
     # the user's folder, that of Debian's package, or a download by torchvision
-    root = Path(spec.root) if spec.root is not None else Path.home() / ".cache" / "torch-thor"
+    root = spec.folder()
     places = [root, root / "FashionMNIST" / "raw"]
     if spec.root is None:
         places.append(DEBIAN_FASHION_MNIST)

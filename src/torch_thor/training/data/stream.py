@@ -3,6 +3,7 @@
 A stream of training batches is endless, and has a position that is stored in checkpoints.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,7 +56,52 @@ class BatchLoader(Protocol):
         ...
 
 
-class MemoryLoader:
+class StatelessLoader(ABC):
+    """Batches of samples that can all be read, so that a checkpoint does not have to record unreadable ones.
+
+    Args:
+        order: The samples of each batch.
+    """
+
+    def __init__(self, order: BatchOrder) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch."""
+        return self.order.batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    @abstractmethod
+    def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch.
+
+        Args:
+            epoch: The index of the epoch, counted from 0.
+            start: Number of batches to skip.
+
+        Yields:
+            Trees of tensors.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state.
+
+        Returns:
+            An empty mapping.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 (not abstract: nothing is to be done)
+        """Ignore the state: there is nothing to restore.
+
+        Args:
+            state: From `state_dict`.
+        """
+
+
+class MemoryLoader(StatelessLoader):
     """Batches of samples in memory.
 
     Args:
@@ -64,15 +110,9 @@ class MemoryLoader:
     """
 
     def __init__(self, tensors: Any, order: BatchOrder) -> None:
-        self.tensors, self.order = tensors, order
+        super().__init__(order)
+        self.tensors = tensors
         self._device = tree_leaves(tensors)[0].device
-
-    def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
-        return self.order.batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.batches()
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch.
@@ -97,21 +137,6 @@ class MemoryLoader:
             A tree of the same structure as `tensors`.
         """
         return tree_map(lambda tensor: tensor[numbers], self.tensors)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: samples in memory are complete.
-
-        Returns:
-            An empty mapping.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore the state: there is nothing to restore.
-
-        Args:
-            state: From `state_dict`.
-        """
 
 
 class TrainingBatches(Protocol):

@@ -53,11 +53,11 @@ class Precision:
         self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
-        """Scale the gradient of all parameters together down to a norm, if it is longer; a loss scale is divided out.
+        """Clip the norm of the gradient over all parameters together, after dividing the gradient by the loss scale.
 
         Args:
-            optimizer: Has the parameters, with the gradients of the whole step.
-            norm: Greatest norm.
+            optimizer: The optimizer of the parameters, whose gradients must be those of the whole step.
+            norm: The maximum norm. A larger gradient is scaled down to it; a smaller one does not change.
         """
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)

@@ -49,11 +49,12 @@ def spans_at(config: RunConfig, step: int, steps_per_epoch: int, total_steps: in
     """
     whole = (0, total_steps, steps_per_epoch)
     if config.phases:
-        phase, first = phase_at(config.phases, step)
+        index, first = phase_at(config.phases, step)
+        phase = config.phases[index]
         if phase.schedule is None:
             yield Span("lr", "schedule", config.schedule, *whole, scale=phase.lr_factor)
         else:
-            name = f"phases[{config.phases.index(phase)}].schedule"
+            name = f"phases[{index}].schedule"
             yield Span("lr", name, phase.schedule, first, phase.steps, phase.steps, scale=phase.lr_factor)
     else:
         yield Span("lr", "schedule", config.schedule, *whole)

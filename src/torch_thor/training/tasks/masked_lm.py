@@ -26,6 +26,8 @@ from torch_thor.training.tasks.checks import check_no_classes
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
 if TYPE_CHECKING:  # imported for types only: the recipe module uses the tasks, to check a recipe
+    from pathlib import Path
+
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.text.pairs import PairMaker
 
@@ -113,8 +115,7 @@ class MaskedLM:
             The task.
         """
         check_workers(recipe.data.workers, parallel.local_processes(), say)
-        folder = text_batches.corpus_folder(recipe, say)
-        held_out = text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length)
+        folder, held_out = _held_out(recipe, say)
         return cls(text_batches.training_makers(recipe, folder), held_out, recipe, device)
 
     @classmethod
@@ -132,8 +133,7 @@ class MaskedLM:
         Returns:
             The task.
         """
-        folder = text_batches.corpus_folder(recipe, say)
-        return cls({}, text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length), recipe, device)
+        return cls({}, _held_out(recipe, say)[1], recipe, device)
 
     @classmethod
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
@@ -285,3 +285,9 @@ class MaskedLM:
         if scores.dim() == 3:  # scores of all tokens, not only of the masked ones
             scores = scores.flatten(0, 1)[rows]
         return scores, batch["labels"].flatten()[rows], following
+
+
+def _held_out(recipe: Recipe, say: Callable[[str], None]) -> tuple[Path, PairMaker]:
+    """Return the folder of the corpus and the maker of evaluation examples."""
+    folder = text_batches.corpus_folder(recipe, say)
+    return folder, text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length)

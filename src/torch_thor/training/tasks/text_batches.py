@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # these modules need the optional text libraries
     from torch_thor.training.config.recipe import Recipe
     from torch_thor.training.text.pairs import PairMaker
 
-CACHE = Path("~/.cache/torch-thor")
-
 
 def longest(recipe: Recipe) -> int:
     """Return the maximum length of an example in any phase or in an evaluation.
@@ -53,8 +51,7 @@ def corpus_folder(recipe: Recipe, say: Callable[[str], None]) -> Path:
 
     text, root = recipe.data.text, recipe.data.root
     if recipe.data.name == PYTHON_TEXT:
-        cache = CACHE.expanduser() if root is None else Path(root)
-        return python_corpus(cache, text.vocab_size, _lengths(recipe), say)
+        return python_corpus(recipe.data.folder(), text.vocab_size, _lengths(recipe), say)
     if root is None:
         raise UserError("data.root is not set: give the folder that torch-thor prepare has written")
     return Path(root).expanduser()

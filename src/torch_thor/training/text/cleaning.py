@@ -13,6 +13,8 @@ from torch_thor.training.text.document import Document, Fault
 from torch_thor.training.text.sources import Unit
 from torch_thor.training.text.wikipedia import articles
 
+DOCUMENTS, REPORT = ".arrow", ".json"  # suffixes of the files of a unit
+
 
 @dataclass(frozen=True)
 class CleanReport:
@@ -60,11 +62,12 @@ def clean_unit(unit: Unit, folder: Path, language: str, held_out: float, seed: i
     import pyarrow as pa
 
     types = {"name": pa.string(), "held_out": pa.bool_(), "sentences": pa.list_(pa.string())}
-    write_table(documents_file(folder, unit.number), {"name": names, "held_out": sides, "sentences": texts}, types)
+    columns = {"name": names, "held_out": sides, "sentences": texts}
+    write_table(unit_file(folder, unit.number, DOCUMENTS), columns, types)
     characters = sum(len(sentence) for sentences in texts for sentence in sentences)
     report = CleanReport(len(texts), sum(map(len, texts)), characters, tuple(faults))
     # written last, because a unit counts as finished when its report exists
-    write_whole(report_file(folder, unit.number), json.dumps(asdict(report)), REMEDY)
+    write_whole(unit_file(folder, unit.number, REPORT), json.dumps(asdict(report)), REMEDY)
     return report
 
 
@@ -90,30 +93,18 @@ def is_held_out(name: str, share: float, seed: int) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def documents_file(folder: Path, number: int) -> Path:
-    """Return the path of the file with the documents of a unit.
+def unit_file(folder: Path, number: int, suffix: str) -> Path:
+    """Return the path of one of the two files of a unit.
 
     Args:
         folder: The folder for the files of this stage.
         number: The number of the unit.
+        suffix: `DOCUMENTS`, or `REPORT` for the report, which exists if and only if the unit is finished.
 
     Returns:
         The path of the file.
     """
-    return folder / f"{number:06d}.arrow"
-
-
-def report_file(folder: Path, number: int) -> Path:
-    """Return the path of the report of a unit. The report exists if and only if the unit is finished.
-
-    Args:
-        folder: The folder for the files of this stage.
-        number: The number of the unit.
-
-    Returns:
-        The path of the file.
-    """
-    return folder / f"{number:06d}.json"
+    return folder / f"{number:06d}{suffix}"
 
 
 def stored_report(folder: Path, number: int) -> CleanReport | None:
@@ -126,7 +117,7 @@ def stored_report(folder: Path, number: int) -> CleanReport | None:
     Returns:
         The report, or `None` if the unit is not finished.
     """
-    file = report_file(folder, number)
+    file = unit_file(folder, number, REPORT)
     if not file.exists():
         return None
     values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -145,7 +136,7 @@ def sentences_of(folder: Path, number: int, share: float, seed: int) -> Iterator
     Yields:
         The sentences, in the order of the documents.
     """
-    table = read_table(documents_file(folder, number))
+    table = read_table(unit_file(folder, number, DOCUMENTS))
     for name, sentences in zip(table["name"], table["sentences"], strict=True):
         if share >= 1 or is_held_out(name.as_py(), share, seed):
             yield from sentences.as_py()

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_thor.training.checksums import sha256
 from torch_thor.training.text.arrow_files import read_table, write_table
-from torch_thor.training.text.cleaning import documents_file
+from torch_thor.training.text.cleaning import DOCUMENTS, unit_file
 
 TRAIN, HELD_OUT = "train", "held-out"
 SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
@@ -58,7 +58,7 @@ def encode_unit(number: int, clean: Path, out: Path, tokenizer_file: Path, lengt
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    table = read_table(documents_file(clean, number))
+    table = read_table(unit_file(clean, number, DOCUMENTS))
     held_out = table["held_out"].to_pylist()
     reports = []
     for side, wanted in ((TRAIN, False), (HELD_OUT, True)):

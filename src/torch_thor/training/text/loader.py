@@ -1,14 +1,13 @@
 """Batches for a masked language model, made from a corpus on demand, with or without worker processes."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from torch_thor.training.config.data_spec import Workers
 from torch_thor.training.data.shards import BatchOrder
-from torch_thor.training.data.stream import Batch
+from torch_thor.training.data.stream import Batch, StatelessLoader
 from torch_thor.training.data.worker_loader import Key, Keys, shared, worker_loader
 from torch_thor.training.errors import UserError
 from torch_thor.training.text.pairs import PairMaker
@@ -57,7 +56,7 @@ class Examples(Dataset[Batch]):
         }
 
 
-class PairLoader:
+class PairLoader(StatelessLoader):
     """Loads batches of examples onto a device.
 
     Args:
@@ -79,17 +78,11 @@ class PairLoader:
         workers: Workers = NO_WORKERS,
         fixed: bool = False,
     ) -> None:
-        self.maker, self.order, self.device = maker, order, device
+        super().__init__(order)
+        self.maker, self.device = maker, device
         self._keys = Keys(order)
         reader = Examples(maker, seed, fixed=fixed)
         self._loader = worker_loader(reader, self._keys, workers, pin_memory=device.type == "cuda")
-
-    def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
-        return self.order.batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self.batches()
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """Make the batches of an epoch.
@@ -106,18 +99,3 @@ class PairLoader:
         self._keys.epoch, self._keys.start = epoch, start
         for batch in self._loader:
             yield {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: every example of a corpus can be read, so there is no state to save.
-
-        Returns:
-            An empty mapping.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing, because there is no state to restore.
-
-        Args:
-            state: The mapping returned by `state_dict`.
-        """

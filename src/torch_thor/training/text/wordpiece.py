@@ -13,9 +13,9 @@ from torch_thor.training.errors import require
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, UNKNOWN, CLASS, SEPARATOR, MASK)
 CONTINUES = "##"  # the prefix of a piece that does not begin a word
-# The largest number of characters with pieces of their own: ALPHABET, but in small vocabularies one in 16 pieces or 128,
-# whichever is larger. Each takes two pieces, one of which begins with ##, so that the rare characters of a large text
-# would otherwise take most of a small vocabulary. Words with other characters are unknown.
+# The largest number of characters with pieces of their own: ALPHABET, but in small vocabularies one in 16 pieces or
+# 128, whichever is larger. Each takes two pieces, one of which begins with ##, so that the rare characters of a large
+# text would otherwise take most of a small vocabulary. Words with other characters are unknown.
 ALPHABET, SMALL_ALPHABET, ALPHABET_SHARE = 1000, 128, 1 / 16
 OCCURRENCES = 20_000_000  # the approximate limit of the word occurrences that the trainer reads
 LONGEST_WORD = 100  # characters
