@@ -105,12 +105,17 @@ def main() -> None:
     """Time the steps, print the ratios and write the raw seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, default=CORPUS, help="the prepared corpus (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, choices=[contest.batch_size for contest in CONTESTS], help="one batch size alone"
+    )
     parser.add_argument("--spans", type=int, default=4, help=f"spans of {SPAN} rounds, after one that is not counted")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)
     raw, ratios = {}, {}
     for contest in CONTESTS:
+        if options.batch not in (None, contest.batch_size):
+            continue
         times, counts = seconds(open_task(contest, 0, options.corpus), contest, options.spans)
         cost = costs(contest, times, counts)
         raw[str(contest)] = times
