@@ -195,7 +195,7 @@ def test_the_name_of_a_link_says_what_kind_of_file_it_is(tmp_path):
     (source,) = find_sources([str(tmp_path / "wiki.xml")])
     assert (source.name, source.is_dump) == ("wiki.xml", True)
     (unit,) = units_of([source])
-    assert len(unit.pages) == 3
+    assert len(unit.pages) == 6  # three articles, and a page of each kind that is left out
     (tmp_path / "other.xml").symlink_to(blob)
     with pytest.raises(UserError, match="given twice"):
         find_sources([str(tmp_path / "wiki.xml"), str(tmp_path / "other.xml")])

@@ -143,7 +143,7 @@ def test_memory_is_bounded_where_a_page_has_no_end(monkeypatch):
 
 def test_a_character_that_is_none_is_replaced():
     (paragraph,) = clean("An entity &#xD800; stands in for a character that is none.")
-    assert paragraph == "An entity ? stands in for a character that is none."
+    assert paragraph == "An entity? stands in for a character that is none."
 
 
 @pytest.mark.parametrize(
