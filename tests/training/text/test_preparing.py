@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -215,6 +218,72 @@ def test_a_tokenizer_may_be_given(wiki, tmp_path):
     with pytest.raises(UserError, match=r"has no \[PAD\], \[UNK\]"):
         run(tmp_path / "none", wiki, tokenizer=vocabulary)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_given_tokenizer_reads_whole_texts_whatever_its_file_says(wiki, tmp_path):
+    """Files of published models may truncate and pad, and register [SEP] as a special token."""
+    run(tmp_path / "first", wiki)
+    text = tmp_path / "about.txt"
+    text.write_text("The word [SEP] stands between the two segments of a pair, and [MASK] hides a word from it.")
+    wanted, _ = run(tmp_path / "wanted", wiki, text, tokenizer=tmp_path / "first" / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path / "first" / "tokenizer.json")
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=32)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(tmp_path / "published.json"))
+    found, _ = run(tmp_path / "found", wiki, text, tokenizer=tmp_path / "published.json")
+    assert [shard.checksums for shard in found.shards] == [shard.checksums for shard in wanted.shards]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*SPECIAL, "a", "b", "a"], "has 'a' in lines 6 and 8"),
+        ([*SPECIAL[1:], "a"], r"has no \[PAD\]"),
+        (["caf\xe9"], "is not UTF-8 \\(byte 3\\)"),
+    ],
+)
+def test_a_vocabulary_with_a_fault_is_one_line(tmp_path, lines, message):
+    file = tmp_path / "vocab.txt"
+    file.write_bytes("\n".join(lines).encode("latin-1"))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(file)
+
+
+def test_lines_of_a_vocabulary_end_with_line_breaks_only(tmp_path):
+    file = tmp_path / "vocab.txt"
+    file.write_bytes("\r\n".join(["\ufeff[PAD]", *SPECIAL[1:], "a\u2028", "b", ""]).encode())
+    assert load_tokenizer(file).get_vocab() == {name: n for n, name in enumerate([*SPECIAL, "a\u2028", "b"])}
+
+
+def test_ids_with_gaps_are_refused(wiki, tmp_path):
+    run(tmp_path / "first", wiki)
+    plain = json.loads((tmp_path / "first" / "tokenizer.json").read_text())
+    last = max(plain["model"]["vocab"], key=plain["model"]["vocab"].get)
+    plain["model"]["vocab"][last] += 7
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(plain))
+    with pytest.raises(UserError, match="has 167 word pieces with ids up to 173: the ids must be 0 to 166"):
+        load_tokenizer(file)
+
+
+def test_names_of_files_need_not_be_utf8(wiki, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt")).write_text("A paragraph that has more than five words.")
+    out = tmp_path / "corpus"
+    run(out, wiki, folder, settings=replace(SETTINGS, held_out=0.2))
+    names = json.loads((out / "manifest.json").read_text())["sources"]
+    assert "texts/caf\\udce9.txt" in [source["name"] for source in names]
+
+
+def test_a_preparation_that_was_killed_before_its_first_file_goes_on(wiki, tmp_path):
+    out = tmp_path / "corpus"
+    out.mkdir()
+    (out / ".writing-begun.json").write_text("{")
+    run(out, wiki)
+    with pytest.raises(UserError, match="is not empty and holds no corpus"):
+        run(tmp_path, wiki)
 
 
 @pytest.mark.parametrize(

@@ -186,3 +186,30 @@ def test_bad_sources_are_refused_in_one_line(tmp_path, monkeypatch, given, messa
         (tmp_path / file).write_text(PROSE)
     with pytest.raises(UserError, match=message):
         find_sources(given)
+
+
+def test_the_name_of_a_link_says_what_kind_of_file_it_is(tmp_path):
+    """Caches of files by content keep them under names without a suffix."""
+    blob = write_dump(tmp_path / "b10b", dump(3))
+    (tmp_path / "wiki.xml").symlink_to(blob)
+    (source,) = find_sources([str(tmp_path / "wiki.xml")])
+    assert (source.name, source.is_dump) == ("wiki.xml", True)
+    (unit,) = units_of([source])
+    assert len(unit.pages) == 6  # three articles, and a page of each kind that is left out
+    (tmp_path / "other.xml").symlink_to(blob)
+    with pytest.raises(UserError, match="given twice"):
+        find_sources([str(tmp_path / "wiki.xml"), str(tmp_path / "other.xml")])
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch):
+    file = tmp_path / "book.txt"
+    file.write_text(PROSE)
+    (source,) = find_sources([str(file)])
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(file))
+        yield
+
+    monkeypatch.setattr(sources.ByteStream, "__iter__", refuse)
+    (fault,) = [fault for unit in units_of([source]) for fault in unit.faults]
+    assert fault.reason == "it cannot be read (Permission denied)"

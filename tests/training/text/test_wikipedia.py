@@ -139,3 +139,26 @@ def test_memory_is_bounded_where_a_page_has_no_end(monkeypatch):
     assert "without the end of a page" in cutter.faults[0].reason
     data = dump(2)
     assert len(list(cutter.feed(data[data.index(b"<page>") :]))) == 5
+
+
+def test_a_character_that_is_none_is_replaced():
+    (paragraph,) = clean("An entity &#xD800; stands in for a character that is none.")
+    assert paragraph == "An entity? stands in for a character that is none."
+
+
+@pytest.mark.parametrize(
+    ("template", "is_left_out"),
+    [
+        ("{{disambiguation}}", True),
+        ("{{Human name disambiguation}}", True),
+        ("{{Template:Disambig}}", True),
+        ("{{Begriffsklärung}}", True),
+        ("{{Numberdis}}", True),
+        ("{{disambiguation needed|date=May 2020}}", False),
+        ("{{cite web|title=disambiguation}}", False),
+    ],
+)
+def test_disambiguation_pages_are_known_by_their_templates(template, is_left_out):
+    text = f"The cat{template} is a small animal that many people keep."
+    (raw,) = PageCutter("dump").feed((HEADER + page("Cat", text)).encode())
+    assert (list(articles("dump", HEADER.encode(), [raw])) == []) is is_left_out

@@ -58,6 +58,7 @@ def encode_unit(number: int, clean: Path, out: Path, tokenizer_file: Path, lengt
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
     table = read_table(unit_file(clean, number, DOCUMENTS))
     held_out = table["held_out"].to_pylist()
     reports = []

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torch_thor import __version__
+from torch_thor.files import REMAINS
 from torch_thor.training.checksums import sha256
 from torch_thor.training.errors import require
 from torch_thor.training.output_files import check_place, write_whole
@@ -82,6 +83,8 @@ def prepare(wanted: Preparation, console: Console) -> Manifest:
         _tidy(out)
         say(f"{out} is finished already, and whole; nothing was done")
         return manifest
+    for name in (CLEAN, ENCODED):
+        (out / name).mkdir(exist_ok=True)
     with _progress(console) as progress:
         work = stages.Work(out, settings, wanted.workers, progress, say)
         reports = stages.clean(work, sources, wanted.most_faults)
@@ -143,14 +146,13 @@ def _begin(out: Path, sources: list[Source], settings: Settings) -> None:
             before["sources"] == files,
             f"{out} was begun with other sources, or they have changed since: give another --out",
         )
-        return
-    require(
-        not out.exists() or not any(out.iterdir()),
-        f"--out {out} is not empty and holds no corpus: give another folder",
-    )
-    (out / CLEAN).mkdir(parents=True, exist_ok=True)
-    (out / ENCODED).mkdir(exist_ok=True)
-    write_whole(file, json.dumps({"settings": options, "sources": files}, indent=1), REMEDY)
+    else:
+        require(
+            not out.exists() or all(one.name.startswith(REMAINS) for one in out.iterdir()),  # of a process that died
+            f"--out {out} is not empty and holds no corpus: give another folder",
+        )
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps({"settings": options, "sources": files}, indent=1), REMEDY)
 
 
 def _progress(console: Console) -> Progress:

@@ -5,6 +5,7 @@ shards are the same for any number of processes, and a finished unit is never pr
 """
 
 import itertools
+import os
 import pydoc_data.topics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -94,7 +95,10 @@ def find_sources(given: Sequence[str]) -> list[Source]:
     """
     files = {one: _files(one) for one in given}
     places = [path for paths in files.values() for path in paths]
-    require(len(files) == len(given) and len(set(places)) == len(places), "a source is given twice: name each once")
+    require(
+        len(files) == len(given) and len({path.resolve() for path in places}) == len(places),
+        "a source is given twice: name each once",
+    )
     # names contain only as many parent folders as make them unique, so that they do not depend on the full path
     parents, names = 0, [""] * len(places)
     while parents == 0 or len(set(names)) < len(names):
@@ -114,18 +118,24 @@ def _files(one: str) -> list[Path]:
             base_suffix(path) in kinds,
             f"{one} is of no known kind: names end in {', '.join(kinds)}, perhaps with {', '.join(SUFFIXES)}",
         )
-        return [path.resolve()]
-    files = sorted(file for file in path.resolve().rglob("*") if file.is_file() and base_suffix(file) in kinds)
+        return [_absolute(one)]
+    files = sorted(file for file in _absolute(one).rglob("*") if file.is_file() and base_suffix(file) in kinds)
     require(bool(files), f"{one} holds no file ending in {', '.join(kinds)} (or these with {', '.join(SUFFIXES)})")
     return files
+
+
+def _absolute(one: str) -> Path:
+    """Make a path absolute. Links are not resolved, because the name of a link says what kind of file it is."""
+    return Path(os.path.normpath(Path(one).absolute()))
 
 
 def _name(one: str, path: Path, parents: int) -> str:
     """Build the name of a file from the last `parents` parts of the given path and the file's path relative to it."""
     if one == PYTHON:
         return PYTHON
-    top = Path(one).resolve()
-    return "/".join((*top.parts[1:][-parents:], *path.relative_to(top).parts))
+    top = _absolute(one)
+    name = "/".join((*top.parts[1:][-parents:], *path.relative_to(top).parts))
+    return name.encode("utf-8", "backslashreplace").decode()  # names of files need not be UTF-8
 
 
 def _source(path: Path, name: str) -> Source:
@@ -203,6 +213,8 @@ def _of_texts(files: Iterable[tuple[Source, int]]) -> Iterator[Unit]:
 
 
 def _damaged(source: Source, stream: ByteStream, error: Exception) -> Fault:
+    if isinstance(error, OSError) and error.errno is not None:
+        return Fault(source.name, stream.read, f"it cannot be read ({error.strerror})")
     return Fault(source.name, stream.read, f"the compressed data end here or are damaged ({error})")
 
 

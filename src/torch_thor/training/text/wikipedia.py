@@ -27,7 +27,13 @@ _NO_PROSE = {
 _LIST_ITEMS = {"li", "dt", "dd"}
 # Matches link targets with a prefix (`File:`, `Category:`, `de:`), which are not articles of this wiki.
 _PREFIXED = re.compile(r"^\s*:?[^\s:|\[\]][^:|\[\]]*:\S")
-_DISAMBIGUATION = re.compile(r"\{\{\s*(?:[\w ]+ )?(?:disambiguation|disambig|dab|hndis|geodis)\b", re.IGNORECASE)
+# Templates of disambiguation pages of large Wikipedias. {{disambiguation needed}} marks a link in an ordinary article.
+_DISAMBIGUATION = re.compile(
+    r"\{\{\s*(?:template:\s*)?(?:[\w ]+ )?"
+    r"(?:disambiguation|disambig|disamb|dab|hndis|geodis|numberdis|begriffsklärung|homonymie|desambiguación|"
+    r"desambiguação|disambigua|doorverwijspagina)\b(?!\s+needed)",
+    re.IGNORECASE,
+)
 _REDIRECT = re.compile(r"^\s*#redirect\b", re.IGNORECASE)
 _SPACE = re.compile(r"\s+")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;]*\s*\)")
@@ -166,7 +172,8 @@ def clean(wikitext: str) -> tuple[str, ...]:
     tokens = parser._tokenizer.tokenize(wikitext)
     _collect(builder.build(_without_markup(tokens)).nodes, pieces)  # type: ignore[no-untyped-call]
     found = []
-    for line in "".join(pieces).split("\n"):
+    prose = "".join(pieces).encode("utf-8", "replace").decode()  # &#xD800; and the like are no characters
+    for line in prose.split("\n"):
         text = _SPACE.sub(" ", line.replace("\x00", "")).strip()
         text = _BEFORE_POINT.sub(r"\1", _EMPTY_BRACKETS.sub("", text))
         if "\x01" not in text and len(text.split()) >= _LEAST_WORDS:

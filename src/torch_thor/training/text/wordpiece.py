@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.errors import require
+from torch_thor.training.errors import UserError, require
 
 PAD, UNKNOWN, CLASS, SEPARATOR, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIAL = (PAD, UNKNOWN, CLASS, SEPARATOR, MASK)
@@ -100,8 +100,7 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
 
     require(path.is_file(), f"--tokenizer {path}: there is no such file; give a tokenizer.json or a vocab.txt")
     if path.suffix == ".txt":
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return complete(new_tokenizer(lowercase, {piece: number for number, piece in enumerate(lines)}), path)
+        return complete(new_tokenizer(lowercase, _listed_pieces(path)), path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception objects
@@ -113,8 +112,28 @@ def load_tokenizer(path: Path, lowercase: bool = True) -> Any:
     return complete(tokenizer, path)
 
 
+def _listed_pieces(path: Path) -> dict[str, int]:
+    """Read a `vocab.txt`: the id of a word piece is the number of its line, counted from 0."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would split at other characters too
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"--tokenizer {path} is not UTF-8 (byte {error.start}): convert it with iconv -t utf-8"
+        ) from error
+    pieces = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+    found: dict[str, int] = {}
+    for number, piece in enumerate(pieces):
+        require(
+            piece not in found,
+            f"--tokenizer {path} has {piece!r} in lines {found.get(piece, 0) + 1} and {number + 1}: each line must be "
+            f"another word piece",
+        )
+        found[piece] = number
+    return found
+
+
 def complete(tokenizer: Any, path: Path | None = None) -> Any:
-    """Check the special word pieces, and configure the encoding of sentence pairs as in BERT.
+    """Check the word pieces, and configure the tokenizer to encode whole texts and sentence pairs as in BERT.
 
     Args:
         tokenizer: A `tokenizers.Tokenizer`, which is modified in place.
@@ -124,10 +143,18 @@ def complete(tokenizer: Any, path: Path | None = None) -> Any:
         The tokenizer.
 
     Raises:
-        UserError: If a special word piece is missing.
+        UserError: If a special word piece is missing, or the ids are not 0, 1, 2, … without gaps.
     """
     from tokenizers import processors
 
+    tokenizer.no_truncation()  # files of published models may have both switched on
+    tokenizer.no_padding()
+    ids = sorted(tokenizer.get_vocab().values())
+    require(
+        ids == list(range(len(ids))),
+        f"--tokenizer {path} has {len(ids)} word pieces with ids up to {max(ids, default=0)}: the ids must be 0 to "
+        f"{len(ids) - 1}, each once",
+    )
     missing = [piece for piece in SPECIAL if tokenizer.token_to_id(piece) is None]
     require(not missing, f"--tokenizer {path} has no {', '.join(missing)}: BERT needs {', '.join(SPECIAL)}")
     tokenizer.post_processor = processors.TemplateProcessing(
