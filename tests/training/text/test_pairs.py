@@ -100,22 +100,73 @@ def test_whole_words_are_masked_together(corpus):
     assert np.mean(shares) == pytest.approx(0.14, abs=0.02)
 
 
-def test_half_of_the_pairs_are_of_another_document(corpus):
+def segments(maker, one):
+    """The tokens of A and of B, without special tokens, before they were masked."""
+    tokens, kinds = restored(one), one["token_type_ids"]
+    first, second = tokens[(kinds == 0) & (one["attention_mask"] == 1)], tokens[kinds == 1]
+    assert (first[0], first[-1], second[-1]) == (maker.begin, maker.end, maker.end)
+    return first[1:-1], second[:-1]
+
+
+def text_of(passage, first, last):
+    return passage.between(first, last).tolist()
+
+
+def contains(whole, part):
+    """Whether a list has another as a slice."""
+    return any(whole[n : n + len(part)] == part for n in range(len(whole) - len(part) + 1))
+
+
+def test_the_second_segment_follows_the_first_or_is_of_another_document(corpus):
     maker = PairMaker(corpus, Masking())
-    several = [n for n in range(len(corpus)) if len(corpus.sentences(n)) > 1]
-    labels = [int(maker.example(n, 0, epoch)["next_sentence_label"]) for epoch in range(8) for n in several]
-    assert np.mean(labels) == pytest.approx(0.5, abs=0.06)
-    for number in several[:20]:
-        one = maker.example(number, 0, 0)
-        tokens, kinds = restored(one), one["token_type_ids"]
-        first, second = tokens[kinds == 0], tokens[kinds == 1]
-        first = first[first != maker.pad]
-        assert (first[0], first[-1], second[-1]) == (maker.begin, maker.end, maker.end)
-        own = np.concatenate(corpus.sentences(number))
-        text = np.concatenate([first[1:-1], second[:-1]])
-        if one["next_sentence_label"] == 0:
-            assert np.array_equal(text, own[: len(text)]) or len(own) > LENGTH - 3  # B follows A
-        assert one["attention_mask"].sum() == len(first) + len(second)
+    for number, one in enumerate(examples(maker, 2)):
+        passage = corpus.passage(number % len(corpus))
+        first, second = (part.tolist() for part in segments(maker, one))
+        cuts = [
+            n
+            for n in range(passage.first + 1, passage.last)
+            if contains(text_of(passage, passage.first, n), first)
+            and contains(text_of(passage, n, passage.last), second)
+        ]
+        assert bool(cuts) == (one["next_sentence_label"] == 0)
+
+
+def test_half_of_all_pairs_are_random(corpus):
+    labels = [int(one["next_sentence_label"]) for one in examples(PairMaker(corpus, Masking()), 8)]
+    assert np.mean(labels) == pytest.approx(0.5, abs=0.04)
+
+
+def ranks_above(a, b):
+    """The probability that a value of `a` is above one of `b`; equal ones count half."""
+    a, b = np.array(a)[:, None], np.array(b)[None]
+    return ((a > b) + 0.5 * (a == b)).mean()
+
+
+@pytest.mark.parametrize("length", [32, LENGTH])
+def test_lengths_do_not_tell_random_pairs_from_others(folder, length):
+    maker = PairMaker(Corpus(folder, "train", length), Masking())
+    sizes = {0: [], 1: []}
+    for one in examples(maker, 8):
+        first, second = segments(maker, one)
+        sizes[int(one["next_sentence_label"])].append((len(first), len(second), len(first) + len(second)))
+    assert min(map(len, sizes.values())) > 200
+    for of_true, of_random in zip(zip(*sizes[0], strict=True), zip(*sizes[1], strict=True), strict=True):
+        assert ranks_above(of_random, of_true) == pytest.approx(0.5, abs=0.05)
+        limits = np.unique(of_true + of_random)[:, None]
+        above = (np.array(of_random) >= limits).mean(1) - (np.array(of_true) >= limits).mean(1)
+        assert np.abs(above).max() < 0.12  # the best rule "at least so long" is right for 0.5 + 0.06 at most
+
+
+def test_a_document_of_one_sentence_gets_text_of_another(tmp_path):
+    for number in range(30):
+        words = " ".join(np.random.default_rng(number).choice(["river", "music", "engine", "council", "army"], 9))
+        (tmp_path / f"{number:02}.txt").write_text(words.capitalize() + ".")
+    prepare(
+        Preparation((str(tmp_path),), tmp_path / "corpus", Settings(100, lengths=(32,), held_out=0.2)),
+        Console(file=StringIO()),
+    )
+    for one in examples(PairMaker(Corpus(tmp_path / "corpus", "train", 32), Masking())):
+        assert one["next_sentence_label"] == 1
 
 
 def test_a_pair_that_is_too_long_is_shortened_to_fit(corpus):
@@ -128,10 +179,15 @@ def test_a_pair_that_is_too_long_is_shortened_to_fit(corpus):
 
 def test_single_runs_of_sentences(corpus):
     maker = PairMaker(corpus, Masking(), pairs=False)
-    one = maker.example(0, 0, 0)
-    assert not one["token_type_ids"].any()
-    own = np.concatenate(corpus.sentences(0))
-    assert np.array_equal(restored(one)[1 : 1 + len(own)], own[: LENGTH - 2])
+    begins = set()
+    for epoch in range(20):
+        one = maker.example(0, 0, epoch)
+        assert not one["token_type_ids"].any()
+        passage = corpus.passage(0)
+        own, found = text_of(passage, passage.first, passage.last), restored(one)[1:-1].tolist()
+        begins.add(next(n for n in range(len(own)) if own[n : n + len(found)] == found))
+    assert len(found) == LENGTH - 2
+    assert {0, len(own) - len(found)} <= begins  # what is cut off changes, so that all is seen in time
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -180,10 +236,11 @@ def test_a_corpus_goes_to_another_process(corpus):
 def test_every_example_can_be_read_whatever_its_shard(folder):
     for side in ("train", "held-out"):
         corpus = Corpus(folder, side, 32)
-        documents = [corpus.document(n) for n in range(len(corpus))]
+        passages = [corpus.passage(n) for n in range(len(corpus))]
+        documents = [passage.document for passage in passages]
         assert documents == sorted(documents)
         tokenizer = load_tokenizer(folder / "tokenizer.json")
-        assert all(tokenizer.decode(corpus.sentences(n)[0]) for n in range(len(corpus)))
+        assert all(tokenizer.decode(text_of(one, one.first, one.first + 1)) for one in passages)
 
 
 def test_a_length_that_was_not_prepared_is_refused(folder):

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,38 @@ from torch_thor.training.text.manifest import TOKENIZER, Manifest
 from torch_thor.training.text.wordpiece import load_tokenizer
 
 _OPEN_SHARDS = 64  # a mapped file uses address space and a file descriptor, but little memory
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive sentences of a document.
+
+    Args:
+        document: The unique identifier of the document: the index of its shard, and its index within the shard.
+        tokens: The token ids of the whole document, an integer array of shape `(tokens,)`.
+        bounds: The offset in `tokens` at which each sentence of the document begins, and the end of the last one; an
+            integer array of shape `(sentences + 1,)`.
+        first: The index of the first sentence of the passage.
+        last: The index after its last sentence.
+    """
+
+    document: tuple[int, int]
+    tokens: Any
+    bounds: Any
+    first: int
+    last: int
+
+    def between(self, first: int, last: int) -> Any:
+        """Return the tokens of sentences of the document, which may lie outside of the passage.
+
+        Args:
+            first: The index of the first sentence.
+            last: The index after the last sentence.
+
+        Returns:
+            An integer array of shape `(tokens,)`.
+        """
+        return self.tokens[self.bounds[first] : self.bounds[last]]
 
 
 class Corpus:
@@ -61,35 +94,23 @@ class Corpus:
         """
         return load_tokenizer(self.folder / TOKENIZER)
 
-    def sentences(self, example: int) -> list[Any]:
-        """Read the sentences of an example.
+    def passage(self, example: int) -> Passage:
+        """Read the text of an example.
 
         Args:
             example: The index of the example, counted from 0.
 
         Returns:
-            The token ids of each sentence, as integer arrays of shape `(tokens,)`.
+            The sentences of the example, within their document.
         """
+        import numpy as np
+
         shard = bisect.bisect_right(self._firsts, example) - 1
         tokens, token_starts, ends, end_starts, rows = self._open(self._names[shard])
-        document, first, last = rows[example - self._firsts[shard]]
+        document, first, last = (int(value) for value in rows[example - self._firsts[shard]])
         own = tokens[token_starts[document] : token_starts[document + 1]]
-        own_ends = ends[end_starts[document] : end_starts[document + 1]]
-        begins = [own_ends[first - 1] if first else 0, *own_ends[first : last - 1]]
-        return [own[begin:end] for begin, end in zip(begins, own_ends[first:last], strict=True)]
-
-    def document(self, example: int) -> tuple[int, int]:
-        """Return the document that an example is from.
-
-        Args:
-            example: The index of the example, counted from 0.
-
-        Returns:
-            The unique identifier of the document: the index of its shard, and its index within the shard.
-        """
-        shard = bisect.bisect_right(self._firsts, example) - 1
-        rows = self._open(self._names[shard])[-1]
-        return shard, int(rows[example - self._firsts[shard]][0])
+        bounds = np.concatenate([[0], ends[end_starts[document] : end_starts[document + 1]]])
+        return Passage((shard, document), own, bounds, first, last)
 
     def _map(self, name: str) -> tuple[Any, ...]:
         import numpy as np

@@ -2,9 +2,9 @@
 
 The file `NAME.arrow` of a shard holds one document per row: `tokens` contains the ids of all its sentences, and `ends`
 the end offset of each sentence in `tokens`. `NAME.128.arrow` holds one example of length 128 per row: the sentences
-`first` to `last` (exclusive) of `document`, as many consecutive ones as fit together with [CLS] and two [SEP]. The
-split of an example into a pair of segments and the choice of masked tokens are made at random in each epoch (see
-:mod:`torch_thor.training.text.pairs`).
+`first` to `last` (exclusive) of `document`, which together with [CLS] and two [SEP] fill the example. The split of an
+example into a pair of segments, what is cut off, and the choice of masked tokens are decided at random in each epoch
+(see :mod:`torch_thor.training.text.pairs`).
 """
 
 from collections.abc import Sequence
@@ -106,22 +106,28 @@ def _write_shard(
 
 
 def spans(ends: Any, length: int) -> list[tuple[int, int]]:
-    """Pack consecutive sentences of a document into examples.
+    """Divide a document into examples of consecutive sentences.
+
+    An example ends with the sentence that fills it, so it usually has more tokens than fit, as in the code of Devlin et
+    al. (2019); what does not fit is cut off when the example is made. It has two sentences or more, so that it can be
+    split into a pair of segments.
 
     Args:
         ends: The end offset of each sentence in the document, in tokens.
         length: Number of tokens per example, including special tokens.
 
     Returns:
-        The first and last (exclusive) sentence of each example. A sentence that is too long forms an example of its
-        own.
+        The first and last (exclusive) sentence of each example. Each sentence is in one example, except that a last
+        sentence that is left alone forms an example with the sentence before it. Only the last example of a document
+        may have fewer tokens than fit, and only a document of one sentence has an example of one sentence.
     """
     room, found = length - SPECIAL_TOKENS, []
     first = begin = 0
     for number, end in enumerate(ends):
-        if end - begin > room and number > first:
-            found.append((first, number))
-            first, begin = number, int(ends[number - 1])
-    if len(ends) > first:
-        found.append((first, len(ends)))
+        if end - begin >= room and number > first:
+            found.append((first, number + 1))
+            first, begin = number + 1, int(end)
+    if first < len(ends):
+        alone = len(ends) - first == 1
+        found.append((max(0, first - 1) if alone else first, len(ends)))
     return found

@@ -13,7 +13,7 @@ from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.encoding import ShardReport
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

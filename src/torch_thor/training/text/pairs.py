@@ -2,20 +2,20 @@
 
 The random choices depend only on the seed, the epoch and the index of the example. A resumed run and a run with any
 number of processes therefore produce the same examples. Pairs follow Devlin et al. (2019, section 3.1): an example is
-split into segments A and B at the end of a sentence, and in half of the examples B is taken from another document. By
-default, 15 % of the tokens are predicted: 80 % of these are replaced by [MASK], 10 % by a random word piece, and 10 %
-are left unchanged.
+split into segments A and B at the end of a sentence, and in half of the examples B is replaced by text of another
+document that is as long. The lengths of the segments therefore tell nothing about the label. By default, 15 % of the
+tokens are predicted: 80 % of these are replaced by [MASK], 10 % by a random word piece, and 10 % are left unchanged.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from torch_thor.training.text.corpus import Corpus
+from torch_thor.training.text.corpus import Corpus, Passage
 from torch_thor.training.text.encoding import SPECIAL_TOKENS
 from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL
 
 IGNORED = -100  # the label of tokens that are not predicted: the default ignore_index of torch's cross-entropy
-_TRIES = 10  # maximum number of attempts to draw an example of another document
+_TRIES = 10  # maximum number of attempts to find another document that is long enough
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PairMaker:
 
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, number))))
         room = self.corpus.length - SPECIAL_TOKENS
-        first, second, is_random = self._halves(number, random, room)
+        first, second, is_random = self._segments(number, random, room)
         tokens = [self.begin, *first, self.end]
         kinds = [0] * len(tokens)
         if self.pairs:
@@ -92,31 +92,46 @@ class PairMaker:
             "next_sentence_label": np.int64(is_random),
         }
 
-    def _halves(self, number: int, random: Any, room: int) -> tuple[Any, Any, bool]:
-        """Return the tokens of A and B, shortened to fit into the example, and whether B is from another document."""
-        import numpy as np
-
-        sentences = self.corpus.sentences(number)
+    def _segments(self, number: int, random: Any, room: int) -> tuple[Any, Any, bool]:
+        """Return the tokens of A and B, cut to fit into the example, and whether B is from another document."""
+        own = self.corpus.passage(number)
         if not self.pairs:
-            return np.concatenate(sentences)[: room + 1], sentences[0][:0], False
-        cut = int(random.integers(1, len(sentences))) if len(sentences) > 1 else 1
-        first, second = np.concatenate(sentences[:cut]), sentences[cut:]
-        is_random = len(sentences) == 1 or bool(random.random() < 0.5)
-        other = self._other(number, random) if is_random else None
-        if other is not None:
-            start = int(random.integers(len(other)))
-            second = other[start:]
-        rest = np.concatenate(second) if second else first[:0]
-        first, rest = _shortened(first, rest, room, random)
+            whole = own.between(own.first, own.last)
+            return _window(whole, room + 1, random), whole[:0], False  # one [SEP] less
+        sentences = own.last - own.first
+        cut = own.first + (int(random.integers(1, sentences)) if sentences > 1 else 1)
+        first, second = own.between(own.first, cut), own.between(cut, own.last)
+        other = None
+        if random.random() < 0.5 or sentences == 1:  # after a single sentence nothing follows
+            other = self._of_another_document(own, len(first), len(second) or len(first), random, room)
+        first, rest = _shortened(first, second if other is None else other, room, random)
         return first, rest, other is not None
 
-    def _other(self, number: int, random: Any) -> list[Any] | None:
-        """Return the sentences of a random example of another document, or None if no attempt found one."""
-        own = self.corpus.document(number)
+    def _of_another_document(self, own: Passage, first: int, second: int, random: Any, room: int) -> Any | None:
+        """Return whole sentences of a random other document in place of B, or None if no attempt found enough.
+
+        Args:
+            own: The example.
+            first: Number of tokens of A.
+            second: Number of tokens of the B that is replaced.
+            random: The source of random numbers.
+            room: Number of tokens for A and B together.
+        """
+        import numpy as np
+
+        fills = first + second >= room
+        wanted = max(1, room - first) if fills else second
         for _ in range(_TRIES):
-            found = int(random.integers(len(self.corpus)))
-            if self.corpus.document(found) != own:
-                return self.corpus.sentences(found)
+            other = self.corpus.passage(int(random.integers(len(self.corpus))))
+            last_start = int(np.searchsorted(other.bounds, other.bounds[-1] - wanted, side="right")) - 1
+            if other.document == own.document or last_start < 0:
+                continue
+            start = min(int(random.integers(other.first, other.last)), last_start)
+            end = other.bounds[start] + wanted
+            stop = int(np.searchsorted(other.bounds, end))  # the end of the sentence that reaches `wanted` tokens
+            if not fills and stop - 1 > start and end - other.bounds[stop - 1] < other.bounds[stop] - end:
+                stop -= 1  # the end before it is closer: as long as the B that is replaced, not longer
+            return other.between(start, stop)
         return None
 
     def _mask(self, ids: Any, length: int, random: Any) -> Any:
@@ -152,15 +167,12 @@ class PairMaker:
 
 
 def _shortened(first: Any, second: Any, room: int, random: Any) -> tuple[Any, Any]:
-    """Cut tokens from the beginning or the end of the longer segment until both fit into `room` tokens."""
-    excess = len(first) + len(second) - room
-    while excess > 0:
-        longer = first if len(first) > len(second) else second
-        cut = min(excess, max(1, abs(len(first) - len(second))))
-        longer = longer[cut:] if random.random() < 0.5 else longer[:-cut]
-        if len(first) > len(second):
-            first = longer
-        else:
-            second = longer
-        excess = len(first) + len(second) - room
-    return first, second
+    """Cut the longer segment, or both to the same length, until they fit into `room` tokens together."""
+    kept = min(len(first), max(room - len(second), (room + 1) // 2))
+    return _window(first, kept, random), _window(second, room - kept, random)
+
+
+def _window(tokens: Any, length: int, random: Any) -> Any:
+    """Return at most `length` consecutive tokens that begin at a random position, so that all are seen in time."""
+    start = int(random.integers(max(0, len(tokens) - length) + 1))
+    return tokens[start : start + length]

@@ -25,7 +25,7 @@ from torch_thor.training.printing import printer
 from torch_thor.training.text import stages
 from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.encoding import HELD_OUT, TRAIN
-from torch_thor.training.text.manifest import MANIFEST, TOKENIZER, Manifest, Settings, totals
+from torch_thor.training.text.manifest import FORMAT, MANIFEST, TOKENIZER, Manifest, Settings, totals
 from torch_thor.training.text.sources import Source, find_sources
 from torch_thor.training.text.stages import BEGUN, CLEAN, ENCODED
 from torch_thor.training.text.wordpiece import load_tokenizer
@@ -136,6 +136,10 @@ def _begin(out: Path, sources: list[Source], settings: Settings) -> None:
     file = out / BEGUN
     if file.exists():
         before = json.loads(file.read_text(encoding="utf-8"))
+        require(
+            before.get("format") == FORMAT,
+            f"{out} was begun by a version of torch-thor that writes other examples: give another --out",
+        )
         for key, value in options.items():
             other = before["settings"].get(key)
             require(
@@ -152,7 +156,7 @@ def _begin(out: Path, sources: list[Source], settings: Settings) -> None:
             f"--out {out} is not empty and holds no corpus: give another folder",
         )
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"settings": options, "sources": files}, indent=1), REMEDY)
+        write_whole(file, json.dumps({"format": FORMAT, "settings": options, "sources": files}, indent=1), REMEDY)
 
 
 def _progress(console: Console) -> Progress:

@@ -10,7 +10,7 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console
 
-from torch_thor.training.text.manifest import MANIFEST, Settings
+from torch_thor.training.text.manifest import FORMAT, MANIFEST, Settings
 from torch_thor.training.text.preparing import Preparation, prepare
 from torch_thor.training.text.sources import PYTHON
 
@@ -30,7 +30,7 @@ def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int], say: Cal
         The folder of the corpus.
     """
     settings = Settings(vocab_size=vocab_size, lengths=tuple(sorted(set(lengths))), held_out=HELD_OUT)
-    facts = json.dumps({**settings.plain(), "python": platform.python_version()}, sort_keys=True)
+    facts = json.dumps({**settings.plain(), "format": FORMAT, "python": platform.python_version()}, sort_keys=True)
     folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
