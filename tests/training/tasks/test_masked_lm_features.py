@@ -2,22 +2,31 @@
 
 import json
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 from torch_thor.training import UserError, load_recipe, new_run, train
 from torch_thor.training.data import Shard
+from torch_thor.training.data.python_text import python_text
 from torch_thor.training.tasks import MaskedLM
+from torch_thor.training.text import Preparation, Settings, prepare
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number, paragraph in enumerate(python_text().split("\n\n")[:300]):  # short documents: examples with padding
+        (folder / f"{number:03}.txt").write_text(paragraph[:80])
+    wanted = Preparation((str(folder),), folder / "corpus", Settings(300, lengths=(64,), held_out=0.1))
+    prepare(wanted, Console(file=StringIO()))
     return [
-        f"data.root={tmp_path_factory.mktemp('cache')}", "data.text.vocab_size=300", "data.text.length=32", "steps=3",
-        "batch_size=4", "device=cpu", "optimizer=thor", "optimizers.thor.update_interval=2", "eval_interval=100",
+        "data.name=corpus", f"data.root={folder / 'corpus'}", "data.text.length=64", "steps=3", "batch_size=4",
+        "device=cpu", "optimizer=thor", "optimizers.thor.update_interval=2", "eval_interval=100",
         "optimizers.thor-spectral.update_interval=2", "schedule.kind=constant",
     ]  # fmt: skip
 
@@ -127,7 +136,8 @@ def test_compiled_equals_eager_in_both_phases(words, monkeypatch, tmp_path):
     """With torch's compiler but for the code that it writes in the end, which takes minutes."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, values: values)  # compiled, it draws other numbers
-    change = [*words, "steps=null", "epochs=1", f"data.root={tmp_path}", "phases=[{steps: 2}, {steps: 2, length: 16}]"]
+    text = ["data.name=python-text", f"data.root={tmp_path}", "data.text.vocab_size=300"]
+    change = [*words, *text, "steps=null", "epochs=1", "phases=[{steps: 2}, {steps: 2, length: 16}]"]
     task = MaskedLM.open(load_recipe("bert-tiny", change), CPU, lambda _: None, pytest.fail)
     runs = [trained(change, task, f"compile={word}") for word in ("true", "false")]
     assert_close(*runs, rtol=2e-4, atol=2e-5)

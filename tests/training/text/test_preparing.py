@@ -82,19 +82,27 @@ def test_tokens_are_those_of_the_sentences_in_their_order(wiki, tmp_path):
     assert all(piece not in text for text in found for piece in SPECIAL)
 
 
-def test_examples_cover_every_sentence_and_fit(wiki, tmp_path):
+def test_examples_cover_every_sentence_and_only_the_last_of_a_document_is_short(wiki, tmp_path):
     manifest, _ = run(tmp_path / "corpus", wiki)
     for shard in manifest.shards:
         ends = read_table(tmp_path / "corpus" / f"{shard.name}.arrow")["ends"].to_pylist()
         for length in (32, 128):
             rows = read_table(tmp_path / "corpus" / f"{shard.name}.{length}.arrow").to_pylist()
             assert len(rows) == shard.examples[length]
-            covered = [(row["document"], n) for row in rows for n in range(row["first"], row["last"])]
-            assert covered == [(d, n) for d, own in enumerate(ends) for n in range(len(own))]
+            covered = {(row["document"], n) for row in rows for n in range(row["first"], row["last"])}
+            assert covered == {(d, n) for d, own in enumerate(ends) for n in range(len(own))}
             for row in rows:
-                own = ends[row["document"]]
-                size = own[row["last"] - 1] - (own[row["first"] - 1] if row["first"] else 0)
-                assert size <= length - 3 or row["last"] == row["first"] + 1
+                own = [0, *ends[row["document"]]]
+                assert own[row["last"]] - own[row["first"]] >= length - 3 or row["last"] == len(own) - 1
+
+
+def test_a_corpus_begun_by_a_version_with_other_examples_is_refused(wiki, tmp_path):
+    run(tmp_path / "corpus", wiki)
+    begun = tmp_path / "corpus" / "begun.json"
+    values = json.loads(begun.read_text())
+    begun.write_text(json.dumps({**values, "format": 1}))
+    with pytest.raises(UserError, match="begun by a version of torch-thor that writes other examples: give another"):
+        run(tmp_path / "corpus", wiki)
 
 
 def test_the_number_of_processes_changes_nothing(wiki, tmp_path):
