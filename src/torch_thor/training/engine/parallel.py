@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
@@ -188,21 +188,53 @@ def agreed() -> Iterator[None]:
     raise ElsewhereError(messages[first]) from error
 
 
-def wrap(model: nn.Module, device: torch.device) -> nn.Module:
+class RankWeight:
+    """The weight of this process's gradients in the mean over all processes.
+
+    A process whose batch has more loss terms than those of others has a larger weight, so that the mean is the gradient
+    of the whole batch. Gradients are weighted where they are averaged and not by scaling the loss, so that THOR's
+    statistics see output gradients as they are.
+    """
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def set(self, terms: int, device: torch.device) -> None:
+        """Set the weight for a step. Every process must call it.
+
+        Args:
+            terms: The number of loss terms of this process.
+            device: A device that the backend of the group supports.
+        """
+        world = shard().world_size
+        if world > 1:
+            self.value = world * terms / total([float(terms)], device)[0]
+
+
+def wrap(model: nn.Module, device: torch.device, weight: RankWeight) -> nn.Module:
     """Wrap a model with `DistributedDataParallel`, which averages gradients over all processes.
 
     Args:
         model: The network, on its device.
         device: That device.
+        weight: The weight of this process, which may be changed before each step.
 
     Returns:
         The wrapper, or the network itself if there is only one process.
     """
     if shard().world_size == 1:
         return model
-    return DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
+    wrapped.register_comm_hook(weight, _average)
+    return wrapped
+
+
+def _average(weight: RankWeight, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    gradients = bucket.buffer().mul_(weight.value / dist.get_world_size())
+    done = dist.all_reduce(gradients, async_op=True).get_future()
+    return done.then(lambda future: future.value()[0])
 
 
 def share_buffers(model: nn.Module) -> None:

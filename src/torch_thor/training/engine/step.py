@@ -44,7 +44,8 @@ class Stepper:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, config: RunConfig) -> None:
         self.optimizer, self.task, self.config = optimizer, task, config
         self._thor = _ThorInputs(optimizer, config.seed) if isinstance(optimizer, THOR) else None
-        self.network = parallel.wrap(model, task.device)
+        self._weight = parallel.RankWeight()
+        self.network = parallel.wrap(model, task.device, self._weight)
         if config.compile:
             self.network = torch.compile(self.network)  # type: ignore[assignment]
         self.precision = Precision(config.precision, config.loss_scale, task.device)
@@ -65,6 +66,7 @@ class Stepper:
         loss = torch.zeros((), device=self.task.device)
         parts = [(part, self.task.terms(part)) for part in split_batch(batch, self.config.accumulation_at(step - 1))]
         whole = sum(terms.number for _, terms in parts)
+        self._weight.set(whole, self.task.device)
         if self._thor is not None:
             self._thor.of_step(whole)
         for number, (part, terms) in enumerate(parts, 1):
