@@ -231,7 +231,10 @@ def wrap(model: nn.Module, device: torch.device, weight: RankWeight) -> nn.Modul
     return wrapped
 
 
-def _average(weight: RankWeight, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average(
+    weight: RankWeight,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
+) -> torch.futures.Future[Tensor]:
     gradients = bucket.buffer().mul_(weight.value / dist.get_world_size())
     done = dist.all_reduce(gradients, async_op=True).get_future()
     return done.then(lambda future: future.value()[0])
