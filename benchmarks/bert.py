@@ -27,15 +27,13 @@ import torch
 from torch import nn
 
 from torch_thor import LAMB, THOR
-from torch_thor.bench import Folder, describe, script
+from torch_thor.bench import TUNING_SEED, Folder, Search, describe, script, stages
 from torch_thor.training import DivergedError, Run, load_recipe, train
 from torch_thor.training.optimizers import MuonAdamW
 from torch_thor.training.tasks import MaskedLM
 
 STORE = Folder(Path(__file__).parent / "results" / "bert")
 CORPUS = Path("corpora/debian")
-TUNING_SEED = 10
-SEEDS = (0, 1, 2)
 RATES = 5  # learning rates, each twice the one before it
 WARM_UP = 0.05  # of the steps
 
@@ -220,8 +218,8 @@ class Training:
         return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
 
 
-def tuning(contest: Contest, name: str, corpus: Path = CORPUS) -> list[Training]:
-    """List the tuning runs of an optimizer.
+def search(contest: Contest, name: str, corpus: Path = CORPUS) -> Search[Training]:
+    """Return the search for the best setting of an optimizer.
 
     Args:
         contest: Batch size and steps.
@@ -229,42 +227,12 @@ def tuning(contest: Contest, name: str, corpus: Path = CORPUS) -> list[Training]
         corpus: The prepared corpus.
 
     Returns:
-        Ten runs.
+        Ten runs; the one with the highest accuracy at the end is the best.
     """
     start, momenta = GRIDS[name]
-    adamw_lr = best(tuning(contest, "adamw", corpus)).setting.lr if name == "muon" else None
-    return [
-        Training(contest, Setting(name, start * 2**power, momentum, adamw_lr), TUNING_SEED, corpus)
-        for momentum in momenta
-        for power in range(RATES)
-    ]
-
-
-def best(jobs: list[Training]) -> Training:
-    """Return the run with the highest accuracy at the end.
-
-    Args:
-        jobs: Runs that there are.
-
-    Returns:
-        One of them.
-    """
-    return max(jobs, key=Training.final)
-
-
-def confirmation(contest: Contest, name: str, corpus: Path = CORPUS) -> list[Training]:
-    """List the runs of an optimizer's best setting.
-
-    Args:
-        contest: Batch size and steps.
-        name: A key of ``GRIDS``.
-        corpus: The prepared corpus.
-
-    Returns:
-        A run for each seed.
-    """
-    setting = best(tuning(contest, name, corpus)).setting
-    return [Training(contest, setting, seed, corpus) for seed in SEEDS]
+    adamw_lr = search(contest, "adamw", corpus).best().setting.lr if name == "muon" else None
+    settings = [Setting(name, start * 2**power, momentum, adamw_lr) for momentum in momenta for power in range(RATES)]
+    return Search([Training(contest, setting, TUNING_SEED, corpus) for setting in settings], Training.final)
 
 
 def main() -> None:
@@ -280,14 +248,11 @@ def main() -> None:
             if options.batch not in (None, contest.batch_size):
                 continue
 
-            def tuned(*names: str, contest: Contest = contest) -> list[Training]:
-                return [job for name in names for job in tuning(contest, name, options.corpus)]
+            def searches(*names: str, contest: Contest = contest) -> list[Search[Training]]:
+                return [search(contest, name, options.corpus) for name in names or GRIDS]
 
-            def confirmed(contest: Contest = contest) -> list[Training]:
-                return [job for name in GRIDS for job in confirmation(contest, name, options.corpus)]
-
-            others = [name for name in GRIDS if name != "muon"]
-            script.measure(STORE, [partial(tuned, *others), partial(tuned, "muon"), confirmed], options.workers)
+            before_muon = partial(searches, *(name for name in GRIDS if name != "muon"))  # it needs AdamW's best
+            script.measure(STORE, [stages(before_muon)[0], *stages(searches)], options.workers)
     from bert_report import draw, tables
 
     print(tables())

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bert import CONTESTS, GRIDS, STORE, TUNING_SEED, Contest, Training, confirmation, tuning
+from bert import CONTESTS, GRIDS, STORE, Contest, Training, search
 from bert_time import OUT as STEP_TIMES
-from torch_thor.bench import drawing, markdown, missing, steps_to, write_tables
+from torch_thor.bench import TUNING_SEED, drawing, markdown, missing, steps_to, write_tables
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "bert.png"
 PEERS = ("lamb", "muon", "soap")
@@ -24,9 +24,9 @@ def there(contest: Contest, name: str) -> list[Training]:
     Returns:
         A run for each seed; none before the tuning is complete.
     """
-    if missing(tuning(contest, "adamw"), STORE) or missing(tuning(contest, name), STORE):
+    if missing(search(contest, "adamw").tries, STORE) or missing(search(contest, name).tries, STORE):
         return []
-    return [job for job in confirmation(contest, name) if STORE.holds(job.key)]
+    return [job for job in search(contest, name).chosen() if STORE.holds(job.key)]
 
 
 def _steps(job: Training, target: float) -> float:
@@ -71,7 +71,7 @@ def figures() -> dict[str, Any]:
     for contest in CONTESTS:
         rows: dict[str, Any] = {name: summary(contest, name) for name in GRIDS if there(contest, name)}
         if rows:
-            rows["tuning"] = {str(job.setting): job.final() for name in rows for job in tuning(contest, name)}
+            rows["tuning"] = {str(job.setting): job.final() for name in rows for job in search(contest, name).tries}
             result[str(contest)] = rows
     return result
 
@@ -126,7 +126,7 @@ def _tuning(contest: Contest) -> str:
         if not there(contest, name):
             continue
         for momentum in momenta:
-            jobs = [job for job in tuning(contest, name) if job.setting.momentum == momentum]
+            jobs = [job for job in search(contest, name).tries if job.setting.momentum == momentum]
             cells = ", ".join(f"{job.setting.lr:g}: {job.final():.2%}" for job in jobs)
             rows.append((f"{name}, {momentum:g}", cells))
     return markdown.table(heads, rows)

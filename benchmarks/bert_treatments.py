@@ -3,9 +3,9 @@
     python benchmarks/bert_treatments.py          # what is missing under results/bert_treatments, then the table
     python benchmarks/bert_treatments.py --table  # the table alone, from the raw data
 
-Protocol. The application trains the recipe ``bert-tiny`` (the text that Python contains, settings of ``thor``) on
-examples of 64 tokens for 440 steps, with a learning rate that falls linearly to 0. Each treatment changes one thing of
-what THOR does:
+Protocol. The application trains the recipe ``bert-tiny`` (settings of ``thor``) on examples of 64 tokens of the corpus
+of bert.py, which has to be prepared first, for 500 steps of 32 examples, with a learning rate that falls linearly to 0.
+Each treatment changes one thing of what THOR does:
 
 - ``as-is``: a diagonal A of token frequencies for embeddings; the decoder's weight, which is that of the word
   embedding, is preconditioned with the embedding's factors; norms take the gradient with momentum; each masked token is
@@ -30,94 +30,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from bert_embeddings import CountedEmbedding, UniformEmbedding
 from norms import TREATMENTS as NORMS
 from norms import norm_parameters
 from torch_thor import THOR
-from torch_thor.bench import Folder, describe, markdown, script, write_tables
-from torch_thor.curvature import BlockDiagonal, register_kind
-from torch_thor.curvature.kinds.embedding import EmbeddingKind
+from torch_thor.bench import TUNING_SEED, Folder, Search, describe, markdown, script, stages, write_tables
 from torch_thor.training import Batch, DivergedError, Run, evaluate, load_recipe, new_run, train
 from torch_thor.training.tasks import MaskedLM
 from torch_thor.training.tasks.task import Loss, Terms
 
 STORE = Folder(Path(__file__).parent / "results" / "bert_treatments")
 LRS = (0.05, 0.1, 0.2)
-TUNING_SEED = 10
-SEEDS = (0, 1, 2)
-STEPS = 440
+CORPUS = Path("corpora/debian")
+STEPS = 500
 RECIPE = [
-    "optimizer=thor", f"steps={STEPS}", f"eval_interval={STEPS}", "data.text.length=64", "targets=[]", "device=cpu",
+    "optimizer=thor", f"steps={STEPS}", f"eval_interval={STEPS}", "data.name=corpus", f"data.root={CORPUS}",
+    "data.text.length=64", "targets=[]", "device=cpu",
 ]  # fmt: skip
-
-
-class UniformEmbedding(nn.Embedding):
-    """An embedding whose A is a multiple of the identity."""
-
-
-class UniformKind(EmbeddingKind):
-    """The kind of :class:`UniformEmbedding`."""
-
-    def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
-    ) -> int:
-        """Count the tokens, and divide their number evenly between the rows of the weight.
-
-        Args:
-            a: The diagonal factor, changed in place.
-            x: Tokens, any shape.
-            output: Not used.
-            keep: Mask of the tokens that count, of the shape of ``x``; None for all.
-            most: Not used.
-
-        Returns:
-            The number of tokens.
-        """
-        counted = torch.zeros_like(a.blocks)
-        rows = super().add_inputs_(replace(a, blocks=counted), x, output, keep, most)
-        a.blocks.add_(counted.mean())
-        return rows
-
-
-class CountedEmbedding(nn.Embedding):
-    """An embedding that is told which tokens its tied decoder predicts: ``predicted``, (masked tokens,)."""
-
-    predicted: Tensor
-
-
-class CountedKind(EmbeddingKind):
-    """The kind of :class:`CountedEmbedding`.
-
-    Args:
-        module: The embedding.
-    """
-
-    def __init__(self, module: CountedEmbedding) -> None:
-        super().__init__(module)
-        self._module = module
-
-    def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
-    ) -> int:
-        """Count the tokens of the input and those that are predicted.
-
-        Args:
-            a: The diagonal factor, changed in place.
-            x: Tokens, any shape.
-            output: Not used.
-            keep: Mask of the tokens that count, of the shape of ``x``; None for all.
-            most: Not used.
-
-        Returns:
-            The number of tokens of the input: those that are predicted raise A, as a second use of the weight does.
-        """
-        a.blocks.view(-1).add_(torch.bincount(self._module.predicted, minlength=self.inputs))
-        return super().add_inputs_(a, x, output, keep, most)
-
-
-register_kind(UniformEmbedding, UniformKind)
-register_kind(CountedEmbedding, CountedKind)
 
 
 def embeddings(model: nn.Module) -> list[tuple[str, nn.Embedding]]:
@@ -277,39 +208,21 @@ def replace_gradients(treatment: str, optimizer: torch.optim.Optimizer, args: An
         parameter.grad = NORMS[treatment](parameter.grad, optimizer.loss_terms, damping)
 
 
-def grid(treatment: str) -> list[Training]:
-    """List the runs of the tuning seed.
+def search(treatment: str) -> Search[Training]:
+    """Return the search for the learning rate of a treatment.
 
     Args:
         treatment: One of ``TREATMENTS``.
 
     Returns:
-        A run for each learning rate.
+        A run for each learning rate; the one with the highest accuracy is the best.
     """
-    return [Training(treatment, lr, TUNING_SEED) for lr in LRS]
+    return Search([Training(treatment, lr, TUNING_SEED) for lr in LRS], lambda run: run.held_out()["accuracy"])
 
 
-def chosen(treatment: str) -> list[Training]:
-    """List the runs of the other seeds.
-
-    Args:
-        treatment: One of ``TREATMENTS``.
-
-    Returns:
-        A run for each, with the learning rate of the highest accuracy in the tuning seed.
-    """
-    best = max(grid(treatment), key=lambda run: run.held_out()["accuracy"])
-    return [replace(best, seed=seed) for seed in SEEDS]
-
-
-def tuning() -> list[Training]:
-    """List all runs of the tuning seed."""
-    return [run for treatment in TREATMENTS for run in grid(treatment)]
-
-
-def confirmation() -> list[Training]:
-    """List all runs of the other seeds."""
-    return [run for treatment in TREATMENTS for run in chosen(treatment)]
+def searches() -> list[Search[Training]]:
+    """List all searches."""
+    return [search(treatment) for treatment in TREATMENTS]
 
 
 def table() -> str:
@@ -328,8 +241,8 @@ def table() -> str:
     rows: list[tuple[str, ...]] = []
     figures: dict[str, Any] = {}
     for treatment in TREATMENTS:
-        runs = chosen(treatment)
-        tried = [run.held_out()["accuracy"] for run in grid(treatment)]
+        own = search(treatment)
+        runs, tried = own.chosen(), [run.held_out()["accuracy"] for run in own.tries]
         of = {name: [run.held_out()[name] for run in runs] for name in ("accuracy", "loss")}
         formats = {"accuracy": ".2%", "loss": ".3f"}
         cells = [markdown.middle(of[name], form, of=statistics.fmean) for name, form in formats.items()]
@@ -344,7 +257,7 @@ def main() -> None:
     """Run what is missing and print the table."""
     options = script.parser(__doc__, workers=1).parse_args()
     if not options.table:
-        script.measure(STORE, [tuning, confirmation], options.workers)
+        script.measure(STORE, stages(searches), options.workers)
     print(table())
 
 

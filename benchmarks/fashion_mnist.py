@@ -18,7 +18,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_thor.bench import Folder, drawing, markdown, running_mean, script, steps_to, write_tables
+from torch_thor.bench import (
+    TUNING_SEED,
+    Folder,
+    Search,
+    drawing,
+    markdown,
+    running_mean,
+    script,
+    stages,
+    steps_to,
+    write_tables,
+)
 
 STORE = Folder(Path(__file__).parent / "results" / "fashion_mnist")
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "fashion_mnist.png"
@@ -31,8 +42,6 @@ GRIDS = {
 }
 # What a name stands for where it is not a recipe's optimizer: the optimizer, and what is overridden.
 VARIANTS = {"thor-paper": ("thor", ["optimizers.thor.kl_clip=null"])}  # no bound on the step
-TUNING_SEED = 10
-SEEDS = (0, 1, 2)
 EVAL_INTERVAL = 52
 SMOOTHED = 25  # steps before each one that its loss is averaged with in the picture
 
@@ -79,34 +88,21 @@ class Training:
         return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
 
 
-def tuning() -> list[Training]:
-    """List the runs of the tuning seed."""
-    return [Training(optimizer, lr, TUNING_SEED) for optimizer, grid in GRIDS.items() for lr in grid]
-
-
-def best(optimizer: str) -> Training:
-    """Return the run of the tuning seed with the best final accuracy.
+def search(optimizer: str) -> Search[Training]:
+    """Return the search for the learning rate of an optimizer.
 
     Args:
         optimizer: key of ``GRIDS``.
 
     Returns:
-        The run.
+        A run for each learning rate; the one with the highest final accuracy is the best.
     """
-    return max((run for run in tuning() if run.optimizer == optimizer), key=Training.final)
+    return Search([Training(optimizer, lr, TUNING_SEED) for lr in GRIDS[optimizer]], Training.final)
 
 
-def confirmation(*optimizers: str) -> list[Training]:
-    """List the runs of the other seeds.
-
-    Args:
-        *optimizers: keys of ``GRIDS``; all, if none is named.
-
-    Returns:
-        Each with its best learning rate.
-    """
-    found = [best(optimizer) for optimizer in optimizers or GRIDS]
-    return [Training(run.optimizer, run.lr, seed) for run in found for seed in SEEDS]
+def searches() -> list[Search[Training]]:
+    """List all searches."""
+    return [search(optimizer) for optimizer in GRIDS]
 
 
 def there(optimizer: str) -> list[Training]:
@@ -118,7 +114,7 @@ def there(optimizer: str) -> list[Training]:
     Returns:
         All of them once the script has come to its end.
     """
-    return [run for run in confirmation(optimizer) if STORE.holds(run.key)]
+    return [run for run in search(optimizer).chosen() if STORE.holds(run.key)]
 
 
 def table() -> str:
@@ -127,7 +123,7 @@ def table() -> str:
     Returns:
         The table.
     """
-    targets = {run.seed: run.final() for run in confirmation("sgd")}
+    targets = {run.seed: run.final() for run in search("sgd").chosen()}
     heads = (
         "optimizer",
         "lr (of 5)",
@@ -166,7 +162,7 @@ def draw(path: Path) -> None:
         drawing.draw_band(left, steps, series, label=optimizer, middle=statistics.median)
         losses = [statistics.fmean(values) for values in zip(*(run["loss"] for run in runs), strict=True)]
         right.plot(range(1, len(losses) + 1), running_mean(losses, SMOOTHED), label=optimizer)
-    target = statistics.median(run.final() for run in confirmation("sgd"))
+    target = statistics.median(run.final() for run in search("sgd").chosen())
     left.axhline(target, color="grey", linewidth=0.8, linestyle="--")
     left.set(xlabel="step", ylabel="test accuracy", ylim=(0.78, 0.93), title="Fashion-MNIST, small ResNet, batch 128")
     left.legend(loc="lower right")
@@ -180,7 +176,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=PICTURE, help="where the curves go")
     options = parser.parse_args()
     if not options.table:
-        script.measure(STORE, [tuning, confirmation], options.workers)
+        script.measure(STORE, stages(searches), options.workers)
     print(table())
     draw(options.plot)
 

@@ -23,7 +23,7 @@ the data of the table, with other seeds.
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor import THOR
-from torch_thor.bench import Folder, describe, markdown, script, write_tables
+from torch_thor.bench import TUNING_SEED, Folder, Search, describe, markdown, script, stages, write_tables
 from torch_thor.training import DivergedError, Run, evaluate, load_recipe, new_run, train
 from torch_thor.training.tasks import ImageClassification, MaskedLM
 
@@ -43,8 +43,6 @@ TREATMENTS: dict[str, Callable[[Tensor, int, float], Tensor]] = {  # of a gradie
     "reference": lambda g, terms, damping: g / (g.square() / terms + damping),
 }
 LRS = (0.025, 0.05, 0.1)
-TUNING_SEED = 10
-SEEDS = (0, 1, 2)
 STEPS = 300
 SETTINGS = [
     "optimizer=thor", "damping=0.03", "update_interval=50", "schedule.kind=linear", f"steps={STEPS}",
@@ -162,41 +160,23 @@ def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for module in model.modules() if isinstance(module, nn.LayerNorm) for p in module.parameters()]
 
 
-def grid(task: str, treatment: str) -> list[Training]:
-    """List the runs of the tuning seed.
+def search(task: str, treatment: str) -> Search[Training]:
+    """Return the search for the learning rate of a treatment.
 
     Args:
         task: its name.
         treatment: of the norms.
 
     Returns:
-        A run for each learning rate.
+        A run for each learning rate; the one with the lowest held-out loss is the best.
     """
-    return [Training(task, treatment, lr, TUNING_SEED) for lr in LRS]
+    tries = [Training(task, treatment, lr, TUNING_SEED) for lr in LRS]
+    return Search(tries, lambda run: -run.held_out()["loss"])
 
 
-def chosen(task: str, treatment: str) -> list[Training]:
-    """List the runs of the other seeds.
-
-    Args:
-        task: its name.
-        treatment: of the norms.
-
-    Returns:
-        A run for each, with the learning rate of the lowest held-out loss in the tuning seed.
-    """
-    best = min(grid(task, treatment), key=lambda run: run.held_out()["loss"])
-    return [replace(best, seed=seed) for seed in SEEDS]
-
-
-def tuning() -> list[Training]:
-    """List all runs of the tuning seed."""
-    return [run for task in TASKS for treatment in TREATMENTS for run in grid(task, treatment)]
-
-
-def confirmation() -> list[Training]:
-    """List all runs of the other seeds."""
-    return [run for task in TASKS for treatment in TREATMENTS for run in chosen(task, treatment)]
+def searches() -> list[Search[Training]]:
+    """List all searches."""
+    return [search(task, treatment) for task in TASKS for treatment in TREATMENTS]
 
 
 def table() -> str:
@@ -217,8 +197,8 @@ def table() -> str:
     figures: dict[str, dict[str, Any]] = {}
     for task in TASKS:
         for treatment in TREATMENTS:
-            runs = chosen(task, treatment)
-            tried = [run.held_out()["loss"] for run in grid(task, treatment)]
+            own = search(task, treatment)
+            runs, tried = own.chosen(), [run.held_out()["loss"] for run in own.tries]
             of = {name: [run.held_out()[name] for run in runs] for name in runs[0].held_out()}
             cells = [
                 markdown.middle(of[name], ".3f", of=statistics.fmean) if name in of else "-"
@@ -239,7 +219,7 @@ def main() -> None:
     """Run what is missing and print the table."""
     options = script.parser(__doc__, workers=1).parse_args()
     if not options.table:
-        script.measure(STORE, [tuning, confirmation], options.workers)
+        script.measure(STORE, stages(searches), options.workers)
     print(table())
 
 

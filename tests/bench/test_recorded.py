@@ -37,10 +37,10 @@ def test_tables_are_those_that_were_recorded(opened, tmp_path, name):
 
 def test_nothing_is_missing_where_all_was_recorded(opened, tmp_path):
     fashion = opened("fashion_mnist")
-    runs = [*fashion.tuning(), *fashion.confirmation()]
+    runs = [run for search in fashion.searches() for run in (*search.tries, *search.chosen())]
     assert len(runs) == 5 * 5 + 5 * 3
     assert all(fashion.STORE.holds(run.key) for run in runs)
-    best = fashion.best("muon")
+    best = fashion.search("muon").best()
     fashion.STORE.file(best.key).unlink()
     assert [run for run in runs if not fashion.STORE.holds(run.key)] == [best]
 

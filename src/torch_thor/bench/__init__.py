@@ -10,12 +10,16 @@ if TYPE_CHECKING:
     from torch_thor.bench.numbers import running_mean, steps_to
     from torch_thor.bench.recipes import train_recipe
     from torch_thor.bench.runner import complete, complete_here, missing
+    from torch_thor.bench.search import SEEDS, TUNING_SEED, Search, stages
     from torch_thor.bench.stores import Folder, Rows, key_of, write_json, write_tables
     from torch_thor.bench.timing import median_ratio, take_turns, training_step
 
 __all__ = [
+    "SEEDS",
+    "TUNING_SEED",
     "Folder",
     "Rows",
+    "Search",
     "complete",
     "complete_here",
     "describe",
@@ -27,6 +31,7 @@ __all__ = [
     "missing",
     "running_mean",
     "script",
+    "stages",
     "steps_to",
     "take_turns",
     "train_recipe",
@@ -40,6 +45,7 @@ _MODULES = {
     "torch_thor.bench.numbers": ("running_mean", "steps_to"),
     "torch_thor.bench.recipes": ("train_recipe",),
     "torch_thor.bench.runner": ("complete", "complete_here", "missing"),
+    "torch_thor.bench.search": ("SEEDS", "TUNING_SEED", "Search", "stages"),
     "torch_thor.bench.stores": ("Folder", "Rows", "key_of", "write_json", "write_tables"),
     "torch_thor.bench.timing": ("median_ratio", "take_turns", "training_step"),
 }
