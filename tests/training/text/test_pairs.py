@@ -1,6 +1,7 @@
 """Pairs and masks: functions of (seed, epoch, example), with the shares that BERT has."""
 
 import pickle
+import shutil
 from io import StringIO
 
 import numpy as np
@@ -246,3 +247,17 @@ def test_every_example_can_be_read_whatever_its_shard(folder):
 def test_a_length_that_was_not_prepared_is_refused(folder):
     with pytest.raises(UserError, match="was prepared for examples of 32, 64 tokens, not 128"):
         Corpus(folder, "train", 128)
+
+
+def test_missing_and_damaged_shards_are_named(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "corpus")
+    shard = copy / f"train-000000.{LENGTH}.arrow"
+    whole = shard.read_bytes()
+    for cut in (len(whole) - 8, 3, 0):
+        shard.write_bytes(whole[:cut])
+        with pytest.raises(UserError, match=rf"train-000000.{LENGTH}.arrow cannot be read .*: prepare"):
+            Corpus(copy, "train", LENGTH).passage(0)
+        Corpus(copy, "train", 32).passage(0)  # the other length is whole
+    shard.unlink()
+    with pytest.raises(UserError, match=rf"train-000000.{LENGTH}.arrow is missing: prepare the corpus again"):
+        Corpus(copy, "train", LENGTH)

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from torch_thor.files import whole_file
+from torch_thor.training.errors import UserError, first_line
 from torch_thor.training.output_files import writing
 
+AGAIN = "prepare the corpus again, in another folder"
 REMEDY = "make room for it, then give the same command again: what is finished stays"
 
 
@@ -41,8 +43,16 @@ def read_table(path: Path) -> Any:
 
     Returns:
         A `pyarrow.Table`. The operating system loads its memory pages from the disk on access and can release them.
+
+    Raises:
+        UserError: If the file is missing, cannot be read, or is no complete Arrow file; the message names the file.
     """
     import pyarrow as pa
 
-    with pa.memory_map(str(path)) as source:
-        return pa.ipc.open_file(source).read_all()
+    try:
+        with pa.memory_map(str(path)) as source:
+            return pa.ipc.open_file(source).read_all()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: {AGAIN}") from error
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}): {AGAIN}") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_thor.training.errors import require
-from torch_thor.training.text.arrow_files import read_table
+from torch_thor.training.text.arrow_files import AGAIN, read_table
 from torch_thor.training.text.manifest import TOKENIZER, Manifest
 from torch_thor.training.text.wordpiece import load_tokenizer
 
@@ -57,7 +57,8 @@ class Corpus:
             for.
 
     Raises:
-        UserError: If the folder is not a complete corpus, or has no examples of that side and length.
+        UserError: If the folder is not a complete corpus, or has no examples of that side and length. A shard that was
+            cut short is found when it is first read.
     """
 
     def __init__(self, folder: Path, side: str, length: int) -> None:
@@ -74,6 +75,9 @@ class Corpus:
         self._firsts = list(itertools.accumulate(counts, initial=0))
         self._open = lru_cache(_OPEN_SHARDS)(self._map)
         require(len(self) > 0, f"{folder} has no {side} examples: prepare a larger corpus")
+        for name in self._names:
+            for file in (folder / f"{name}.arrow", folder / f"{name}.{length}.arrow"):
+                require(file.is_file(), f"{file} is missing: {AGAIN}")
 
     def __len__(self) -> int:
         """Return the number of examples."""
