@@ -5,8 +5,8 @@
 
 Protocol. The task is that of bert.py with a batch of 32, whose corpus has to be prepared first. The reference is the
 setting of ``thor`` there: damping 0.01, a refresh every 20 steps, momentum 0.8. Each variant changes one option and has
-three learning rates, tried with a seed that is used for nothing else. The one with the highest accuracy on masked tokens
-of held-out text runs with three other seeds.
+three learning rates, tried with a seed that is used for nothing else. The one with the highest accuracy on masked
+tokens of held-out text runs with three other seeds.
 """
 
 import statistics
