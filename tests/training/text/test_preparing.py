@@ -18,6 +18,7 @@ from rich.console import Console
 from dumps import dump, plain, small_units, write_dump
 from sums import sha256
 from torch_thor.training import UserError
+from torch_thor.training.lock import Lock
 from torch_thor.training.text import Manifest, Preparation, Settings, load_tokenizer, prepare, preparing, stages
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -284,6 +285,22 @@ def test_a_preparation_that_was_killed_before_its_first_file_goes_on(wiki, tmp_p
     run(out, wiki)
     with pytest.raises(UserError, match="is not empty and holds no corpus"):
         run(tmp_path, wiki)
+
+
+def test_a_folder_that_another_process_writes_to_is_refused(wiki, tmp_path):
+    out = tmp_path / "corpus"
+    out.mkdir()
+    with Lock(out / ".lock", "the corpus", "wait", remove=True) as lock:
+        lock.take()
+        message = (
+            rf"--out .*corpus is in use by process {os.getpid()} on .*: wait for it, end it, or give another --out"
+        )
+        with pytest.raises(UserError, match=message):
+            run(out, wiki)
+        assert [file.name for file in out.iterdir()] == [".lock"]
+    assert not list(out.iterdir())
+    run(out, wiki)
+    assert not (out / ".lock").exists()
 
 
 @pytest.mark.parametrize(
