@@ -196,10 +196,13 @@ def _of_texts(files: Iterable[tuple[Source, int]]) -> Iterator[Unit]:
     for source, before in files:
         stream = ByteStream(Path(source.path))
         try:
-            for document in python_documents() if source.path == PYTHON else documents_of(stream, source.name):
-                unit.documents.append(document)
+            for found in python_documents() if source.path == PYTHON else documents_of(stream, source.name):
                 unit.read = before + min(stream.read_of_file, source.size)
-                size += sum(len(paragraph) for paragraph in document.paragraphs)
+                if isinstance(found, Fault):
+                    unit.faults.append(found)
+                    continue
+                unit.documents.append(found)
+                size += sum(len(paragraph) for paragraph in found.paragraphs)
                 if size >= UNIT:
                     yield unit
                     unit, size = Unit(0), 0
