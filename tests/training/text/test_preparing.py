@@ -312,6 +312,8 @@ def test_a_folder_that_another_process_writes_to_is_refused(wiki, tmp_path):
         ({"lengths": (32, 32)}, "names a length twice"),
         ({"vocab_size": 5}, "--vocab-size 5 must be 100 or more"),
         ({"held_out": 0.0}, "--held-out 0.0 must lie between 0 and 1"),
+        ({"language": "english"}, "--language english is not a language code in lower case, such as en"),
+        ({"language": "en_US"}, "--language en_US is not a language code"),
     ],
 )
 def test_bad_settings_are_one_line_and_change_nothing(wiki, tmp_path, change, message):
@@ -321,6 +323,12 @@ def test_bad_settings_are_one_line_and_change_nothing(wiki, tmp_path, change, me
     with pytest.raises(UserError, match=message):
         run(out, wiki, settings=Settings(**{**vars(SETTINGS), **change}))
     assert checksums(out) == before
+
+
+@pytest.mark.parametrize(("language", "has_rules"), [("en", True), ("de", True), ("xx", False), ("zh-hans", False)])
+def test_a_language_without_rules_of_its_own_is_named(wiki, tmp_path, language, has_rules):
+    _, said = run(tmp_path / "corpus", wiki, settings=replace(SETTINGS, language=language))
+    assert (f"--language {language}: sentencex has no rules of its own for it" in said) is not has_rules
 
 
 def test_changed_sources_and_other_folders_are_refused(wiki, tmp_path):

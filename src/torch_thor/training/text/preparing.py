@@ -25,6 +25,7 @@ from torch_thor.training.printing import printer
 from torch_thor.training.text import stages
 from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.encoding import HELD_OUT, TRAIN
+from torch_thor.training.text.languages import check_language
 from torch_thor.training.text.manifest import MANIFEST, TOKENIZER, Manifest, Settings, totals
 from torch_thor.training.text.sources import Source, find_sources
 from torch_thor.training.text.stages import BEGUN, CLEAN, ENCODED
@@ -70,6 +71,7 @@ def prepare(wanted: Preparation, console: Console) -> Manifest:
             many documents are unreadable, the corpus is empty, or another process is preparing it.
     """
     _check(wanted)
+    check_language(wanted.settings.language, printer(console))
     sources, out, settings = find_sources(wanted.given), wanted.out, wanted.settings
     if wanted.tokenizer is not None:
         load_tokenizer(wanted.tokenizer, settings.lowercase)
