@@ -7,10 +7,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from sums import sha256
+from sums import add_checksum, sha256
 from torch_thor.training import UserError, evaluate_saved, export, load_recipe, run_recipe
 from torch_thor.training.checkpoints import RunFolder, open_checkpoint
-from torch_thor.training.checksums import add_checksum
 from torch_thor.training.text import Manifest
 from word_corpus import PIECES, write_corpus, write_texts
 

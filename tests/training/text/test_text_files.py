@@ -6,7 +6,6 @@ import random
 import pytest
 
 from torch_thor.training.text import Document, text_files
-from torch_thor.training.text.compressed import ByteStream
 from torch_thor.training.text.text_files import documents_of, html_paragraphs, paragraphs_of
 
 PROSE = (
@@ -36,7 +35,7 @@ BAD = b"\xff"
 
 def read(path, data):
     path.write_bytes(data)
-    found = list(documents_of(ByteStream(path), path.name))
+    found = list(documents_of(text_files.ByteStream(path), path.name))
     documents = [one for one in found if isinstance(one, Document)]
     return [text for one in documents for text in one.paragraphs], [one for one in found if one not in documents]
 
@@ -94,7 +93,7 @@ def test_the_text_before_damaged_compressed_data_is_kept(tmp_path):
     path = tmp_path / "book.txt.gz"
     data = gzip.compress("\n\n".join(SAID[:100]).encode())
     path.write_bytes(data[:-20])
-    documents = documents_of(ByteStream(path), path.name)
+    documents = documents_of(text_files.ByteStream(path), path.name)
     texts = list(next(documents).paragraphs)
     assert 20 < len(texts) < 100
     assert texts == SAID[: len(texts)]
@@ -107,7 +106,7 @@ def test_text_without_blank_lines_is_cut_where_a_part_ends(tmp_path, separator):
     """The parts are lines with spaces in them, or words."""
     parts = SAID * 5 if separator == "\n" else [f"{'abcdefgh'[: n % 7 + 1]}{n}" for n in range(200_000)]
     (tmp_path / "book.txt").write_text(separator.join(parts))
-    found = [text for _, _, text in text_files._divided(ByteStream(tmp_path / "book.txt"), "book")]
+    found = [text for _, _, text in text_files._divided(text_files.ByteStream(tmp_path / "book.txt"), "book")]
     assert len(found) > 10
     assert "".join(found) == separator.join(parts)
     assert [part for text in found for part in text.strip().split(separator)] == parts
@@ -116,7 +115,7 @@ def test_text_without_blank_lines_is_cut_where_a_part_ends(tmp_path, separator):
 
 def test_a_word_without_an_end_is_cut(tmp_path):
     (tmp_path / "book.txt").write_text("x" * (3 << 20))
-    found = [text for _, _, text in text_files._divided(ByteStream(tmp_path / "book.txt"), "book")]
+    found = [text for _, _, text in text_files._divided(text_files.ByteStream(tmp_path / "book.txt"), "book")]
     assert len(found[0]) == text_files.LARGEST_DOCUMENT
     assert "".join(found) == "x" * (3 << 20)
 
