@@ -43,7 +43,7 @@ def prepare(
         float, typer.Option("--held-out", help="Fraction of the documents that is kept for evaluation.")
     ] = 0.01,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the choice of these documents.")] = 0,
-    language: Annotated[str, typer.Option("--language", help="Language, for the rules of sentence ends.")] = "en",
+    language: Annotated[str, typer.Option("--language", help="Language code, for the rules of sentence ends.")] = "en",
     workers: Annotated[
         int | None,
         typer.Option("--workers", help="Number of processes (default: one per core).", show_default=False),
@@ -63,7 +63,7 @@ def prepare(
         cased: Whether to keep upper case and accents.
         held_out: Fraction of the documents that is kept for evaluation.
         seed: Seed of the choice of these documents.
-        language: Language, for the rules of sentence ends.
+        language: Language code, for the rules of sentence ends.
         workers: Number of processes; `None` stands for one per core.
         max_faults: Largest fraction of documents that may be unreadable.
     """

@@ -8,6 +8,7 @@ import torch
 
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
+from torch_thor.training.checkpoints.vocabulary import check_tokenizer
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.config.recipe_text import override
 from torch_thor.training.config.stored_recipe import read_stored
@@ -101,6 +102,7 @@ def _evaluate(
 ) -> list[SavedScore]:
     with parallel.agreed():
         task = TASKS[recipe.task].open_saved(recipe, device, say, said)
+        check_tokenizer(saved, task)
         model = task.build_model().to(device)
         saved.load_weights(model)
         batches = task.open_evaluation(parallel.shard())

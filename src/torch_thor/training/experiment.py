@@ -28,6 +28,7 @@ from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.output_files import write_whole, writing
 from torch_thor.training.printing import printer
+from torch_thor.training.reports.coverage import coverage_line
 from torch_thor.training.reports.curves import draw_curves
 from torch_thor.training.reports.refresh_plot import draw_refreshes
 from torch_thor.training.reports.summary import (
@@ -182,6 +183,8 @@ def _train_one(
         with parallel.agreed():
             restore(run, begun.saved, folder.metrics(name), say)
             say(f"{name}: continues from step {run.step} of {run.total_steps}")
+    if line := coverage_line(run.optimizer):
+        say(f"{name}: {line}")
     with writing(folder.metrics(name)):
         folder.metrics(name).parent.mkdir(exist_ok=True)
     metrics = MetricsFile(folder.metrics(name))

@@ -7,6 +7,7 @@ import torch
 
 from torch_thor.files import whole_folder
 from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
+from torch_thor.training.checkpoints.vocabulary import check_tokenizer
 from torch_thor.training.config.stored_recipe import read_stored
 from torch_thor.training.errors import require
 from torch_thor.training.output_files import check_place, writing
@@ -28,8 +29,8 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
 
     Raises:
         UserError: If the format is unknown, the path does not exist, the path contains no checkpoint or checkpoints of
-            several optimizers, the format does not support the task, averaged weights are requested but missing, or
-            the output folder exists or cannot be written.
+            several optimizers, the format does not support the task, averaged weights are requested but missing,
+            the corpus has another tokenizer than in the training, or the output folder exists or cannot be written.
     """
     require(form in FORMATS, f"--format {form} must be one of {', '.join(FORMATS)}")
     require(path.exists(), f"{path} does not exist: give {ACCEPTED}")
@@ -49,6 +50,7 @@ def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, aver
     check_place(out)
     task = kind.open_saved(recipe, torch.device("cpu"), say, set())
     assert isinstance(task, MaskedLM)
+    check_tokenizer(saved, task)
     model = task.build_model()
     saved.load_weights(model, averaged=averaged)
     out.parent.mkdir(parents=True, exist_ok=True)

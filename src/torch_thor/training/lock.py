@@ -1,6 +1,6 @@
 """A file lock, so that only one process at a time writes to a folder. It is released when its process ends.
 
-The file itself remains. It names the process that holds the lock, for the error message of another process.
+The file names the process that holds the lock, for the error message of another process.
 """
 
 import contextlib
@@ -11,10 +11,23 @@ from types import TracebackType
 
 from filelock import FileLock, Timeout
 
+from torch_thor.files import REMAINS
 from torch_thor.training.errors import UserError
 from torch_thor.training.output_files import writing
 
 LOCK_FILE = ".lock"
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether a file shows that its folder is used for something else than a new run or corpus.
+
+    Args:
+        path: The file.
+
+    Returns:
+        False for the file of a lock, and for what a process has left that was killed while it wrote.
+    """
+    return path.name != LOCK_FILE and not path.name.startswith(REMAINS)
 
 
 class Lock:
@@ -24,10 +37,11 @@ class Lock:
         path: The file of the lock.
         what: What the lock protects, for the error message.
         remedy: What the user can do if another process holds the lock, for the error message.
+        remove: Whether the file is removed when the lock is released. Otherwise it remains, empty.
     """
 
-    def __init__(self, path: Path, what: str, remedy: str) -> None:
-        self.path, self.what, self.remedy = path, what, remedy
+    def __init__(self, path: Path, what: str, remedy: str, *, remove: bool = False) -> None:
+        self.path, self.what, self.remedy, self.remove = path, what, remedy, remove
         # filelock releases the lock in forked children, so a worker that outlives its parent does not hold it
         self._lock = FileLock(path, blocking=False)
 
@@ -61,5 +75,8 @@ class Lock:
     ) -> None:
         if self._lock.is_locked:
             with contextlib.suppress(OSError):  # an error of the disk must not hide an exception of the block
-                self.path.write_text("", encoding="utf-8")
+                if self.remove:  # filelock notices if it has acquired the lock of a file that was removed meanwhile
+                    self.path.unlink(missing_ok=True)
+                else:
+                    self.path.write_text("", encoding="utf-8")
             self._lock.release()

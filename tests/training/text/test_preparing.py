@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from filelock import FileLock
 from rich.console import Console
 
 from dumps import dump, plain, small_units, write_dump
@@ -294,6 +295,21 @@ def test_a_preparation_that_was_killed_before_its_first_file_goes_on(wiki, tmp_p
         run(tmp_path, wiki)
 
 
+def test_a_folder_that_another_process_writes_to_is_refused(wiki, tmp_path):
+    out = tmp_path / "corpus"
+    out.mkdir()
+    with FileLock(out / ".lock"):
+        (out / ".lock").write_text(f"process {os.getpid()} on a machine\n")
+        message = (
+            rf"--out .*corpus is in use by process {os.getpid()} on .*: wait for it, end it, or give another --out"
+        )
+        with pytest.raises(UserError, match=message):
+            run(out, wiki)
+        assert [file.name for file in out.iterdir()] == [".lock"]
+    run(out, wiki)  # what a killed process has left is no obstacle
+    assert not (out / ".lock").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -303,6 +319,8 @@ def test_a_preparation_that_was_killed_before_its_first_file_goes_on(wiki, tmp_p
         ({"lengths": (32, 32)}, "names a length twice"),
         ({"vocab_size": 5}, "--vocab-size 5 must be 100 or more"),
         ({"held_out": 0.0}, "--held-out 0.0 must lie between 0 and 1"),
+        ({"language": "english"}, "--language english is not a language code in lower case, such as en"),
+        ({"language": "en_US"}, "--language en_US is not a language code"),
     ],
 )
 def test_bad_settings_are_one_line_and_change_nothing(wiki, tmp_path, change, message):
@@ -312,6 +330,12 @@ def test_bad_settings_are_one_line_and_change_nothing(wiki, tmp_path, change, me
     with pytest.raises(UserError, match=message):
         run(out, wiki, settings=Settings(**{**vars(SETTINGS), **change}))
     assert checksums(out) == before
+
+
+@pytest.mark.parametrize(("language", "has_rules"), [("en", True), ("de", True), ("xx", False), ("zh-hans", False)])
+def test_a_language_without_rules_of_its_own_is_named(wiki, tmp_path, language, has_rules):
+    _, said = run(tmp_path / "corpus", wiki, settings=replace(SETTINGS, language=language))
+    assert (f"--language {language}: sentencex has no rules of its own for it" in said) is not has_rules
 
 
 def test_changed_sources_and_other_folders_are_refused(wiki, tmp_path):

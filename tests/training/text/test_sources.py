@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+import os
 
 import pytest
 
@@ -61,7 +62,9 @@ def test_text_that_is_no_utf8_is_named_with_its_offset(tmp_path):
     assert fault.source.endswith("latin.txt")
     assert fault.offset == len(good) + 3
     assert "UTF-8" in fault.reason
-    assert documents(tmp_path)[-1].name.endswith("whole.txt")
+    found = documents(tmp_path)
+    assert found[-1].name.endswith("whole.txt")
+    assert sum(len(one.paragraphs) for one in found[:-1]) == 2 * 20_000  # all but the one in the middle
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
@@ -213,3 +216,48 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypat
     monkeypatch.setattr(sources.ByteStream, "__iter__", refuse)
     (fault,) = [fault for unit in units_of([source]) for fault in unit.faults]
     assert fault.reason == "it cannot be read (Permission denied)"
+
+
+def test_links_in_a_folder_are_followed_and_each_file_is_read_once(tmp_path):
+    for name in ("texts/b/one.txt", "elsewhere/two.txt", "elsewhere/sub/three.txt", "texts/four.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(PROSE)
+    texts = tmp_path / "texts"
+    (texts / "a").symlink_to(texts / "b")  # before it in the order of names
+    (texts / "b" / "circle").symlink_to(texts)
+    (texts / "c").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "circle").symlink_to(texts)
+    (texts / "d").symlink_to(tmp_path / "elsewhere" / "sub")
+    (texts / "again.txt").symlink_to(texts / "four.txt")
+    (texts / "five.txt").symlink_to(texts / "nowhere.txt")
+    (texts / "six.txt").symlink_to(texts / "six.txt")
+    names = [source.name for source in find_sources([str(texts)])]
+    found = ("b/one.txt", "c/sub/three.txt", "c/two.txt", "five.txt", "four.txt", "six.txt")
+    assert names == [f"texts/{name}" for name in found]
+    assert len(documents(texts)) == 4
+    assert [(fault.source, fault.reason) for fault in faults(texts)] == [
+        ("texts/five.txt", "it cannot be read (No such file or directory)"),
+        ("texts/six.txt", "it cannot be read (Too many levels of symbolic links)"),
+    ]
+
+
+def test_a_link_out_of_a_folder_to_one_that_contains_it_is_refused(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "up").symlink_to(tmp_path)
+    with pytest.raises(UserError, match=r"texts/up is a link to .*, which contains .*texts: remove the link, or name"):
+        find_sources([str(tmp_path / "texts")])
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "texts" / "secret").mkdir(parents=True)
+    (tmp_path / "texts" / "book.txt").write_text(PROSE)
+    really = os.scandir
+
+    def scan(path):
+        if str(path).endswith("secret"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(UserError, match=r"texts/secret cannot be listed \(Permission denied\)"):
+        find_sources([str(tmp_path / "texts")])

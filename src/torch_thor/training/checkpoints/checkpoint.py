@@ -7,7 +7,8 @@ A checkpoint is a folder `step-00000123` that contains
     state.pt               state of optimizer, loss scale, random number generators and data; loading executes no code
     metrics.jsonl.gz       the lines of `metrics.jsonl` up to the step, in case that file is lost
     recipe.yaml            the recipe of the run
-    manifest.json          the step, the SHA-256 of each file above, and a checksum of the manifest itself
+    manifest.json          the step, the SHA-256 of each file above and of the tokenizer of the training data, if they
+                           have one, and a checksum of the manifest itself
 
 It is written under a temporary name, flushed to the disk, and renamed. Opening it verifies the checksums. The best
 checkpoint of a run has the same form and is in the folder `best`. Checkpoints of the older format 2 have no metrics and
@@ -53,11 +54,14 @@ class Checkpoint:
         path: Its folder.
         step: Optimizer steps done.
         optimizer: The optimizer's name in the recipe.
+        tokenizer: The SHA-256 checksum of the tokenizer of the training data; `None` if they have no tokenizer, and in
+            checkpoints of earlier versions.
     """
 
     path: Path
     step: int
     optimizer: str
+    tokenizer: str | None = None
 
     @property
     def recipe_text(self) -> str:
@@ -120,6 +124,7 @@ def save(
     keep: int,
     metrics: bytes | None = None,
     average: nn.Module | None = None,
+    tokenizer: str | None = None,
 ) -> Path:
     """Write a checkpoint, then remove older ones.
 
@@ -134,6 +139,7 @@ def save(
             continues from an earlier step only if they are damaged.
         metrics: The content of the run's `metrics.jsonl`, which ends with this step.
         average: The network with averaged weights.
+        tokenizer: The checksum of the tokenizer of the training data, if they have one.
 
     Returns:
         The folder of the new checkpoint.
@@ -147,7 +153,7 @@ def save(
         remove_remains(folder)
         with whole_folder(final) as temporary:  # replaces a damaged checkpoint of the same step
             _write(temporary, model, state, recipe, metrics, average)
-            write_manifest(temporary, step=step, optimizer=optimizer)
+            write_manifest(temporary, step=step, optimizer=optimizer, tokenizer=tokenizer)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
         reason = _reason(error)
         kept = _newest_first(folder)
@@ -204,7 +210,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         DamagedCheckpointError: If a file is missing, truncated or altered.
     """
     manifest = read_manifest(path)
-    return Checkpoint(path, manifest["step"], manifest["optimizer"])
+    return Checkpoint(path, manifest["step"], manifest["optimizer"], manifest.get("tokenizer"))
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:

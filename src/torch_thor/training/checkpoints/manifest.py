@@ -15,16 +15,18 @@ WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.p
 METRICS, RECIPE, MANIFEST = "metrics.jsonl.gz", "recipe.yaml", "manifest.json"
 
 
-def write_manifest(folder: Path, *, step: int, optimizer: str) -> None:
+def write_manifest(folder: Path, *, step: int, optimizer: str, tokenizer: str | None = None) -> None:
     """Write the manifest of a checkpoint whose other files are complete.
 
     Args:
         folder: The folder of the checkpoint.
         step: Optimizer steps done.
         optimizer: The optimizer's name in the recipe.
+        tokenizer: The checksum of the tokenizer of the training data, if they have one.
     """
     sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    manifest = add_checksum({"format": FORMAT, "step": step, "optimizer": optimizer, "sha256": sums})
+    values = {"format": FORMAT, "step": step, "optimizer": optimizer, "sha256": sums}
+    manifest = add_checksum(values if tokenizer is None else {**values, "tokenizer": tokenizer})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
@@ -35,7 +37,7 @@ def read_manifest(path: Path) -> Mapping[str, Any]:
         path: The folder of the checkpoint.
 
     Returns:
-        The manifest, with the keys `step`, `optimizer` and `sha256`.
+        The manifest, with the keys `step`, `optimizer` and `sha256`, and `tokenizer` if the training data have one.
 
     Raises:
         DamagedCheckpointError: If a file is missing, truncated or altered.
@@ -72,7 +74,8 @@ def _checked(path: Path, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
             f"and {FORMAT}"
         )
     step, sums = manifest.get("step"), manifest.get("sha256")
-    if type(step) is not int or not isinstance(manifest.get("optimizer"), str) or not isinstance(sums, dict):
+    names = (manifest.get("optimizer"), manifest.get("tokenizer", ""))
+    if type(step) is not int or not all(isinstance(name, str) for name in names) or not isinstance(sums, dict):
         raise _invalid(path)
     missing = {WEIGHTS, STATE, RECIPE, *sums} - {file.name for file in path.iterdir()}
     if missing:

@@ -4,9 +4,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from torch_thor.files import REMAINS
 from torch_thor.training.checkpoints import checkpoint
 from torch_thor.training.checkpoints.run_paths import CURVES_FILE, RECIPE_FILE, SUMMARY_FILE, RunPaths
 from torch_thor.training.config.lengthening import check_epochs
@@ -15,7 +13,7 @@ from torch_thor.training.config.recipe_values import differences
 from torch_thor.training.config.stored_recipe import DamagedRecipeError, StoredRecipe, read_stored, stored_text
 from torch_thor.training.config.yaml_text import read_text
 from torch_thor.training.errors import DamagedCheckpointError, UserError, require
-from torch_thor.training.lock import LOCK_FILE, Lock
+from torch_thor.training.lock import LOCK_FILE, Lock, is_foreign
 from torch_thor.training.optimizers.registry import OPTIMIZERS
 from torch_thor.training.output_files import check_place, write_whole, writing
 
@@ -58,7 +56,7 @@ class RunFolder(RunPaths):
     def _stored(self, say: Callable[[str], None]) -> StoredRecipe | None:
         file = self.path / RECIPE_FILE
         if not self.is_run():
-            if self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir()))):
+            if self.path.exists() and (not self.path.is_dir() or any(map(is_foreign, self.path.iterdir()))):
                 raise UserError(f"{self.path} is not a run folder and not empty: choose another folder with --out")
             return None
         try:
@@ -168,8 +166,3 @@ class RunFolder(RunPaths):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in (CURVES_FILE, SUMMARY_FILE, RECIPE_FILE):  # the recipe last, because it marks the folder as a run
             (self.path / name).unlink(missing_ok=True)
-
-
-def _is_foreign(path: Path) -> bool:
-    # whether a file shows that a folder without a recipe is used for something else
-    return path.name != LOCK_FILE and not path.name.startswith(REMAINS)

@@ -12,6 +12,7 @@ import torch
 from torch_thor.training.callbacks.metrics_file import MetricsFile, in_current_format, parse_metrics, read_metrics
 from torch_thor.training.checkpoints import best, checkpoint
 from torch_thor.training.checkpoints.manifest import METRICS
+from torch_thor.training.checkpoints.vocabulary import check_tokenizer, tokenizer_of
 from torch_thor.training.engine import parallel
 from torch_thor.training.engine.history import History
 from torch_thor.training.engine.loop import Callback, Run
@@ -124,6 +125,7 @@ class Checkpoints(Callback):
             keep=keep,
             metrics=self.metrics.content(),
             average=None if run.average is None else run.average.module,
+            tokenizer=tokenizer_of(run.task),
         )
 
 
@@ -166,8 +168,10 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
         say: Prints a line; it is called if the metrics file is damaged, and if the number of processes has changed.
 
     Raises:
-        UserError: If the checkpoint belongs to another network or other data, or the metrics are incomplete.
+        UserError: If the checkpoint belongs to another network, tokenizer or other data, or the metrics are
+            incomplete.
     """
+    check_tokenizer(saved, run.task)
     record = record_of(saved, metrics, say)
     saved.load_weights(run.model)
     state = saved.load_state()

@@ -139,7 +139,7 @@ class MaskedLM:
     def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
         """Return the recipe to evaluate with, which may name any corpus.
 
-        The vocabulary of the corpus is compared with that of the network when the weights are loaded.
+        Its tokenizer is compared with that of the training when the checkpoint is loaded.
 
         Args:
             trained: The recipe that the network was trained with.
@@ -150,6 +150,18 @@ class MaskedLM:
             The recipe to evaluate with.
         """
         return recipe
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The file of the corpus that contains the tokenizer."""
+        from torch_thor.training.text.manifest import TOKENIZER
+
+        return self.held_out.corpus.folder / TOKENIZER
+
+    @property
+    def tokenizer_checksum(self) -> str:
+        """The SHA-256 checksum of the file of the tokenizer."""
+        return self.held_out.corpus.manifest.tokenizer_checksum
 
     def tokenizer(self) -> Any:
         """Return the tokenizer in the form that transformers uses.

@@ -10,6 +10,7 @@ tokens are predicted: 80 % of these are replaced by [MASK], 10 % by a random wor
 from dataclasses import dataclass
 from typing import Any
 
+from torch_thor.training.errors import require
 from torch_thor.training.text.corpus import Corpus, Passage
 from torch_thor.training.text.encoding import SPECIAL_TOKENS
 from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL
@@ -39,6 +40,9 @@ class PairMaker:
         masking: How tokens are masked.
         pairs: Whether an example is a pair of segments, the second of which may be from another document. If False, an
             example is a single segment, as for RoBERTa.
+
+    Raises:
+        UserError: If whole words are to be masked, and the tokenizer does not mark pieces that continue a word.
     """
 
     def __init__(self, corpus: Corpus, masking: Masking, *, pairs: bool = True) -> None:
@@ -53,6 +57,11 @@ class PairMaker:
         self._ordinary = np.array([n for n in range(self.vocab_size) if n not in special], np.int64)
         self._continues = np.zeros(self.vocab_size, bool)
         self._continues[[number for piece, number in pieces.items() if piece.startswith(CONTINUES)]] = True
+        require(
+            not masking.whole_words or bool(self._continues.any()),
+            f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that begin with {CONTINUES}, "
+            f"so that words cannot be recognised; set it to false, or prepare the corpus with a WordPiece tokenizer",
+        )
 
     def example(self, number: int, seed: int, epoch: int) -> dict[str, Any]:
         """Make an example.

@@ -17,14 +17,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torch_thor import __version__
-from torch_thor.files import REMAINS
 from torch_thor.training.checksums import sha256
 from torch_thor.training.errors import require
-from torch_thor.training.output_files import check_place, write_whole
+from torch_thor.training.lock import LOCK_FILE, Lock, is_foreign
+from torch_thor.training.output_files import check_place, write_whole, writing
 from torch_thor.training.printing import printer
 from torch_thor.training.text import stages
 from torch_thor.training.text.arrow_files import REMEDY
 from torch_thor.training.text.encoding import HELD_OUT, TRAIN
+from torch_thor.training.text.languages import check_language
 from torch_thor.training.text.manifest import FORMAT, MANIFEST, TOKENIZER, Manifest, Settings, totals
 from torch_thor.training.text.sources import Source, find_sources
 from torch_thor.training.text.stages import BEGUN, CLEAN, ENCODED
@@ -67,16 +68,30 @@ def prepare(wanted: Preparation, console: Console) -> Manifest:
 
     Raises:
         UserError: If a value is out of range, a source is missing or has changed since the preparation was started, too
-            many documents are unreadable, or the corpus is empty.
+            many documents are unreadable, the corpus is empty, or another process is preparing it.
     """
     _check(wanted)
-    sources, out, say = find_sources(wanted.given), wanted.out, printer(console)
-    settings = wanted.settings
+    check_language(wanted.settings.language, printer(console))
+    sources, out, settings = find_sources(wanted.given), wanted.out, wanted.settings
     if wanted.tokenizer is not None:
         load_tokenizer(wanted.tokenizer, settings.lowercase)
         settings = replace(settings, tokenizer=sha256(wanted.tokenizer))
     check_place(out)
-    _begin(out, sources, settings)
+    _check_folder(out, sources, settings)  # before anything is written to the folder
+    with writing(out, REMEDY):
+        out.mkdir(parents=True, exist_ok=True)
+    with Lock(out / LOCK_FILE, f"--out {out}", "wait for it, end it, or give another --out", remove=True) as lock:
+        lock.take()
+        return _prepare(replace(wanted, settings=settings), sources, console)
+
+
+def _prepare(wanted: Preparation, sources: list[Source], console: Console) -> Manifest:
+    """Prepare or continue a corpus whose folder this process has locked."""
+    out, settings, say = wanted.out, wanted.settings, printer(console)
+    if not _check_folder(out, sources, settings):
+        files = [source.plain() for source in sources]
+        begun = {"format": FORMAT, "settings": settings.plain(), "sources": files}
+        write_whole(out / BEGUN, json.dumps(begun, indent=1), REMEDY)
     if (out / MANIFEST).exists():
         manifest = Manifest.read(out)
         manifest.check_files(out)
@@ -130,8 +145,8 @@ def _check(wanted: Preparation) -> None:
     require(len(set(settings.lengths)) == len(settings.lengths), "--seq-len names a length twice")
 
 
-def _begin(out: Path, sources: list[Source], settings: Settings) -> None:
-    """Record the settings and sources of a new corpus, or compare them with the record of an unfinished one."""
+def _check_folder(out: Path, sources: list[Source], settings: Settings) -> bool:
+    """Return whether the folder holds a corpus, finished or not, and check that it has these settings and sources."""
     options, files = settings.plain(), [source.plain() for source in sources]
     file = out / BEGUN
     if file.exists():
@@ -152,11 +167,10 @@ def _begin(out: Path, sources: list[Source], settings: Settings) -> None:
         )
     else:
         require(
-            not out.exists() or all(one.name.startswith(REMAINS) for one in out.iterdir()),  # of a process that died
+            not out.exists() or not any(map(is_foreign, out.iterdir())),
             f"--out {out} is not empty and holds no corpus: give another folder",
         )
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"format": FORMAT, "settings": options, "sources": files}, indent=1), REMEDY)
+    return file.exists()
 
 
 def _progress(console: Console) -> Progress:

@@ -15,6 +15,7 @@ from typing import Any
 from torch_thor.training.errors import require
 from torch_thor.training.text.compressed import DAMAGED, SUFFIXES, ByteStream, base_suffix
 from torch_thor.training.text.document import Document, Fault
+from torch_thor.training.text.listing import files_below
 from torch_thor.training.text.text_files import HTML, TEXT, documents_of, paragraphs_of
 from torch_thor.training.text.wikipedia import PageCutter, RawPage
 
@@ -87,16 +88,17 @@ def find_sources(given: Sequence[str]) -> list[Source]:
             that every Python installation contains.
 
     Returns:
-        The files in the given order. The files of a folder are sorted by path.
+        The files in the given order. The files of a folder are sorted by path; links in it are followed, and a file
+        that is reached in several ways is listed once.
 
     Raises:
-        UserError: If a path does not exist, is a file of an unknown type, is a folder without a supported file, or if
-            a source is given twice.
+        UserError: If a path does not exist, is a file of an unknown type, is a folder without a supported file, a
+            folder cannot be listed, or if a source is given twice.
     """
     files = {one: _files(one) for one in given}
     places = [path for paths in files.values() for path in paths]
     require(
-        len(files) == len(given) and len({path.resolve() for path in places}) == len(places),
+        len(files) == len(given) and len({os.path.realpath(path) for path in places}) == len(places),
         "a source is given twice: name each once",
     )
     # names contain only as many parent folders as make them unique, so that they do not depend on the full path
@@ -119,7 +121,7 @@ def _files(one: str) -> list[Path]:
             f"{one} is of no known kind: names end in {', '.join(kinds)}, perhaps with {', '.join(SUFFIXES)}",
         )
         return [_absolute(one)]
-    files = sorted(file for file in _absolute(one).rglob("*") if file.is_file() and base_suffix(file) in kinds)
+    files = files_below(_absolute(one), lambda file: base_suffix(file) in kinds)
     require(bool(files), f"{one} holds no file ending in {', '.join(kinds)} (or these with {', '.join(SUFFIXES)})")
     return files
 
@@ -141,6 +143,8 @@ def _name(one: str, path: Path, parents: int) -> str:
 def _source(path: Path, name: str) -> Source:
     if path == Path(PYTHON):
         return Source(PYTHON, PYTHON, 0, 0)
+    if not path.exists():  # a link to a file that does not exist: a fault when it is read
+        return Source(str(path), name, 0, 0)
     status = path.stat()
     return Source(str(path), name, status.st_size, status.st_mtime_ns)
 
@@ -196,10 +200,13 @@ def _of_texts(files: Iterable[tuple[Source, int]]) -> Iterator[Unit]:
     for source, before in files:
         stream = ByteStream(Path(source.path))
         try:
-            for document in python_documents() if source.path == PYTHON else documents_of(stream, source.name):
-                unit.documents.append(document)
+            for found in python_documents() if source.path == PYTHON else documents_of(stream, source.name):
                 unit.read = before + min(stream.read_of_file, source.size)
-                size += sum(len(paragraph) for paragraph in document.paragraphs)
+                if isinstance(found, Fault):
+                    unit.faults.append(found)
+                    continue
+                unit.documents.append(found)
+                size += sum(len(paragraph) for paragraph in found.paragraphs)
                 if size >= UNIT:
                     yield unit
                     unit, size = Unit(0), 0

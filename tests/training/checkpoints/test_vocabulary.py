@@ -1,0 +1,83 @@
+"""A network is only used with the tokenizer that it was trained with; corpora of other tokenizers are refused."""
+
+import json
+import shutil
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from sums import add_checksum, sha256
+from torch_thor.training import UserError, evaluate_saved, export, load_recipe, run_recipe
+from torch_thor.training.checkpoints import RunFolder, open_checkpoint
+from torch_thor.training.text import Manifest
+from word_corpus import PIECES, write_corpus, write_texts
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on the corpus `own`, and beside it corpora with the same and with other numbers of the word pieces."""
+    folder = tmp_path_factory.mktemp("trained")
+    texts = write_texts(folder / "texts")
+    write_corpus(folder / "own", texts, pieces=PIECES)
+    write_corpus(folder / "same", texts, tokenizer=folder / "own" / "tokenizer.json")
+    write_corpus(folder / "other", texts, pieces=PIECES[::-1])
+    words = ["data.name=corpus", f"data.root={folder / 'own'}", "data.text.length=16", "batch_size=2", "device=cpu"]
+    words += ["steps=2", "eval_interval=2", "optimizer=sgd", "targets=[]"]
+    recipe = load_recipe("bert-tiny", words)
+    run_recipe(recipe, RunFolder(folder / "run"), Console(file=StringIO()))
+    return folder, recipe
+
+
+@pytest.fixture
+def prepared_again(trained):
+    """The corpus of the run, prepared again with other numbers of the word pieces."""
+    folder, _ = trained
+    (folder / "own").rename(folder / "kept")
+    shutil.copytree(folder / "other", folder / "own")
+    yield folder
+    shutil.rmtree(folder / "own")
+    (folder / "kept").rename(folder / "own")
+
+
+def newest(folder):
+    return folder / "run" / "sgd" / "checkpoints" / "step-00000002"
+
+
+def test_a_checkpoint_names_its_tokenizer(trained):
+    folder, _ = trained
+    assert open_checkpoint(newest(folder)).tokenizer == sha256(folder / "own" / "tokenizer.json")
+    assert Manifest.read(folder / "own").vocab_size == Manifest.read(folder / "other").vocab_size
+
+
+REFUSED = r"own/tokenizer\.json is not the tokenizer that .*step-00000002 was trained with"
+
+
+def test_an_export_with_another_tokenizer_is_refused(trained, prepared_again, tmp_path):
+    with pytest.raises(UserError, match=REFUSED):
+        export(newest(prepared_again), tmp_path / "out", "transformers", pytest.fail)
+    assert not (tmp_path / "out").exists()
+
+
+def test_resuming_with_another_tokenizer_is_refused(trained, prepared_again):
+    with pytest.raises(UserError, match=REFUSED):
+        run_recipe(trained[1], RunFolder(prepared_again / "run"), Console(file=StringIO()), resume=True)
+
+
+def test_an_evaluation_takes_other_corpora_of_the_same_tokenizer_only(trained):
+    folder, _ = trained
+    own, same = (evaluate_saved(folder / "run", words, pytest.fail) for words in ([], [f"data.root={folder / 'same'}"]))
+    assert own[0].score == same[0].score
+    with pytest.raises(UserError, match=r"other/tokenizer\.json is not the tokenizer that .* prepare one with --tok"):
+        evaluate_saved(folder / "run", [f"data.root={folder / 'other'}"], pytest.fail)
+
+
+def test_checkpoints_of_earlier_versions_are_not_checked(trained, tmp_path):
+    folder, _ = trained
+    shutil.copytree(newest(folder), tmp_path / "step-00000002")
+    manifest = json.loads((tmp_path / "step-00000002" / "manifest.json").read_text())
+    values = {key: value for key, value in manifest.items() if key not in ("tokenizer", "checksum")}
+    (tmp_path / "step-00000002" / "manifest.json").write_text(json.dumps(add_checksum(values)))
+    assert open_checkpoint(tmp_path / "step-00000002").tokenizer is None
+    (score,) = evaluate_saved(tmp_path, [f"data.root={folder / 'other'}"], pytest.fail)
+    assert score.step == 2
