@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from io import StringIO
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from rich.console import Console
 
 from torch_thor.training import UserError, load_recipe, new_run, train
 from torch_thor.training.data import Shard
-from torch_thor.training.data.python_text import python_text
 from torch_thor.training.tasks import MaskedLM
 from torch_thor.training.text import Preparation, Settings, prepare
 
@@ -20,8 +20,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    for number, paragraph in enumerate(python_text().split("\n\n")[:300]):  # short documents: examples with padding
-        (folder / f"{number:03}.txt").write_text(paragraph[:80])
+    paragraphs = "\n\n".join(topics.values()).split("\n\n")[:300]
+    for number, paragraph in enumerate(paragraphs):  # short documents: examples with padding
+        (folder / f"{number:03}.txt").write_text(paragraph[:80], encoding="utf-8")
     wanted = Preparation((str(folder),), folder / "corpus", Settings(300, lengths=(64,), held_out=0.1))
     prepare(wanted, Console(file=StringIO()))
     return [

@@ -6,29 +6,10 @@ from hypothesis import strategies as st
 
 from dumps import END, HEADER, article, dump, page
 from torch_thor.training.text import Document, Fault, wikipedia
-from torch_thor.training.text.wikipedia import PageCutter, articles, clean
+from torch_thor.training.text.wikipedia import PageCutter, articles
+from torch_thor.training.text.wikitext import clean
 
-WIKITEXT = """{{Short description|x}}
-'''Anarchism''' is a [[political philosophy]]<ref name=a>Foo, ''Bar''</ref> that is sceptical of all
-justifications for [[authority|authorities]] ( , ) and seeks to abolish institutions &amp; hierarchy.<!-- hidden -->
-
-== History ==
-[[File:foo.jpg|thumb|A caption with [[links]] and five words or more]]
-Some text here that goes on {{cite web|a=b}} , and on<br>for a while at [http://a.b the site] in <math>x</math> peace.
-* one item of a list that has many words
-# another item of a list that has many words
-: an indented line that has many words in it
-{| class="wikitable"
-|-
-| a cell of a table with many words || cell 2 of a table with many words
-|}
-Too few words.
-[[Category:Things that have many words in names]]
-[[fr:Une page avec beaucoup de mots]]
-<gallery>
-File:a.jpg|a picture with a caption of many words
-</gallery>
-"""
+ONE, TWO = (f"The {word} paragraph has more than five words." for word in ("first", "second"))
 
 
 def cut(data, sizes=(1 << 20,)):
@@ -41,100 +22,6 @@ def cut(data, sizes=(1 << 20,)):
     return cutter, pages
 
 
-def test_paragraphs_are_left_and_nothing_else():
-    assert clean(WIKITEXT) == (
-        "Anarchism is a political philosophy that is sceptical of all justifications for authorities and "
-        "seeks to abolish institutions & hierarchy.",
-        "Some text here that goes on, and on for a while at the site in peace.",
-    )
-
-
-PIECES = (
-    "''", "'''", "[[", "]]", "|", "{{", "}}", "{|", "|}", "|-", "\n", "\n* ", "\n:", "\n|| ", "! ", "\n== ", "== \n",
-    "<ref>", "</ref>", "<ref name=a />", "<br>", "<!--", "-->", "&amp;", "&#39;", "[http://a.b ", "]", "{{{", "}}}",
-    "=", "<div class={{x}}>", "</div>", "<nowiki>", "</nowiki>", "<math>", "</math>", "<table>", "<tr>", "<td>",
-    "</td>", "</table>", "<li>", "<span>", "</span>", "File:", "some words ", "many other words that go on ",
-)  # fmt: skip
-
-
-ONE, TWO, THREE = (f"The {word} paragraph has more than five words." for word in ("first", "second", "third"))
-
-
-@pytest.mark.parametrize(
-    ("between", "is_one"),
-    [
-        ("\n", True),
-        (" \n", True),
-        ("\n<!-- a comment of\n\ntwo lines --> <!-- and another -->\n", True),
-        ("<ref>\n\nA book.</ref>\n", True),
-        ("\n\n", False),
-        ("\n \t\n", False),
-        ("\n== History ==\n", False),
-        ("\n* an item\n", False),
-        ("\n: an indented line\n", False),
-        ("\n a line of code\n", False),
-        ("\n----\n", False),
-        ("\n{|\n| a cell\n|}\n", False),
-        ("\n{{A box}}\n", False),
-        ("\n[[File:a.jpg|thumb|A picture]]\n", False),
-        ("<p></p>", False),
-        ("<div class=a></div>", False),
-    ],
-)
-def test_what_separates_paragraphs(between, is_one):
-    assert clean(f"{ONE}{between}{TWO}") == ((f"{ONE} {TWO}",) if is_one else (ONE, TWO))
-
-
-def test_a_line_that_begins_with_a_space_is_a_paragraph_of_its_own():
-    assert clean(f"{ONE}\n {TWO}\n{THREE}") == (ONE, TWO, THREE)
-    assert clean(f"{{{{Infobox}}}} {ONE}\n{TWO}") == (f"{ONE} {TWO}",)
-
-
-@pytest.mark.parametrize(
-    ("link", "shown"),
-    [
-        ("[[:de:Stadt|the city]]", "the city"),
-        ("[[:de:Stadt]]", "de:Stadt"),
-        ("[[:Category:Cities (Texas)|]]", "Cities"),
-        ("[[Paris, Texas|]]", "Paris"),
-        ("[[Paris (city)|]]", "Paris"),
-        ("[[Paris]]", "Paris"),
-        ("[[Paris|''the'' city]]", "the city"),
-        ("[[Star Trek: Voyager]]", "Star Trek: Voyager"),
-        ("[[de:Stadt]]", ""),
-        ("[[File:a.jpg|thumb|A picture]]", ""),
-        ("[[Category:Cities]]", ""),
-    ],
-)
-def test_links_show_their_text(link, shown):
-    (text,) = clean(f"People like to visit {link} in the summer.")
-    assert text == f"People like to visit {shown} in the summer.".replace("  ", " ")
-
-
-@pytest.mark.parametrize("switch", ["__NOTOC__", "__NO_EDIT_SECTION__", "__KEIN_INHALTSVERZEICHNIS__", "__ОГЛ__"])
-def test_behaviour_switches_are_no_text(switch):
-    assert clean(f"{switch}{ONE}\n{switch}\n{switch} {TWO}") == (ONE, TWO)
-    assert clean("The method __init__ of a class is called first.") != clean("The method of a class is called first.")
-
-
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        (f"{ONE} It has {{{{convert|5|km of road and more words.\nAnd more words.\n\n{TWO}", (ONE, TWO)),
-        (
-            f"{{{{Infobox of many words here\n| name = a name of many words\n\n| b = five words or more here\n\n{TWO}",
-            (TWO,),
-        ),
-        (f"{ONE}\n{{| class=x and more words here\n|-\n| a cell of many words in it\nand more\n\n{TWO}", (ONE, TWO)),
-        (f"{{|\n|-\n\n! a heading of many words in it\n\n| a cell of many words in it\n\n{TWO}", (TWO,)),
-        (f"{ONE}\n\n!Kung is a language of many words.", (ONE, "!Kung is a language of many words.")),
-    ],
-    ids=["in a sentence", "a box", "a table", "a table with blank lines", "no table"],
-)
-def test_templates_and_tables_without_an_end_are_no_text(text, left):
-    assert clean(text) == left
-
-
 def test_the_last_revision_of_a_page_counts():
     first, last = (page("Page", text, number=n) for n, text in enumerate((ONE, TWO)))
     revision = first[first.index("<revision>") : first.index("</page>")]
@@ -142,15 +29,6 @@ def test_the_last_revision_of_a_page_counts():
     (raw,) = PageCutter("dump").feed((HEADER + both).encode())
     (document,) = articles("dump", HEADER.encode(), [raw])
     assert document.paragraphs == (TWO,)
-
-
-@given(st.lists(st.sampled_from(PIECES), max_size=25))
-def test_what_is_dropped_before_the_tree_is_built_would_not_have_been_text(pieces):
-    text = "".join(pieces) + " one two three four five six seven"
-    quick = clean(text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wikipedia, "_without_markup", lambda tokens: tokens)
-        assert clean(text) == quick
 
 
 def test_articles_are_found_and_other_pages_left_out():
@@ -226,11 +104,6 @@ def test_memory_is_bounded_where_a_page_has_no_end(monkeypatch):
     assert "without the end of a page" in cutter.faults[0].reason
     data = dump(2)
     assert len(list(cutter.feed(data[data.index(b"<page>") :]))) == 5
-
-
-def test_a_character_that_is_none_is_replaced():
-    (paragraph,) = clean("An entity &#xD800; stands in for a character that is none.")
-    assert paragraph == "An entity? stands in for a character that is none."
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,157 @@
+"""Wikitext, the markup of Wikipedia: reduction to paragraphs of plain text with mwparserfromhell."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+# Tags whose contents are not prose.
+_NO_PROSE = {
+    "ref", "references", "gallery", "math", "chem", "timeline", "syntaxhighlight", "source", "score", "pre", "code",
+    "table", "imagemap", "graph", "templatestyles", "hiero", "ce", "mapframe", "maplink", "categorytree", "inputbox",
+}  # fmt: skip
+_LIST_ITEMS = {"li", "dt", "dd"}
+# Tags that begin and end a paragraph.
+_BLOCKS = {"p", "div", "center", "blockquote", "poem", "hr", "ul", "ol", "dl"}
+# Matches link targets with a prefix (`File:`, `Category:`, `de:`), which are not articles of this wiki and are not
+# shown in the text. With a colon before the prefix, they are ordinary links.
+_PREFIXED = re.compile(r"^\s*[^\s:|\[\]][^:|\[\]]*:\S")
+_CONTEXT = re.compile(r"\s*\([^()]*\)\s*$|,\s.*$", re.DOTALL)  # what the pipe trick does not show of a title
+# Lines with nothing but comments. MediaWiki removes them with their line break, so they do not end a paragraph.
+_COMMENT_LINES = re.compile(r"(?<=\n)[ \t]*(?:<!--(?:[^-<]|-(?!->)|<(?!!--))*-->[ \t]*)+\n")
+_SWITCH = re.compile(r"__[^\W\da-z_](?:[^\W\da-z_]|_(?!_))*__")  # `__NOTOC__` and the like, in any language
+_SENTENCES = re.compile(r".*[.!?][\"'”’)]*(?=\s|$)", re.DOTALL)  # the whole sentences at the beginning of a text
+_ITEM, _INDENT = "\x01", "\x02"  # characters that XML cannot contain mark list items and lines that begin with a space
+_SPACE = re.compile(r"\s+")
+_EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;]*\s*\)")
+_BEFORE_POINT = re.compile(r"\s+([,.;:!?])")
+_LEAST_WORDS = 5  # a paragraph with fewer words is assumed to be a caption, a label or the remainder of a template
+
+
+def clean(wikitext: str) -> tuple[str, ...]:
+    """Reduce wikitext to paragraphs of plain text.
+
+    Templates, tables, references, headings, lists, pictures, categories, formulas, comments and behaviour switches are
+    left out. Links are replaced by their text. A template or table without an end is left out up to the end of the
+    paragraph, and so are the paragraphs after it that have lines of a table or of parameters.
+
+    Args:
+        wikitext: The wikitext of a page.
+
+    Returns:
+        The paragraphs with five or more words, without markup and line breaks.
+    """
+    from mwparserfromhell.parser import Parser
+    from mwparserfromhell.parser.builder import Builder
+
+    pieces: list[str] = []
+    parser, builder = Parser(), Builder()  # type: ignore[no-untyped-call]
+    tokens = parser._tokenizer.tokenize(_COMMENT_LINES.sub("", wikitext))
+    _collect(builder.build(_without_markup(tokens)).nodes, pieces)  # type: ignore[no-untyped-call]
+    prose = "".join(pieces).encode("utf-8", "replace").decode()  # &#xD800; and the like are no characters
+    found = []
+    for paragraph in _paragraphs(_SWITCH.sub("", prose)):
+        text = _SPACE.sub(" ", paragraph.replace("\x00", "")).strip()
+        text = _BEFORE_POINT.sub(r"\1", _EMPTY_BRACKETS.sub("", text))
+        if len(text.split()) >= _LEAST_WORDS:
+            found.append(text)
+    return tuple(found)
+
+
+def _paragraphs(prose: str) -> Iterator[str]:
+    """Join the lines of paragraphs, and leave out templates and tables without an end, which the parser keeps."""
+    in_table = False
+    for lines in _divided(prose):
+        if in_table or any(line.startswith(("|", "{|")) for line in lines):
+            marks = ("|", "{|", "!") if in_table else ("|", "{|")
+            begin = next((number for number, line in enumerate(lines) if line.startswith(marks)), len(lines))
+            for line in lines[begin:]:
+                in_table = (in_table or line.startswith("{|")) and not line.startswith("|}")
+            lines = lines[:begin]
+        paragraph = "\n".join(lines)
+        if (begin := paragraph.find("{{")) >= 0:
+            sentences = _SENTENCES.match(paragraph, 0, begin)
+            paragraph = "" if sentences is None else sentences[0]
+        yield paragraph
+
+
+def _divided(prose: str) -> Iterator[list[str]]:
+    """Divide text into paragraphs at blank lines, list items and lines that begin with a space; yields their lines."""
+    lines: list[str] = []
+    for line in prose.split("\n"):
+        if _ITEM in line or not line.strip():
+            yield lines
+            lines = []
+        elif line.startswith(_INDENT):
+            yield lines
+            yield [line[len(_INDENT) :]]
+            lines = []
+        else:
+            lines.append(line)
+    yield lines
+
+
+def _without_markup(tokens: list[Any]) -> list[Any]:
+    """Remove templates, comments, headings and tags without prose; building their nodes takes most of the time."""
+    from mwparserfromhell.parser import tokens as kinds
+
+    dropped = {kinds.TemplateOpen, kinds.ArgumentOpen, kinds.CommentStart, kinds.HeadingStart}
+    begins = {*dropped, kinds.TagOpenOpen}
+    ends = {
+        kinds.TemplateClose, kinds.ArgumentClose, kinds.CommentEnd, kinds.HeadingEnd, kinds.TagCloseClose,
+        kinds.TagCloseSelfclose,
+    }  # fmt: skip
+    kept, depth = [], 0  # depth: number of open elements, counted from the outermost one that is removed
+    for token, following in itertools.pairwise([*tokens, None]):
+        kind = type(token)
+        if depth:
+            depth += (kind in begins) - (kind in ends)
+        elif kind in dropped or (kind is kinds.TagOpenOpen and str(following.text).strip().lower() in _NO_PROSE):
+            depth = 1
+        else:
+            kept.append(token)
+    return kept
+
+
+def _collect(nodes: Any, pieces: list[str]) -> None:
+    """Append the plain text of nodes to `pieces`, with `_ITEM` in list items and `_INDENT` before indented lines."""
+    from mwparserfromhell.nodes import ExternalLink, HTMLEntity, Tag, Text, Wikilink
+
+    for node in nodes:
+        if isinstance(node, Text):
+            pieces.append(str(node.value).replace("\n ", f"\n{_INDENT}"))
+        elif isinstance(node, Wikilink):
+            _collect_link(node, pieces)
+        elif isinstance(node, ExternalLink):
+            if node.title is not None:
+                _collect(node.title.nodes, pieces)
+        elif isinstance(node, HTMLEntity):
+            pieces.append(node.normalize())
+        elif isinstance(node, Tag):
+            name = str(node.tag).strip().lower()
+            if name in _LIST_ITEMS:
+                pieces.append(_ITEM)
+            elif name == "br":
+                pieces.append(" ")
+            elif name not in _NO_PROSE:
+                around = "\n\n" if name in _BLOCKS else ""
+                pieces.append(around)
+                _collect([] if node.contents is None else node.contents.nodes, pieces)
+                pieces.append(around)
+
+
+def _collect_link(link: Any, pieces: list[str]) -> None:
+    """Append the text that a link shows."""
+    title = str(link.title)
+    if _PREFIXED.match(title):
+        return
+    if link.text is not None and link.text.nodes:
+        _collect(link.text.nodes, pieces)
+    elif not title.lstrip().startswith(":"):
+        if link.text is None:
+            _collect(link.title.nodes, pieces)
+        else:  # the pipe trick: [[Paris, Texas|]] is shown as Paris
+            pieces.append(_CONTEXT.sub("", title))
+    else:
+        name = title.strip().lstrip(":")
+        pieces.append(name if link.text is None else _CONTEXT.sub("", name.rpartition(":")[2]))
