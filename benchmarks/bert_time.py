@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, choices=[contest.batch_size for contest in CONTESTS], help="one batch size alone"
     )
-    parser.add_argument("--spans", type=int, default=4, help=f"spans of {SPAN} rounds, after one that is not counted")
+    parser.add_argument("--spans", type=int, default=15, help=f"spans of {SPAN} rounds, after one that is not counted")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)
