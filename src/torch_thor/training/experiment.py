@@ -28,7 +28,7 @@ from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.output_files import write_whole, writing
 from torch_thor.training.printing import printer
-from torch_thor.training.reports.coverage import coverage_line
+from torch_thor.training.reports.coverage_line import coverage_line
 from torch_thor.training.reports.curves import draw_curves
 from torch_thor.training.reports.refresh_plot import draw_refreshes
 from torch_thor.training.reports.summary import (

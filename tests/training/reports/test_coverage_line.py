@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.training.reports.coverage import coverage_line
+from torch_thor.training.reports.coverage_line import coverage_line
 
 
 def network():
