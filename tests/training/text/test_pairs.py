@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -156,6 +157,48 @@ def test_lengths_do_not_tell_random_pairs_from_others(folder, length):
         limits = np.unique(of_true + of_random)[:, None]
         above = (np.array(of_random) >= limits).mean(1) - (np.array(of_true) >= limits).mean(1)
         assert np.abs(above).max() < 0.12  # the best rule "at least so long" is right for 0.5 + 0.06 at most
+
+
+class ShortDocuments:
+    """A corpus of documents that are shorter than an example. The tokens of each document are a number of its own."""
+
+    length, first_token = 128, 20
+
+    def __init__(self, corpus, documents=100):
+        self.folder, self.tokenizer, self.form = corpus.folder, corpus.tokenizer, corpus.passage(0)
+        self.lengths = np.random.default_rng(0).integers(4, 20, (documents, 4))
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def passage(self, number):
+        bounds = np.concatenate([[0], np.cumsum(self.lengths[number])])
+        tokens = np.full(bounds[-1], self.first_token + number)
+        return replace(self.form, document=(0, number), tokens=tokens, bounds=bounds, first=0, last=len(bounds) - 1)
+
+
+def test_in_short_documents_the_second_segment_is_of_another_one_and_about_as_long(corpus):
+    short = ShortDocuments(corpus)
+    maker, sizes = PairMaker(short, Masking()), {0: [], 1: []}
+    for number, one in enumerate(examples(maker, 16)):
+        first, second = segments(maker, one)
+        own, is_random = short.first_token + number % len(short), int(one["next_sentence_label"])
+        assert (first == own).all()
+        assert len(set(second)) == 1
+        assert (second[0] != own) == is_random
+        sizes[is_random].append(len(second))
+    assert np.mean(sizes[1]) == pytest.approx(np.mean(sizes[0]), rel=0.12)  # whole sentences, so not exactly as long
+    assert ranks_above(sizes[1], sizes[0]) == pytest.approx(0.5, abs=0.07)
+
+
+def test_of_two_documents_the_random_segments_are_of_the_other(corpus):
+    maker = PairMaker(ShortDocuments(corpus, documents=2), Masking())
+    labels = []
+    for number, one in enumerate(examples(maker, 40)):
+        _, second = segments(maker, one)
+        labels.append(int(one["next_sentence_label"]))
+        assert (second[0] == maker.corpus.first_token + number % 2) == (labels[-1] == 0)
+    assert 20 < sum(labels) < 60
 
 
 def test_a_document_of_one_sentence_gets_text_of_another(tmp_path):
