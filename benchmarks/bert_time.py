@@ -9,6 +9,7 @@ A step is that of the training loop, with the parts of a batch, the loss and its
 """
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
@@ -112,7 +113,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    raw, ratios = {}, {}
+    found = json.loads(options.out.read_text()) if options.batch and options.out.exists() else {}  # keep the other size
+    raw, ratios = found.get("seconds", {}), found.get("ratio_to_adamw", {})
     for contest in CONTESTS:
         if options.batch not in (None, contest.batch_size):
             continue

@@ -248,6 +248,17 @@ def test_a_link_out_of_a_folder_to_one_that_contains_it_is_refused(tmp_path):
         find_sources([str(tmp_path / "texts")])
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_pipe_in_a_folder_is_refused(tmp_path, linked):
+    pipe = tmp_path / ("pipe" if linked else "pipe.txt")
+    os.mkfifo(pipe)
+    if linked:
+        (tmp_path / "pipe.txt").symlink_to(pipe)
+    (tmp_path / "text.txt").write_text("Text.")
+    with pytest.raises(UserError, match=r"pipe\.txt is not a regular file .*: move it out of the folder"):
+        find_sources([str(tmp_path)])
+
+
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
     (tmp_path / "texts" / "secret").mkdir(parents=True)
     (tmp_path / "texts" / "book.txt").write_text(PROSE)

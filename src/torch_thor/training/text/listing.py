@@ -22,7 +22,8 @@ def files_below(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
         The regular files in the order of their paths, and links to files that do not exist.
 
     Raises:
-        UserError: If a folder cannot be listed, or a link points to a folder that contains `folder`.
+        UserError: If a folder cannot be listed, a wanted file is a pipe, socket or device, or a link points to a folder
+            that contains `folder`.
     """
     found: dict[str, Path] = {}  # the path of each file, by the path without links
     visited: set[str] = set()
@@ -45,13 +46,19 @@ def files_below(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
                 for path in (place / name for name in names if wanted(place / name)):
                     if path.is_symlink():
                         linked_files.append(path)
-                    elif path.is_file():
-                        found[realpath(path)] = path
+                    else:
+                        found[realpath(path)] = _no_pipe(path)
         pending = sorted(linked_folders)
     for path in sorted(linked_files):
-        if path.is_file() or not path.exists():
-            found.setdefault(realpath(path), path)
+        found.setdefault(realpath(path), _no_pipe(path))
     return sorted(found.values())
+
+
+def _no_pipe(path: Path) -> Path:
+    regular = path.is_file() or not path.exists()  # what does not exist is named when it is read
+    # Opening a pipe would wait for ever.
+    require(regular, f"{path} is not a regular file (a pipe, socket or device): move it out of the folder")
+    return path
 
 
 def _refuse(error: OSError) -> None:
