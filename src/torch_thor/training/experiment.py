@@ -116,7 +116,7 @@ def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False
     torch.manual_seed(recipe.seed)
     model = task.build_model()
     if recipe.weights is not None and not resumed:
-        load_weights(model, recipe)
+        load_weights(model, recipe, task)
     model = model.to(task.device)
     average = averaged(model, recipe.ema_decay)
     built = build_optimizer(optimizer, model, recipe.optimizers[optimizer])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -70,6 +71,20 @@ def test_an_evaluation_takes_other_corpora_of_the_same_tokenizer_only(trained):
     assert own[0].score == same[0].score
     with pytest.raises(UserError, match=r"other/tokenizer\.json is not the tokenizer that .* prepare one with --tok"):
         evaluate_saved(folder / "run", [f"data.root={folder / 'other'}"], pytest.fail)
+
+
+def test_a_training_does_not_start_from_the_weights_of_another_tokenizer(trained, tmp_path):
+    folder, recipe = trained
+
+    def run(name, **changes):
+        data = replace(recipe.data, root=str(folder / name))
+        started = replace(recipe, data=data, weights=str(newest(folder)), **changes)
+        run_recipe(started, RunFolder(tmp_path / name), Console(file=StringIO()))
+
+    with pytest.raises(UserError, match=REFUSED.replace("own", "other")):
+        run("other")
+    run("same")
+    run("other", weights_except=["*word_embeddings", "cls.predictions.*bias", "cls.predictions.decoder"])
 
 
 def test_checkpoints_of_earlier_versions_are_not_checked(trained, tmp_path):

@@ -5,19 +5,31 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torch_thor.capture.selection import self_and_parents
+from torch_thor.training.checkpoints.checkpoint import Checkpoint
 from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
 from torch_thor.training.checkpoints.manifest import WEIGHTS
+from torch_thor.training.checkpoints.vocabulary import check_tokenizer
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.errors import UserError, require
 
 SHOWN = 3  # largest number of names in a message
 COUNTERS = "num_batches_tracked"  # buffers of BatchNorm that many files lack, and that are not needed
+
+
+@runtime_checkable
+class InputEmbedded(Protocol):
+    """A network of transformers, which names its input embedding."""
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the input embedding."""
+        ...
 
 
 def with_weights_checksum(recipe: Recipe, say: Callable[[str], None] = lambda _: None) -> Recipe:
@@ -32,22 +44,25 @@ def with_weights_checksum(recipe: Recipe, say: Callable[[str], None] = lambda _:
     """
     if recipe.weights is None or recipe.weights_sha256 is not None:
         return recipe
-    path = _file(recipe.weights, say)
+    path = _file(_find(recipe.weights, say))
     return replace(recipe, weights_sha256=_checksum(path))
 
 
-def load_weights(model: nn.Module, recipe: Recipe) -> None:
+def load_weights(model: nn.Module, recipe: Recipe, task: object = None) -> None:
     """Load the weights of a recipe into its network.
 
     Args:
         model: The network, with random weights.
         recipe: The recipe; it has `weights`, and in `weights_except` the weights that stay random.
+        task: The task. If it has a tokenizer, the weights of a checkpoint must have been trained with the same one,
+            unless `weights_except` contains the input embedding.
 
     Raises:
-        UserError: If the file is missing, does not match `weights_sha256`, or belongs to another network.
+        UserError: If the file is missing, does not match `weights_sha256`, or belongs to another network or tokenizer.
     """
     assert recipe.weights is not None
-    path = _file(recipe.weights, lambda _: None)  # `with_weights_checksum` has reported damaged ones
+    source = _find(recipe.weights, lambda _: None)  # `with_weights_checksum` has reported damaged ones
+    path = _file(source)
     found = _checksum(path)
     require(
         found == (recipe.weights_sha256 or found),
@@ -64,10 +79,16 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
     left_out = _left_out([*own, *given], recipe.weights_except)
     given = {name: tensor for name, tensor in given.items() if name not in left_out}
     _check_fit(own, given, left_out, recipe)
+    if isinstance(source, Checkpoint) and _gives_embedding(given, own, model):
+        check_tokenizer(source, task)
     model.load_state_dict(given, strict=False)  # `_check_fit` has compared the names
 
 
-def _file(word: str, say: Callable[[str], None]) -> Path:
+def _file(source: Path | Checkpoint) -> Path:
+    return source.path / WEIGHTS if isinstance(source, Checkpoint) else source
+
+
+def _find(word: str, say: Callable[[str], None]) -> Path | Checkpoint:
     path = Path(word).expanduser()
     if path.is_file():
         return path
@@ -78,7 +99,15 @@ def _file(word: str, say: Callable[[str], None]) -> Path:
         len(found) == 1,
         f"weights={word} contains checkpoints of {', '.join(names)}: choose one, such as weights={path / names[0]}",
     )
-    return found[0].path / WEIGHTS
+    return found[0]
+
+
+def _gives_embedding(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> bool:
+    """Return whether the weights of the input embedding of a transformers model are given, under any of its names."""
+    if not isinstance(model, InputEmbedded):
+        return False
+    place = model.get_input_embeddings().weight.data_ptr()
+    return any(own[name].data_ptr() == place for name in given)
 
 
 def _checksum(path: Path) -> str:
