@@ -1,6 +1,7 @@
 """The fine-tuning benchmark: modules are held out, only the weights of the two starts differ, and learning is seen."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,8 @@ def test_a_network_is_fine_tuned_and_the_starts_differ(tuning, library, bert, mo
         assert len(run["losses"]) == tuning.EPOCHS * (len(train) // 4)
         assert run["accuracy"] > 0.8
     assert found["random"] == tuning.fine_tune(bert, "random", 1e-2, 0, train, test)
+    wrong = [replace(gap, label=sum(map(tuning.PREPOSITIONS.index, VERBS.values())) - gap.label) for gap in test]
+    assert tuning.fine_tune(bert, "random", 1e-2, 0, train, wrong)["accuracy"] < 0.2
 
 
 def test_the_table_has_each_seed(tuning):

@@ -6,11 +6,14 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
 from sums import add_checksum, sha256
 from torch_thor.training import UserError, evaluate_saved, export, load_recipe, run_recipe
-from torch_thor.training.checkpoints import RunFolder, open_checkpoint
+from torch_thor.training.checkpoints import RunFolder, load_weights, open_checkpoint
+from torch_thor.training.tasks import MaskedLM
 from torch_thor.training.text import Manifest
 from word_corpus import PIECES, write_corpus, write_texts
 
@@ -85,6 +88,18 @@ def test_a_training_does_not_start_from_the_weights_of_another_tokenizer(trained
         run("other")
     run("same")
     run("other", weights_except=["*word_embeddings", "cls.predictions.*bias", "cls.predictions.decoder"])
+
+
+def test_weights_of_another_tokenizer_do_not_fit_networks_that_do_not_name_their_embedding(trained):
+    folder, recipe = trained
+    other = replace(recipe, data=replace(recipe.data, root=str(folder / "other")), weights=str(newest(folder)))
+    task = MaskedLM.open(other, torch.device("cpu"), pytest.fail, pytest.fail)
+    plain = nn.Module()
+    for name, child in task.build_model().named_children():
+        plain.add_module(name, child)
+    with pytest.raises(UserError, match=REFUSED.replace("own", "other")):
+        load_weights(plain, other, task)
+    load_weights(plain, other)  # without a task nothing is known about the data
 
 
 def test_checkpoints_of_earlier_versions_are_not_checked(trained, tmp_path):

@@ -79,7 +79,7 @@ def load_weights(model: nn.Module, recipe: Recipe, task: object = None) -> None:
     left_out = _left_out([*own, *given], recipe.weights_except)
     given = {name: tensor for name, tensor in given.items() if name not in left_out}
     _check_fit(own, given, left_out, recipe)
-    if isinstance(source, Checkpoint) and _gives_embedding(given, own, model):
+    if isinstance(source, Checkpoint) and source.tokenizer is not None and _gives_embedding(given, own, model):
         check_tokenizer(source, task)
     model.load_state_dict(given, strict=False)  # `_check_fit` has compared the names
 
@@ -103,9 +103,9 @@ def _find(word: str, say: Callable[[str], None]) -> Path | Checkpoint:
 
 
 def _gives_embedding(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> bool:
-    """Return whether the weights of the input embedding of a transformers model are given, under any of its names."""
+    """Return whether the weights of the input embedding are given; true for networks that do not name theirs."""
     if not isinstance(model, InputEmbedded):
-        return False
+        return True
     place = model.get_input_embeddings().weight.data_ptr()
     return any(own[name].data_ptr() == place for name in given)
 
