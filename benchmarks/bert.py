@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from torch_thor import LAMB, THOR
-from torch_thor.bench import TUNING_SEED, Folder, Search, describe, script, stages
+from torch_thor.bench import TUNING_SEED, Folder, Search, describe, final_accuracy, script, stages
 from torch_thor.training import DivergedError, Run, load_recipe, train
 from torch_thor.training.optimizers import MuonAdamW
 from torch_thor.training.tasks import MaskedLM
@@ -214,8 +214,7 @@ class Training:
 
     def final(self) -> float:
         """Return the accuracy at the last step; 0 for a run that diverged."""
-        run = self.result()
-        return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
+        return final_accuracy(self.result())
 
 
 def search(contest: Contest, name: str, corpus: Path = CORPUS) -> Search[Training]:

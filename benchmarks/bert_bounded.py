@@ -6,7 +6,7 @@
 Protocol. The task is that of bert.py with a batch of 32, whose corpus has to be prepared first. The reference is the
 setting of ``thor`` there: damping 0.01, a refresh every 20 steps, momentum 0.8. Each variant changes one option and has
 three learning rates, tried with a seed that is used for nothing else. The one with the highest accuracy on masked
-tokens of held-out text runs with three other seeds.
+tokens of held-out text runs with three other seeds, unless that accuracy is below the one of the reference.
 """
 
 import statistics
@@ -18,15 +18,26 @@ import torch
 
 from bert import CONTESTS, CORPUS, open_task
 from torch_thor import THOR
-from torch_thor.bench import TUNING_SEED, Folder, Search, describe, markdown, script, stages, write_tables
+from torch_thor.bench import (
+    TUNING_SEED,
+    Folder,
+    Search,
+    describe,
+    final_accuracy,
+    markdown,
+    script,
+    stages,
+    write_tables,
+)
 from torch_thor.training import DivergedError, Run, train
 
 STORE = Folder(Path(__file__).parent / "results" / "bert_bounded")
 CONTEST = CONTESTS[0]
 LRS = (0.025, 0.05, 0.1)
 REFERENCE = {"momentum": 0.8, "damping": 0.01, "update_interval": 20}
+REFERENCE_NAME = "reference"
 VARIANTS: dict[str, dict[str, Any]] = {
-    "reference": {},
+    REFERENCE_NAME: {},
     "damping 0.001": {"damping": 0.001},
     "damping 0.1": {"damping": 0.1},
     "refresh every 5 steps": {"update_interval": 5},
@@ -89,8 +100,7 @@ class Training:
 
     def final(self) -> float:
         """Return the accuracy at the last step; 0 for a run that diverged."""
-        run = STORE.read(self.key)
-        return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
+        return final_accuracy(STORE.read(self.key))
 
 
 def search(variant: str) -> Search[Training]:
@@ -110,6 +120,17 @@ def searches() -> list[Search[Training]]:
     return [search(variant) for variant in VARIANTS]
 
 
+def repeated() -> list[str]:
+    """List the variants that run with the other seeds: the reference, and those that are not below it when tried."""
+    least = search(REFERENCE_NAME).best().final()
+    return [variant for variant in VARIANTS if search(variant).best().final() >= least]
+
+
+def chosen() -> list[Training]:
+    """List the runs with the other seeds."""
+    return [run for variant in repeated() for run in search(variant).chosen()]
+
+
 def table() -> str:
     """Return the result as Markdown and write it with the figures as JSON.
 
@@ -124,13 +145,14 @@ def table() -> str:
     )
     rows: list[tuple[str, ...]] = []
     figures: dict[str, Any] = {}
+    again = repeated()
     for variant in VARIANTS:
         own = search(variant)
-        runs, tried = own.chosen(), [run.final() for run in own.tries]
-        found = [run.final() for run in runs]
-        middle = markdown.middle(found, ".2%", of=statistics.fmean)
-        rows.append((variant, f"{runs[0].lr:g}", middle, markdown.each(tried, ".2%")))
-        figures[variant] = {"lr": runs[0].lr, "accuracy": found, "tuning_accuracy": dict(zip(LRS, tried, strict=True))}
+        lr, tried = own.best().lr, [run.final() for run in own.tries]
+        found = [run.final() for run in own.chosen()] if variant in again else []
+        middle = markdown.middle(found, ".2%", of=statistics.fmean) if found else "not repeated"
+        rows.append((variant, f"{lr:g}", middle, markdown.each(tried, ".2%")))
+        figures[variant] = {"lr": lr, "accuracy": found, "tuning_accuracy": dict(zip(LRS, tried, strict=True))}
     text = markdown.table(heads, rows)
     write_tables(STORE.folder, text, figures)
     return text
@@ -140,7 +162,7 @@ def main() -> None:
     """Run what is missing and print the table."""
     options = script.parser(__doc__).parse_args()
     if not options.table:
-        script.measure(STORE, stages(searches), options.workers)
+        script.measure(STORE, [stages(searches)[0], chosen], options.workers)
     print(table())
 
 

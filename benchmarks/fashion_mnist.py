@@ -23,6 +23,7 @@ from torch_thor.bench import (
     Folder,
     Search,
     drawing,
+    final_accuracy,
     markdown,
     running_mean,
     script,
@@ -84,8 +85,7 @@ class Training:
 
     def final(self) -> float:
         """Return the accuracy at the last step; 0 for a run that did not get there."""
-        run = self.result()
-        return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
+        return final_accuracy(self.result())
 
 
 def search(optimizer: str) -> Search[Training]:

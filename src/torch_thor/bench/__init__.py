@@ -7,7 +7,7 @@ from torch_thor.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_thor.bench import drawing, markdown, script
     from torch_thor.bench.machine import describe, describe_device
-    from torch_thor.bench.numbers import running_mean, steps_to
+    from torch_thor.bench.numbers import final_accuracy, running_mean, steps_to
     from torch_thor.bench.recipes import train_recipe
     from torch_thor.bench.runner import complete, complete_here, missing
     from torch_thor.bench.search import SEEDS, TUNING_SEED, Search, stages
@@ -25,6 +25,7 @@ __all__ = [
     "describe",
     "describe_device",
     "drawing",
+    "final_accuracy",
     "key_of",
     "markdown",
     "median_ratio",
@@ -42,7 +43,7 @@ __all__ = [
 
 _MODULES = {
     "torch_thor.bench.machine": ("describe", "describe_device"),
-    "torch_thor.bench.numbers": ("running_mean", "steps_to"),
+    "torch_thor.bench.numbers": ("final_accuracy", "running_mean", "steps_to"),
     "torch_thor.bench.recipes": ("train_recipe",),
     "torch_thor.bench.runner": ("complete", "complete_here", "missing"),
     "torch_thor.bench.search": ("SEEDS", "TUNING_SEED", "Search", "stages"),

@@ -1,7 +1,8 @@
 """Statistics of training runs: running means, and the number of steps to a target."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def steps_to(
@@ -27,6 +28,18 @@ def steps_to(
             return before[0] + (step - before[0]) * (target - before[1]) / (value - before[1])
         before = (step, value)
     return None
+
+
+def final_accuracy(run: Mapping[str, Any]) -> float:
+    """Return the accuracy at the end of a run, as the score of a search.
+
+    Args:
+        run: Raw data with ``failure`` (`None` for a complete run) and ``evaluations``, pairs of a step and an accuracy.
+
+    Returns:
+        The accuracy of the last evaluation; 0 for a run that has failed, for example because it diverged.
+    """
+    return 0.0 if run["failure"] else float(run["evaluations"][-1][1])
 
 
 def running_mean(values: Sequence[float], before: int) -> list[float]:

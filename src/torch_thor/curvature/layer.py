@@ -1,23 +1,22 @@
-"""The curvature of one layer: its factors and their inverses, and the preconditioning of gradients with them.
+"""The curvature of one layer: its factors, their inverses and its counters.
 
 Factors, inverses and counters are stored in the optimizer's state of the weight, as tensors and numbers only, so a
 checkpoint of the optimizer contains them. :mod:`torch_thor.curvature.layer_state` creates these entries and checks
-whether they are complete. New statistics (:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of
-the step and are not part of the state.
+whether they are complete. :mod:`torch_thor.curvature.preconditioning` multiplies gradients with the inverses. New
+statistics (:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of the step and are not part of the
+state.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.block_layout import BlockLayout
-from torch_thor.curvature.blocks import BlockDiagonal, scale_
-from torch_thor.curvature.experts import bias_scales, group_rows_per_term, plain_where_unknown, weighted_factors
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.experts import group_rows_per_term, plain_where_unknown, weighted_factors
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView, State
-from torch_thor.curvature.precision import ieee_float32
 from torch_thor.curvature.statistics import Factors, Statistics
 
 SIDES = ("A", "G")
@@ -295,75 +294,3 @@ class LayerCurvature:
             self._inverses[side] = inverse
         state[prefix + "rows_per_term"] = rows_per_term
         state[prefix + "refreshes"] = self.refreshes + 1
-
-    def precondition_inputs(self, gradient: Tensor, into: Tensor) -> None:
-        """Compute ``into ← ∇W A_d⁻¹``, for a layer that has A alone.
-
-        Must be called inside ``ieee_float32`` and with autograd disabled.
-
-        Args:
-            gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer.
-            into: in the shape of a result of :meth:`Kind.to_matrix`, in the dtype of the factors; overwritten.
-        """
-        matrix, inverse = self.kind.to_matrix(gradient).to(into.dtype), self.inverse("A")
-        if self.kind.transposed:
-            into.copy_(inverse.left_multiply(matrix))
-        else:
-            inverse.accumulate_right_product_(matrix, 1.0, into, 0.0)
-
-    @torch.no_grad()
-    def accumulate_natural_gradient_(self, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0) -> None:
-        """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇W A_d⁻¹``, which can update a momentum buffer at once.
-
-        Args:
-            gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer. That of an
-                embedding may be sparse.
-            into: in the same shape, in the dtype of the factors; changed in place.
-            decay: a number; with 0 the old values of ``into`` are overwritten.
-            scale: a number that multiplies the gradient.
-        """
-        if gradient.is_sparse and self.kind.diagonal_input and gradient.sparse_dim() == 1:
-            self._accumulate_rows_(gradient.coalesce(), into, decay, scale)
-            return
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        left, right = self.inverse("G"), self.inverse("A")
-        if self.kind.transposed:
-            left, right = right, left
-        matrix, target = self.kind.to_matrix(gradient), self.kind.to_matrix(into)
-        with ieee_float32(gradient.device.type):
-            solved = left.left_multiply(matrix.to(left.blocks.dtype))
-            right.accumulate_right_product_(solved, scale / self.rows_per_term, target, decay)
-        self.kind.from_matrix_(target, into)
-
-    def _accumulate_rows_(self, gradient: Tensor, into: Tensor, decay: float, scale: float) -> None:
-        """Do the same for the sparse gradient of an embedding, which changes the rows of its tokens only."""
-        a_inverse, g_inverse = self.inverse("A"), self.inverse("G")
-        tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.blocks.dtype)
-        scaled = rows * a_inverse.blocks.view(-1)[tokens, None]
-        solved = torch.zeros_like(scaled)
-        with ieee_float32(gradient.device.type):
-            g_inverse.accumulate_right_product_(scaled[None], scale / self.rows_per_term, solved[None], 0.0)
-        scale_(into, decay).index_add_(0, tokens, solved)
-
-    @torch.no_grad()
-    def accumulate_natural_bias_gradient_(
-        self, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0
-    ) -> None:
-        """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇b``: a bias has the constant input 1, so its A is 1.
-
-        Args:
-            gradient: ``(d_out,)``.
-            into: in the same shape, in the dtype of the factors; changed in place.
-            decay: a number; with 0 the old values of ``into`` are overwritten.
-            scale: a number that multiplies the gradient.
-        """
-        g_inverse = self.inverse("G")
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        column = gradient.to(g_inverse.blocks.dtype).reshape(self.kind.groups, self.kind.outputs, 1)
-        with ieee_float32(gradient.device.type):
-            solved = g_inverse.left_multiply(column)
-        if self.kind.routed:
-            solved *= bias_scales(self.state[self.prefix + "group_rows_per_term"])[:, None, None]
-        scale_(into, decay).add_(solved.reshape(into.shape), alpha=scale / self.rows_per_term)

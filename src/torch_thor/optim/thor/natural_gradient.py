@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import scale_
 from torch_thor.curvature.layer import SIDES
 from torch_thor.curvature.precision import factor_dtype
+from torch_thor.curvature.preconditioning import accumulate_natural_bias_gradient_, accumulate_natural_gradient_
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex, Share
 from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
@@ -86,7 +87,7 @@ class NaturalGradient:
                 continue
             directions = [torch.empty_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
             for i, direction in enumerate(directions):
-                _accumulate_natural_gradient_(natural, i, direction, 0.0)
+                _accumulate_direction_(natural, i, direction, 0.0)
             if True in natural.decaying:
                 _add_weight_decay_(natural, directions)
             if group["kl_clip"] is None:
@@ -147,7 +148,7 @@ def _update_one_by_one(natural: _Part) -> None:
     memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
     for i, (parameter, buffer) in enumerate(zip(natural.params, natural.buffers, strict=True)):
         if ratio is None:  # v ← μ v + d, where d is added to v block by block and never stored
-            _accumulate_natural_gradient_(natural, i, buffer, momentum)
+            _accumulate_direction_(natural, i, buffer, momentum)
             if natural.decaying[i]:
                 buffer.add_(parameter, alpha=float(group["weight_decay"]))
         else:
@@ -155,7 +156,7 @@ def _update_one_by_one(natural: _Part) -> None:
             if scratch is None or scratch.numel() < buffer.numel():
                 scratch = memory[buffer.dtype] = torch.empty(buffer.numel(), dtype=buffer.dtype)
             direction = scratch[: buffer.numel()].as_strided(buffer.shape, buffer.stride())
-            _accumulate_natural_gradient_(natural, i, direction, 0.0)
+            _accumulate_direction_(natural, i, direction, 0.0)
             if natural.decaying[i]:
                 direction.add_(parameter, alpha=float(group["weight_decay"]))
             scale = relative_scale(parameter, direction, lr, float(ratio))
@@ -186,7 +187,7 @@ def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:
     return bounded
 
 
-def _accumulate_natural_gradient_(part: _Part, i: int, target: Tensor, decay: float) -> None:
+def _accumulate_direction_(part: _Part, i: int, target: Tensor, decay: float) -> None:
     """Compute ``target ← decay * target + d``, where d is the natural gradient of the i-th parameter."""
     shares, gradient, scale = part.shares[i], part.gradients[i], part.scale
     if shares[0].view.rows is not None:
@@ -198,9 +199,9 @@ def _accumulate_natural_gradient_(part: _Part, i: int, target: Tensor, decay: fl
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
             scale_(into, decay).add_(source, alpha=scale)
         elif share.is_weight:
-            layer.accumulate_natural_gradient_(source, into, decay, scale)
+            accumulate_natural_gradient_(layer, source, into, decay, scale)
         else:
-            layer.accumulate_natural_bias_gradient_(source, into, decay, scale)
+            accumulate_natural_bias_gradient_(layer, source, into, decay, scale)
 
 
 def _unpreconditioned_rows(shares: Sequence[Share], length: int) -> list[slice]:

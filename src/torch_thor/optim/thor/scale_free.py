@@ -27,6 +27,7 @@ from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
+from torch_thor.curvature.preconditioning import precondition_inputs
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
@@ -72,7 +73,7 @@ class _Piece:
         """
         into = into.mT if self.is_tall else into
         if self.layer is not None:
-            self.layer.precondition_inputs(self.direction, into)
+            precondition_inputs(self.layer, self.direction, into)
         else:
             into.copy_(self.geometry.to_matrix(self.direction))
 
