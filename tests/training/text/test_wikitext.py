@@ -136,3 +136,32 @@ def test_what_is_dropped_before_the_tree_is_built_would_not_have_been_text(piece
 def test_a_character_that_is_none_is_replaced():
     (paragraph,) = clean("An entity &#xD800; stands in for a character that is none.")
     assert paragraph == "An entity? stands in for a character that is none."
+
+
+OPENED = [
+    "<!--",
+    "<ref>",
+    "<REF name=x>",
+    "<nowiki>",
+    "<b>",
+    "[http://a.b ",
+    "[mailto:a ",
+    "<ref name=xx ",
+    "<br ",
+    '<ref name="',
+]
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_pages_with_many_elements_without_an_end_are_refused(opened):
+    some, many = (f"One two three four five six. {opened * number}" for number in (100, 600))
+    assert clean(some)
+    with pytest.raises(ValueError, match="600 times .* without an end"):  # it would take minutes, or never end
+        clean(many)
+
+
+@pytest.mark.parametrize(
+    "whole", ["<!-- x -->", "<ref name=x />", "<ref>x</ref>", "<br>", "<br />", "[[a]]", "[http://a b]", "1 < 2 "]
+)
+def test_pages_with_many_whole_elements_are_not(whole):
+    assert clean("One two three four five six. " + f"{whole} and\n" * 600)

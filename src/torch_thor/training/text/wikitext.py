@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ _ITEM, _INDENT = "\x01", "\x02"  # characters that XML cannot contain mark list 
 _SPACE = re.compile(r"\s+")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;]*\s*\)")
 _BEFORE_POINT = re.compile(r"\s+([,.;:!?])")
+_TAG = re.compile(r"<(/?)([a-zA-Z]+)([^<>]*)(>?)")
+_MOST_OPEN = 500  # the time of the parser grows faster than the square of the number of elements without an end
 _LEAST_WORDS = 5  # a paragraph with fewer words is assumed to be a caption, a label or the remainder of a template
 
 
@@ -40,10 +43,15 @@ def clean(wikitext: str) -> tuple[str, ...]:
 
     Returns:
         The paragraphs with five or more words, without markup and line breaks.
+
+    Raises:
+        ValueError: The page has more than 500 comments or tags of one name without an end, or a line has as many
+            brackets without an end.
     """
     from mwparserfromhell.parser import Parser
     from mwparserfromhell.parser.builder import Builder
 
+    _check_ends(wikitext)
     pieces: list[str] = []
     parser, builder = Parser(), Builder()  # type: ignore[no-untyped-call]
     tokens = parser._tokenizer.tokenize(_COMMENT_LINES.sub("", wikitext))
@@ -56,6 +64,22 @@ def clean(wikitext: str) -> tuple[str, ...]:
         if len(text.split()) >= _LEAST_WORDS:
             found.append(text)
     return tuple(found)
+
+
+def _check_ends(wikitext: str) -> None:
+    """Raise ValueError for a page with which the parser would be busy for minutes or longer."""
+    from mwparserfromhell.definitions import is_single
+
+    excess = Counter({"<!--": wikitext.count("<!--") - wikitext.count("-->")})
+    excess["["] = max(line.count("[") - line.count("]") for line in wikitext.split("\n"))
+    for closes, name, attributes, end in _TAG.findall(wikitext):
+        if not end:
+            excess[f"<{name.lower()} without >"] += 1
+        elif not (attributes.endswith("/") or is_single(name)):  # type: ignore[no-untyped-call]
+            excess[f"<{name.lower()}>"] += -1 if closes else 1
+    (worst, number), *_ = excess.most_common(1)
+    if number > _MOST_OPEN:
+        raise ValueError(f"{number} times {worst} without an end")
 
 
 def _paragraphs(prose: str) -> Iterator[str]:
