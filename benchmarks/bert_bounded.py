@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from bert import CONTESTS, CORPUS, open_task
 from torch_thor import THOR
@@ -35,9 +36,10 @@ STORE = Folder(Path(__file__).parent / "results" / "bert_bounded")
 CONTEST = CONTESTS[0]
 LRS = (0.025, 0.05, 0.1)
 REFERENCE = {"momentum": 0.8, "damping": 0.01, "update_interval": 20}
-REFERENCE_NAME = "reference"
+REFERENCE_NAME, MIXED = "reference", "damping 0.001, AdamW for embeddings, biases and norms"
 VARIANTS: dict[str, dict[str, Any]] = {
     REFERENCE_NAME: {},
+    "damping 0.0001": {"damping": 0.0001},
     "damping 0.001": {"damping": 0.001},
     "damping 0.1": {"damping": 0.1},
     "refresh every 5 steps": {"update_interval": 5},
@@ -51,7 +53,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full factors": {"split_dim": None},
     "weight decay 0.01": {"weight_decay": 0.01},
     "embeddings with momentum": {"skip": ["*_embeddings"]},
+    "damping 0.001, bound 0.03": {"damping": 0.001, "max_update_ratio": 0.03},
+    MIXED: {"damping": 0.001, "skip": ["*_embeddings"]},
 }
+ADAMW_LR = 0.002  # the best one of AdamW in bert.py
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Training:
     @property
     def key(self) -> str:
         """Name of its raw data."""
-        return f"{self.variant.replace(' ', '-')}-lr{self.lr:g}-seed{self.seed}"
+        return f"{self.variant.replace(',', '').replace(' ', '-')}-lr{self.lr:g}-seed{self.seed}"
 
     def run(self) -> dict[str, Any]:
         """Train.
@@ -83,7 +88,10 @@ class Training:
         torch.manual_seed(self.seed)
         model = task.build_model()
         options: dict[str, Any] = {**REFERENCE, **VARIANTS[self.variant]}
-        run = Run(model, THOR(model, lr=self.lr, **options), task, task.recipe)
+        optimizer = THOR(model, lr=self.lr, **options)
+        if self.variant == MIXED:
+            leave_to_adamw(model, optimizer)
+        run = Run(model, optimizer, task, task.recipe)
         failure = None
         try:
             train(run)
@@ -101,6 +109,27 @@ class Training:
     def final(self) -> float:
         """Return the accuracy at the last step; 0 for a run that diverged."""
         return final_accuracy(STORE.read(self.key))
+
+
+def leave_to_adamw(model: nn.Module, thor: THOR) -> None:
+    """Give the parameters that are not weights of linear layers to AdamW, with the schedule of THOR.
+
+    Args:
+        model: The network.
+        thor: Its optimizer.
+    """
+    weights = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    weights -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}  # the tied one
+    others = [parameter for parameter in model.parameters() if id(parameter) not in weights]
+    adamw = torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.8, 0.99), weight_decay=0.01)
+    peak = float(thor.param_groups[0]["lr"])
+
+    def step(*_: Any) -> None:
+        adamw.param_groups[0]["lr"] = ADAMW_LR * float(thor.param_groups[0]["lr"]) / peak
+        adamw.step()
+        adamw.zero_grad()  # THOR leaves out parameters without a gradient
+
+    thor.register_step_pre_hook(step)
 
 
 def search(variant: str) -> Search[Training]:

@@ -79,14 +79,16 @@ def test_an_evaluation_takes_other_corpora_of_the_same_tokenizer_only(trained):
 def test_a_training_does_not_start_from_the_weights_of_another_tokenizer(trained, tmp_path):
     folder, recipe = trained
 
-    def run(name, **changes):
+    def run(name, file="", **changes):
         data = replace(recipe.data, root=str(folder / name))
-        started = replace(recipe, data=data, weights=str(newest(folder)), **changes)
+        started = replace(recipe, data=data, weights=str(newest(folder) / file), **changes)
         run_recipe(started, RunFolder(tmp_path / name), Console(file=StringIO()))
 
     with pytest.raises(UserError, match=REFUSED.replace("own", "other")):
         run("other")
-    run("same")
+    with pytest.raises(UserError, match=REFUSED.replace("own", "other")):
+        run("other", "model.safetensors")
+    run("same", "model.safetensors")
     run("other", weights_except=["*word_embeddings", "cls.predictions.*bias", "cls.predictions.decoder"])
 
 

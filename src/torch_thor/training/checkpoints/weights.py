@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from torch_thor.capture.selection import self_and_parents
-from torch_thor.training.checkpoints.checkpoint import Checkpoint
+from torch_thor.training.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
-from torch_thor.training.checkpoints.manifest import WEIGHTS
+from torch_thor.training.checkpoints.manifest import AVERAGED, MANIFEST, WEIGHTS
 from torch_thor.training.checkpoints.vocabulary import check_tokenizer
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.errors import UserError, require
@@ -44,7 +44,7 @@ def with_weights_checksum(recipe: Recipe, say: Callable[[str], None] = lambda _:
     """
     if recipe.weights is None or recipe.weights_sha256 is not None:
         return recipe
-    path = _file(_find(recipe.weights, say))
+    path, _ = _find(recipe.weights, say)
     return replace(recipe, weights_sha256=_checksum(path))
 
 
@@ -61,8 +61,7 @@ def load_weights(model: nn.Module, recipe: Recipe, task: object = None) -> None:
         UserError: If the file is missing, does not match `weights_sha256`, or belongs to another network or tokenizer.
     """
     assert recipe.weights is not None
-    source = _find(recipe.weights, lambda _: None)  # `with_weights_checksum` has reported damaged ones
-    path = _file(source)
+    path, checkpoint = _find(recipe.weights, lambda _: None)  # `with_weights_checksum` has reported damaged ones
     found = _checksum(path)
     require(
         found == (recipe.weights_sha256 or found),
@@ -79,19 +78,17 @@ def load_weights(model: nn.Module, recipe: Recipe, task: object = None) -> None:
     left_out = _left_out([*own, *given], recipe.weights_except)
     given = {name: tensor for name, tensor in given.items() if name not in left_out}
     _check_fit(own, given, left_out, recipe)
-    if isinstance(source, Checkpoint) and source.tokenizer is not None and _gives_embedding(given, own, model):
-        check_tokenizer(source, task)
+    if checkpoint is not None and checkpoint.tokenizer is not None and _gives_embedding(given, own, model):
+        check_tokenizer(checkpoint, task)
     model.load_state_dict(given, strict=False)  # `_check_fit` has compared the names
 
 
-def _file(source: Path | Checkpoint) -> Path:
-    return source.path / WEIGHTS if isinstance(source, Checkpoint) else source
-
-
-def _find(word: str, say: Callable[[str], None]) -> Path | Checkpoint:
+def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | None]:
+    """Return the file of the weights, and the checkpoint that it belongs to."""
     path = Path(word).expanduser()
     if path.is_file():
-        return path
+        inside = path.name in (WEIGHTS, AVERAGED) and (path.parent / MANIFEST).exists()
+        return path, open_checkpoint(path.parent) if inside else None
     found = find_checkpoints(path, say)
     require(bool(found), f"weights={word} is neither a safetensors file nor a checkpoint: give a file, or {ACCEPTED}")
     names = [saved.optimizer for saved in found]
@@ -99,7 +96,7 @@ def _find(word: str, say: Callable[[str], None]) -> Path | Checkpoint:
         len(found) == 1,
         f"weights={word} contains checkpoints of {', '.join(names)}: choose one, such as weights={path / names[0]}",
     )
-    return found[0]
+    return found[0].path / WEIGHTS, found[0]
 
 
 def _gives_embedding(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> bool:
