@@ -75,7 +75,7 @@ def _check_ends(wikitext: str) -> None:
     for closes, name, attributes, end in _TAG.findall(wikitext):
         if not end:
             excess[f"<{name.lower()} without >"] += 1
-        elif not (attributes.endswith("/") or is_single(name)):  # type: ignore[no-untyped-call]
+        elif not (attributes.endswith("/") or is_single(name)):
             excess[f"<{name.lower()}>"] += -1 if closes else 1
     (worst, number), *_ = excess.most_common(1)
     if number > _MOST_OPEN:
