@@ -2,9 +2,8 @@
 
 Factors, inverses and counters are stored in the optimizer's state of the weight, as tensors and numbers only, so a
 checkpoint of the optimizer contains them. :mod:`torch_thor.curvature.layer_state` creates these entries and checks
-whether they are complete. :mod:`torch_thor.curvature.preconditioning` multiplies gradients with the inverses. New
-statistics (:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of the step and are not part of the
-state.
+whether they are complete. The update rules multiply gradients with the inverses. New statistics
+(:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of the step and are not part of the state.
 """
 
 from collections.abc import Sequence

@@ -27,7 +27,6 @@ from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.preconditioning import precondition_inputs
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
@@ -73,7 +72,7 @@ class _Piece:
         """
         into = into.mT if self.is_tall else into
         if self.layer is not None:
-            precondition_inputs(self.layer, self.direction, into)
+            _precondition_inputs(self.layer, self.direction, into)
         else:
             into.copy_(self.geometry.to_matrix(self.direction))
 
@@ -88,6 +87,23 @@ class _Piece:
         length = lr * step_norm(self.geometry.outputs, self.geometry.inputs)
         matrix.add_(unit.mT if self.is_tall else unit, alpha=-length)
         self.geometry.from_matrix_(matrix, self.parameter)
+
+
+def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) -> None:
+    """Compute ``into ← ∇W A_d⁻¹``, for a layer that has A alone (the scale-free step).
+
+    Must be called inside ``ieee_float32`` and with autograd disabled.
+
+    Args:
+        layer: the layer, which has factors.
+        gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer.
+        into: in the shape of a result of :meth:`Kind.to_matrix`, in the dtype of the factors; overwritten.
+    """
+    matrix, inverse = layer.kind.to_matrix(gradient).to(into.dtype), layer.inverse("A")
+    if layer.kind.transposed:
+        into.copy_(inverse.left_multiply(matrix))
+    else:
+        inverse.accumulate_right_product_(matrix, 1.0, into, 0.0)
 
 
 class ScaleFree:
