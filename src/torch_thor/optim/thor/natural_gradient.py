@@ -205,7 +205,7 @@ def _accumulate_direction_(part: _Part, i: int, target: Tensor, decay: float) ->
 
 
 def _accumulate_natural_gradient_(
-    layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0
+    layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float, scale: float
 ) -> None:
     """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇W A_d⁻¹``, which can update a momentum buffer at once.
 
@@ -244,7 +244,7 @@ def _accumulate_rows_(layer: LayerCurvature, gradient: Tensor, into: Tensor, dec
 
 
 def _accumulate_natural_bias_gradient_(
-    layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float, scale: float = 1.0
+    layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float, scale: float
 ) -> None:
     """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇b``: a bias has the constant input 1, so its A is 1.
 
