@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from torch_thor.curvature import BlockDiagonal, BlockLayout
-from torch_thor.curvature.inverse import damped_inverses, relative_damping
+from torch_thor.curvature.inverse import NewFactor, invert_, relative_damping
+from torch_thor.curvature.processes import ALONE
 
 
 def matrix_of(*blocks):
@@ -14,6 +15,16 @@ def matrix_of(*blocks):
     full = torch.stack([block for block in blocks if len(block) == sizes[0]])
     tail = blocks[-1][None] if sizes[-1] != sizes[0] else None
     return BlockDiagonal(layout, full, tail)
+
+
+def damped_inverses(factors):
+    """The inverses of pairs of a factor and its damping, one for all groups or one each."""
+    new = []
+    for factor, damping in factors:
+        of_groups = damping if isinstance(damping, list) else [damping] * factor.layout.groups
+        new.append(NewFactor(factor, of_groups))
+    invert_(new, ALONE)
+    return new
 
 
 def positive(size):
@@ -35,7 +46,7 @@ def test_blocks_of_many_sizes_and_dampings():
     ]
     for (factor, damping), result in zip(factors, damped_inverses(factors), strict=True):
         assert (result.raised, result.failed) == (False, False)
-        [dense], [inverse] = factor.dense(), result.matrix.dense()
+        [dense], [inverse] = factor.dense(), result.inverse.dense()
         eye = torch.eye(len(dense), dtype=torch.float64)
         torch.testing.assert_close(inverse @ (dense + damping * eye), eye, rtol=1e-10, atol=1e-10)
 
@@ -47,7 +58,7 @@ def test_only_the_bad_block_gets_more_damping(worst, raise_by):
     factor = matrix_of(good, diagonal(1.0, worst))
     [result] = damped_inverses([(factor, 0.1)])
     assert (result.raised, result.failed) == (raise_by > 1, False)
-    [inverse] = result.matrix.dense()
+    [inverse] = result.inverse.dense()
     torch.testing.assert_close(inverse[:2, :2], torch.linalg.inv(good + diagonal(0.1, 0.1)))
     shift = 0.1 * raise_by
     torch.testing.assert_close(inverse[2:, 2:], diagonal(1 / (1 + shift), 1 / (worst + shift)))
@@ -60,7 +71,7 @@ def test_hopeless_block_is_said_to_have_failed_and_spoils_no_other():
     assert first.failed
     assert (second.raised, second.failed) == (False, False)
     [alone] = damped_inverses([(healthy, 0.1)])
-    torch.testing.assert_close(second.matrix.dense(), alone.matrix.dense())
+    torch.testing.assert_close(second.inverse.dense(), alone.inverse.dense())
 
 
 def test_factors_are_not_changed():
@@ -91,21 +102,26 @@ def test_a_factorisation_that_stops_half_way_is_a_failed_block_and_no_exception(
     for block, result in zip(sound, others, strict=True):
         assert (result.raised, result.failed) == (False, False)
         wanted = torch.linalg.inv(block.double() + 1e-3 * torch.eye(3, dtype=torch.float64))
-        torch.testing.assert_close(result.matrix.dense()[0].double(), wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(result.inverse.dense()[0].double(), wanted, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_inverses_are_row_major(size):
     """As a checkpoint gives them back: with other strides products are rounded in another order."""
     [result] = damped_inverses([(matrix_of(positive(size), positive(size)), 0.1)])
-    assert all(part.is_contiguous() for part in result.matrix.parts())
+    assert all(part.is_contiguous() for part in result.inverse.parts())
 
 
 # ------------------------------------------------------------------- damping relative to the factor
 
 
 def inverted(factors, damping):
-    return damped_inverses([(factor, relative_damping(factor, damping)) for factor in factors])
+    return damped_inverses([(factor, relative(factor, damping)) for factor in factors])
+
+
+def relative(factor, damping):
+    dtype, size = factor.blocks.dtype, factor.layout.size
+    return [relative_damping(trace, size, damping, dtype) for trace in factor.group_traces().tolist()]
 
 
 def test_blocks_of_many_sizes_share_the_mean_diagonal_of_their_factor():
@@ -118,7 +134,7 @@ def test_blocks_of_many_sizes_share_the_mean_diagonal_of_their_factor():
     ]
     for factor, result in zip(factors, inverted(factors, 0.3), strict=True):
         assert (result.raised, result.failed) == (False, False)
-        [dense], [found] = factor.dense(), result.matrix.dense()
+        [dense], [found] = factor.dense(), result.inverse.dense()
         eye = torch.eye(len(dense), dtype=torch.float64)
         expected = torch.linalg.inv(dense + 0.3 * dense.trace() / len(dense) * eye)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -130,7 +146,7 @@ def test_each_group_has_its_own_mean():
     one, rest = positive(2), positive(1)
     factor = BlockDiagonal(layout, torch.stack([one, 100 * one]), torch.stack([rest, 100 * rest]))
     [result] = inverted([factor], 0.1)
-    first, second = result.matrix.dense()
+    first, second = result.inverse.dense()
     shift = 0.1 * (one.trace() + rest.trace()) / 3
     torch.testing.assert_close(first, torch.linalg.inv(factor.dense()[0] + shift * torch.eye(3).double()))
     torch.testing.assert_close(second, first / 100)
@@ -141,12 +157,11 @@ def test_a_damping_for_each_group_beside_one_for_all():
     layout = BlockLayout.of(2, 4, 2)
     many = BlockDiagonal(layout, torch.stack([positive(2) for _ in range(4)]), None)
     alone = matrix_of(positive(2), positive(2))
-    own = torch.tensor([0.5, 3.0], dtype=torch.float64)
-    first, second = damped_inverses([(many, own), (alone, 0.1)])
+    first, second = damped_inverses([(many, [0.5, 3.0]), (alone, 0.1)])
     eye = torch.eye(4, dtype=torch.float64)
-    for dense, found, damping in zip(many.dense(), first.matrix.dense(), (0.5, 3.0), strict=True):
+    for dense, found, damping in zip(many.dense(), first.inverse.dense(), (0.5, 3.0), strict=True):
         torch.testing.assert_close(found, torch.linalg.inv(dense + damping * eye))
-    torch.testing.assert_close(second.matrix.dense()[0], torch.linalg.inv(alone.dense()[0] + 0.1 * eye))
+    torch.testing.assert_close(second.inverse.dense()[0], torch.linalg.inv(alone.dense()[0] + 0.1 * eye))
 
 
 @pytest.mark.parametrize(("worst", "raise_by"), [(-0.05, 1), (-0.5, 10), (-5.0, 100)])
@@ -157,7 +172,7 @@ def test_a_raise_is_relative_too(worst, raise_by):
     assert (result.raised, result.failed) == (raise_by > 1, False)
     shift = 0.1 * raise_by
     expected = diagonal(1 / 100.1, 1 / 100.1, 1 / (200 - worst + shift), 1 / (worst + shift))
-    torch.testing.assert_close(result.matrix.dense()[0], expected)
+    torch.testing.assert_close(result.inverse.dense()[0], expected)
 
 
 @pytest.mark.parametrize("worst", [-50.0, float("nan")])
@@ -168,17 +183,17 @@ def test_a_hopeless_group_spoils_no_other_factor(worst):
     assert first.failed
     assert not second.failed
     [alone] = inverted([healthy], 0.1)
-    torch.testing.assert_close(second.matrix.dense(), alone.matrix.dense())
+    torch.testing.assert_close(second.inverse.dense(), alone.inverse.dense())
 
 
 def test_factor_of_zeros_is_damped_by_the_share_itself():
     """A layer whose inputs have vanished: the inverse only scales the step. Of two groups, the zeros alone."""
     layout = BlockLayout.of(2, 2, None)
     factor = BlockDiagonal(layout, torch.stack([diagonal(0.0, 0.0), diagonal(2.0, 4.0)]), None)
-    torch.testing.assert_close(relative_damping(factor, 0.1), torch.tensor([0.1, 0.3], dtype=torch.float64))
+    assert relative(factor, 0.1) == pytest.approx([0.1, 0.3])
     [result] = inverted([factor], 0.1)
     assert not result.failed
-    torch.testing.assert_close(result.matrix.dense()[0], diagonal(10.0, 10.0))
+    torch.testing.assert_close(result.inverse.dense()[0], diagonal(10.0, 10.0))
 
 
 def test_float32_is_accurate_at_small_damping():
@@ -189,7 +204,7 @@ def test_float32_is_accurate_at_small_damping():
         inverted([factor], 1e-3),
         inverted([factor.with_parts([p.float() for p in factor.parts()])], 1e-3),
     )
-    assert (found.matrix.blocks.double() - exact.matrix.blocks).norm() < 1e-3 * exact.matrix.blocks.norm()
+    assert (found.inverse.blocks.double() - exact.inverse.blocks).norm() < 1e-3 * exact.inverse.blocks.norm()
 
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-12, 1.0, 1e12, 1e30])
@@ -203,6 +218,6 @@ def test_any_scale_of_a_float32_factor(scale):
     )
     assert (found.raised, found.failed) == (False, False)
     if scale > 1e-31:  # below, a factor counts as one of zeros
-        torch.testing.assert_close(found.matrix.blocks * scale, expected.matrix.blocks, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found.inverse.blocks * scale, expected.inverse.blocks, rtol=1e-3, atol=1e-4)
     else:
-        torch.testing.assert_close(found.matrix.blocks[0], 10 * torch.eye(32))
+        torch.testing.assert_close(found.inverse.blocks[0], 10 * torch.eye(32))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from joined import alone, assert_same_training, copies, digest, mean_loss, network, parallel, share, stream, train
 from tiny import assert_same
 from torch_thor import THOR, intervals
-from torch_thor.curvature import refresh
+from torch_thor.curvature import BlockDiagonal, inverse
 
 
 def gradient_step(model, batch, rank, world):
@@ -293,21 +293,21 @@ def test_gradients_that_nobody_averages(run):
 
 def unlike(rank, world):
     """What unlike hardware would do, in large: other traces, and a factorisation that fails on one rank."""
-    really_invert, really_trace = refresh.damped_inverses, refresh.trace_of_fisher
+    really_invert, really_trace = inverse.damped_inverses, BlockDiagonal.group_traces
 
-    def other_trace(layer, *given):
-        return really_trace(layer, *given) * (1 + 0.2 * rank * (layer.refreshes + 1))
+    def other_traces(factor):
+        return really_trace(factor) * (1 + 0.2 * rank)
 
-    def invert(factors):
-        inverses = really_invert(factors)
+    def invert(blocks):
+        results = really_invert(blocks)
         if rank == 1:
-            inverses[0].failed = True
-        return inverses
+            results[0].failed = True
+        return results
 
     model, optimizer = parallel(rank, world, trace_thresholds=(0.05, 0.05))
     with (
-        mock.patch.object(refresh, "trace_of_fisher", other_trace),
-        mock.patch.object(refresh, "damped_inverses", invert),
+        mock.patch.object(BlockDiagonal, "group_traces", other_traces),
+        mock.patch.object(inverse, "damped_inverses", invert),
         warnings.catch_warnings(record=True),
     ):
         warnings.simplefilter("always")

@@ -13,27 +13,21 @@ from torch_thor.curvature.blocks import BlockDiagonal
 Factors = tuple[BlockDiagonal, ...]
 
 
-def weighted_factors(sums: Factors, rows: Sequence[int], terms: int | None, before: Factors | None) -> Factors:
-    """Turn the sums of a step into the factors of the experts.
+def weight_(sums: Factors, rows: Sequence[int], terms: int | None) -> None:
+    """Turn the sums of a step into the factors of the experts, in place.
 
     Args:
-        sums: ``Σ a aᵀ`` and ``Σ g gᵀ`` of each expert; changed in place.
-        rows: R_e of each expert.
-        terms: N, the number of loss terms; None where A alone is gathered, which is then not weighted with T.
-        before: the factors in use; None before the first refresh.
-
-    Returns:
-        ``√T_e · A_e`` and ``√T_e · G_e``, or ``A_e`` alone. An expert without rows keeps the factors in use, or zeros
-        before it has had any rows.
+        sums: ``Σ a aᵀ`` and ``Σ g gᵀ`` of each expert, over the rows of this process; they become
+            ``√T_e · A_e`` and ``√T_e · G_e``, or ``A_e`` alone. Those of an expert without rows stay zeros.
+        rows: R_e of each expert, of all processes.
+        terms: N, the number of loss terms of all processes; None where A alone is gathered, which is then not weighted
+            with T.
     """
     counts = sums[0].blocks.new_tensor(rows)
     # √T_e / R_e, or 1 / R_e
     scales = counts.clamp(min=1).reciprocal() if terms is None else (counts * terms).clamp(min=1).rsqrt()
     for factor in sums:
         factor.scale_groups_(scales)
-    if before is None:
-        return sums
-    return tuple(new.where_groups(counts > 0, old) for new, old in zip(sums, before, strict=True))
 
 
 def group_rows_per_term(rows: Sequence[int], terms: int, before: Tensor) -> Tensor:
@@ -69,7 +63,7 @@ def plain_where_unknown(factors: Factors, inverses: Factors) -> Factors:
     The damped inverse of their factors, which are zeros, would be ``I / √λ``.
 
     Args:
-        factors: the factors, as :func:`weighted_factors` returns them.
+        factors: the new factors; zeros for an expert that has never had a row.
         inverses: their damped inverses.
 
     Returns:

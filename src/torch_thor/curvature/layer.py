@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.experts import group_rows_per_term, plain_where_unknown, weighted_factors
+from torch_thor.curvature.experts import group_rows_per_term, plain_where_unknown, weight_
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView, State
 from torch_thor.curvature.statistics import Factors, Statistics
@@ -241,11 +241,20 @@ class LayerCurvature:
             return None
         return group_rows_per_term(self.statistics.group_rows, terms, self.state[self.prefix + "group_rows_per_term"])
 
+    def groups_without_rows(self) -> list[bool]:
+        """Return which groups keep the factors in use. Must be called before :meth:`fresh_factors`.
+
+        Returns:
+            For each group, whether it has had no rows in this step but has factors in use; an empty list if groups do
+            not have their own rows, or if the layer has no factors yet.
+        """
+        return [not rows for rows in self.statistics.group_rows] if self.refreshes else []
+
     def fresh_factors(self, terms: int = 1) -> Factors | None:
         """Return the factors of the rows of this step, and drop the rows.
 
-        If groups have their own rows, their factors are multiplied by ``√T``, and a group without rows in this step
-        keeps the factors in use.
+        If groups have their own rows, their factors are multiplied by ``√T``, and those of a group without rows are
+        zeros.
 
         Args:
             terms: N.
@@ -257,10 +266,9 @@ class LayerCurvature:
             return self.statistics.means()
         sums, group_rows = self.statistics.gathered(), self.statistics.group_rows
         self.statistics.forget()
-        if sums is None:
-            return None
-        before = tuple(self.matrix(key) for key in self.sides) if self.refreshes else None
-        return weighted_factors(sums, group_rows, terms if "G" in self.sides else None, before)
+        if sums is not None:
+            weight_(sums, group_rows, terms if "G" in self.sides else None)
+        return sums
 
     # ---- factors and inverses in use ----------------------------------------------------------------------------
 

@@ -1,19 +1,17 @@
 """The interface through which a refresh communicates with other processes, and its implementation for one process.
 
 This package does not call torch.distributed. For training on several processes, :mod:`torch_thor.distributed`
-implements the interface. An implementation decides which process inverts which factor.
+implements the interface. An implementation decides which process inverts which block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import Inverse
-
-# pairs of a factor and its damping, a number or one for each of its groups
-Damped = Sequence[tuple[BlockDiagonal, float | Tensor]]
+# For each tensor of blocks ``(count, s, s)``, one index more than there are processes, from 0 to ``count``: process r
+# owns the blocks from index r to index r + 1 of this list.
+Bounds = Sequence[Sequence[int]]
 
 
 class Processes(Protocol):
@@ -41,17 +39,25 @@ class Processes(Protocol):
         """Return the numbers of every process, which passes as many as the others; integers are exact up to 2⁵³."""
         ...
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace every tensor by its sum over all processes, which is the same on all of them, bit for bit."""
+    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
+        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes."""
         ...
 
-    def invert(self, factors: Damped, solve: Callable[[Damped], list[Inverse]]) -> list[Inverse]:
-        """Return the results of ``solve`` for factors that are the same on all processes, on all processes."""
+    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Replace symmetric blocks by their sum over all processes at their owner; all others become undefined."""
+        ...
+
+    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Replace symmetric blocks by those of their owner, so that they are the same on all processes."""
+        ...
+
+    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sum of every tensor over all processes, on the first; the others return nothing."""
         ...
 
 
 class OneProcess:
-    """A process that trains alone."""
+    """A process that trains alone and owns all blocks."""
 
     count = 1
     rank = 0
@@ -68,24 +74,43 @@ class OneProcess:
         """
         return [list(numbers)]
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
+    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
+        """Give all blocks to this process.
+
+        Args:
+            parts: blocks ``(count, s, s)``.
+
+        Returns:
+            ``[0, count]`` for each tensor.
+        """
+        return [(0, len(part)) for part in parts]
+
+    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
         """Do nothing: the sum over one process is the tensor itself.
 
         Args:
-            tensors: not used.
+            parts: not used.
+            bounds: not used.
         """
 
-    def invert(self, factors: Damped, solve: Callable[[Damped], list[Inverse]]) -> list[Inverse]:
-        """Invert the factors in this process.
+    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Do nothing: this process owns all blocks.
 
         Args:
-            factors: pairs of a factor and its damping.
-            solve: inverts them.
+            parts: not used.
+            bounds: not used.
+        """
+
+    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors themselves.
+
+        Args:
+            tensors: the tensors.
 
         Returns:
-            One result per factor.
+            A list of them.
         """
-        return solve(factors)
+        return list(tensors)
 
 
 ALONE = OneProcess()

@@ -1,4 +1,9 @@
-"""A refresh: the trace rule decides which layers take new factors, and these are inverted."""
+"""A refresh: the trace rule decides which layers take new factors, and these are inverted.
+
+If several processes train together, each has gathered the statistics of its own rows. The traces are summed over the
+processes first. Only the factors of layers that take them are summed and inverted, each block by the process that owns
+it, and sent to all.
+"""
 
 import enum
 import math
@@ -9,8 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import DAMPING_RAISES, Inverse, damped_inverses, relative_damping
+from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.statistics import Factors
@@ -86,13 +90,15 @@ class Candidate:
     Args:
         layer: the layer.
         step: the step, counted from 0.
-        factors: A and G of this step, or A alone; changed in place.
+        factors: the share of this process in A and G of this step, or in A alone, of which the factors are the sums
+            over all processes; changed in place.
         rows_per_term: T of this step.
         damping: λ.
         thresholds: (ω1, ω2).
         decay: weight of the factors in use in the running average; 0 takes the new ones alone.
         group_rows_per_term: T of each group, if groups have their own rows; it is then part of their factors, and
             ``rows_per_term`` is 1.
+        without_rows: for each group, whether it keeps the factors in use; empty if none does.
     """
 
     layer: LayerCurvature
@@ -103,6 +109,7 @@ class Candidate:
     thresholds: tuple[float, float]
     decay: float
     group_rows_per_term: Tensor | None = None
+    without_rows: Sequence[bool] = ()
 
 
 @dataclass
@@ -113,15 +120,17 @@ class _Verdict:
         candidate: the candidate.
         trace: tr(F + λI) of its new statistics.
         change: Δ; None if there is nothing to compare with.
-        decision: the decision of the trace rule; changed to FAILED if the factors cannot be inverted.
-        inverses: the damped inverses of its factors, after the running average; empty unless the decision is UPDATE.
+        decision: the decision of the trace rule; FAILED if the new factors are not finite.
+        traces: for each side the trace of its new factor, of each group, after the running average.
+        factors: its new factors with their inverses; empty unless the decision is UPDATE.
     """
 
     candidate: Candidate
     trace: float
     change: float | None
     decision: Decision
-    inverses: list[Inverse] = field(default_factory=list)
+    traces: list[list[float]]
+    factors: list[NewFactor] = field(default_factory=list)
 
 
 def refresh(
@@ -148,7 +157,10 @@ def refresh(
     if not candidates:
         return ()
     verdicts = _judge(candidates, relative, processes)
-    _invert(verdicts, relative, processes)
+    updates = [verdict for verdict in verdicts if verdict.decision is Decision.UPDATE]
+    for verdict in updates:
+        verdict.factors = _new_factors(verdict, relative)
+    invert_([factor for verdict in updates for factor in verdict.factors], processes)
     # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
     events = []
     for verdict in verdicts:
@@ -183,79 +195,69 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
     for c in candidates:
         for factor in c.factors:
             traces.append(factor.group_traces())
+    first_in_use = sum(len(trace) for trace in traces)
+    for c in candidates:
         for key in c.layer.sides:
             traces.append(c.layer.matrix(key).group_traces())
     device = traces[0].device
     for i, trace in enumerate(traces):
         traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
-    on_host: list[float] = torch.cat(traces).tolist()
-    own: list[float] = []
-    first = 0
-    for c in candidates:
-        damping = 0.0 if relative else c.damping  # relative damping multiplies both traces by the same number
-        for rows_per_term in (c.rows_per_term, c.layer.rows_per_term):
-            of_sides = []
-            for _ in c.factors:
-                of_sides.append(on_host[first : first + c.layer.kind.groups])
-                first += c.layer.kind.groups
-            own.append(trace_of_fisher(c.layer, of_sides, rows_per_term, damping))
-    # The traces of the first process are used by all. On different hardware the last bits of a sum may differ, and if a
-    # layer stopped on one process and not on another, their weights would differ from then on.
-    agreed = processes.gather(own)[0] if processes.count > 1 else own
+    rows = processes.gather(torch.cat(traces).tolist())
+    # Traces of factors in use are those of the first process: on different hardware the last bits of a sum may differ,
+    # and if a layer stopped on one process and not on another, their weights would differ from then on.
+    new = iter([sum(of_processes) for of_processes in zip(*rows, strict=True)][:first_in_use])
+    in_use = iter(rows[0][first_in_use:])
     verdicts = []
-    for c, now_, before_ in zip(candidates, agreed[::2], agreed[1::2], strict=True):
+    for c in candidates:
+        before = [[next(in_use) for _ in range(c.layer.kind.groups)] for _ in c.factors]
+        now = [[next(new) for _ in range(c.layer.kind.groups)] for _ in c.factors]
+        for i, keeps in enumerate(c.without_rows):
+            if keeps:
+                for now_of_side, before_of_side in zip(now, before, strict=True):
+                    now_of_side[i] = before_of_side[i]
+        damping = 0.0 if relative else c.damping  # relative damping multiplies both traces by the same number
+        fisher = trace_of_fisher(c.layer, now, c.rows_per_term, damping)
         change, decision = None, Decision.UPDATE
-        if not math.isfinite(now_):
+        if not math.isfinite(fisher):
             decision = Decision.FAILED
         elif c.layer.refreshes:
-            change = trace_change(now_, before_)
+            change = trace_change(fisher, trace_of_fisher(c.layer, before, c.layer.rows_per_term, damping))
             decision = decide(change, c.thresholds)
-        verdicts.append(_Verdict(c, now_, change, decision))
+        if c.decay and c.layer.refreshes:
+            for now_of_side, before_of_side in zip(now, before, strict=True):
+                now_of_side[:] = [n + c.decay * (b - n) for n, b in zip(now_of_side, before_of_side, strict=True)]
+        verdicts.append(_Verdict(c, fisher, change, decision, now))
     return verdicts
 
 
-def _invert(verdicts: Sequence[_Verdict], relative: bool, processes: Processes) -> None:
-    """Average new factors with those in use, and invert them for all layers at once."""
-    damped: list[tuple[BlockDiagonal, float | Tensor]] = []
-    for verdict in verdicts:
-        if verdict.decision is not Decision.UPDATE:
-            continue
-        c = verdict.candidate
-        for key, factor in zip(c.layer.sides, c.factors, strict=True):
-            if c.decay and c.layer.refreshes:
-                for part, old in zip(factor.parts(), c.layer.matrix(key).parts(), strict=True):
-                    part.lerp_(old, c.decay)
-            damping = relative_damping(factor, c.damping) if relative else math.sqrt(c.damping / c.rows_per_term)
-            damped.append((factor, damping))
-    inverses = iter(processes.invert(damped, damped_inverses) if processes.count > 1 else damped_inverses(damped))
-    for verdict in verdicts:
-        if verdict.decision is Decision.UPDATE:
-            for _ in verdict.candidate.factors:
-                verdict.inverses.append(next(inverses))
+def _new_factors(verdict: _Verdict, relative: bool) -> list[NewFactor]:
+    """Return the new factors of a layer, with all that their inversion needs."""
+    c, found = verdict.candidate, []
+    for key, factor, traces in zip(c.layer.sides, c.factors, verdict.traces, strict=True):
+        damping = [math.sqrt(c.damping / c.rows_per_term)] * len(traces)
+        if relative:
+            dtype, size = factor.blocks.dtype, factor.layout.size
+            damping = [relative_damping(trace, size, c.damping, dtype) for trace in traces]
+        in_use = c.layer.matrix(key) if c.layer.refreshes else None
+        found.append(NewFactor(factor, damping, in_use, c.decay, c.without_rows))
+    return found
 
 
 def _store_decision(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
     """Store the decision and the new factors in the layer; the decision becomes FAILED if an inverse has failed."""
-    layer, what = verdict.candidate.layer, ""
+    c, layer, what = verdict.candidate, verdict.candidate.layer, ""
     if verdict.decision is Decision.FAILED:
         what = "its new factors hold NaN or inf and were not inverted"
     else:
         layer.record(verdict.change, stopped=True if verdict.decision is Decision.STOP else None)
-        for inverse in verdict.inverses:
-            if inverse.failed:
-                verdict.decision = Decision.FAILED
-                what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
+        if any(factor.failed for factor in verdict.factors):
+            verdict.decision = Decision.FAILED
+            what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
     if verdict.decision is Decision.FAILED:
         then = "the last good inverse stays" if layer.refreshes else _PLAINLY
         report(layer, f"{what}; {then}")
-        return
-    if verdict.decision is not Decision.UPDATE:
-        return
-    c, matrices = verdict.candidate, []
-    raised = False
-    for inverse in verdict.inverses:
-        matrices.append(inverse.matrix)
-        raised = raised or inverse.raised
-    layer.set_factors(c.factors, tuple(matrices), c.rows_per_term, c.group_rows_per_term)
-    if raised:
-        report(layer, "a block was not positive definite; its damping was raised for this refresh")
+    elif verdict.decision is Decision.UPDATE:
+        inverses = tuple(factor.inverse for factor in verdict.factors)
+        layer.set_factors(c.factors, inverses, c.rows_per_term, c.group_rows_per_term)
+        if any(factor.raised for factor in verdict.factors):
+            report(layer, "a block was not positive definite; its damping was raised for this refresh")

@@ -1,19 +1,22 @@
-"""Data parallelism: every rank holds the whole model, and statistics are summed over ranks."""
+"""Data parallelism: every rank holds the whole model, and each block of a factor is summed and inverted by one rank."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from torch_thor.curvature.inverse import Inverse
-from torch_thor.curvature.processes import Damped
+from torch_thor.curvature.processes import Bounds
+from torch_thor.distributed.ownership import deal_out
+from torch_thor.distributed.triangles import pack, packed_size, unpack_
+
+# blocks of one dtype and device, each tensor with its bounds
+_Alike = list[tuple[Tensor, Sequence[int]]]
 
 
 class DataParallel:
-    """The processes of a group, as a :class:`torch_thor.curvature.processes.Processes`; every rank inverts all factors.
+    """The processes of a group, as a :class:`torch_thor.curvature.processes.Processes`.
 
     Args:
         group: the process group.
@@ -44,35 +47,91 @@ class DataParallel:
         rows: list[list[float]] = gathered.view(self.count, -1).tolist()
         return rows
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace every tensor by its sum over all ranks, with one collective for each dtype and device.
+    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
+        """Deal out blocks to ranks by their cost.
 
         Args:
-            tensors: tensors of the same shapes on every rank; changed in place.
-        """
-        alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        for tensor in tensors:
-            alike[tensor.dtype, tensor.device].append(tensor)
-        for batch in alike.values():
-            flat = torch.cat([t.reshape(-1) for t in batch])
-            dist.all_reduce(flat, group=self._group)
-            # copied back, because a view would keep the sums of all layers alive as long as that of one layer
-            for tensor, piece in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-                tensor.copy_(piece.view_as(tensor))
-
-    def invert(self, factors: Damped, solve: Callable[[Damped], list[Inverse]]) -> list[Inverse]:
-        """Invert every factor on every rank; an inversion that fails on one rank counts as failed on all.
-
-        On different hardware, a factor that is nearly indefinite may be inverted on some ranks only. The ranks must
-        agree on the result, because the layers that stay due depend on it.
-
-        Args:
-            factors: pairs of a factor and its damping.
-            solve: inverts them.
+            parts: blocks ``(count, s, s)``.
 
         Returns:
-            One result per factor.
+            The bounds of :func:`torch_thor.distributed.ownership.deal_out`.
         """
-        results = solve(factors)
-        failed = [max(flags) for flags in zip(*self.gather([r.failed for r in results]), strict=True)]
-        return [replace(r, failed=bool(flag)) for r, flag in zip(results, failed, strict=True)]
+        return deal_out(tuple((len(part), part.shape[-1]) for part in parts), self.count)
+
+    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Sum blocks over all ranks, each at its owner, with one reduce-scatter for each dtype and device.
+
+        Args:
+            parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank. The blocks of this rank are
+                overwritten with their sums.
+            bounds: the owners of their blocks.
+        """
+        for alike in _by_dtype_and_device(parts, bounds):
+            width = self._width(alike)
+            # zeros, so that the padding of ranks with fewer elements holds no NaN
+            flat = alike[0][0].new_zeros(self.count * width)
+            for rank in range(self.count):
+                for blocks, piece in _pieces(alike, rank, flat[rank * width :]):
+                    pack(blocks, piece)
+            own = flat.new_empty(width)
+            dist.reduce_scatter_tensor(own, flat, group=self._group)
+            for blocks, piece in _pieces(alike, self.rank, own):
+                unpack_(blocks, piece)
+
+    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Send all blocks from their owners to all ranks, with one all-gather for each dtype and device.
+
+        Args:
+            parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank; overwritten.
+            bounds: the owners of their blocks.
+        """
+        for alike in _by_dtype_and_device(parts, bounds):
+            width = self._width(alike)
+            own = alike[0][0].new_zeros(width)
+            for blocks, piece in _pieces(alike, self.rank, own):
+                pack(blocks, piece)
+            flat = own.new_empty(self.count * width)
+            dist.all_gather_into_tensor(flat, own, group=self._group)
+            # a rank's own blocks too: unpacked, they are symmetric to the last bit, as on all other ranks
+            for rank in range(self.count):
+                for blocks, piece in _pieces(alike, rank, flat[rank * width :]):
+                    unpack_(blocks, piece)
+
+    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sum tensors over all ranks, on rank 0.
+
+        Args:
+            tensors: tensors of the same shapes on every rank.
+
+        Returns:
+            The sums on rank 0; an empty list on all others.
+        """
+        sums = [tensor.clone() for tensor in tensors]
+        for one in sums:
+            dist.reduce(one, dist.get_global_rank(self._group, 0), group=self._group)
+        return sums if self.first else []
+
+    def _width(self, alike: _Alike) -> int:
+        """Return the largest number of packed elements that a rank owns."""
+        return max(
+            sum((bounds[rank + 1] - bounds[rank]) * packed_size(part.shape[-1]) for part, bounds in alike)
+            for rank in range(self.count)
+        )
+
+
+def _by_dtype_and_device(parts: Sequence[Tensor], bounds: Bounds) -> Iterator[_Alike]:
+    found: defaultdict[tuple[torch.dtype, torch.device], _Alike] = defaultdict(list)
+    for part, of_ranks in zip(parts, bounds, strict=True):
+        found[part.dtype, part.device].append((part, of_ranks))
+    yield from found.values()
+
+
+def _pieces(alike: _Alike, rank: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the blocks of a rank from each tensor, and the elements of a flat tensor that are for them."""
+    first = 0
+    for part, bounds in alike:
+        blocks = part[bounds[rank] : bounds[rank + 1]]
+        if len(blocks):
+            last = first + len(blocks) * packed_size(blocks.shape[-1])
+            yield blocks, flat[first:last]
+            first = last

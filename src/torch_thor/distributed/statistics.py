@@ -1,4 +1,4 @@
-"""Sums the statistics of a step over all ranks, so that A = Σ Σ a aᵀ / Σ R and G = Σ Σ g gᵀ / Σ R."""
+"""Counts the rows of a step over all ranks, so that A = Σ Σ a aᵀ / Σ R and G = Σ Σ g gᵀ / Σ R."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,12 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 
 
-def pool(
+def count_rows(
     processes: Processes, layers: Sequence[LayerCurvature], reached: set[LayerCurvature], inside_transform: set[str]
 ) -> None:
-    """Replace the sums and row counts of every process by those of all processes together.
+    """Replace the row counts of this process by those of all processes together, with one collective.
 
-    This takes one collective for the counts, and one for the sums of each dtype and device.
+    The sums over the rows stay those of this process until a refresh sums up the factors that it takes.
 
     Args:
         processes: the processes that train together.
@@ -34,6 +34,5 @@ def pool(
         if next(totals):
             inside_transform.add(layer.name)
         own.group_rows = [int(next(totals)) for _ in own.group_rows]
-    processes.sum_(
-        [part for one in layers if one.statistics.rows for factor in one.statistics.sums() for part in factor.parts()]
-    )
+        if own.rows:
+            own.sums()  # zeros on a process without rows, which takes part in the sum

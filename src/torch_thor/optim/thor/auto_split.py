@@ -1,8 +1,9 @@
 """``split_dim="auto"``: the choice of the split dimension in the first step, which replaces the word in the group."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.optim.parameters import Group
@@ -48,21 +49,25 @@ class AutoSplit:
         If the choice fails, the default of the paper is used, with a warning.
 
         Args:
-            processes: the processes that train together, with equal statistics; the first one chooses for all.
+            processes: the processes that train together, each with the statistics of its own rows; the first one
+                chooses for all, from the sums over all.
         """
         if not self._groups:
             return
-        chosen = self._choose() if processes.first else 0
+        sums: dict[str, Sequence[BlockDiagonal]] = {}
+        for name, layer in self._layers.items():
+            own = layer.statistics.gathered()
+            if own is not None:
+                totals = iter(processes.sum_on_first([part for factor in own for part in factor.parts()]))
+                if processes.first:
+                    sums[name] = [factor.with_parts([next(totals) for _ in factor.parts()]) for factor in own]
+        chosen = self._choose(sums) if processes.first else 0
         self._settle(int(processes.gather([chosen])[0][0]))
 
-    def _choose(self) -> int:
+    def _choose(self, sums: Mapping[str, Sequence[BlockDiagonal]]) -> int:
         split_dims = candidates(self._layers.values())
         try:
-            losses = {}
-            for name, layer in self._layers.items():
-                sums = layer.statistics.gathered()
-                if sums is not None:
-                    losses[name] = losses_of(sums, split_dims, layer)
+            losses = {name: losses_of(factors, split_dims, self._layers[name]) for name, factors in sums.items()}
             choice = choose(self._layers, losses, split_dims) if losses else None
         except (ValueError, RuntimeError) as error:  # statistics have overflowed, or memory was too small
             return _fall_back(str(error))

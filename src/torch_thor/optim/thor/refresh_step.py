@@ -1,4 +1,4 @@
-"""The refresh in a step: the statistics of all processes are summed up, and layers that are due take new factors.
+"""The refresh in a step: layers that are due take new factors, from the statistics of all processes.
 
 Statistics have been gathered by :mod:`torch_thor.capture`. :mod:`torch_thor.curvature.refresh` applies the trace rule
 to each layer and inverts the new factors.
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch_thor.capture.capture import Absence
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Candidate, refresh
-from torch_thor.distributed.statistics import pool
+from torch_thor.distributed.statistics import count_rows
 from torch_thor.optim.thor.auto_split import AUTO, AutoSplit
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.state import make_state
@@ -49,7 +49,7 @@ def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
 
 
 def _gather(thor: "THOR", inputs: StepInputs) -> _Uncalled:
-    """Sum the statistics over all processes, choose the split dimension if it is "auto", and find uncalled layers."""
+    """Count the rows of all processes, choose the split dimension if it is "auto", and find uncalled layers."""
     registry, capture, auto = thor._registry, thor._registry.capture, None
     for group in thor.param_groups:
         if group["split_dim"] == AUTO:
@@ -60,7 +60,7 @@ def _gather(thor: "THOR", inputs: StepInputs) -> _Uncalled:
         for layer in inputs.due:
             layer.statistics.scale_outputs_(inputs.output_scale)
     if inputs.processes.count > 1:
-        pool(inputs.processes, inputs.due, capture.reached, capture.inside_transform)
+        count_rows(inputs.processes, inputs.due, capture.reached, capture.inside_transform)
     uncalled: _Uncalled = []
     if not capture.reached.issuperset(inputs.due):
         uncalled = check_statistics(registry.layers.values(), capture)
@@ -109,9 +109,10 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
         if layer.weight.grad is None:
             continue
         if layer.kind.routed:
-            group_terms, factors = layer.fresh_group_terms(terms), layer.fresh_factors(terms)
+            group_terms, without_rows = layer.fresh_group_terms(terms), layer.groups_without_rows()
+            factors = layer.fresh_factors(terms)
         else:
-            group_terms, factors = None, layer.statistics.means()
+            group_terms, without_rows, factors = None, [], layer.statistics.means()
         if factors is None:
             if layer in registry.capture.reached:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
@@ -129,6 +130,7 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
                 thresholds=(float(upper), float(lower)),
                 decay=float(options["factor_decay"]),
                 group_rows_per_term=group_terms,
+                without_rows=without_rows,
             )
         )
     return candidates

@@ -17,12 +17,14 @@ the bound on the step:
 """
 
 import math
+import statistics
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.processes import Processes
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
@@ -38,12 +40,13 @@ _SMALLEST_OF_A_SUM = 0.05
 _LARGEST_OF_A_SUM = 3.0
 
 
-def looks_summed(layers: Iterable[LayerCurvature], terms: int) -> bool:
+def looks_summed(layers: Iterable[LayerCurvature], terms: int, processes: Processes) -> bool:
     """Return whether the loss of a refresh step looks like a sum over its terms.
 
     Args:
         layers: the layers that are due; their output gradients are scaled to one term of a mean loss.
         terms: N.
+        processes: the processes that train together, each with the statistics of its own rows.
 
     Returns:
         Whether the root mean square of the output gradients is above 10 and at least N / 20 in the median layer, and at
@@ -58,8 +61,8 @@ def looks_summed(layers: Iterable[LayerCurvature], terms: int) -> bool:
             means.append(mean.to(means[0]) if means else mean)
     if terms < 2 or not means:
         return False
-    squares = torch.stack(means)
-    middle, largest = (math.sqrt(max(0.0, s)) for s in torch.stack([squares.median(), squares.max()]).tolist())
+    squares = [sum(of_processes) for of_processes in zip(*processes.gather(torch.stack(means).tolist()), strict=True)]
+    middle, largest = (math.sqrt(max(0.0, s)) for s in (statistics.median_low(squares), max(squares)))
     return middle > max(_LARGEST_OF_A_MEAN, _SMALLEST_OF_A_SUM * terms) and largest <= _LARGEST_OF_A_SUM * terms
 
 
@@ -90,7 +93,7 @@ def rescale_summed_loss(thor: "THOR", inputs: "StepInputs") -> None:
     first = not any(layer.refreshes for layer in registry.layers.values())
     bounded = any(group["max_update_ratio"] is not None for group in groups)
     comparable = thor.loss_reduction == "mean" and thor.fisher == "empirical"  # sampled gradients do not show the loss
-    if first and bounded and comparable and looks_summed(inputs.due, terms):
+    if first and bounded and comparable and looks_summed(inputs.due, terms, inputs.processes):
         registry.warnings.note("summed loss", message(terms))
     elif all(group["loss_scale"] == 1.0 for group in groups):
         return

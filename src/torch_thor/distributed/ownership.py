@@ -1,0 +1,83 @@
+"""Which process inverts which block: blocks are dealt out by their cost, the most expensive first.
+
+Longest processing time first (Graham 1969): each block goes to the process with the least work so far. Only the number
+of blocks that a process gets of each tensor matters, because blocks of one tensor cost the same. So the blocks of a
+process are neighbours, and are sent as one slice.
+"""
+
+import heapq
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch_thor.curvature.processes import Bounds
+
+Shape = tuple[int, int]  # the number of blocks of a tensor, and s
+
+
+def cost(size: int) -> int:
+    """Return the cost of a block, in the time unit of one multiplication and addition in a large inversion.
+
+    The factorisation and the inverse take n³ multiplications. All operations that read or write each element a few
+    times (damping, averaging, packing) take the time of 64 n². A formula, and not times that are measured in the
+    training, because with other owners sums have other last bits, and a training would not be repeatable.
+
+    Args:
+        size: n, the number of rows of the block.
+
+    Returns:
+        n³ + 64 n².
+    """
+    return size**3 + 64 * size**2
+
+
+@lru_cache(maxsize=64)
+def deal_out(parts: tuple[Shape, ...], processes: int) -> Bounds:
+    """Deal out blocks to processes.
+
+    Args:
+        parts: the number of blocks and their size, for each tensor of blocks.
+        processes: the number of processes.
+
+    Returns:
+        For each tensor ``processes + 1`` indices: process r owns the blocks from index r to index r + 1 of this list.
+    """
+    work = [(0, rank) for rank in range(processes)]  # a heap; of processes with equal work the lowest rank is first
+    bounds: list[tuple[int, ...]] = [()] * len(parts)
+    for i in sorted(range(len(parts)), key=lambda i: -parts[i][1]):
+        count, size = parts[i]
+        # of a diagonal, which may have 30,000 blocks, as many for each process while there are plenty: this saves time
+        every = max(0, count // processes - 1) if size == 1 else 0
+        of_ranks = [every] * processes
+        work = [(load + every * cost(size), rank) for load, rank in work]  # equal for all, so it remains a heap
+        for _ in range(count - every * processes):
+            load, rank = heapq.heappop(work)
+            of_ranks[rank] += 1
+            heapq.heappush(work, (load + cost(size), rank))
+        bounds[i] = (0, *_cumulative(of_ranks))
+    return tuple(bounds)
+
+
+def imbalance(parts: Sequence[Shape], processes: int) -> float:
+    """Return how much longer than the mean the process with most work takes.
+
+    Args:
+        parts: the number of blocks and their size, for each tensor of blocks.
+        processes: the number of processes.
+
+    Returns:
+        The most work of a process over the mean; 1 if there are no blocks.
+    """
+    bounds = deal_out(tuple(parts), processes)
+    loads = [0] * processes
+    for (_, size), of_ranks in zip(parts, bounds, strict=True):
+        for rank in range(processes):
+            loads[rank] += (of_ranks[rank + 1] - of_ranks[rank]) * cost(size)
+    return max(loads) * processes / sum(loads) if sum(loads) else 1.0
+
+
+def _cumulative(numbers: Sequence[int]) -> list[int]:
+    total, found = 0, []
+    for number in numbers:
+        total += number
+        found.append(total)
+    return found

@@ -1,0 +1,47 @@
+"""Symmetric blocks as packed lower triangles, which are half as large to send."""
+
+import torch
+from torch import Tensor
+
+
+def packed_size(size: int) -> int:
+    """Return the number of elements of a packed block.
+
+    Args:
+        size: s, the number of its rows.
+
+    Returns:
+        s (s + 1) / 2.
+    """
+    return size * (size + 1) // 2
+
+
+def pack(blocks: Tensor, into: Tensor) -> None:
+    """Write the lower triangles of symmetric blocks into a flat tensor.
+
+    Args:
+        blocks: ``(count, s, s)``, contiguous.
+        into: ``(count · s (s + 1) / 2,)``, overwritten.
+    """
+    lower, _ = _places(blocks)
+    torch.index_select(blocks.flatten(1), 1, lower, out=into.view(len(blocks), -1))
+
+
+def unpack_(blocks: Tensor, packed: Tensor) -> None:
+    """Overwrite symmetric blocks with those that a flat tensor holds as lower triangles.
+
+    Args:
+        blocks: ``(count, s, s)``, contiguous; overwritten.
+        packed: ``(count · s (s + 1) / 2,)``.
+    """
+    lower, upper = _places(blocks)
+    rows, triangles = blocks.flatten(1), packed.view(len(blocks), -1)
+    rows.index_copy_(1, lower, triangles)
+    rows.index_copy_(1, upper, triangles)
+
+
+def _places(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of the lower triangle in a flat block, row by row, and of the elements that mirror it."""
+    size = blocks.shape[-1]
+    row, column = torch.tril_indices(size, size, device=blocks.device)
+    return row * size + column, column * size + row
