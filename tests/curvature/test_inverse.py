@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from torch_thor.curvature import BlockDiagonal, BlockLayout
-from torch_thor.curvature.inverse import NewFactor, invert_, relative_damping
-from torch_thor.curvature.processes import ALONE
+from torch_thor.curvature.inverse import NewBlocks, invert_, relative_damping
 
 
 def matrix_of(*blocks):
@@ -17,14 +16,23 @@ def matrix_of(*blocks):
     return BlockDiagonal(layout, full, tail)
 
 
+class Inverted:
+    """The inverse of a factor, and whether one of its blocks needed more damping or could not be inverted."""
+
+    def __init__(self, factor, blocks):
+        self.inverse = factor.with_parts([one.inverse for one in blocks])
+        self.raised = any(one.raised for one in blocks)
+        self.failed = any(one.failed for one in blocks)
+
+
 def damped_inverses(factors):
     """The inverses of pairs of a factor and its damping, one for all groups or one each."""
     new = []
     for factor, damping in factors:
         of_groups = damping if isinstance(damping, list) else [damping] * factor.layout.groups
-        new.append(NewFactor(factor, of_groups))
-    invert_(new, ALONE)
-    return new
+        new.append([NewBlocks(part, of_groups) for part in factor.parts()])
+    invert_([one for blocks in new for one in blocks])
+    return [Inverted(factor, blocks) for (factor, _), blocks in zip(factors, new, strict=True)]
 
 
 def positive(size):

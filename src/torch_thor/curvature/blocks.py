@@ -32,7 +32,7 @@ class BlockDiagonal:
 
     layout: BlockLayout
     blocks: Tensor
-    tail: Tensor | None
+    tail: Tensor | None = None
 
     @classmethod
     def zeros(cls, layout: BlockLayout, *, dtype: torch.dtype, device: torch.device) -> "BlockDiagonal":
@@ -87,7 +87,7 @@ class BlockDiagonal:
         Returns:
             The new matrix.
         """
-        return BlockDiagonal(self.layout, parts[0], parts[1] if len(parts) > 1 else None)
+        return BlockDiagonal(self.layout, *parts)
 
     def cut(self, split_dim: int | None) -> "BlockDiagonal":
         """Return the matrix split into smaller blocks; the elements between the new blocks are dropped.

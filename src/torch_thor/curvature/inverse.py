@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.precision import ieee_float32
-from torch_thor.curvature.processes import Processes
+from torch_thor.curvature.processes import ALONE, Processes
 
 # The factors of the damping that are tried until a block is positive definite.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
@@ -23,139 +22,117 @@ _NOT_POSITIVE = len(DAMPING_RAISES)
 
 
 @dataclass
-class Inverse:
-    """The damped inverses of the blocks of one tensor.
+class NewBlocks:
+    """Blocks of a new factor, to sum over the processes, to average with those in use, and to invert.
 
     Args:
-        blocks: ``(M + damping I)⁻¹`` of each block M, row-major; undefined if ``failed``.
-        raised: whether the damping of a block had to be raised.
-        failed: whether a block was not positive definite even then, or its inverse is not finite.
+        blocks: ``(count, s, s)``, over the rows of this process; :func:`invert_` replaces them by the averaged blocks.
+        damping: the number that is added to the diagonal, of each group (``√(λ/T)``).
+        in_use: the blocks in use; None if there are none.
+        decay: the weight of the blocks in use in the running average.
+        keeps: for each group, whether it keeps the blocks in use; empty if none does.
+
+    After :func:`invert_`, ``inverse`` holds the damped inverses; ``raised`` tells whether the damping of a block had to
+    be raised, and ``failed`` whether a block was not positive definite even then, or its inverse is not finite.
     """
 
     blocks: Tensor
-    raised: bool = False
-    failed: bool = False
-
-
-@dataclass
-class NewFactor:
-    """A factor to sum over the processes, to average with the factor in use, and to invert.
-
-    Args:
-        factor: the share of this process; :func:`invert_` replaces it by the averaged factor.
-        damping: the number that is added to the diagonal, of each group (``√(λ/T)``).
-        in_use: the factor in use; None if there is none.
-        decay: the weight of the factor in use in the running average.
-        keeps: for each group, whether it keeps the factor in use; empty if none does.
-
-    After :func:`invert_`, ``inverse`` is the damped inverse; ``raised`` tells whether the damping of a block had to be
-    raised, and ``failed`` whether a block was not positive definite even then, or its inverse is not finite.
-    """
-
-    factor: BlockDiagonal
     damping: Sequence[float]
-    in_use: BlockDiagonal | None = None
+    in_use: Tensor | None = None
     decay: float = 0.0
     keeps: Sequence[bool] = ()
-    inverse: BlockDiagonal = field(init=False)
+    inverse: Tensor = field(init=False)
     raised: bool = field(default=False, init=False)
     failed: bool = field(default=False, init=False)
 
-    def average_(self, part: int, own: slice) -> Tensor:
-        """Replace blocks by the running average with those in use.
+    def average_(self, own: slice) -> tuple[Tensor, Tensor]:
+        """Replace blocks by their running average with those in use.
 
         Args:
-            part: which of the tensors of the factor.
-            own: the blocks of it that this process owns; they have been summed.
+            own: the blocks that this process owns; they have been summed over the processes.
 
         Returns:
-            The own blocks, a view.
+            The own blocks, a view, and the damping of each.
         """
-        blocks = self.factor.parts()[part]
-        new = blocks[own]
+        new, of_one_group = self.blocks[own], len(self.blocks) // len(self.damping)
         if self.in_use is not None:
-            old = self.in_use.parts()[part][own]
             if any(self.keeps):
-                keeps = torch.tensor(self.keeps, device=new.device).repeat_interleave(len(blocks) // len(self.keeps))
-                new.copy_(torch.where(keeps[own, None, None], old, new))
+                keeps = torch.tensor(self.keeps, device=new.device).repeat_interleave(of_one_group)[own]
+                new.copy_(torch.where(keeps[:, None, None], self.in_use[own], new))
             if self.decay:
-                new.lerp_(old, self.decay)
-        return new
+                new.lerp_(self.in_use[own], self.decay)
+        return new, new.new_tensor(self.damping).repeat_interleave(of_one_group)[own]
 
 
-def invert_(factors: Sequence[NewFactor], processes: Processes) -> None:
-    """Sum, average and invert factors, and store the results in them.
+def invert_(new: Sequence[NewBlocks], processes: Processes = ALONE) -> None:
+    """Sum, average and invert blocks, and store the results in them.
 
     Args:
-        factors: the factors, of the same layers on every process.
-        processes: the processes that refresh together. With several, all of them get all factors and inverses.
+        new: the blocks, of the same shapes on every process.
+        processes: the processes that refresh together. With several, all of them get all averaged blocks and inverses.
     """
-    places = [(factor, i) for factor in factors for i in range(len(factor.factor.parts()))]
-    parts = [factor.factor.parts()[i] for factor, i in places]
-    bounds, rank = processes.deal_out(parts), processes.rank
-    owned = [slice(of_processes[rank], of_processes[rank + 1]) for of_processes in bounds]
-    processes.sum_to_owners_(parts, bounds)
+    exchange, rank = processes.exchange, processes.rank
+    if exchange is not None:
+        parts = [one.blocks for one in new]
+        bounds = exchange.deal_out(parts)
+        exchange.sum_to_owners_(parts, bounds)
     damped = []
-    for (factor, i), part, own in zip(places, parts, owned, strict=True):
-        damping = part.new_tensor(factor.damping).repeat_interleave(len(part) // len(factor.damping))
-        damped.append((factor.average_(i, own), damping[own]))
-    results, inverses = damped_inverses(damped), []
-    for part, own, result in zip(parts, owned, results, strict=True):
-        inverse = result.blocks
-        if len(inverse) < len(part):
-            inverse = torch.zeros_like(part)
-            inverse[own] = result.blocks
-        inverses.append(inverse)
-    flags = [flag for result in results for flag in (result.raised, result.failed)]
-    of_all = iter([max(of_processes) for of_processes in zip(*processes.gather(flags), strict=True)])
-    processes.share_([*parts, *inverses], [*bounds, *bounds])
-    shared = iter(inverses)
-    for factor in factors:
-        factor.inverse = factor.factor.with_parts([next(shared) for _ in factor.factor.parts()])
-        for _ in factor.factor.parts():
-            factor.raised |= bool(next(of_all))
-            factor.failed |= bool(next(of_all))
+    for i, one in enumerate(new):
+        own = slice(None) if exchange is None else slice(bounds[i][rank], bounds[i][rank + 1])
+        damped.append((one, *one.average_(own)))
+    invert_own_(damped)
+    if exchange is not None:
+        flags = processes.gather([flag for one in new for flag in (one.raised, one.failed)])
+        any_of = iter([any(of_ranks) for of_ranks in zip(*flags, strict=True)])
+        for one, of_ranks in zip(new, bounds, strict=True):
+            of_all = torch.zeros_like(one.blocks)
+            of_all[of_ranks[rank] : of_ranks[rank + 1]] = one.inverse
+            one.inverse = of_all
+            one.raised, one.failed = next(any_of), next(any_of)
+        exchange.share_([*parts, *(one.inverse for one in new)], [*bounds, *bounds])
 
 
-def damped_inverses(damped: Sequence[tuple[Tensor, Tensor]]) -> list[Inverse]:
-    """Invert the blocks of many tensors, in one batch for each block size.
+def invert_own_(damped: Sequence[tuple[NewBlocks, Tensor, Tensor]]) -> None:
+    """Invert the blocks of this process, in one batch for each block size.
 
     Args:
-        damped: pairs of blocks ``(count, s, s)`` and the number that is added to the diagonal of each, ``(count,)``.
-
-    Returns:
-        One result per pair, in order.
+        damped: new blocks, which receive the results; those of them that this process owns, ``(count, s, s)``; and the
+            number that is added to the diagonal of each, ``(count,)``.
     """
-    results = [Inverse(blocks) for blocks, _ in damped]
-    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[int]] = defaultdict(list)
-    for i, (blocks, _) in enumerate(damped):
+    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[NewBlocks]] = defaultdict(list)
+    inputs: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for one, blocks, damping in damped:
+        one.inverse = blocks
         if len(blocks):
-            batches[blocks.shape[-1], blocks.dtype, blocks.device].append(i)
+            batches[blocks.shape[-1], blocks.dtype, blocks.device].append(one)
+            inputs[blocks.shape[-1], blocks.dtype, blocks.device].append((blocks, damping))
     levels: list[Tensor] = []  # for each batch, the index of the damping raise with which each block was inverted
     highest: list[Tensor] = []
-    for (_, _, device), members in batches.items():
-        blocks_of, damping_of = zip(*[damped[i] for i in members], strict=True)
-        with ieee_float32(device.type):
+    for key, members in batches.items():
+        blocks_of, damping_of = zip(*inputs[key], strict=True)
+        with ieee_float32(key[-1].type):
             inverse, level = _invert_batch(torch.cat(blocks_of), torch.cat(damping_of))
         levels.append(level)
         highest.append(level.amax().to(levels[0].device))
-        for i, own in zip(members, inverse.split([len(blocks) for blocks in blocks_of]), strict=True):
+        first = 0
+        for one in members:
+            last = first + len(one.inverse)
             # A copy, because a view would keep the whole batch alive, and would be saved with all of it. Row-major,
             # which LAPACK's results are not: checkpoints may lose strides, on which the rounding of products depends.
-            results[i].blocks = own.clone(memory_format=torch.contiguous_format)
+            one.inverse = inverse[first:last].clone(memory_format=torch.contiguous_format)
+            first = last
     if highest and any(torch.stack(highest).tolist()):  # one host–device synchronisation for all batches
         for members, level in zip(batches.values(), levels, strict=True):
-            _note_raises([results[i] for i in members], level)
-    return results
+            _note_raises(members, level)
 
 
-def _note_raises(results: Sequence[Inverse], level: Tensor) -> None:
+def _note_raises(members: Sequence[NewBlocks], level: Tensor) -> None:
     """Record for each tensor of a batch whether damping was raised and whether the inversion failed."""
-    of_results = level.split([len(result.blocks) for result in results])
-    worst = torch.stack([of_result.amax() for of_result in of_results]).tolist()
-    for result, level_of in zip(results, worst, strict=True):
-        result.raised = level_of > 0
-        result.failed = level_of == _NOT_POSITIVE
+    of_members = level.split([len(one.inverse) for one in members])
+    worst = torch.stack([of_member.amax() for of_member in of_members]).tolist()
+    for one, level_of in zip(members, worst, strict=True):
+        one.raised = level_of > 0
+        one.failed = level_of == _NOT_POSITIVE
 
 
 def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:

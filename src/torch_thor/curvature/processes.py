@@ -14,6 +14,25 @@ from torch import Tensor
 Bounds = Sequence[Sequence[int]]
 
 
+class BlockExchange(Protocol):
+    """Divides the inversion of blocks among the processes that refresh together.
+
+    All processes pass blocks of the same shapes, in the same order.
+    """
+
+    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
+        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes."""
+        ...
+
+    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Replace symmetric blocks by their sum over all processes at their owner; all others become undefined."""
+        ...
+
+    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Replace symmetric blocks by those of their owner, so that they are the same on all processes."""
+        ...
+
+
 class Processes(Protocol):
     """The processes that train one model, each on its own part of every batch.
 
@@ -35,20 +54,13 @@ class Processes(Protocol):
         """Whether this is the process that takes decisions for all."""
         ...
 
+    @property
+    def exchange(self) -> BlockExchange | None:
+        """Divides inversions among the processes; None for one process."""
+        ...
+
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every process, which passes as many as the others; integers are exact up to 2⁵³."""
-        ...
-
-    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
-        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes."""
-        ...
-
-    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Replace symmetric blocks by their sum over all processes at their owner; all others become undefined."""
-        ...
-
-    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Replace symmetric blocks by those of their owner, so that they are the same on all processes."""
         ...
 
     def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -57,11 +69,12 @@ class Processes(Protocol):
 
 
 class OneProcess:
-    """A process that trains alone and owns all blocks."""
+    """A process that trains alone."""
 
     count = 1
     rank = 0
     first = True
+    exchange = None
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of this process.
@@ -73,33 +86,6 @@ class OneProcess:
             A list of one list.
         """
         return [list(numbers)]
-
-    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
-        """Give all blocks to this process.
-
-        Args:
-            parts: blocks ``(count, s, s)``.
-
-        Returns:
-            ``[0, count]`` for each tensor.
-        """
-        return [(0, len(part)) for part in parts]
-
-    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Do nothing: the sum over one process is the tensor itself.
-
-        Args:
-            parts: not used.
-            bounds: not used.
-        """
-
-    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Do nothing: this process owns all blocks.
-
-        Args:
-            parts: not used.
-            bounds: not used.
-        """
 
     def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors themselves.

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.inverse import DAMPING_RAISES, NewBlocks, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.statistics import Factors
@@ -122,7 +123,7 @@ class _Verdict:
         change: Δ; None if there is nothing to compare with.
         decision: the decision of the trace rule; FAILED if the new factors are not finite.
         traces: for each side the trace of its new factor, of each group, after the running average.
-        factors: its new factors with their inverses; empty unless the decision is UPDATE.
+        new: for each side the blocks of its new factor, with their inverses; empty unless the decision is UPDATE.
     """
 
     candidate: Candidate
@@ -130,7 +131,7 @@ class _Verdict:
     change: float | None
     decision: Decision
     traces: list[list[float]]
-    factors: list[NewFactor] = field(default_factory=list)
+    new: list[list[NewBlocks]] = field(default_factory=list)
 
 
 def refresh(
@@ -157,10 +158,11 @@ def refresh(
     if not candidates:
         return ()
     verdicts = _judge(candidates, relative, processes)
-    updates = [verdict for verdict in verdicts if verdict.decision is Decision.UPDATE]
-    for verdict in updates:
-        verdict.factors = _new_factors(verdict, relative)
-    invert_([factor for verdict in updates for factor in verdict.factors], processes)
+    new: list[NewBlocks] = []
+    for verdict in verdicts:
+        if verdict.decision is Decision.UPDATE:
+            new += _new_blocks(verdict, relative)
+    invert_(new, processes)
     # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
     events = []
     for verdict in verdicts:
@@ -195,22 +197,28 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
     for c in candidates:
         for factor in c.factors:
             traces.append(factor.group_traces())
-    first_in_use = sum(len(trace) for trace in traces)
     for c in candidates:
         for key in c.layer.sides:
             traces.append(c.layer.matrix(key).group_traces())
     device = traces[0].device
     for i, trace in enumerate(traces):
         traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
-    rows = processes.gather(torch.cat(traces).tolist())
-    # Traces of factors in use are those of the first process: on different hardware the last bits of a sum may differ,
-    # and if a layer stopped on one process and not on another, their weights would differ from then on.
-    new = iter([sum(of_processes) for of_processes in zip(*rows, strict=True)][:first_in_use])
-    in_use = iter(rows[0][first_in_use:])
-    verdicts = []
+    numbers: list[float] = torch.cat(traces).tolist()
+    new, in_use = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    if processes.count > 1:
+        rows = processes.gather(numbers)
+        new = [sum(of_processes) for of_processes in zip(*rows, strict=True)][: len(new)]
+        # Those of the first process: on different hardware the last bits of a sum may differ, and if a layer stopped on
+        # one process and not on another, their weights would differ from then on.
+        in_use = rows[0][len(new) :]
+    verdicts, first = [], 0
     for c in candidates:
-        before = [[next(in_use) for _ in range(c.layer.kind.groups)] for _ in c.factors]
-        now = [[next(new) for _ in range(c.layer.kind.groups)] for _ in c.factors]
+        now, before = [], []
+        for _ in c.factors:
+            last = first + c.layer.kind.groups
+            now.append(new[first:last])
+            before.append(in_use[first:last])
+            first = last
         for i, keeps in enumerate(c.without_rows):
             if keeps:
                 for now_of_side, before_of_side in zip(now, before, strict=True):
@@ -225,39 +233,50 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
             decision = decide(change, c.thresholds)
         if c.decay and c.layer.refreshes:
             for now_of_side, before_of_side in zip(now, before, strict=True):
-                now_of_side[:] = [n + c.decay * (b - n) for n, b in zip(now_of_side, before_of_side, strict=True)]
+                for i, old in enumerate(before_of_side):
+                    now_of_side[i] += c.decay * (old - now_of_side[i])
         verdicts.append(_Verdict(c, fisher, change, decision, now))
     return verdicts
 
 
-def _new_factors(verdict: _Verdict, relative: bool) -> list[NewFactor]:
-    """Return the new factors of a layer, with all that their inversion needs."""
+def _new_blocks(verdict: _Verdict, relative: bool) -> list[NewBlocks]:
+    """Return the blocks of the new factors of a layer, with all that their inversion needs, and note them."""
     c, found = verdict.candidate, []
     for key, factor, traces in zip(c.layer.sides, c.factors, verdict.traces, strict=True):
         damping = [math.sqrt(c.damping / c.rows_per_term)] * len(traces)
         if relative:
-            dtype, size = factor.blocks.dtype, factor.layout.size
-            damping = [relative_damping(trace, size, c.damping, dtype) for trace in traces]
-        in_use = c.layer.matrix(key) if c.layer.refreshes else None
-        found.append(NewFactor(factor, damping, in_use, c.decay, c.without_rows))
+            for i, trace in enumerate(traces):
+                damping[i] = relative_damping(trace, factor.layout.size, c.damping, factor.blocks.dtype)
+        parts, in_use, of_side = factor.parts(), c.layer.matrix(key).parts() if c.layer.refreshes else None, []
+        for i, blocks in enumerate(parts):
+            old = None if in_use is None else in_use[i]
+            of_side.append(NewBlocks(blocks, damping, old, c.decay, c.without_rows))
+        verdict.new.append(of_side)
+        found += of_side
     return found
 
 
 def _store_decision(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
     """Store the decision and the new factors in the layer; the decision becomes FAILED if an inverse has failed."""
     c, layer, what = verdict.candidate, verdict.candidate.layer, ""
+    inverses, raised = [], False
     if verdict.decision is Decision.FAILED:
         what = "its new factors hold NaN or inf and were not inverted"
     else:
         layer.record(verdict.change, stopped=True if verdict.decision is Decision.STOP else None)
-        if any(factor.failed for factor in verdict.factors):
-            verdict.decision = Decision.FAILED
-            what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
+    for factor, of_side in zip(c.factors, verdict.new, strict=False):
+        parts = []
+        for one in of_side:
+            parts.append(one.inverse)
+            raised = raised or one.raised
+            if one.failed:
+                verdict.decision = Decision.FAILED
+                what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
+        inverses.append(BlockDiagonal(factor.layout, *parts))
     if verdict.decision is Decision.FAILED:
         then = "the last good inverse stays" if layer.refreshes else _PLAINLY
         report(layer, f"{what}; {then}")
     elif verdict.decision is Decision.UPDATE:
-        inverses = tuple(factor.inverse for factor in verdict.factors)
-        layer.set_factors(c.factors, inverses, c.rows_per_term, c.group_rows_per_term)
-        if any(factor.raised for factor in verdict.factors):
+        layer.set_factors(c.factors, tuple(inverses), c.rows_per_term, c.group_rows_per_term)
+        if raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")

@@ -116,7 +116,7 @@ def test_a_callable_of_the_users_that_raises(fault, after, steps, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("where", ["_new_factors", "_judge", "invert_"])
+@pytest.mark.parametrize("where", ["_new_blocks", "_judge", "invert_"])
 def test_out_of_memory_in_a_refresh(where, steps, mode, monkeypatch):
     """Which layers are due, what the trace rule found: as before, and the next step refreshes."""
     (model, optimizer), (twin, other) = pair(MODES[mode], steps)
