@@ -47,6 +47,40 @@ def network():
     return Both().double()
 
 
+class Experts(nn.Module):
+    """A linear layer a kind of word; some words are on one rank alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 8, 8) / 3)
+        self.weight_bias = nn.Parameter(torch.zeros(5, 8))
+
+    def forward(self, x, words):
+        y = torch.zeros_like(x)
+        for e in range(5):
+            mine = words % 5 == e
+            y[mine] = F.linear(x[mine], self.weight[e], self.weight_bias[e])
+        return y
+
+
+class Routed(nn.Module):
+    """Words through experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.experts, self.head = nn.Embedding(11, 8), Experts(), nn.Linear(8, 5)
+
+    def forward(self, batch):
+        words = batch[1]
+        x = self.tokens(words)
+        return self.head(torch.tanh(x + self.experts(x, words)).mean(1))
+
+
+def routed():
+    torch.manual_seed(3)
+    return Routed().double()
+
+
 def stream(count, size=SIZE):
     """Joined batches: ((images, tokens), labels)."""
     generator = torch.Generator().manual_seed(5)

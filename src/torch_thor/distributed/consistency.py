@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from torch_thor.curvature.processes import Processes
 
+HEADER = 4  # how many numbers agree() sends beside those that it is given
+
 # The types of errors that other ranks raise too; for any other type they raise RuntimeError.
 _ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, FloatingPointError)
 

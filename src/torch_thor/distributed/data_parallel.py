@@ -8,7 +8,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from torch_thor.curvature.processes import Bounds
-from torch_thor.distributed.ownership import deal_out
+from torch_thor.distributed.ownership import deal_out, packed_width
 from torch_thor.distributed.triangles import pack, packed_size, unpack_
 
 # blocks of one dtype and device, each tensor with its bounds
@@ -72,7 +72,7 @@ class DataParallel:
             bounds: the owners of their blocks.
         """
         for alike in _by_dtype_and_device(parts, bounds):
-            width = self._width(alike)
+            width = _width(alike)
             # zeros, so that the padding of ranks with fewer elements holds no NaN
             flat = alike[0][0].new_zeros(self.count * width)
             for rank in range(self.count):
@@ -91,7 +91,7 @@ class DataParallel:
             bounds: the owners of their blocks.
         """
         for alike in _by_dtype_and_device(parts, bounds):
-            width = self._width(alike)
+            width = _width(alike)
             own = alike[0][0].new_zeros(width)
             for blocks, piece in _pieces(alike, self.rank, own):
                 pack(blocks, piece)
@@ -116,19 +116,16 @@ class DataParallel:
             dist.reduce(one, dist.get_global_rank(self._group, 0), group=self._group)
         return sums if self.first else []
 
-    def _width(self, alike: _Alike) -> int:
-        """Return the largest number of packed elements that a rank owns."""
-        return max(
-            sum((bounds[rank + 1] - bounds[rank]) * packed_size(part.shape[-1]) for part, bounds in alike)
-            for rank in range(self.count)
-        )
-
 
 def _by_dtype_and_device(parts: Sequence[Tensor], bounds: Bounds) -> Iterator[_Alike]:
     found: defaultdict[tuple[torch.dtype, torch.device], _Alike] = defaultdict(list)
     for part, of_ranks in zip(parts, bounds, strict=True):
         found[part.dtype, part.device].append((part, of_ranks))
     yield from found.values()
+
+
+def _width(alike: _Alike) -> int:
+    return packed_width([(len(part), part.shape[-1]) for part, _ in alike], [bounds for _, bounds in alike])
 
 
 def _pieces(alike: _Alike, rank: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

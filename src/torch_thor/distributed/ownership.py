@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from torch_thor.curvature.processes import Bounds
+from torch_thor.distributed.triangles import packed_size
 
 Shape = tuple[int, int]  # the number of blocks of a tensor, and s
 
@@ -73,6 +74,25 @@ def imbalance(parts: Sequence[Shape], processes: int) -> float:
         for rank in range(processes):
             loads[rank] += (of_ranks[rank + 1] - of_ranks[rank]) * cost(size)
     return max(loads) * processes / sum(loads) if sum(loads) else 1.0
+
+
+def packed_width(parts: Sequence[Shape], bounds: Bounds) -> int:
+    """Return the size of the piece that each process sends and receives, padded to the largest.
+
+    Args:
+        parts: the number of blocks and their size, for each tensor of blocks.
+        bounds: the owners of their blocks.
+
+    Returns:
+        The largest number of elements that a process owns, in packed triangles; 0 if there are no tensors.
+    """
+    if not parts:
+        return 0
+    of_ranks = [0] * (len(bounds[0]) - 1)
+    for (_, size), starts in zip(parts, bounds, strict=True):
+        for rank in range(len(of_ranks)):
+            of_ranks[rank] += (starts[rank + 1] - starts[rank]) * packed_size(size)
+    return max(of_ranks)
 
 
 def _cumulative(numbers: Sequence[int]) -> list[int]:

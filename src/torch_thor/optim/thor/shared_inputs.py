@@ -28,6 +28,7 @@ _OPTIONS = (
     "step",
     "next_refresh",
 )
+NUMBERS = 4  # how many numbers each process tells the others
 
 
 def read_together(thor: "THOR", processes: Processes, read_own: Callable[[], "StepInputs"]) -> "StepInputs":
@@ -47,7 +48,7 @@ def read_together(thor: "THOR", processes: Processes, read_own: Callable[[], "St
         Exception: what ``read_own`` raised here or on another process.
         RuntimeError: the processes differ.
     """
-    read, error, facts, numbers = None, None, [], [0.0] * 4
+    read, error, facts, numbers = None, None, [], [0.0] * NUMBERS
     try:
         read = read_own()
         facts = list(_facts(thor, read))

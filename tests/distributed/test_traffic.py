@@ -1,0 +1,74 @@
+"""What a refresh is said to send is what it sends, byte for byte."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from joined import network, parallel, routed, share, stream, train
+from torch_thor.distributed.traffic import Collective, collectives_of_refresh
+from torch_thor.optim.thor.shared_inputs import NUMBERS
+
+NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+class TwoDtypes(nn.Module):
+    """Factors of two dtypes: the head computes in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(50, 40), nn.Linear(40, 5).double()
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, batch):
+        pixels, _ = batch
+        hidden = torch.tanh(self.first(pixels.float().flatten(1)))
+        return self.last(self.head(hidden.double()).float())
+
+
+def counted(rank, world, make, options):
+    """The collectives of the third refresh, and those that are computed."""
+    model, optimizer = parallel(rank, world, make, update_interval=1, trace_thresholds=(0.0, 0.0), **options)
+    batches = [share(batch, rank, world) for batch in stream(3)]
+    train(model, optimizer, batches[:2])
+    found = []
+
+    def counting(name, really):
+        def collective(output, given, **options):
+            found.append(Collective(name, given.nbytes, output.nbytes))
+            return really(output, given, **options)
+
+        return collective
+
+    inputs, labels = batches[2]
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    with contextlib.ExitStack() as stack:
+        for name in NAMES:
+            stack.enter_context(mock.patch.object(dist, name, counting(name, getattr(dist, name))))
+        optimizer.step()
+    assert {event.decision.name for event in optimizer.last_refresh} == {"UPDATE"}
+    return found, collectives_of_refresh(optimizer.curvature.values(), world, numbers=NUMBERS)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"split_dim": None}, {"scaling": "spectral"}], ids=["split", "whole", "spectral"]
+)
+def test_bytes_of_a_refresh(run, options):
+    for world in (2, 4):
+        for found, computed in run(world, counted, network, options):
+            assert found == computed
+
+
+@pytest.mark.parametrize("make", [routed, TwoDtypes], ids=["experts", "two-dtypes"])
+def test_bytes_of_other_layers(run, make):
+    for found, computed in run(2, counted, make, {}):
+        assert found == computed
+
+
+def test_what_a_ring_sends():
+    """Of four pieces each rank sends three; of one piece it receives three."""
+    assert Collective("reduce_scatter_tensor", 400, 100).sent == 300
+    assert Collective("all_gather_into_tensor", 100, 400).sent == 300
