@@ -13,7 +13,7 @@ try:
     import typer
     from typer.core import TyperGroup
 
-    from torch_thor.commands import evaluate, export, figures, prepare, split_dim, train
+    from torch_thor.commands import evaluate, export, figures, plan, prepare, split_dim, train
     from torch_thor.commands.messages import is_first_rank, print_message
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -52,6 +52,7 @@ app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
 app.command("prepare", help=prepare.HELP)(prepare.prepare)
 app.command("export", help=export.HELP)(export.export)
 app.command("split-dim", help=split_dim.HELP)(split_dim.split_dim)
+app.command("plan", help=plan.HELP)(plan.plan)
 app.command("figures", help=figures.HELP)(figures.figures)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from torch_thor.curvature.processes import Processes
 
 HEADER = 4  # how many numbers agree() sends beside those that it is given
+NUMBERS = 4  # how many it is given in a step
 
 # The types of errors that other ranks raise too; for any other type they raise RuntimeError.
 _ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, FloatingPointError)

@@ -1,5 +1,6 @@
 """Data parallelism: every rank holds the whole model, and each block of a factor is summed and inverted by one rank."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from torch_thor.curvature.processes import Bounds
-from torch_thor.distributed.ownership import deal_out, packed_width
+from torch_thor.distributed.ownership import deal_out, packed_sizes, pads
 from torch_thor.distributed.triangles import pack, packed_size, unpack_
 
 # blocks of one dtype and device, each tensor with its bounds
@@ -64,7 +65,7 @@ class DataParallel:
         return deal_out(tuple((len(part), part.shape[-1]) for part in parts), self.count)
 
     def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Sum blocks over all ranks, each at its owner, with one reduce-scatter for each dtype and device.
+        """Sum blocks over all ranks, each at its owner, with one collective for each dtype and device.
 
         Args:
             parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank. The blocks of this rank are
@@ -72,34 +73,41 @@ class DataParallel:
             bounds: the owners of their blocks.
         """
         for alike in _by_dtype_and_device(parts, bounds):
-            width = _width(alike)
+            starts, size, padded = _layout(alike, self.count)
             # zeros, so that the padding of ranks with fewer elements holds no NaN
-            flat = alike[0][0].new_zeros(self.count * width)
-            for rank in range(self.count):
-                for blocks, piece in _pieces(alike, rank, flat[rank * width :]):
+            flat = alike[0][0].new_zeros(size)
+            for rank, start in enumerate(starts):
+                for blocks, piece in _pieces(alike, rank, flat[start:]):
                     pack(blocks, piece)
-            own = flat.new_empty(width)
-            dist.reduce_scatter_tensor(own, flat, group=self._group)
+            if padded:
+                own = flat.new_empty(size // self.count)
+                dist.reduce_scatter_tensor(own, flat, group=self._group)
+            else:
+                dist.all_reduce(flat, group=self._group)
+                own = flat[starts[self.rank] :]
             for blocks, piece in _pieces(alike, self.rank, own):
                 unpack_(blocks, piece)
 
     def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Send all blocks from their owners to all ranks, with one all-gather for each dtype and device.
+        """Send all blocks from their owners to all ranks, with one collective for each dtype and device.
 
         Args:
             parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank; overwritten.
             bounds: the owners of their blocks.
         """
         for alike in _by_dtype_and_device(parts, bounds):
-            width = _width(alike)
-            own = alike[0][0].new_zeros(width)
+            starts, size, padded = _layout(alike, self.count)
+            flat = alike[0][0].new_zeros(size)
+            own = flat.new_zeros(size // self.count) if padded else flat[starts[self.rank] :]
             for blocks, piece in _pieces(alike, self.rank, own):
                 pack(blocks, piece)
-            flat = own.new_empty(self.count * width)
-            dist.all_gather_into_tensor(flat, own, group=self._group)
+            if padded:
+                dist.all_gather_into_tensor(flat, own, group=self._group)
+            else:
+                dist.all_reduce(flat, group=self._group)  # to the last bit: all other ranks add zeros
             # a rank's own blocks too: unpacked, they are symmetric to the last bit, as on all other ranks
-            for rank in range(self.count):
-                for blocks, piece in _pieces(alike, rank, flat[rank * width :]):
+            for rank, start in enumerate(starts):
+                for blocks, piece in _pieces(alike, rank, flat[start:]):
                     unpack_(blocks, piece)
 
     def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -124,8 +132,13 @@ def _by_dtype_and_device(parts: Sequence[Tensor], bounds: Bounds) -> Iterator[_A
     yield from found.values()
 
 
-def _width(alike: _Alike) -> int:
-    return packed_width([(len(part), part.shape[-1]) for part, _ in alike], [bounds for _, bounds in alike])
+def _layout(alike: _Alike, processes: int) -> tuple[list[int], int, bool]:
+    """Return where the piece of each rank starts in a flat tensor, the size of that, and whether pieces are padded."""
+    sizes = packed_sizes([(len(part), part.shape[-1]) for part, _ in alike], [bounds for _, bounds in alike])
+    if pads(sizes):
+        width = max(sizes)
+        return [rank * width for rank in range(processes)], processes * width, True
+    return [0, *itertools.accumulate(sizes[:-1])], sum(sizes), False
 
 
 def _pieces(alike: _Alike, rank: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

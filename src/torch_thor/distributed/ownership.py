@@ -76,23 +76,36 @@ def imbalance(parts: Sequence[Shape], processes: int) -> float:
     return max(loads) * processes / sum(loads) if sum(loads) else 1.0
 
 
-def packed_width(parts: Sequence[Shape], bounds: Bounds) -> int:
-    """Return the size of the piece that each process sends and receives, padded to the largest.
+def packed_sizes(parts: Sequence[Shape], bounds: Bounds) -> list[int]:
+    """Return how much each process owns.
 
     Args:
-        parts: the number of blocks and their size, for each tensor of blocks.
+        parts: the number of blocks and their size, for each tensor of blocks, at least one.
         bounds: the owners of their blocks.
 
     Returns:
-        The largest number of elements that a process owns, in packed triangles; 0 if there are no tensors.
+        For each process the number of elements of its blocks, in packed triangles.
     """
-    if not parts:
-        return 0
     of_ranks = [0] * (len(bounds[0]) - 1)
     for (_, size), starts in zip(parts, bounds, strict=True):
         for rank in range(len(of_ranks)):
             of_ranks[rank] += (starts[rank + 1] - starts[rank]) * packed_size(size)
-    return max(of_ranks)
+    return of_ranks
+
+
+def pads(sizes: Sequence[int]) -> bool:
+    """Return whether pieces of these sizes are padded to the largest, to be sent by reduce-scatter and all-gather.
+
+    With few large blocks (factors that are not split, or many processes) the padding would be larger than the blocks.
+    Then an all-reduce of all pieces, which sends everything twice, sends less.
+
+    Args:
+        sizes: the number of elements of each process's piece.
+
+    Returns:
+        Whether the padded pieces take at most twice as much as the pieces themselves.
+    """
+    return len(sizes) * max(sizes) <= 2 * sum(sizes)
 
 
 def _cumulative(numbers: Sequence[int]) -> list[int]:

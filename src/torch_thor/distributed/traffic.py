@@ -8,8 +8,8 @@ import torch
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.distributed.consistency import HEADER
-from torch_thor.distributed.ownership import Shape, deal_out, packed_width
+from torch_thor.distributed.consistency import HEADER, NUMBERS
+from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes, pads
 
 _NUMBER = 8  # bytes of a number that is gathered: float64
 
@@ -28,9 +28,17 @@ class Collective:
     given: int
     received: int
 
-    @property
-    def sent(self) -> int:
-        """The bytes that each rank sends in a ring: all pieces but one, each as large as the smaller tensor."""
+    def sent(self, processes: int) -> int:
+        """Return the bytes that each rank sends in a ring.
+
+        Args:
+            processes: the number of ranks.
+
+        Returns:
+            All pieces but one, each as large as the smaller tensor; twice that for an all-reduce.
+        """
+        if self.name == "all_reduce":
+            return 2 * self.given * (processes - 1) // processes
         return max(self.given, self.received) - min(self.given, self.received)
 
 
@@ -52,7 +60,7 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[tuple[torch.dtype, Shape
     return found
 
 
-def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int, numbers: int) -> list[Collective]:
+def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> list[Collective]:
     """Return the collectives of a refresh in which all layers take new factors.
 
     The first refresh of a training may start one more, to find out whether the loss is a sum.
@@ -60,7 +68,6 @@ def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int, num
     Args:
         layers: the layers that are due, on one device.
         processes: the number of ranks, at least 2.
-        numbers: the numbers that each rank passes to :func:`torch_thor.distributed.consistency.agree`.
 
     Returns:
         The collectives, in their order.
@@ -75,10 +82,16 @@ def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int, num
         alike[dtype].append((shape, of_ranks))
     sums, results = [], []
     for dtype, of_dtype in alike.items():
-        piece = packed_width(*zip(*of_dtype, strict=True)) * dtype.itemsize
-        sums.append(Collective("reduce_scatter_tensor", processes * piece, piece))
-        results.append(Collective("all_gather_into_tensor", 2 * piece, 2 * processes * piece))
-    before = [_gather(count, processes) for count in (HEADER + numbers, counts, traces)]
+        sizes = packed_sizes(*zip(*of_dtype, strict=True))
+        if pads(sizes):
+            piece = max(sizes) * dtype.itemsize
+            sums.append(Collective("reduce_scatter_tensor", processes * piece, piece))
+            results.append(Collective("all_gather_into_tensor", 2 * piece, 2 * processes * piece))
+        else:
+            whole = sum(sizes) * dtype.itemsize
+            sums.append(Collective("all_reduce", whole, whole))
+            results.append(Collective("all_reduce", 2 * whole, 2 * whole))
+    before = [_gather(count, processes) for count in (HEADER + NUMBERS, counts, traces)]
     return [*before, *sums, _gather(2 * len(blocks), processes), *results]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch_thor.curvature.processes import Processes
-from torch_thor.distributed.consistency import agree, check_same_gradients
+from torch_thor.distributed.consistency import NUMBERS, agree, check_same_gradients
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
@@ -28,7 +28,6 @@ _OPTIONS = (
     "step",
     "next_refresh",
 )
-NUMBERS = 4  # how many numbers each process tells the others
 
 
 def read_together(thor: "THOR", processes: Processes, read_own: Callable[[], "StepInputs"]) -> "StepInputs":
