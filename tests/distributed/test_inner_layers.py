@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from joined import alone, assert_same_training, digest, parallel, share, stream, train
-from test_equals_one_process import Experts
+from joined import Experts, alone, assert_same_training, digest, parallel, share, stream, train
 
 
 class Inner(nn.Module):
