@@ -45,10 +45,11 @@ def test_first_losses_and_first_evaluation_are_those_that_were_recorded(tasks, n
     )
     benchmark = tasks.TASKS[recorded["task"]]
     run = tasks.new_run(benchmark, recorded["seed"], setting.make)
-    assert_recorded(take(run, max(NUMBER, benchmark.eval_interval))[:NUMBER], recorded)
+    bits = recorded["optimizer"] == "sgd"
+    assert_recorded(take(run, max(NUMBER, benchmark.eval_interval))[:NUMBER], recorded, bits)
     first = run.record.evaluations[0]
     assert first.step == recorded["evaluations"][0][0]
-    if same_machine(recorded):
+    if bits and same_machine(recorded):
         assert round(first.value, 5) == recorded["evaluations"][0][1]
 
 

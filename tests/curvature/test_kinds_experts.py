@@ -173,6 +173,28 @@ def test_factors_by_hand():
     assert not model[0].weight[2].any()
 
 
+def test_the_trace_counts_what_an_expert_without_rows_keeps():
+    """tr(F + λI) of a refresh is that of the factors in use after it, not of the rows of the step alone."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(2, 3, 4).double())
+
+        def forward(self, x):
+            return torch.cat([F.linear(rows, weight) for rows, weight in zip(x, self.weight, strict=False)])
+
+    model = nn.Sequential(Experts())
+    optimizer = THOR(model, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0), loss_terms=6)
+    for experts in (2, 1):  # the second expert has no rows in the second step
+        optimizer.zero_grad()
+        model(torch.randn(experts, 3, 4).double()).square().sum().div(6).backward()
+        optimizer.step()
+        traces = [a.trace() * g.trace() for a, g in zip(*optimizer.curvature["0.weight"].factors(), strict=True)]
+        assert all(traces)
+        assert optimizer.last_refresh[0].trace == pytest.approx(sum(traces).item() + 0.5 * 24, rel=1e-6)
+
+
 def test_every_expert_sees_every_token():
     """Dense experts: one product of the whole weight. Each is a linear layer that all rows go through."""
 
