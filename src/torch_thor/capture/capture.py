@@ -208,7 +208,7 @@ class Capture:
             Whether they have been reset (a host–device synchronisation per layer).
         """
         reached = [layer for layer in self.layers if layer in self.reached]
-        if any(layer.weight_view.has_gradient() for layer in reached):
+        if any(not layer.weight_view.gradient_is_zero() for layer in reached):
             return False
         cleared = all(layer.weight.grad is None for layer in reached)
         return cleared or any(layer.statistics.have_gradients() for layer in reached)

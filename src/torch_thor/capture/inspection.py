@@ -16,9 +16,11 @@ from torch_thor.capture.coverage_entries import Reasons, entry_of
 from torch_thor.capture.layers import Inside, Layer
 from torch_thor.capture.owners import Owner, Owners, owners_of, reasons_of_parameters, shared_by
 from torch_thor.capture.selection import NOT_KEPT, SKIPPED, Selection, left_out
+from torch_thor.capture.sharded import check_sharded, leave_out_sharded
 from torch_thor.curvature.kinds import Kind, check_weight, kind_of
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.distributed.sharded_parameters import is_sharded
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 
@@ -65,11 +67,13 @@ def inspect_model(
         ValueError: a parameter has no shape yet (a lazy module), a pattern matches nothing, or what is registered for
             a module does not fit it.
     """
+    check_sharded(model)
     owners = owners_of(model)
     reasons = Reasons(reasons_of_parameters(model, owners, trained))
     plain = reasons.of_parameters
     layers = _called_layers(model, owners, plain)
     layers |= _inner_layers(model, owners, plain, {id(layer.weight.parameter) for layer in layers.values()})
+    leave_out_sharded(layers, plain)
     norms = {
         name: module
         for name, module in model.named_modules()
@@ -235,7 +239,9 @@ def _plain_matrices(
         if entry.preconditioned or entry.reason in excluded or id(parameter) in vectors:
             continue
         matrices = [matrix_of(o.module, o.attribute, parameter) for o in owners[id(parameter)]]
-        if matrices[0] is not None and None not in matrices:
+        if matrices[0] is None or None in matrices:
+            continue
+        if not is_sharded(parameter) or matrices[0].of_rows(tuple(parameter.shape), 1) is not None:
             found[entry.name] = matrices[0]
     return found
 

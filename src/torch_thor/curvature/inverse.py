@@ -13,12 +13,32 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.precision import ieee_float32
-from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.curvature.processes import ALONE, BlockExchange, Processes
 
 # The factors of the damping that are tried until a block is positive definite.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
 # The result, in the place of an index of DAMPING_RAISES, for a block that is not positive definite with any of them.
 _NOT_POSITIVE = len(DAMPING_RAISES)
+
+
+@dataclass(frozen=True)
+class RowOwners:
+    """The owners of blocks that belong to rows of a weight, which are divided among processes.
+
+    Args:
+        bounds: process r owns the blocks from index r to index r + 1 of this list.
+        source: the process that owns those of the rows that this process holds.
+        replicas: the group of the processes that hold the same rows as this one; None if there is no other.
+    """
+
+    bounds: Sequence[int]
+    source: int
+    replicas: object = None
+
+    @property
+    def held(self) -> slice:
+        """The blocks of the rows that this process holds."""
+        return slice(self.bounds[self.source], self.bounds[self.source + 1])
 
 
 @dataclass
@@ -31,6 +51,8 @@ class NewBlocks:
         in_use: the blocks in use; None if there are none.
         decay: the weight of the blocks in use in the running average.
         keeps: for each group, whether it keeps the blocks in use; empty if none does.
+        rows: the owners of the blocks, if they belong to the rows of a weight that are divided among processes; every
+            process then gets the blocks of its own rows alone, and ``in_use`` holds no others.
 
     After :func:`invert_`, ``inverse`` holds the damped inverses; ``raised`` tells whether the damping of a block had to
     be raised, and ``failed`` whether a block was not positive definite even then, or its inverse is not finite.
@@ -41,6 +63,7 @@ class NewBlocks:
     in_use: Tensor | None = None
     decay: float = 0.0
     keeps: Sequence[bool] = ()
+    rows: "RowOwners | None" = None
     inverse: Tensor = field(init=False)
     raised: bool = field(default=False, init=False)
     failed: bool = field(default=False, init=False)
@@ -55,7 +78,10 @@ class NewBlocks:
             The own blocks, a view, and the damping of each.
         """
         new, of_one_group = self.blocks[own], len(self.blocks) // len(self.damping)
-        if self.in_use is not None:
+        if self.rows is not None and self.in_use is not None and len(new):
+            if self.decay:
+                new.lerp_(self.in_use, self.decay)
+        elif self.in_use is not None and self.rows is None:
             if any(self.keeps):
                 keeps = torch.tensor(self.keeps, device=new.device).repeat_interleave(of_one_group)[own]
                 new.copy_(torch.where(keeps[:, None, None], self.in_use[own], new))
@@ -74,7 +100,7 @@ def invert_(new: Sequence[NewBlocks], processes: Processes = ALONE) -> None:
     exchange, rank = processes.exchange, processes.rank
     if exchange is not None:
         parts = [one.blocks for one in new]
-        bounds = exchange.deal_out(parts)
+        bounds = exchange.deal_out(parts, [None if one.rows is None else one.rows.bounds for one in new])
         exchange.sum_to_owners_(parts, bounds)
     damped = []
     for i, one in enumerate(new):
@@ -84,12 +110,30 @@ def invert_(new: Sequence[NewBlocks], processes: Processes = ALONE) -> None:
     if exchange is not None:
         flags = processes.gather([flag for one in new for flag in (one.raised, one.failed)])
         any_of = iter([any(of_ranks) for of_ranks in zip(*flags, strict=True)])
+        shared: list[Tensor] = []
+        shared_bounds: list[Sequence[int]] = []
         for one, of_ranks in zip(new, bounds, strict=True):
+            one.raised, one.failed = next(any_of), next(any_of)
             of_all = torch.zeros_like(one.blocks)
             of_all[of_ranks[rank] : of_ranks[rank + 1]] = one.inverse
             one.inverse = of_all
-            one.raised, one.failed = next(any_of), next(any_of)
-        exchange.share_([*parts, *(one.inverse for one in new)], [*bounds, *bounds])
+            if one.rows is None:
+                shared += [one.blocks, of_all]
+                shared_bounds += [of_ranks, of_ranks]
+        exchange.share_(shared, shared_bounds)
+        _keep_own_rows([one for one in new if one.rows is not None], exchange)
+
+
+def _keep_own_rows(new: Sequence[NewBlocks], exchange: BlockExchange) -> None:
+    """Keep those blocks and inverses that belong to the rows of this process, from their owner."""
+    groups: dict[int, tuple[object, list[Tensor]]] = {}
+    for one in new:
+        assert one.rows is not None
+        one.blocks, one.inverse = one.blocks[one.rows.held].clone(), one.inverse[one.rows.held].clone()
+        if one.rows.replicas is not None:
+            groups.setdefault(id(one.rows.replicas), (one.rows.replicas, []))[1].extend((one.blocks, one.inverse))
+    for replicas, parts in groups.values():
+        exchange.share_with_replicas_(parts, replicas)
 
 
 def invert_own_(damped: Sequence[tuple[NewBlocks, Tensor, Tensor]]) -> None:

@@ -6,43 +6,23 @@ whether they are complete. The update rules multiply gradients with the inverses
 (:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of the step and are not part of the state.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from torch import Tensor, nn
 
-from torch_thor.curvature.block_layout import BlockLayout
-from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.experts import group_rows_per_term, plain_where_unknown, weight_
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView, State
-from torch_thor.curvature.statistics import Factors, Statistics
+from torch_thor.curvature.row_shards import RowShards
+from torch_thor.curvature.statistics import Factors, Statistics, Sums
+from torch_thor.curvature.stored_factors import StoredFactors
 
 SIDES = ("A", "G")
 
 # The stored trace change before the first one. It must be a number, and NaN would not compare equal to itself.
 NO_CHANGE_YET = -1.0
-
-
-class _Layouts:
-    """The layouts of a layer's factors for the current ``split_dim`` of its parameter group."""
-
-    def __init__(self, kind: Kind, weight: ParameterView, sides: tuple[str, ...]) -> None:
-        self._kind, self._weight, self._sides = kind, weight, sides
-        self._found: dict[str, BlockLayout] = {}
-        self._split_dim: Any = None  # for which they were found
-
-    def __call__(self) -> dict[str, BlockLayout]:
-        """Return the layout of each side."""
-        split_dim = self._weight.options.get("split_dim")
-        if not self._found or split_dim != self._split_dim:
-            kind, split = self._kind, self._weight.split_dim
-            both = {
-                "A": BlockLayout.of(kind.groups, kind.inputs, 1 if kind.diagonal_input else split),
-                "G": BlockLayout.of(kind.groups, kind.outputs, split),
-            }
-            self._split_dim, self._found = split_dim, {key: both[key] for key in self._sides}
-        return self._found
 
 
 class LayerCurvature:
@@ -72,9 +52,11 @@ class LayerCurvature:
         self.biases = tuple(biases)
         self.prefix = prefix
         self.sides = sides
-        self.layouts = _Layouts(kind, weight, sides)
+        self.stored = StoredFactors(kind, weight, prefix, sides)
+        self.layouts = self.stored.layouts
+        self.inverse = self.stored.inverse
+        self._geometry: tuple[RowShards, Kind] | None = None  # a cache
         self.statistics = Statistics(kind, weight, self.layouts)  # those of the current step
-        self._inverses: dict[str, BlockDiagonal] = {}  # a cache of the inverses in the state
 
     # ---- for users ----------------------------------------------------------------------------------------------
 
@@ -134,6 +116,19 @@ class LayerCurvature:
             f"last_trace_change={self.last_trace_change})"
         )
 
+    @property
+    def geometry(self) -> Kind:
+        """The kind for those rows of the weight that this process holds; the layer's own if it holds all of them."""
+        shards = self.weight_view.shards
+        if shards is None:
+            return self.kind
+        if self._geometry is None or self._geometry[0] is not shards:
+            own = shards.own_of(self.weight_view.rows)
+            kind = copy.copy(self.kind)
+            setattr(kind, "inputs" if kind.transposed else "outputs", own.stop - own.start)
+            self._geometry = shards, kind
+        return self._geometry[1]
+
     # ---- state --------------------------------------------------------------------------------------------------
 
     @property
@@ -162,32 +157,6 @@ class LayerCurvature:
     def uncalled(self) -> bool:
         """Whether its weight is used without calling its module: it had a gradient but no statistics on a refresh."""
         return bool(self.state.get(self.prefix + "uncalled", 0))
-
-    def matrix(self, key: str) -> BlockDiagonal:
-        """Return a factor or an inverse.
-
-        Args:
-            key: ``"A"``, ``"G"``, ``"A_inverse"`` or ``"G_inverse"``.
-
-        Returns:
-            The matrix, whose tensors are those of the state.
-        """
-        key_in_state, state = self.prefix + key, self.weight_view.entries or {}
-        return BlockDiagonal(self.layouts()[key[0]], state[key_in_state], state.get(f"{key_in_state}_tail"))
-
-    def inverse(self, side: str) -> BlockDiagonal:
-        """Return the damped inverse in use.
-
-        Args:
-            side: ``"A"`` or ``"G"``.
-
-        Returns:
-            The matrix, whose tensors are those of the state.
-        """
-        entries, found = self.weight_view.entries, self._inverses.get(side)
-        if found is None or entries is None or found.blocks is not entries.get(f"{self.prefix}{side}_inverse"):
-            found = self._inverses[side] = self.matrix(f"{side}_inverse")
-        return found
 
     def record(
         self,
@@ -223,7 +192,7 @@ class LayerCurvature:
                 f"backward pass through the layer"
             )
         _ = self.weight  # raises if the module computes the weight now, for which these factors do not hold
-        matrices = self.matrix(key).dense()
+        matrices = self.stored.dense(key)
         return matrices if self.kind.groups > 1 else matrices[0]
 
     # ---- new factors --------------------------------------------------------------------------------------------
@@ -250,7 +219,7 @@ class LayerCurvature:
         """
         return [not rows for rows in self.statistics.group_rows] if self.refreshes else []
 
-    def fresh_factors(self, terms: int = 1) -> Factors | None:
+    def fresh_factors(self, terms: int = 1) -> Sums | None:
         """Return the factors of the rows of this step, and drop the rows.
 
         If groups have their own rows, their factors are multiplied by ``√T``, and those of a group without rows are
@@ -266,8 +235,8 @@ class LayerCurvature:
             return self.statistics.means()
         sums, group_rows = self.statistics.gathered(), self.statistics.group_rows
         self.statistics.forget()
-        if sums is not None:
-            weight_(sums, group_rows, terms if "G" in self.sides else None)
+        if sums is not None:  # weights whose groups have their own rows are not preconditioned in shards
+            weight_(cast(Factors, sums), group_rows, terms if "G" in self.sides else None)
         return sums
 
     # ---- factors and inverses in use ----------------------------------------------------------------------------
@@ -294,10 +263,7 @@ class LayerCurvature:
         if self.kind.routed:
             inverses = plain_where_unknown(factors, inverses)
         for side, factor, inverse in zip(self.sides, factors, inverses, strict=True):
-            for key, matrix in ((prefix + side, factor), (f"{prefix}{side}_inverse", inverse)):
-                state[key] = matrix.blocks
-                if matrix.tail is not None:
-                    state[f"{key}_tail"] = matrix.tail
-            self._inverses[side] = inverse
+            self.stored.write(side, factor)
+            self.stored.write(f"{side}_inverse", inverse)
         state[prefix + "rows_per_term"] = rows_per_term
         state[prefix + "refreshes"] = self.refreshes + 1

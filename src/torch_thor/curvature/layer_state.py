@@ -1,15 +1,13 @@
 """The entries of a layer in the optimizer's state of its weight: creating them, and checking that they are complete.
 
-There are the factor in use and its damped inverse for each side, ``A`` and (unless the layer has A alone) ``G``, as
-``blocks`` and ``tail`` of :class:`torch_thor.curvature.blocks.BlockDiagonal`; and numbers (``_NUMBERS``). If several
-layers are rows of one parameter, the keys of each have a prefix.
+There are the factor in use and its damped inverse for each side, ``A`` and (unless the layer has A alone) ``G``
+(:mod:`torch_thor.curvature.stored_factors`), and numbers (``_NUMBERS``). If several layers are rows of one parameter,
+the keys of each have a prefix.
 """
 
-from typing import Any
-
 import torch
+from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.layer import NO_CHANGE_YET, LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 
@@ -45,12 +43,7 @@ def make_layer_state(layer: LayerCurvature) -> None:
     if not weight.requires_grad:
         return
     dtype = factor_dtype(weight.dtype)
-    for side, layout in layer.layouts().items():
-        for key in (prefix + side, f"{prefix}{side}_inverse"):
-            zeros = BlockDiagonal.zeros(layout, dtype=dtype, device=weight.device)
-            state[key] = zeros.blocks
-            if zeros.tail is not None:
-                state[f"{key}_tail"] = zeros.tail
+    layer.stored.make_zeros(dtype, weight.device)
     state.update({prefix + key: value for key, value in _NUMBERS.items()})
     if layer.kind.routed:
         state[prefix + "group_rows_per_term"] = torch.zeros(layer.kind.groups, dtype=dtype, device=weight.device)
@@ -65,25 +58,26 @@ def missing_entries(layer: LayerCurvature) -> list[str]:
     Returns:
         Their keys; an empty list if the state has all entries of the layer or none.
     """
-    keys = list(_NUMBERS)
-    for side, layout in layer.layouts().items():
-        for matrix in (side, f"{side}_inverse"):
-            keys += [matrix, f"{matrix}_tail"] if layout.tail else [matrix]
-    keys += ["group_rows_per_term"] if layer.kind.routed else []
-    absent = [layer.prefix + key for key in keys if layer.prefix + key not in layer.state]
+    numbers = [*_NUMBERS, "group_rows_per_term"] if layer.kind.routed else list(_NUMBERS)
+    keys = [layer.prefix + key for key in numbers]
+    own = keys + [key for key in layer.stored.shapes() if key.startswith(layer.prefix)]  # no other layer has them
+    if not any(key in layer.state for key in own):
+        return []
     later = {layer.prefix + key for key in _LATER}  # created in the next step
-    return [] if len(absent) == len(keys) else [key for key in absent if key not in later]
+    return [key for key in keys + list(layer.stored.shapes()) if key not in layer.state and key not in later]
 
 
-def stored_tensors(layer: LayerCurvature) -> dict[str, tuple[Any, Any]]:
-    """Return the tensors of the factors and inverses in the state, without checking their shapes.
+def misfitting_entry(layer: LayerCurvature) -> tuple[str, tuple[int, ...]] | None:
+    """Find a tensor of the layer in the state that has another shape than the layer needs now.
 
     Args:
         layer: the layer.
 
     Returns:
-        Blocks and tail of each matrix (``"A"``, ``"A_inverse"`` and so on); None for a missing entry.
+        Its key and the shape that is needed; None if all tensors that are there fit.
     """
-    matrices = [matrix for side in layer.sides for matrix in (side, f"{side}_inverse")]
-    keys = {matrix: layer.prefix + matrix for matrix in matrices}
-    return {matrix: (layer.state.get(key), layer.state.get(f"{key}_tail")) for matrix, key in keys.items()}
+    for key, shape in layer.stored.shapes().items():
+        tensor = layer.state.get(key)
+        if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape):
+            return key, shape
+    return None

@@ -32,6 +32,27 @@ class PlainMatrix:
         self.inputs = inputs
         self._taps = taps
 
+    def of_rows(self, shape: tuple[int, ...], rows: int) -> "PlainMatrix | None":
+        """Return the matrices of some rows of the parameter, which one process holds.
+
+        Args:
+            shape: the shape of the whole parameter.
+            rows: the size of the first dimension of the part.
+
+        Returns:
+            Whole matrices if the first dimension numbers them, else rows of one matrix, or columns for a transposed
+            convolution; None if the matrix is one of several that share the first dimension (a grouped convolution).
+        """
+        if rows == shape[0]:
+            return self
+        if self.groups == shape[0]:
+            return PlainMatrix(rows, self.outputs, self.inputs)
+        if self.groups > 1:
+            return None
+        if self._taps:
+            return PlainMatrix(1, self.outputs, rows * self._taps, self._taps)
+        return PlainMatrix(1, rows, self.inputs)
+
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the parameter's shape as matrices.
 

@@ -7,7 +7,10 @@ A view is of a whole parameter, or of some of its rows (a projection inside a fu
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from torch_thor.curvature.row_shards import RowShards, local
 
 State = MutableMapping[str, Any]
 
@@ -18,9 +21,10 @@ LARGEST = 8192
 class ParameterView:
     """A parameter of a module, or rows of one.
 
-    The parameter is looked up in the module each time, because wrappers such as FSDP replace it. The optimizer binds
-    the view to the state and the options (:meth:`bind`) whenever one of them is created, loaded or replaced, so that
-    a step does not have to look them up.
+    The parameter is looked up in the module each time, because wrappers replace it. The optimizer binds the view to the
+    state and the options (:meth:`bind`) whenever one of them is created, loaded or replaced, so that a step does not
+    have to look them up. The rows of a parameter may be divided among processes (FSDP2); its state then has the rows
+    that this process holds.
 
     Args:
         module: the module that owns the parameter.
@@ -34,15 +38,30 @@ class ParameterView:
         self.rows = rows
         self.entries: State | None = None  # the optimizer's state of the parameter; None while there is none
         self.options: Mapping[str, Any] = {}  # the parameter's group; empty while there is none
+        self.shards: RowShards | None = None  # how its rows are divided; None if every process holds all of them
+        self.local_rows = rows  # ``rows`` in the part of the parameter that this process holds
+        self._divided: nn.Parameter | None = None  # the parameter, if its rows are divided
 
-    def bind(self, state: State | None, options: Mapping[str, Any]) -> None:
+    def bind(
+        self,
+        state: State | None,
+        options: Mapping[str, Any],
+        parameter: nn.Parameter | None = None,
+        shards: RowShards | None = None,
+    ) -> None:
         """Bind the view to the optimizer's state of the parameter and to the options of its group.
 
         Args:
             state: the optimizer's entries for the parameter; None if there are none.
             options: the parameter's group itself and not a copy, because users may change its options between steps.
+            parameter: the parameter; needed only if its rows are divided among processes.
+            shards: how its rows are divided; None if every process holds all of them.
         """
         self.entries, self.options = state, options
+        self.shards, self.local_rows = shards, self.rows
+        self._divided = None if shards is None else parameter
+        if shards is not None and self.rows is not None:
+            self.local_rows = shards.own_of(self.rows)
 
     @property
     def split_dim(self) -> int | None:
@@ -65,6 +84,8 @@ class ParameterView:
         Raises:
             RuntimeError: the module computes it from other parameters now.
         """
+        if self._divided is not None:  # while modules run, FSDP2 replaces it by the whole parameter
+            return self._divided
         parameter = getattr(self.module, self.attribute)
         if not isinstance(parameter, nn.Parameter):
             raise RuntimeError(
@@ -82,12 +103,25 @@ class ParameterView:
         """Return whether a loss has reached the parameter. The gradient of an unused parameter may be zeros.
 
         Returns:
-            Whether the gradient of these rows has an element other than zero (a host–device synchronisation).
+            Whether the gradient of these rows has an element other than zero (a host–device synchronisation). If the
+            rows of the parameter are divided among processes, whether there is a gradient, because all processes must
+            find the same.
         """
         gradient = self.parameter.grad
-        if gradient is None:
-            return False
+        if gradient is None or self.shards is not None:
+            return gradient is not None
         return bool((gradient._values() if gradient.is_sparse else self.of(gradient)).any())
+
+    def gradient_is_zero(self) -> bool:
+        """Return whether the gradient of the rows that this process holds is zero or missing.
+
+        Returns:
+            Whether it is (a host–device synchronisation).
+        """
+        if self.shards is None:
+            return not self.has_gradient()
+        gradient = self.parameter.grad
+        return gradient is None or not bool(local(gradient).any())
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the rows of this view from a tensor in the shape of the parameter.
@@ -99,6 +133,15 @@ class ParameterView:
             A view of the tensor.
         """
         return tensor if self.rows is None else tensor[self.rows]
+
+    def outline(self) -> Tensor:
+        """Return the shape of these rows as a tensor without memory, also if the module computes the parameter.
+
+        Returns:
+            A tensor on the meta device.
+        """
+        whole = torch.empty(getattr(self.module, self.attribute).shape, device="meta")
+        return self.of(whole)
 
     def is_same_as(self, other: "ParameterView") -> bool:
         """Return whether another view is of the same rows of the same parameter of the same module.

@@ -20,8 +20,11 @@ class BlockExchange(Protocol):
     All processes pass blocks of the same shapes, in the same order.
     """
 
-    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
-        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes."""
+    def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
+        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes.
+
+        ``fixed`` has the owners of those parts whose owners are known already, and None for all others.
+        """
         ...
 
     def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
@@ -30,6 +33,10 @@ class BlockExchange(Protocol):
 
     def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
         """Replace symmetric blocks by those of their owner, so that they are the same on all processes."""
+        ...
+
+    def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
+        """Replace symmetric blocks by those of the first process of a group, which holds the same rows of weights."""
         ...
 
 

@@ -8,17 +8,18 @@ it, and sent to all.
 import enum
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import DAMPING_RAISES, NewBlocks, invert_, relative_damping
+from torch_thor.curvature.inverse import DAMPING_RAISES, NewBlocks, RowOwners, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.curvature.statistics import Factors
+from torch_thor.curvature.row_shards import ShardedBlocks, ShardedLayout
+from torch_thor.curvature.statistics import Sums
 
 _PLAINLY = "it takes its plain gradient, and the next step tries again"
 
@@ -104,7 +105,7 @@ class Candidate:
 
     layer: LayerCurvature
     step: int
-    factors: Factors
+    factors: Sums
     rows_per_term: float
     damping: float
     thresholds: tuple[float, float]
@@ -199,7 +200,7 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
             traces.append(factor.group_traces())
     for c in candidates:
         for key in c.layer.sides:
-            traces.append(c.layer.matrix(key).group_traces())
+            traces.append(c.layer.stored.read(key).group_traces())
     device = traces[0].device
     for i, trace in enumerate(traces):
         traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
@@ -211,6 +212,10 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
         # Those of the first process: on different hardware the last bits of a sum may differ, and if a layer stopped on
         # one process and not on another, their weights would differ from then on.
         in_use = rows[0][len(new) :]
+        for i, process in _divided(candidates):
+            if process == 0:
+                in_use[i] = 0.0
+            in_use[i] += rows[process][len(new) + i]
     verdicts, first = [], 0
     for c in candidates:
         now, before = [], []
@@ -239,6 +244,16 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
     return verdicts
 
 
+def _divided(candidates: Sequence[Candidate]) -> Iterator[tuple[int, int]]:
+    """Yield the index of each trace whose factor is divided, with every process that owns a part of it."""
+    i = 0
+    for c in candidates:
+        for layout in c.layer.layouts().values():
+            if isinstance(layout, ShardedLayout):
+                yield from ((i, process) for process in layout.owners)
+            i += layout.groups
+
+
 def _new_blocks(verdict: _Verdict, relative: bool) -> list[NewBlocks]:
     """Return the blocks of the new factors of a layer, with all that their inversion needs, and note them."""
     c, found = verdict.candidate, []
@@ -247,36 +262,53 @@ def _new_blocks(verdict: _Verdict, relative: bool) -> list[NewBlocks]:
         if relative:
             for i, trace in enumerate(traces):
                 damping[i] = relative_damping(trace, factor.layout.size, c.damping, factor.blocks.dtype)
-        parts, in_use, of_side = factor.parts(), c.layer.matrix(key).parts() if c.layer.refreshes else None, []
-        for i, blocks in enumerate(parts):
-            old = None if in_use is None else in_use[i]
-            of_side.append(NewBlocks(blocks, damping, old, c.decay, c.without_rows))
+        in_use = c.layer.stored.read(key).parts() if c.layer.refreshes else []
+        if isinstance(factor, ShardedBlocks):
+            of_side = _blocks_of_rows(c, factor, damping, in_use)
+        else:
+            of_side = []
+            for i, blocks in enumerate(factor.parts()):
+                of_side.append(NewBlocks(blocks, damping, in_use[i] if in_use else None, c.decay, c.without_rows))
         verdict.new.append(of_side)
         found += of_side
     return found
 
 
+def _blocks_of_rows(
+    c: Candidate, factor: ShardedBlocks, damping: Sequence[float], in_use: Sequence[Tensor]
+) -> list[NewBlocks]:
+    """Return the blocks of a factor whose rows are divided; ``in_use`` holds those of the rows of this process."""
+    shards, parts = c.layer.weight_view.shards, factor.parts()
+    assert shards is not None
+    old = factor.spread(in_use) if in_use else [None] * len(parts)
+    return [
+        NewBlocks(blocks, damping, its_old, c.decay, rows=RowOwners(bounds, shards.source, shards.replicas))
+        for blocks, bounds, its_old in zip(parts, factor.bounds(), old, strict=True)
+    ]
+
+
 def _store_decision(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
     """Store the decision and the new factors in the layer; the decision becomes FAILED if an inverse has failed."""
     c, layer, what = verdict.candidate, verdict.candidate.layer, ""
-    inverses, raised = [], False
+    factors: list[BlockDiagonal] = []
+    inverses: list[BlockDiagonal] = []
+    raised = False
     if verdict.decision is Decision.FAILED:
         what = "its new factors hold NaN or inf and were not inverted"
     else:
         layer.record(verdict.change, stopped=True if verdict.decision is Decision.STOP else None)
     for factor, of_side in zip(c.factors, verdict.new, strict=False):
-        parts = []
         for one in of_side:
-            parts.append(one.inverse)
             raised = raised or one.raised
             if one.failed:
                 verdict.decision = Decision.FAILED
                 what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
-        inverses.append(BlockDiagonal(factor.layout, *parts))
+        for found, parts in ((factors, [one.blocks for one in of_side]), (inverses, [one.inverse for one in of_side])):
+            found.append(factor.of_owner(parts) if isinstance(factor, ShardedBlocks) else factor.with_parts(parts))
     if verdict.decision is Decision.FAILED:
         then = "the last good inverse stays" if layer.refreshes else _PLAINLY
         report(layer, f"{what}; {then}")
     elif verdict.decision is Decision.UPDATE:
-        layer.set_factors(c.factors, tuple(inverses), c.rows_per_term, c.group_rows_per_term)
+        layer.set_factors(tuple(factors), tuple(inverses), c.rows_per_term, c.group_rows_per_term)
         if raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")

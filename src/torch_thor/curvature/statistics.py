@@ -1,17 +1,19 @@
 """The statistics of one layer in the current step: sums over its rows, which are not part of checkpoints."""
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
+from torch_thor.curvature.row_shards import Layout, ShardedBlocks, ShardedLayout
 
 Factors = tuple[BlockDiagonal, ...]  # one per side, in the order of LayerCurvature.sides
+Sums = tuple[BlockDiagonal | ShardedBlocks, ...]  # the same for a new factor, or for the share of one process in it
 
 
 class Statistics:
@@ -23,9 +25,9 @@ class Statistics:
         layouts: returns the layout of the factor of each side.
     """
 
-    def __init__(self, kind: Kind, weight: ParameterView, layouts: Callable[[], Mapping[str, BlockLayout]]) -> None:
+    def __init__(self, kind: Kind, weight: ParameterView, layouts: Callable[[], Mapping[str, Layout]]) -> None:
         self._weight, self._layouts = weight, layouts
-        self._sums: Factors | None = None
+        self._sums: Sums | None = None
         self.rows = 0  # R of this step so far
         self.group_rows = [0] * kind.groups if kind.routed else []  # R of each group, if groups have their own rows
 
@@ -47,7 +49,8 @@ class Statistics:
         """
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
-        x, g, (a_sum, g_sum) = x.detach(), g.detach(), self.sums()
+        # kinds add rows to the blocks of all processes in the same way
+        x, g, (a_sum, g_sum) = x.detach(), g.detach(), cast(Factors, self.sums())
         with ieee_float32(x.device.type):
             if instead_of is None:
                 rows = kind.add_inputs_(a_sum, x, g.shape, keep)
@@ -72,7 +75,7 @@ class Statistics:
             most: the number of rows that is enough.
         """
         if x.numel() and output.numel():
-            (a_sum,) = self.sums()
+            (a_sum,) = cast(Factors, self.sums())
             with ieee_float32(x.device.type):
                 rows = kind.add_inputs_(a_sum, x.detach(), output, keep, most)
             self.rows += rows if isinstance(rows, int) else self._count_groups(rows)
@@ -94,22 +97,21 @@ class Statistics:
 
     # ---- reading and dropping the sums --------------------------------------------------------------------------
 
-    def sums(self) -> Factors:
+    def sums(self) -> Sums:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added.
 
         Returns:
             The sums, one per side; zeros before the first row.
         """
         if self._sums is None:
-            view, sums = self._weight, []
-            weight = view.module._parameters.get(view.attribute)
-            like = view.parameter if weight is None else weight
-            for layout in self._layouts().values():
-                sums.append(BlockDiagonal.zeros(layout, dtype=factor_dtype(like.dtype), device=like.device))
-            self._sums = tuple(sums)
+            view, weight = self._weight, self._weight.module._parameters.get(self._weight.attribute)
+            # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it computes with
+            device = (view.parameter if weight is None else weight).device
+            dtype = factor_dtype((view.parameter if weight is None or view.shards is not None else weight).dtype)
+            self._sums = tuple(_zeros(layout, dtype, device) for layout in self._layouts().values())
         return self._sums
 
-    def gathered(self) -> Factors | None:
+    def gathered(self) -> Sums | None:
         """Return the sums of this step so far.
 
         Returns:
@@ -125,7 +127,7 @@ class Statistics:
         """
         return self._sums is not None and any(bool(part.any()) for part in self._sums[-1].parts())
 
-    def means(self) -> Factors | None:
+    def means(self) -> Sums | None:
         """Return A and G, the means over the rows of this step, and drop the rows.
 
         Returns:
@@ -160,3 +162,9 @@ class Statistics:
             weight = self._weight.parameter
             device, dtype = weight.device, factor_dtype(weight.dtype)
             self._sums = tuple(one.with_parts([part.to(device, dtype) for part in one.parts()]) for one in self._sums)
+
+
+def _zeros(layout: Layout, dtype: torch.dtype, device: torch.device) -> BlockDiagonal | ShardedBlocks:
+    if isinstance(layout, ShardedLayout):
+        return ShardedBlocks.zeros(layout, dtype=dtype, device=device)
+    return BlockDiagonal.zeros(layout, dtype=dtype, device=device)

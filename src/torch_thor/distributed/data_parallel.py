@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -53,16 +54,18 @@ class DataParallel:
         rows: list[list[float]] = gathered.view(self.count, -1).tolist()
         return rows
 
-    def deal_out(self, parts: Sequence[Tensor]) -> Bounds:
+    def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
         """Deal out blocks to ranks by their cost.
 
         Args:
             parts: blocks ``(count, s, s)``.
+            fixed: for each of them the bounds that are known already, or None.
 
         Returns:
             The bounds of :func:`torch_thor.distributed.ownership.deal_out`.
         """
-        return deal_out(tuple((len(part), part.shape[-1]) for part in parts), self.count)
+        shapes = tuple((len(part), part.shape[-1]) for part in parts)
+        return deal_out(shapes, self.count, tuple(None if known is None else tuple(known) for known in fixed))
 
     def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
         """Sum blocks over all ranks, each at its owner, with one collective for each dtype and device.
@@ -109,6 +112,23 @@ class DataParallel:
             for rank, start in enumerate(starts):
                 for blocks, piece in _pieces(alike, rank, flat[start:]):
                     unpack_(blocks, piece)
+
+    def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
+        """Send blocks from the first rank of a group to the others, with one collective for each dtype and device.
+
+        Args:
+            parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank of the group; overwritten.
+            replicas: the group.
+        """
+        group = cast(dist.ProcessGroup, replicas)
+        for alike in _by_dtype_and_device(parts, [(0, len(part)) for part in parts]):
+            _, size, _ = _layout(alike, 1)
+            flat = alike[0][0].new_zeros(size)
+            for blocks, piece in _pieces(alike, 0, flat):
+                pack(blocks, piece)
+            dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
+            for blocks, piece in _pieces(alike, 0, flat):
+                unpack_(blocks, piece)
 
     def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Sum tensors over all ranks, on rank 0.

@@ -32,20 +32,33 @@ def cost(size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def deal_out(parts: tuple[Shape, ...], processes: int) -> Bounds:
+def deal_out(
+    parts: tuple[Shape, ...], processes: int, fixed: tuple[tuple[int, ...] | None, ...] | None = None
+) -> Bounds:
     """Deal out blocks to processes.
 
     Args:
         parts: the number of blocks and their size, for each tensor of blocks.
         processes: the number of processes.
+        fixed: for each tensor its bounds if they are known already, as those of the rows of a sharded weight are; None
+            for the others, or for all. The others go to processes that have less of these.
 
     Returns:
         For each tensor ``processes + 1`` indices: process r owns the blocks from index r to index r + 1 of this list.
     """
-    work = [(0, rank) for rank in range(processes)]  # a heap; of processes with equal work the lowest rank is first
-    bounds: list[tuple[int, ...]] = [()] * len(parts)
+    bounds: list[Sequence[int]] = [()] * len(parts)
+    loads = [0] * processes
+    for i, known in enumerate(fixed or ()):
+        if known is not None:
+            bounds[i] = known
+            for rank in range(processes):
+                loads[rank] += (known[rank + 1] - known[rank]) * cost(parts[i][1])
+    work = [(load, rank) for rank, load in enumerate(loads)]  # of processes with equal work the lowest rank is first
+    heapq.heapify(work)
     for i in sorted(range(len(parts)), key=lambda i: -parts[i][1]):
         count, size = parts[i]
+        if fixed is not None and fixed[i] is not None:
+            continue
         # of a diagonal, which may have 30,000 blocks, as many for each process while there are plenty: this saves time
         every = max(0, count // processes - 1) if size == 1 else 0
         of_ranks = [every] * processes
@@ -58,17 +71,18 @@ def deal_out(parts: tuple[Shape, ...], processes: int) -> Bounds:
     return tuple(bounds)
 
 
-def imbalance(parts: Sequence[Shape], processes: int) -> float:
+def imbalance(parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int, ...] | None] | None = None) -> float:
     """Return how much longer than the mean the process with most work takes.
 
     Args:
         parts: the number of blocks and their size, for each tensor of blocks.
         processes: the number of processes.
+        fixed: the owners that are known already, as for :func:`deal_out`.
 
     Returns:
         The most work of a process over the mean; 1 if there are no blocks.
     """
-    bounds = deal_out(tuple(parts), processes)
+    bounds = deal_out(tuple(parts), processes, None if fixed is None else tuple(fixed))
     loads = [0] * processes
     for (_, size), of_ranks in zip(parts, bounds, strict=True):
         for rank in range(processes):

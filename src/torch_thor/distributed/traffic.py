@@ -8,6 +8,7 @@ import torch
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
+from torch_thor.curvature.row_shards import ShardedLayout
 from torch_thor.distributed.consistency import HEADER, NUMBERS
 from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes, pads
 
@@ -42,21 +43,39 @@ class Collective:
         return max(self.given, self.received) - min(self.given, self.received)
 
 
-def blocks_of(layers: Iterable[LayerCurvature]) -> list[tuple[torch.dtype, Shape]]:
+@dataclass(frozen=True)
+class Blocks:
+    """One tensor of blocks.
+
+    Args:
+        dtype: their dtype.
+        shape: their number and size.
+        owners: for the rows of a sharded weight, the bounds that divide the blocks among the processes; None if they
+            are dealt out by their cost.
+    """
+
+    dtype: torch.dtype
+    shape: Shape
+    owners: tuple[int, ...] | None = None
+
+
+def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
     """Return the blocks of all factors.
 
     Args:
         layers: the layers.
 
     Returns:
-        For each tensor of blocks its dtype, the number of blocks and their size.
+        One entry for each tensor of blocks.
     """
-    found: list[tuple[torch.dtype, Shape]] = []
+    found: list[Blocks] = []
     for layer in layers:
+        dtype = factor_dtype(layer.weight.dtype)
         for layout in layer.layouts().values():
-            for shape in layout.shapes:
-                if shape is not None:
-                    found.append((factor_dtype(layer.weight.dtype), shape[:2]))
+            if isinstance(layout, ShardedLayout):
+                found += [Blocks(dtype, shape[:2], owners) for shape, owners in layout.parts]
+                continue
+            found += [Blocks(dtype, shape[:2]) for shape in layout.shapes if shape is not None]
     return found
 
 
@@ -76,23 +95,34 @@ def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> 
     counts = sum(3 + len(layer.statistics.group_rows) for layer in layers)
     traces = sum(2 * len(layer.sides) * layer.kind.groups for layer in layers)
     blocks = blocks_of(layers)
-    bounds = deal_out(tuple(shape for _, shape in blocks), processes)
-    alike: defaultdict[torch.dtype, list[tuple[Shape, Sequence[int]]]] = defaultdict(list)
-    for (dtype, shape), of_ranks in zip(blocks, bounds, strict=True):
-        alike[dtype].append((shape, of_ranks))
+    bounds = deal_out(tuple(one.shape for one in blocks), processes, tuple(one.owners for one in blocks))
+    alike: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for i, one in enumerate(blocks):
+        alike[one.dtype].append(i)
     sums, results = [], []
-    for dtype, of_dtype in alike.items():
-        sizes = packed_sizes(*zip(*of_dtype, strict=True))
-        if pads(sizes):
-            piece = max(sizes) * dtype.itemsize
-            sums.append(Collective("reduce_scatter_tensor", processes * piece, piece))
-            results.append(Collective("all_gather_into_tensor", 2 * piece, 2 * processes * piece))
-        else:
-            whole = sum(sizes) * dtype.itemsize
-            sums.append(Collective("all_reduce", whole, whole))
-            results.append(Collective("all_reduce", 2 * whole, 2 * whole))
+    for dtype, members in alike.items():
+        sizes = packed_sizes([blocks[i].shape for i in members], [bounds[i] for i in members])
+        sums.append(_to_owners(sizes, dtype.itemsize))
+        shared = [i for i in members if blocks[i].owners is None]
+        if shared:
+            sizes = packed_sizes([blocks[i].shape for i in shared], [bounds[i] for i in shared])
+            results.append(_from_owners(sizes, 2 * dtype.itemsize))
     before = [_gather(count, processes) for count in (HEADER + NUMBERS, counts, traces)]
     return [*before, *sums, _gather(2 * len(blocks), processes), *results]
+
+
+def _to_owners(sizes: Sequence[int], itemsize: int) -> Collective:
+    if not pads(sizes):
+        return Collective("all_reduce", sum(sizes) * itemsize, sum(sizes) * itemsize)
+    piece = max(sizes) * itemsize
+    return Collective("reduce_scatter_tensor", len(sizes) * piece, piece)
+
+
+def _from_owners(sizes: Sequence[int], itemsize: int) -> Collective:
+    if not pads(sizes):
+        return Collective("all_reduce", sum(sizes) * itemsize, sum(sizes) * itemsize)
+    piece = max(sizes) * itemsize
+    return Collective("all_gather_into_tensor", piece, len(sizes) * piece)
 
 
 def _gather(numbers: int, processes: int) -> Collective:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_thor.curvature.row_shards import local
 from torch_thor.optim.thor.gradient_checks import some
 
 StateDict = dict[str, Any]
@@ -162,6 +163,8 @@ def as_made(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         A tensor on the parameter's device: with the parameter's strides if it has its shape (momentum), else row-major.
     """
+    if hasattr(value, "to_local"):  # its rows are divided among processes, as those of the parameter
+        return value.to(dtype=dtype, copy=True)
     if value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
     return torch.empty(value.shape, dtype=dtype, device=parameter.device).copy_(value)
@@ -193,7 +196,7 @@ def check_moments(
                     f"load it into the model that it was saved with"
                 )
             if value.is_floating_point() or value.is_complex():
-                sound.append((where, value.isfinite().all()))
+                sound.append((where, local(value).isfinite().all()))
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for where, flag in sound:
         by_device.setdefault(flag.device, []).append((where, flag))

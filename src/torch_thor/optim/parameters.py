@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_thor.curvature.row_shards import local
+
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: entries by parameter
 
@@ -44,9 +46,9 @@ def parameters_with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Pa
         groups: the optimizer's parameter groups.
 
     Yields:
-        The group, the parameter and its gradient.
+        The group, the parameter and its gradient, or the part of the gradient that this process holds.
     """
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                yield group, parameter, parameter.grad
+                yield group, parameter, local(parameter.grad)

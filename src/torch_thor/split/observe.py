@@ -7,7 +7,7 @@ are dropped when their losses are known. So if every layer is called once, those
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import LARGEST
+from torch_thor.curvature.statistics import Factors
 from torch_thor.split.spectral import spectral_losses
 
 LossFn = Callable[..., Tensor]
@@ -150,7 +151,7 @@ class Observer:
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
     def _finish(self, layer: LayerCurvature) -> None:
-        factors = layer.fresh_factors()
+        factors = cast(Factors | None, layer.fresh_factors())  # the model is a copy on one process
         if factors is not None:
             self._losses[layer.name] = losses_of(factors, self._split_dims, layer)
 

@@ -68,9 +68,7 @@ def projections(module: nn.MultiheadAttention) -> Iterator[InnerLayer]:
 
 
 def _projection(name: str, weight: ParameterView, biases: list[ParameterView], prefix: str = "") -> InnerLayer:
-    # not ParameterView.parameter, which refuses a weight that is computed from others (pruning)
-    tensor = weight.of(getattr(weight.module, weight.attribute))
-    return InnerLayer(name, ProjectionKind(tensor, nn.MultiheadAttention.__name__), weight, biases, prefix)
+    return InnerLayer(name, ProjectionKind(weight.outline(), nn.MultiheadAttention.__name__), weight, biases, prefix)
 
 
 class AttentionHook(CompositeHook):

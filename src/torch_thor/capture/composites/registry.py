@@ -182,5 +182,4 @@ def _check(layers: Sequence[InnerLayer], module: nn.Module) -> None:
                 f"prefix of its own"
             )
         states.add(state)
-        biases = [view.of(getattr(view.module, view.attribute)) for view in layer.biases]
-        check_fits(layer.kind, layer.weight.of(weight), biases, who)
+        check_fits(layer.kind, layer.weight.outline(), [view.outline() for view in layer.biases], who)

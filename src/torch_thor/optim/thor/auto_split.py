@@ -7,12 +7,30 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.split import cache
 from torch_thor.split.choice import candidates, choose
 from torch_thor.split.observe import losses_of
 
 AUTO = "auto"
 FALLBACK = 128  # the paper's choice for ResNet-50
+
+
+def check_whole(groups: Sequence[Group], index: ParameterIndex) -> None:
+    """Raise an error for ``split_dim="auto"`` if the rows of parameters are divided among processes.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        index: the index of the model's parameters.
+
+    Raises:
+        ValueError: they are, and a group has it.
+    """
+    if index.sharded and any(group["split_dim"] == AUTO for group in groups):
+        raise ValueError(
+            'split_dim="auto" measures whole factors, and these are split where fully_shard divides the parameters; '
+            "give a number (torch-thor split-dim chooses one for a model on one process)"
+        )
 
 
 class AutoSplit:
@@ -56,7 +74,7 @@ class AutoSplit:
             return
         sums: dict[str, Sequence[BlockDiagonal]] = {}
         for name, layer in self._layers.items():
-            own = layer.statistics.gathered()
+            own = cast(Factors | None, layer.statistics.gathered())  # check_whole() excludes others
             if own is not None:
                 totals = iter(processes.sum_on_first([part for factor in own for part in factor.parts()]))
                 if processes.first:

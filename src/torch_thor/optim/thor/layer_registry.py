@@ -13,6 +13,7 @@ from torch_thor.capture.layers import Layer
 from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.distributed.sharded_parameters import device_of_mesh
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.thor.covered import current_coverage, removed_message
 from torch_thor.optim.thor.parameter_index import ParameterIndex
@@ -46,7 +47,9 @@ class LayerRegistry:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first layer, which stands for that of the model."""
+        """The device of the first layer, for that of the model; of sharded parameters, the one for collectives."""
+        for parameter, _ in self.index.sharded.values():
+            return device_of_mesh(parameter)
         return next(iter(self.layers.values())).weight.device
 
     def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:

@@ -3,17 +3,18 @@
 Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_thor.curvature.blocks import scale_
 from torch_thor.curvature.experts import bias_scales
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
+from torch_thor.curvature.row_shards import local
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex, Share
 from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
@@ -23,25 +24,31 @@ from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale,
 class _Part:
     """The parameters of one group that are preconditioned, or those that are not; only those with a gradient.
 
+    If the rows of a parameter are divided among processes, the tensors are those of the rows of this process.
+
     Args:
         group: their parameter group.
         scale: the number that multiplies the gradients: 1 / N if the loss is a sum, else 1.
         params: the parameters.
         gradients: their gradients, which are not changed.
         decaying: for each parameter, whether weight decay applies to it.
+        divided: for each parameter, whether other processes hold other rows of it.
         buffers: their momentum buffers; empty if momentum is 0.
         shares: for each parameter, the shares of the layers that precondition it; empty if they are not preconditioned.
         on_cpu: whether all parameters are on the CPU.
+        total: sums a number over the processes that hold other rows of the parameters; None if none does.
     """
 
     group: Group
     scale: float
-    params: list[nn.Parameter] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     decaying: list[bool] = field(default_factory=list)
+    divided: list[bool] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     shares: list[Sequence[Share]] = field(default_factory=list)
     on_cpu: bool = True
+    total: Callable[[Tensor | None], Tensor] | None = None
 
     def dense_gradients(self) -> list[Tensor]:
         """Return the gradients as dense tensors."""
@@ -80,7 +87,7 @@ class NaturalGradient:
             natural, plain = self._parts(group, index, states, decaying)
             if plain.params:
                 _update_plain(plain)
-            if not natural.params:
+            if not natural.params and (natural.total is None or group["kl_clip"] is None):
                 continue
             if group["kl_clip"] is None and natural.buffers and not group["nesterov"] and natural.on_cpu:
                 _update_one_by_one(natural)
@@ -95,9 +102,10 @@ class NaturalGradient:
             else:
                 clipped.append((natural, directions))
         if clipped:
-            divergence = kl_divergence([(d, part.dense_gradients(), part.group) for part, d in clipped])
+            divergence = _kl_divergence(clipped)
         for part, directions in clipped:
-            torch._foreach_mul_(directions, kl_scale(divergence, part.group))
+            if directions:
+                torch._foreach_mul_(directions, kl_scale(divergence, part.group).to(directions[0].dtype))
             _momentum_step(part, _bounded(part, directions))
 
     def _parts(
@@ -109,22 +117,48 @@ class NaturalGradient:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            part, shares = plain, index.shares_of.get(id(parameter), ())
+            part, own, shares = plain, local(parameter), index.shares_of.get(id(parameter), ())
             for share in shares:
                 if share.layer.refreshes:
                     part = natural
-                    part.shares.append(shares)
+                    if share.view.shards is not None:
+                        part.total = share.view.shards.total
                     break
-            part.params.append(parameter)
-            part.on_cpu = part.on_cpu and parameter.device.type == "cpu"
-            part.gradients.append(gradient)
+            if not own.numel():  # a shard without rows
+                continue
+            if part is natural:
+                part.shares.append(shares)
+            part.divided.append(own is not parameter)
+            part.params.append(own)
+            part.on_cpu = part.on_cpu and own.device.type == "cpu"
+            part.gradients.append(local(gradient))
             part.decaying.append(id(parameter) in decaying)
             if group["momentum"]:
                 state = states[parameter]
                 if "momentum_buffer" not in state:  # momentum has been 0 so far
                     self.make_state(index, parameter, state, group)
-                part.buffers.append(state["momentum_buffer"])
+                part.buffers.append(local(state["momentum_buffer"]))
         return natural, plain
+
+
+def _kl_divergence(clipped: Sequence[tuple[_Part, list[Tensor]]]) -> Tensor:
+    """Return ``Σ lr² ⟨d, ∇⟩`` over all layers; if parameters are divided among processes, over the rows of all."""
+    sums: dict[bool, Tensor] = {}
+    total = None
+    for divided in (False, True):
+        parts = []
+        for part, directions in clipped:
+            total = total or part.total
+            chosen = [i for i, one in enumerate(part.divided) if one is divided]
+            gradients = part.dense_gradients()
+            if chosen:
+                parts.append(([directions[i] for i in chosen], [gradients[i] for i in chosen], part.group))
+        if parts:
+            sums[divided] = kl_divergence(parts)
+    if total is None:
+        return sums[False]
+    of_all = total(sums.get(True))
+    return of_all + sums[False].to(of_all) if False in sums else of_all
 
 
 def _update_plain(part: _Part) -> None:
@@ -190,11 +224,13 @@ def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:
 def _accumulate_direction_(part: _Part, i: int, target: Tensor, decay: float) -> None:
     """Compute ``target ← decay * target + d``, where d is the natural gradient of the i-th parameter."""
     shares, gradient, scale = part.shares[i], part.gradients[i], part.scale
-    if shares[0].view.rows is not None:
+    if shares[0].view.local_rows is not None:
         for free in _unpreconditioned_rows(shares, len(target)):
             scale_(target[free], decay).add_(gradient[free], alpha=scale)
     for share in shares:
-        layer, rows = share.layer, share.view.rows
+        layer, rows = share.layer, share.view.local_rows
+        if rows is not None and rows.start == rows.stop:  # another process holds these rows
+            continue
         source, into = (gradient, target) if rows is None else (gradient[rows], target[rows])
         if not layer.refreshes:  # one projection of a fused weight may have no factors yet
             scale_(into, decay).add_(source, alpha=scale)
@@ -222,14 +258,14 @@ def _accumulate_natural_gradient_(
         return
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    left, right = layer.inverse("G"), layer.inverse("A")
-    if layer.kind.transposed:
+    left, right, geometry = layer.inverse("G"), layer.inverse("A"), layer.geometry
+    if geometry.transposed:
         left, right = right, left
-    matrix, target = layer.kind.to_matrix(gradient), layer.kind.to_matrix(into)
+    matrix, target = geometry.to_matrix(gradient), geometry.to_matrix(into)
     with ieee_float32(gradient.device.type):
         solved = left.left_multiply(matrix.to(left.blocks.dtype))
         right.accumulate_right_product_(solved, scale / layer.rows_per_term, target, decay)
-    layer.kind.from_matrix_(target, into)
+    geometry.from_matrix_(target, into)
 
 
 def _accumulate_rows_(layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float, scale: float) -> None:
@@ -258,7 +294,7 @@ def _accumulate_natural_bias_gradient_(
     g_inverse = layer.inverse("G")
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    column = gradient.to(g_inverse.blocks.dtype).reshape(layer.kind.groups, layer.kind.outputs, 1)
+    column = gradient.to(g_inverse.blocks.dtype).reshape(g_inverse.layout.groups, g_inverse.layout.size, 1)
     with ieee_float32(gradient.device.type):
         solved = g_inverse.left_multiply(column)
     if layer.kind.routed:
@@ -268,7 +304,7 @@ def _accumulate_natural_bias_gradient_(
 
 def _unpreconditioned_rows(shares: Sequence[Share], length: int) -> list[slice]:
     """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out."""
-    taken = sorted((s.view.rows.start, s.view.rows.stop) for s in shares if s.view.rows is not None)
+    taken = sorted((rows.start, rows.stop) for s in shares if (rows := s.view.local_rows) is not None)
     starts, stops = [0, *(stop for _, stop in taken)], [*(start for start, _ in taken), length]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
@@ -291,4 +327,4 @@ def _momentum_step(part: _Part, directions: list[Tensor]) -> None:
         torch._foreach_add_(part.buffers, directions)
         nesterov = bool(part.group["nesterov"])
         directions = list(torch._foreach_add(directions, part.buffers, alpha=momentum)) if nesterov else part.buffers
-    torch._foreach_add_(list[Tensor](part.params), directions, alpha=-float(part.group["lr"]))
+    torch._foreach_add_(part.params, directions, alpha=-float(part.group["lr"]))

@@ -15,9 +15,10 @@ from torch_thor.capture.selection import Selection
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.process_group import ProcessGroupHandle
+from torch_thor.distributed.sharded_parameters import check_shards_fit
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.parameters import parameters_of
-from torch_thor.optim.thor.auto_split import AutoSplit
+from torch_thor.optim.thor.auto_split import AutoSplit, check_whole
 from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
@@ -198,6 +199,8 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         super().__init__(params, defaults)
         registry = self._registry
         registry.find(self.param_groups, self.state)
+        check_whole(self.param_groups, registry.index)
+        check_shards_fit(registry.index.divided(), process_group)
         if not any(layer.weight.requires_grad for layer in registry.layers.values()):
             raise ValueError(registry.nothing_found(self.coverage()))
         if only is None:
@@ -278,7 +281,10 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        self._group_handle = ProcessGroupHandle(group)
+        handle = ProcessGroupHandle(group)
+        if hasattr(self, "_registry"):
+            check_shards_fit(self._registry.index.divided(), group)
+        self._group_handle = handle
 
     def _reset(self) -> None:
         """Start without layers and hooks; ``self._registry.find`` must be called next."""

@@ -1,7 +1,7 @@
 """An index of a model's parameters: the name, the group and the layers of each current parameter object.
 
-Wrappers such as FSDP2 and Accelerate put new parameter objects into modules and groups after the optimizer was created;
-their names stay the same. So every step compares a fingerprint of them with that of the step before
+Wrappers such as Accelerate put new parameter objects into modules and groups after the optimizer was created; their
+names stay the same. So every step compares a fingerprint of them with that of the step before
 (:func:`torch_thor.optim.thor.step_inputs.fingerprint`), and updates the index if it differs.
 """
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.parameter_view import ParameterView, State
+from torch_thor.curvature.row_shards import RowShards
+from torch_thor.distributed.sharded_parameters import is_sharded, row_shards_of
 from torch_thor.optim.parameters import Group
 
 
@@ -42,6 +44,8 @@ class ParameterIndex:
         self._names: dict[int, str] = {}
         self.shares_of: dict[int, list[Share]] = {}  # the shares of layers in a parameter, by its id
         self.matrix_of: dict[int, PlainMatrix] = {}  # the matrices of a parameter without factors, by its id
+        # parameters whose rows are divided among processes, and how, by name
+        self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {}
         self.read_modules(model)
 
     def read_modules(self, model: nn.Module) -> None:
@@ -88,13 +92,43 @@ class ParameterIndex:
             if parameter is None:
                 self.computed.append(name.rpartition(".")[0])
                 continue
+            parameter, shards = self._with_shards(name, parameter)
             self._names[id(parameter)] = name
             if name in self._matrices:
                 self.matrix_of[id(parameter)] = self._matrices[name]
             if name in self._shares:
                 self.shares_of[id(parameter)] = self._shares[name]
             for share in self._shares.get(name, ()):
-                share.view.bind(states.get(parameter), self._groups.get(id(parameter), {}))
+                share.view.bind(states.get(parameter), self._groups.get(id(parameter), {}), parameter, shards)
+
+    def divided(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters whose rows are divided among processes.
+
+        Returns:
+            Their names and the parameters.
+        """
+        return [(name, parameter) for name, (parameter, shards) in self.sharded.items() if shards is not None]
+
+    def shards(self) -> RowShards | None:
+        """Return how the rows of one of the parameters are divided.
+
+        Returns:
+            The first one that is divided; None if no parameter is.
+        """
+        return next((shards for _, shards in self.sharded.values() if shards is not None), None)
+
+    def _with_shards(self, name: str, present: nn.Parameter) -> tuple[nn.Parameter, RowShards | None]:
+        """Return the parameter that is trained, and how its rows are divided; None if they are not.
+
+        While a module runs, and after its forward pass until the backward pass, FSDP2 puts a whole parameter into the
+        place of the one that is trained.
+        """
+        found = self.sharded.get(name)
+        if is_sharded(present):
+            if found is None or found[0] is not present:
+                found = self.sharded[name] = present, row_shards_of(present)
+            return found
+        return (present, None) if found is None or id(found[0]) not in self._groups else found
 
     def removed_modules(self, model: nn.Module) -> list[str]:
         """Return the modules that were replaced or removed since :meth:`read_modules`.
@@ -135,8 +169,8 @@ class ParameterIndex:
         if id(parameter) not in self._groups:
             raise RuntimeError(
                 f"parameter {self.name(parameter)!r} is in none of the optimizer's parameter groups: it was replaced "
-                f"after THOR was made; make THOR after that, or assign to parameter.data instead. (FSDP replaces "
-                f"parameters in every forward pass, and THOR does not train under it yet: use DistributedDataParallel)"
+                f"after THOR was made. Make THOR after that (after fully_shard, which replaces all parameters), or "
+                f"assign to parameter.data instead"
             )
         return self._groups[id(parameter)]
 

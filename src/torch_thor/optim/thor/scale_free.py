@@ -27,6 +27,7 @@ from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
+from torch_thor.curvature.row_shards import local
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
@@ -45,12 +46,14 @@ class _Piece:
         direction: the direction to precondition and orthogonalise, in the shape of ``parameter``.
         geometry: converts tensors of this shape into matrices.
         layer: the layer whose factor A preconditions the direction; None if there is no factor.
+        norm: the norm of the step of each matrix at lr 1.
     """
 
     parameter: Tensor
     direction: Tensor
     geometry: Kind | PlainMatrix
     layer: LayerCurvature | None
+    norm: float
 
     @property
     def is_tall(self) -> bool:
@@ -84,8 +87,7 @@ class _Piece:
             lr: the learning rate.
         """
         matrix = self.geometry.to_matrix(self.parameter)  # a view of the parameter if its memory layout allows
-        length = lr * step_norm(self.geometry.outputs, self.geometry.inputs)
-        matrix.add_(unit.mT if self.is_tall else unit, alpha=-length)
+        matrix.add_(unit.mT if self.is_tall else unit, alpha=-lr * self.norm)
         self.geometry.from_matrix_(matrix, self.parameter)
 
 
@@ -99,8 +101,9 @@ def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) 
         gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer.
         into: in the shape of a result of :meth:`Kind.to_matrix`, in the dtype of the factors; overwritten.
     """
-    matrix, inverse = layer.kind.to_matrix(gradient).to(into.dtype), layer.inverse("A")
-    if layer.kind.transposed:
+    geometry, inverse = layer.geometry, layer.inverse("A")
+    matrix = geometry.to_matrix(gradient).to(into.dtype)
+    if geometry.transposed:
         into.copy_(inverse.left_multiply(matrix))
     else:
         inverse.accumulate_right_product_(matrix, 1.0, into, 0.0)
@@ -143,22 +146,25 @@ class ScaleFree:
             lr = float(group["lr"])
             shrunk: list[Tensor] = []
             matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, gradient, momentum
-            others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]] = []  # parameter, gradient, state
+            others: list[tuple[Tensor, Tensor, dict[str, Any]]] = []  # parameter, gradient, state
             for parameter in group["params"]:
                 gradient, key = parameter.grad, id(parameter)
                 if gradient is None:
                     continue
+                own = local(parameter)
+                if not own.numel():  # a shard without rows
+                    continue
                 if key in decaying:
-                    shrunk.append(parameter)
+                    shrunk.append(own)
                 state, is_matrix = states[parameter], key in index.shares_of or key in index.matrix_of
-                kept = state["momentum_buffer" if is_matrix else "exp_avg"]
+                kept, gradient = local(state["momentum_buffer" if is_matrix else "exp_avg"]), local(gradient)
                 if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
                     gradient = gradient.to_dense()
                 gradient = gradient.to(kept.dtype)
                 if is_matrix:
                     matrices.append((parameter, gradient, kept))
                 else:
-                    others.append((parameter, gradient, state))
+                    others.append((own, gradient, state))
             if shrunk:
                 torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
             if matrices:
@@ -196,14 +202,27 @@ def _directions(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Grou
 
 
 def _add_pieces(pieces: list[_Piece], parameter: nn.Parameter, direction: Tensor, index: ParameterIndex) -> None:
-    plain = index.matrix_of.get(id(parameter))
-    if plain is not None:
-        pieces.append(_Piece(parameter, direction, plain, None))
+    own, whole = local(parameter), index.matrix_of.get(id(parameter))
+    if whole is not None:
+        plain = whole.of_rows(tuple(parameter.shape), len(own))
+        assert plain is not None  # others were not found to be matrices
+        pieces.append(_Piece(own, direction, plain, None, _norm_of_part(plain, whole)))
         return
     for share in index.shares_of[id(parameter)]:
-        rows, layer = share.view.rows, share.layer if share.layer.refreshes else None
-        part, its_direction = (parameter, direction) if rows is None else (parameter[rows], direction[rows])
-        pieces.append(_Piece(part, its_direction, share.layer.kind, layer))
+        rows, layer = share.view.local_rows, share.layer if share.layer.refreshes else None
+        part, its_direction = (own, direction) if rows is None else (own[rows], direction[rows])
+        if len(part):
+            geometry = share.layer.geometry
+            pieces.append(_Piece(part, its_direction, geometry, layer, _norm_of_part(geometry, share.layer.kind)))
+
+
+def _norm_of_part(part: Kind | PlainMatrix, whole: Kind | PlainMatrix) -> float:
+    """Return the norm of the step of some rows of a matrix: those of all processes together have the norm of the whole.
+
+    The rows that one process holds are orthogonalised and scaled on their own, so that nothing has to be sent.
+    """
+    share = part.outputs * part.inputs / (whole.outputs * whole.inputs)
+    return step_norm(whole.outputs, whole.inputs) * math.sqrt(share)
 
 
 def _step_(pieces: list[_Piece], lr: float, split_dim: int | str | None) -> None:
@@ -232,7 +251,7 @@ def _step_(pieces: list[_Piece], lr: float, split_dim: int | str | None) -> None
                 piece.step_(own, lr)
 
 
-def _adamw_step_(others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]], lr: float) -> None:
+def _adamw_step_(others: list[tuple[Tensor, Tensor, dict[str, Any]]], lr: float) -> None:
     parameters: list[Tensor] = []
     gradients, averages, squares, steps = [], [], [], []
     alike = on_cpu = True
@@ -240,8 +259,8 @@ def _adamw_step_(others: list[tuple[nn.Parameter, Tensor, dict[str, Any]]], lr: 
     for parameter, gradient, state in others:
         parameters.append(parameter)
         gradients.append(gradient)
-        averages.append(state["exp_avg"])
-        squares.append(state["exp_avg_sq"])
+        averages.append(local(state["exp_avg"]))
+        squares.append(local(state["exp_avg_sq"]))
         steps.append(state["step"])
         alike = alike and parameter.dtype == gradient.dtype
         on_cpu = on_cpu and parameter.device.type == "cpu"

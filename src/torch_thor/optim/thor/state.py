@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.layer_state import make_layer_state, stored_tensors
+from torch_thor.curvature.layer_state import make_layer_state, misfitting_entry
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.optim.checkpoint import MOMENTS, as_made
 from torch_thor.optim.parameters import Group, States, parameters_with_gradient
@@ -110,17 +110,14 @@ def conform(
 
 
 def _check_cut(layer: LayerCurvature, split_dim: Any) -> None:
-    layouts = layer.layouts()
-    for matrix, (blocks, tail) in stored_tensors(layer).items():
-        if blocks is None:
-            continue
-        found = (tuple(blocks.shape), None if tail is None else tuple(tail.shape))
-        if found != layouts[matrix[0]].shapes or split_dim == AUTO:
-            raise RuntimeError(
-                f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
-                f"{blocks.shape[-1]}, and cannot be cut again; put the group's split_dim back, or make THOR anew with "
-                f"the other. Weights and optimizer state are as before this step"
-            )
+    misfit = misfitting_entry(layer)
+    if misfit is not None or (split_dim == AUTO and layer.stored.are_there()):
+        key = next(iter(layer.stored.shapes())) if misfit is None else misfit[0]
+        raise RuntimeError(
+            f"split_dim={split_dim!r}: the factors of layer {layer.name!r} are cut in blocks of "
+            f"{layer.state[key].shape[-1]}, and cannot be cut again; put the group's split_dim back, or make THOR anew "
+            f"with the other. Weights and optimizer state are as before this step"
+        )
 
 
 def _convert_state(parameter: Tensor, state: dict[str, Any] | None) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torch_thor.capture.layers import Layer
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.layer_state import missing_entries, stored_tensors
+from torch_thor.curvature.layer_state import misfitting_entry, missing_entries
 from torch_thor.optim.checkpoint import StateDict, check_origin
 from torch_thor.optim.thor.gradient_checks import some
 
@@ -81,15 +81,15 @@ def check_factors(layers: Iterable[LayerCurvature]) -> None:
                 f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
                 f"is whole, or let the optimizer start anew"
             )
-        layouts = layer.layouts()
-        for matrix, stored in stored_tensors(layer).items():
-            found = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in stored)
-            needed = layouts[matrix[0]].shapes
-            if stored[0] is not None and found != needed:
-                raise ValueError(
-                    f"layer {layer.name!r}: {matrix} in the state dict has blocks of shapes {found}, this model "
-                    f"and split_dim need {needed}; load it into the model and with the split_dim that it was saved with"
-                )
+        misfit = misfitting_entry(layer)
+        if misfit is not None:
+            key, needed = misfit
+            found = layer.state[key]
+            raise ValueError(
+                f"layer {layer.name!r}: {key} in the state dict has shape "
+                f"{tuple(found.shape) if isinstance(found, Tensor) else found!r}, this model and split_dim need "
+                f"{needed}; load it into the model and with the split_dim that it was saved with"
+            )
         if layer.refreshes and not layer.rows_per_term > 0:
             raise ValueError(
                 f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "

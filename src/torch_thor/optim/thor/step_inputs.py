@@ -18,6 +18,7 @@ from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.curvature.row_shards import local
 from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.thor.gradient_checks import (
     layout_message,
@@ -64,7 +65,7 @@ class StepInputs:
         refreshes_next: whether the next step refreshes a group.
         terms: N, the number of loss terms of all processes together; 0 if no layer has counted any.
         output_scale: multiplies the captured output gradients of this process, to make them gradients of one loss term.
-        largest: the largest Euclidean norm of a gradient.
+        largest: the largest Euclidean norm of a gradient; 0 if parameters are divided among processes.
         decaying: the ``id`` of each parameter to which weight decay applies in this step.
         skipped: whether the step is skipped.
         counted: whether it is skipped because a gradient is not finite, so that ``skipped_steps`` counts it.
@@ -202,6 +203,11 @@ def _read(
     if scale is not None:
         scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
     largest = _largest_gradient(groups, registry.index)
+    shards = registry.index.shards()
+    if shards is not None and processes.count == 1 and thor.nonfinite == "skip":
+        # on refresh steps all processes exchange this anyway
+        others = shards.total(torch.tensor(0.0 if math.isfinite(largest) else 1.0))
+        largest = largest if float(others) == 0 else math.nan
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
             return StepInputs(*known, skipped=True, counted=True)
@@ -209,6 +215,8 @@ def _read(
     if due and registry.capture.row_mask is not None:
         check_row_mask(registry.layers.values(), registry.capture)
     output_scale = (terms if terms and thor.loss_reduction == "mean" and not sampled else 1) / captured
+    if shards is not None:
+        largest = 0.0  # every process has other rows, whose gradients differ
     return StepInputs(*known, terms, output_scale, largest, frozenset(decaying))
 
 
@@ -255,9 +263,9 @@ def _largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
     for group in groups:
         damping = min(damping, float(group["damping"]))
         for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
+            gradient = local(parameter.grad)
             if gradient.layout not in (torch.strided, torch.sparse_coo):
                 raise RuntimeError(layout_message(index.name(parameter), gradient.layout))
             if gradient.numel():

@@ -77,7 +77,7 @@ def curvature_of(model: nn.Module, layers: Iterable[LayerCurvature]) -> Curvatur
         The sizes.
     """
     layers = list(layers)
-    factors = sum(dtype.itemsize * count * size**2 for dtype, (count, size) in blocks_of(layers))
+    factors = sum(one.dtype.itemsize * one.shape[0] * one.shape[1] ** 2 for one in blocks_of(layers))
     trained = [p for p in model.parameters() if p.requires_grad]
     return Curvature(
         layers=len(layers),
@@ -103,7 +103,7 @@ def share_of(
         The share.
     """
     layers = list(layers)
-    shapes = tuple(shape for _, shape in blocks_of(layers))
+    shapes = tuple(one.shape for one in blocks_of(layers))
     blocks = [0] * processes
     for of_processes in deal_out(shapes, processes):
         for i in range(processes):

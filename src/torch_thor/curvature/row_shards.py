@@ -1,0 +1,303 @@
+"""Factors of a weight whose rows are divided among processes (FSDP2), and the blocks of these factors.
+
+One factor belongs to the rows of the weight: G, or A if the weight has the inputs first. It is split at the boundaries
+of the shards as well, so every process holds the inverse blocks of its own rows, and preconditions them without those
+of another process. The other factor is the same on all processes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.kinds.base import Kind
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """How the rows of a parameter are divided among the processes that train together.
+
+    Args:
+        bounds: one index more than there are processes: process r inverts the blocks of the rows from index r to index
+            r + 1 of this list. If several processes hold the same rows (HSDP), only the first of them inverts.
+        own: the rows that this process holds.
+        source: the process that inverts the blocks of these rows: this one, or another that holds the same rows.
+        total: sums a number over the processes that hold the other rows; None counts as 0. All of them must call it.
+        wrap: makes a tensor in the state from the rows of it that this process holds, ``(own rows, columns)``.
+        replicas: the group of the processes that hold the same rows as this one; None if there is no other.
+    """
+
+    bounds: tuple[int, ...]
+    own: slice = field(compare=False)
+    source: int = field(compare=False)
+    total: Callable[[Tensor | None], Tensor] = field(repr=False, compare=False)
+    wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
+    replicas: object = field(default=None, repr=False, compare=False)
+
+    @property
+    def largest(self) -> int:
+        """The number of rows of the largest shard."""
+        return max(last - first for first, last in zip(self.bounds, self.bounds[1:], strict=False))
+
+    def bounds_of(self, rows: slice | None) -> tuple[int, ...]:
+        """Return the bounds of some rows, counted from the first of them.
+
+        Args:
+            rows: the rows; None for all.
+
+        Returns:
+            As ``bounds``.
+        """
+        if rows is None:
+            return self.bounds
+        return tuple(min(max(bound, rows.start), rows.stop) - rows.start for bound in self.bounds)
+
+    def own_of(self, rows: slice | None) -> slice:
+        """Return those of some rows that this process holds, counted from the first row that it holds.
+
+        Args:
+            rows: the rows; None for all.
+
+        Returns:
+            A slice, which may be empty.
+        """
+        first, last = self.own.start, self.own.stop
+        if rows is not None:
+            first = min(max(first, rows.start), rows.stop)
+            last = max(first, min(last, rows.stop))
+        return slice(first - self.own.start, last - self.own.start)
+
+
+def side_of_rows(kind: Kind) -> str:
+    """Return which factor belongs to the rows of the weight.
+
+    Args:
+        kind: the kind of the layer.
+
+    Returns:
+        ``"G"``; ``"A"`` if the weight has the inputs first.
+    """
+    return "A" if kind.transposed else "G"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds.
+
+    Args:
+        tensor: a tensor; a ``torch.distributed.tensor.DTensor`` if it is divided among processes.
+
+    Returns:
+        The tensor itself, or a view of the rows of a DTensor. Must be called without autograd.
+    """
+    to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    found: Tensor = to_local()
+    return found
+
+
+@dataclass(frozen=True)
+class ShardedLayout:
+    """The layout of a factor whose rows are divided: the rows of every process are split on their own.
+
+    Args:
+        bounds: process r owns the rows from index r to index r + 1 of this list.
+        split_dim: the largest number of rows of a block; None for one block per process.
+        own: the number of rows that this process holds.
+        source: the process that inverts the blocks of these rows.
+    """
+
+    bounds: tuple[int, ...]
+    split_dim: int | None
+    own: int = field(repr=False)
+    source: int = field(repr=False)
+
+    groups = 1
+
+    @property
+    def size(self) -> int:
+        """The number of rows of the factor."""
+        return self.bounds[-1]
+
+    @cached_property
+    def block(self) -> int:
+        """The number of rows of the largest block."""
+        return max(layout.block for layout, _ in self.runs)
+
+    @cached_property
+    def runs(self) -> list[tuple[BlockLayout, tuple[int, ...]]]:
+        """Layouts of neighbouring rows: neighbouring shards of equal size are the groups of one layout.
+
+        With each comes the number of its groups that belong to the processes before each process. All rows of a
+        diagonal factor are one run, and each row counts.
+        """
+        if self.split_dim == 1:
+            return [(BlockLayout(1, self.size, 1), self.bounds)]
+        alike: list[tuple[int, list[int]]] = []  # the size of neighbouring shards, and the processes that hold them
+        for process, (first, last) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
+            if alike and alike[-1][0] == last - first:
+                alike[-1][1].append(process)
+            elif first < last:
+                alike.append((last - first, [process]))
+        found = []
+        for size, processes in alike:
+            counts = tuple(sum(p < i for p in processes) for i in range(len(self.bounds)))
+            found.append((BlockLayout.of(len(processes), size, self.split_dim), counts))
+        return found
+
+    @cached_property
+    def parts(self) -> list[tuple[tuple[int, int, int], tuple[int, ...]]]:
+        """The shapes of the tensors of blocks, and the owners of their blocks.
+
+        Those are one index more than there are processes, as in :data:`torch_thor.curvature.processes.Bounds`.
+        """
+        found = []
+        for layout, counts in self.runs:
+            for shape in layout.shapes:
+                if shape is not None:
+                    of_one = shape[0] // layout.groups if self.split_dim != 1 else 1  # blocks for each that is counted
+                    found.append((shape, tuple(count * of_one for count in counts)))
+        return found
+
+    @cached_property
+    def owners(self) -> list[int]:
+        """The processes that invert blocks of the factor; at least the first one."""
+        pairs = enumerate(zip(self.bounds, self.bounds[1:], strict=False))
+        return [process for process, (first, last) in pairs if first < last or not process]
+
+    @cached_property
+    def local(self) -> BlockLayout:
+        """The layout of the rows that this process holds."""
+        return BlockLayout.of(1, self.own, self.split_dim) if self.own else BlockLayout(1, 0, 1)
+
+
+Layout = BlockLayout | ShardedLayout
+
+
+class ShardedBlocks:
+    """A factor with a :class:`ShardedLayout`, or the sums of one process for it: the blocks of all processes.
+
+    It takes the place of :class:`torch_thor.curvature.blocks.BlockDiagonal` in the statistics of a step.
+
+    Args:
+        layout: the layout.
+        runs: the blocks of each run of the layout.
+    """
+
+    def __init__(self, layout: ShardedLayout, runs: list[BlockDiagonal]) -> None:
+        self.layout = layout
+        self.runs = runs
+
+    @classmethod
+    def zeros(cls, layout: ShardedLayout, *, dtype: torch.dtype, device: torch.device) -> "ShardedBlocks":
+        """Return zero blocks.
+
+        Args:
+            layout: the layout.
+            dtype: their dtype.
+            device: their device.
+
+        Returns:
+            The blocks.
+        """
+        return cls(layout, [BlockDiagonal.zeros(run, dtype=dtype, device=device) for run, _ in layout.runs])
+
+    @property
+    def blocks(self) -> Tensor:
+        """The full blocks of the first run; of a diagonal factor all elements."""
+        return self.runs[0].blocks
+
+    def parts(self) -> list[Tensor]:
+        """Return the stored tensors, each a batch of square blocks.
+
+        Returns:
+            The blocks and the tail of each run.
+        """
+        return [part for run in self.runs for part in run.parts()]
+
+    def with_parts(self, parts: list[Tensor]) -> "ShardedBlocks":
+        """Return blocks of the same layout with other tensors.
+
+        Args:
+            parts: the tensors, as :meth:`parts` returns them.
+
+        Returns:
+            The new blocks.
+        """
+        rest = iter(parts)
+        return ShardedBlocks(self.layout, [run.with_parts([next(rest) for _ in run.parts()]) for run in self.runs])
+
+    def bounds(self) -> list[tuple[int, ...]]:
+        """Return which process owns which blocks of each part.
+
+        Returns:
+            For each part one index more than there are processes, as in :data:`torch_thor.curvature.processes.Bounds`.
+        """
+        return [bounds for _, bounds in self.layout.parts]
+
+    def add_second_moment_(self, samples: Tensor) -> None:
+        """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block.
+
+        Args:
+            samples: ``(1, n, rows)``, of the blocks' dtype and device.
+        """
+        first = 0
+        for run in self.runs:
+            groups, size = run.layout.groups, run.layout.size
+            own = samples[0, first : first + groups * size]
+            run.add_second_moment_(own.unflatten(0, (groups, size)))
+            first += groups * size
+
+    def group_traces(self) -> Tensor:
+        """Return the trace of the factor.
+
+        Returns:
+            ``(1,)``.
+        """
+        return torch.stack([run.group_traces().sum() for run in self.runs]).sum()[None]
+
+    def cut(self, split_dim: int | None) -> "ShardedBlocks":
+        """Refuse to split the blocks further.
+
+        Args:
+            split_dim: not used.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"split_dim={split_dim}: the blocks of sharded parameters cannot be cut again")
+
+    def spread(self, own: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the part of a factor that this process holds, in the order of :meth:`parts`.
+
+        Args:
+            own: the tensors of a matrix in the layout ``layout.local``.
+
+        Returns:
+            For each part the blocks of it that this process holds; None where there are none.
+        """
+        found: list[Tensor | None] = []
+        for run, (_, counts) in zip(self.runs, self.layout.runs, strict=True):
+            holds = counts[self.layout.source] < counts[self.layout.source + 1] and self.layout.own > 0
+            found += own if holds else [None] * len(run.parts())
+        return found
+
+    def of_owner(self, parts: Sequence[Tensor]) -> BlockDiagonal:
+        """Return the factor of the rows of this process.
+
+        Args:
+            parts: for each of :meth:`parts` those of its blocks that this process holds.
+
+        Returns:
+            The factor, with the layout ``layout.local``.
+        """
+        layout, rest = self.layout.local, iter(parts)
+        for run in self.runs:
+            own = [next(rest) for _ in run.parts()]
+            if len(own[0]):
+                return BlockDiagonal(layout, own[0], own[1] if layout.tail else None)
+        return BlockDiagonal.zeros(layout, dtype=self.blocks.dtype, device=self.blocks.device)  # of no rows

@@ -1,0 +1,184 @@
+"""The factors of a layer and their inverses, as tensors in the optimizer's state of its weight.
+
+A factor that every process holds is stored as ``blocks`` and ``tail`` of
+:class:`torch_thor.curvature.blocks.BlockDiagonal`. If the rows of the weight are divided among processes (FSDP2), the
+factor of its rows is stored as a matrix with as many rows as the weight, divided in the same way: row i holds row i of
+its block, and zeros where the block is narrower than the matrix. The layers that are rows of one weight share it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.curvature.row_shards import Layout, RowShards, ShardedLayout, local, side_of_rows
+
+
+class StoredFactors:
+    """The tensors of one layer in the state of its weight.
+
+    Args:
+        kind: the layer's kind.
+        weight: the layer's weight.
+        prefix: put before the keys, if several layers are rows of one weight.
+        sides: the sides that the layer has, of ``"A"`` and ``"G"``.
+    """
+
+    def __init__(self, kind: Kind, weight: ParameterView, prefix: str, sides: tuple[str, ...]) -> None:
+        self._kind, self._weight, self._prefix, self._sides = kind, weight, prefix, sides
+        self._layouts: dict[str, Layout] = {}
+        self._of: tuple[Any, RowShards | None] = None, None  # split_dim and shards for which they were found
+        self._inverses: dict[str, tuple[str, Tensor, BlockDiagonal]] = {}  # a cache: key, entry and the matrix of it
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return the layout of each side for the current ``split_dim`` of the weight's parameter group.
+
+        Returns:
+            The layouts.
+        """
+        weight, kind = self._weight, self._kind
+        split_dim, shards = weight.options.get("split_dim"), weight.shards
+        if not self._layouts or split_dim != self._of[0] or shards is not self._of[1]:
+            splits = {"A": 1 if kind.diagonal_input else weight.split_dim, "G": weight.split_dim}
+            self._of, self._layouts = (split_dim, shards), {}
+            for side, size in (("A", kind.inputs), ("G", kind.outputs)):
+                if side not in self._sides:
+                    continue
+                if shards is not None and side == side_of_rows(kind):
+                    own = shards.own_of(weight.rows)
+                    bounds = shards.bounds_of(weight.rows)
+                    self._layouts[side] = ShardedLayout(bounds, splits[side], own.stop - own.start, shards.source)
+                else:
+                    self._layouts[side] = BlockLayout.of(kind.groups, size, splits[side])
+        return self._layouts
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors that the state must have.
+
+        Returns:
+            The shapes by key; of tensors that are divided among processes, those of the whole.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for side, layout in self.layouts().items():
+            for name in (side, f"{side}_inverse"):
+                if isinstance(layout, ShardedLayout):
+                    found[name] = (len(self._weight.parameter), self._width(layout))
+                    continue
+                blocks, tail = layout.shapes
+                found[self._prefix + name] = blocks
+                if tail is not None:
+                    found[f"{self._prefix}{name}_tail"] = tail
+        return found
+
+    def make_zeros(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Add zeros for all tensors that the state lacks.
+
+        Args:
+            dtype: their dtype.
+            device: their device.
+        """
+        state, shards = self._weight.state, self._weight.shards
+        divided = {side for side, layout in self.layouts().items() if isinstance(layout, ShardedLayout)}
+        for key, shape in self.shapes().items():
+            if key in state:
+                continue
+            if shards is not None and key.removesuffix("_inverse") in divided:
+                own = shards.own.stop - shards.own.start
+                state[key] = shards.wrap(torch.zeros((own, shape[1]), dtype=dtype, device=device))
+            else:
+                state[key] = torch.zeros(shape, dtype=dtype, device=device)
+
+    def are_there(self) -> bool:
+        """Return whether the state has a tensor of the layer.
+
+        Returns:
+            Whether it has.
+        """
+        return any(key in self._weight.state for key in self.shapes())
+
+    def read(self, name: str) -> BlockDiagonal:
+        """Return the part of a factor or an inverse that this process holds.
+
+        Args:
+            name: ``"A"``, ``"G"``, ``"A_inverse"`` or ``"G_inverse"``.
+
+        Returns:
+            The matrix, whose tensors are those of the state, or views of them.
+        """
+        layout, state = self.layouts()[name[0]], self._weight.entries or {}
+        if isinstance(layout, ShardedLayout):
+            rows = local(state[name])
+            return _from_rows(rows if self._weight.local_rows is None else rows[self._weight.local_rows], layout.local)
+        key = self._prefix + name
+        return BlockDiagonal(layout, state[key], state.get(f"{key}_tail"))
+
+    def inverse(self, side: str) -> BlockDiagonal:
+        """Return the part of an inverse that this process holds.
+
+        Args:
+            side: ``"A"`` or ``"G"``.
+
+        Returns:
+            As :meth:`read`, which is not repeated in each step.
+        """
+        entries, found = self._weight.entries, self._inverses.get(side)
+        if found is None or entries is None or found[1] is not entries.get(found[0]):
+            name = f"{side}_inverse"
+            key = name if isinstance(self.layouts()[side], ShardedLayout) else self._prefix + name
+            found = self._inverses[side] = key, self._weight.state[key], self.read(name)
+        return found[2]
+
+    def write(self, name: str, matrix: BlockDiagonal) -> None:
+        """Store the part of a factor or an inverse that this process holds.
+
+        Args:
+            name: as for :meth:`read`.
+            matrix: the matrix, in the layout that :meth:`read` returns.
+        """
+        state = self._weight.entries
+        assert state is not None  # it has been created before the first refresh
+        if isinstance(self.layouts()[name[0]], ShardedLayout):
+            for old, new in zip(self.read(name).parts(), matrix.parts(), strict=True):
+                old.copy_(new)
+            return
+        key = self._prefix + name
+        state[key] = matrix.blocks
+        if matrix.tail is not None:
+            state[f"{key}_tail"] = matrix.tail
+
+    def dense(self, name: str) -> list[Tensor]:
+        """Return a factor or an inverse as full matrices, with zeros outside of the blocks.
+
+        Args:
+            name: as for :meth:`read`.
+
+        Returns:
+            One matrix per group. If the rows are divided among processes, all of them must call this.
+        """
+        layout = self.layouts()[name[0]]
+        if not isinstance(layout, ShardedLayout):
+            return self.read(name).dense()
+        stored: Any = self._weight.state[name]
+        rows = self._weight.of(stored.full_tensor())
+        blocks = []
+        for first, last in zip(layout.bounds, layout.bounds[1:], strict=False):
+            if first < last:
+                of_shard = BlockLayout.of(1, last - first, layout.split_dim)
+                blocks += _from_rows(rows[first:last], of_shard).dense()
+        return [torch.block_diag(*blocks)]
+
+    def _width(self, layout: ShardedLayout) -> int:
+        assert self._weight.shards is not None
+        largest = self._weight.shards.largest
+        return largest if layout.split_dim is None else min(layout.split_dim, largest)
+
+
+def _from_rows(rows: Tensor, layout: BlockLayout) -> BlockDiagonal:
+    """Return the blocks that are stored as rows, as views."""
+    s, r, covered = layout.block, layout.tail, layout.covered
+    blocks = rows[:covered, :s].unflatten(0, (layout.full_blocks, s))
+    return BlockDiagonal(layout, blocks, rows[None, covered:, :r] if r else None)

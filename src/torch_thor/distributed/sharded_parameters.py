@@ -1,0 +1,138 @@
+"""Reads from a parameter how its rows are divided among processes (FSDP2 and HSDP), and refuses other divisions."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from torch_thor.curvature.row_shards import RowShards
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether a parameter is a DTensor.
+
+    Args:
+        parameter: the parameter.
+
+    Returns:
+        Whether it is.
+    """
+    # Whoever has a DTensor has imported it, which takes a second.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(parameter, tensors.DTensor)
+
+
+def why_not_supported(parameter: Any) -> str | None:
+    """Return the reason why THOR cannot train a DTensor.
+
+    Args:
+        parameter: the parameter, a DTensor.
+
+    Returns:
+        The reason; None if its rows are divided by one dimension of the mesh, and it is a copy along all others.
+    """
+    placements = parameter.placements
+    divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(divided) > 1 or any(type(placements[i]).__name__ != "Shard" for i in divided):
+        return f"it is divided as {_words(placements)}, as by tensor parallelism; THOR supports FSDP2 and HSDP alone"
+    if divided and placements[divided[0]].dim != 0:
+        return f"it is divided as {_words(placements)}, and THOR needs whole rows: Shard(0), the default of fully_shard"
+    if divided and divided[0] != len(placements) - 1:
+        return f"it is divided as {_words(placements)}; of a mesh of two dimensions the last must be that of the shards"
+    if len(placements) > 2:
+        return f"its mesh has {len(placements)} dimensions; THOR supports one (FSDP) and two (HSDP)"
+    return None
+
+
+def row_shards_of(parameter: Any) -> RowShards | None:
+    """Return how the rows of a parameter are divided.
+
+    Args:
+        parameter: a parameter.
+
+    Returns:
+        The division; None if every process holds the whole parameter.
+    """
+    if not is_sharded(parameter) or not any(placement.is_shard() for placement in parameter.placements):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    count, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+    rows = parameter.shape[0]
+    each = -(-rows // count)  # as torch.chunk divides
+    starts = [min(i * each, rows) for i in range(count + 1)]
+    # the processes of the first row of a mesh (replica, shard) own the blocks
+    bounds = (*starts, *[rows] * (mesh.size() - count))
+
+    def wrap(own: Tensor) -> Tensor:
+        shape = torch.Size((rows, *own.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def total(own: Tensor | None) -> Tensor:
+        found = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+        if own is not None:
+            found += own
+        dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
+        return found
+
+    replicas = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
+    return RowShards(bounds, slice(starts[index], starts[index + 1]), index, total, wrap, replicas)
+
+
+def device_of_mesh(parameter: Any) -> torch.device:
+    """Return the device on which the processes communicate; the parameter itself may be kept on the CPU.
+
+    Args:
+        parameter: a DTensor.
+
+    Returns:
+        The device.
+    """
+    kind = parameter.device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def ranks_of(parameter: Any) -> list[int]:
+    """Return the ranks among which a DTensor is divided, in the order of its mesh.
+
+    Args:
+        parameter: the parameter.
+
+    Returns:
+        Their ranks in the default group.
+    """
+    ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
+    """Check that the processes that refresh together are those among which the parameters are divided.
+
+    Args:
+        parameters: the names of parameters that are DTensors, and the parameters.
+        group: the group of the processes; None for the default group, False for none.
+
+    Raises:
+        ValueError: a parameter is divided among other processes.
+    """
+    if not parameters:
+        return
+    members = [dist.get_rank()]
+    if group is not False:
+        members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+    for name, parameter in parameters:
+        ranks = ranks_of(parameter)
+        if ranks != members:
+            raise ValueError(
+                f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, and THOR would "
+                f"refresh with the ranks {members}; give as process_group= the group of the mesh that fully_shard got"
+            )
+
+
+def _words(placements: Sequence[Any]) -> str:
+    return f"({', '.join(map(repr, placements))})"
