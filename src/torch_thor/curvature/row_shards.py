@@ -63,13 +63,12 @@ class RowShards:
             rows: the rows; None for all.
 
         Returns:
-            A slice, which may be empty.
+            A slice; ``slice(0, 0)`` if this process holds none of them.
         """
         first, last = self.own.start, self.own.stop
         if rows is not None:
-            first = min(max(first, rows.start), rows.stop)
-            last = max(first, min(last, rows.stop))
-        return slice(first - self.own.start, last - self.own.start)
+            first, last = max(first, rows.start), min(last, rows.stop)
+        return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
 
 
 def side_of_rows(kind: Kind) -> str:

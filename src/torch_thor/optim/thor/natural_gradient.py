@@ -304,7 +304,8 @@ def _accumulate_natural_bias_gradient_(
 
 def _unpreconditioned_rows(shares: Sequence[Share], length: int) -> list[slice]:
     """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out."""
-    taken = sorted((rows.start, rows.stop) for s in shares if (rows := s.view.local_rows) is not None)
+    views = [share.view.local_rows for share in shares]
+    taken = sorted((rows.start, rows.stop) for rows in views if rows is not None and rows.start < rows.stop)
     starts, stops = [0, *(stop for _, stop in taken)], [*(start for start, _ in taken), length]
     return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
