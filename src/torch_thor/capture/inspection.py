@@ -67,13 +67,13 @@ def inspect_model(
         ValueError: a parameter has no shape yet (a lazy module), a pattern matches nothing, or what is registered for
             a module does not fit it.
     """
-    check_sharded(model)
+    trained = list(trained)
+    check_sharded(model, trained)
     owners = owners_of(model)
     reasons = Reasons(reasons_of_parameters(model, owners, trained))
     plain = reasons.of_parameters
     layers = _called_layers(model, owners, plain)
     layers |= _inner_layers(model, owners, plain, {id(layer.weight.parameter) for layer in layers.values()})
-    leave_out_sharded(layers, plain)
     norms = {
         name: module
         for name, module in model.named_modules()
@@ -85,6 +85,7 @@ def inspect_model(
     removed = [layers.pop(name) for name in list(layers) if name in unwanted]
     for layer in removed:
         reasons.leave_out(layer, unwanted[layer.name])
+    leave_out_sharded(layers, plain)
     # A bias is no matrix, whatever its shape, unless it has one row per expert.
     vectors = {id(bias.parameter) for layer in layers.values() if not layer.kind.routed for bias in layer.biases}
     if matrices_alone:

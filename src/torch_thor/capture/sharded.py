@@ -4,22 +4,21 @@ A weight is divided by its first dimension. If a slice of that dimension is a ro
 inputs first, every process preconditions its own rows. Other layers are trained without curvature, and listed so.
 """
 
-import copy
-import math
+from collections.abc import Iterable
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_thor.capture.layers import Layer
-from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.row_shards import why_not_by_rows
 from torch_thor.distributed.sharded_parameters import is_sharded, row_shards_of, why_not_supported
 
 
-def check_sharded(model: nn.Module) -> None:
+def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
     """Raise an error for a parameter that is divided in a way that THOR does not support.
 
     Args:
         model: the model.
+        trained: the parameters that the optimizer has.
 
     Raises:
         ValueError: a parameter is divided by another dimension or several (tensor parallelism), or is a flat parameter
@@ -31,8 +30,9 @@ def check_sharded(model: nn.Module) -> None:
                 f"module {name or 'itself'!r} is a FullyShardedDataParallel, which puts the parameters of several "
                 f"layers into one; use its successor torch.distributed.fsdp.fully_shard, then THOR(model)"
             )
+    own = {id(parameter) for parameter in trained}
     for name, parameter in model.named_parameters():
-        why = why_not_supported(parameter) if is_sharded(parameter) else None
+        why = why_not_supported(parameter) if id(parameter) in own and is_sharded(parameter) else None
         if why is not None:
             raise ValueError(
                 f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard alone, or leave the "
@@ -51,7 +51,7 @@ def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None
         weight = layer.weight.parameter
         if not is_sharded(weight) or row_shards_of(weight) is None:
             continue
-        why = _why_not(layer.kind, tuple(weight.shape))
+        why = why_not_by_rows(layer.kind, tuple(weight.shape))
         if why is not None:
             del layers[name]
             for view in (layer.weight, *layer.biases):
@@ -60,19 +60,3 @@ def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None
             for bias in layer.biases:
                 reasons[id(bias.parameter)] = "divided among processes, and the rows of the weight are inputs"
             layer.biases.clear()
-
-
-def _why_not(kind: Kind, shape: tuple[int, ...]) -> str | None:
-    if kind.routed or kind.groups > 1:
-        return f"the weight is divided among processes, and has {kind.groups} groups with factors of their own"
-    columns = math.prod(shape[1:])
-    one_row = copy.copy(kind)
-    setattr(one_row, "inputs" if kind.transposed else "outputs", 1)
-    row = torch.arange(columns)
-    try:
-        matrix = one_row.to_matrix(row.view(1, *shape[1:]))
-    except RuntimeError:  # it cannot be reshaped
-        matrix = row
-    if tuple(matrix.shape) == (1, 1, columns) and torch.equal(matrix.flatten(), row):
-        return None
-    return "the weight is divided among processes by its first dimension, which is no dimension of its matrix"

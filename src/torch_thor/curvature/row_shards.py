@@ -5,6 +5,9 @@ of the shards as well, so every process holds the inverse blocks of its own rows
 of another process. The other factor is the same on all processes.
 """
 
+import contextlib
+import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +25,7 @@ class RowShards:
     """How the rows of a parameter are divided among the processes that train together.
 
     Args:
+        count: the number of shards.
         bounds: one index more than there are processes: process r inverts the blocks of the rows from index r to index
             r + 1 of this list. If several processes hold the same rows (HSDP), only the first of them inverts.
         own: the rows that this process holds.
@@ -31,17 +35,13 @@ class RowShards:
         replicas: the group of the processes that hold the same rows as this one; None if there is no other.
     """
 
+    count: int
     bounds: tuple[int, ...]
     own: slice = field(compare=False)
     source: int = field(compare=False)
     total: Callable[[Tensor | None], Tensor] = field(repr=False, compare=False)
     wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
     replicas: object = field(default=None, repr=False, compare=False)
-
-    @property
-    def largest(self) -> int:
-        """The number of rows of the largest shard."""
-        return max(last - first for first, last in zip(self.bounds, self.bounds[1:], strict=False))
 
     def bounds_of(self, rows: slice | None) -> tuple[int, ...]:
         """Return the bounds of some rows, counted from the first of them.
@@ -52,9 +52,7 @@ class RowShards:
         Returns:
             As ``bounds``.
         """
-        if rows is None:
-            return self.bounds
-        return tuple(min(max(bound, rows.start), rows.stop) - rows.start for bound in self.bounds)
+        return bounds_within(self.bounds, rows)
 
     def own_of(self, rows: slice | None) -> slice:
         """Return those of some rows that this process holds, counted from the first row that it holds.
@@ -71,6 +69,21 @@ class RowShards:
         return slice(first - self.own.start, last - self.own.start) if first < last else slice(0, 0)
 
 
+def bounds_within(bounds: tuple[int, ...], rows: slice | None) -> tuple[int, ...]:
+    """Return how some rows are divided, counted from the first of them.
+
+    Args:
+        bounds: the first row of each shard, and the number of rows.
+        rows: the rows; None for all.
+
+    Returns:
+        As ``bounds``.
+    """
+    if rows is None:
+        return bounds
+    return tuple(min(max(bound, rows.start), rows.stop) - rows.start for bound in bounds)
+
+
 def side_of_rows(kind: Kind) -> str:
     """Return which factor belongs to the rows of the weight.
 
@@ -81,6 +94,28 @@ def side_of_rows(kind: Kind) -> str:
         ``"G"``; ``"A"`` if the weight has the inputs first.
     """
     return "A" if kind.transposed else "G"
+
+
+def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
+    """Return the reason why a layer cannot be preconditioned if the rows of its weight are divided.
+
+    Args:
+        kind: the kind of the layer.
+        shape: the shape of the weight, which is divided by its first dimension.
+
+    Returns:
+        The reason; None if a slice of the first dimension is a row of the one matrix of the layer.
+    """
+    if kind.routed or kind.groups > 1:
+        return f"the weight is divided among processes, and has {kind.groups} groups with factors of their own"
+    columns, one_row = math.prod(shape[1:]), copy.copy(kind)
+    matrix = row = torch.arange(columns)
+    with contextlib.suppress(RuntimeError, AttributeError):  # it cannot be reshaped, or has a size that is computed
+        setattr(one_row, "inputs" if kind.transposed else "outputs", 1)
+        matrix = one_row.to_matrix(row.view(1, *shape[1:]))
+    if tuple(matrix.shape) == (1, 1, columns) and torch.equal(matrix.flatten(), row):
+        return None
+    return "the weight is divided among processes by its first dimension, which is no dimension of its matrix"
 
 
 def local(tensor: Tensor) -> Tensor:

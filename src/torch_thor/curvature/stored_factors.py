@@ -2,8 +2,8 @@
 
 A factor that every process holds is stored as ``blocks`` and ``tail`` of
 :class:`torch_thor.curvature.blocks.BlockDiagonal`. If the rows of the weight are divided among processes (FSDP2), the
-factor of its rows is stored as a matrix with as many rows as the weight, divided in the same way: row i holds row i of
-its block, and zeros where the block is narrower than the matrix. The layers that are rows of one weight share it.
+factor of its rows is stored as a matrix with as many rows as the weight, divided in the same way
+(:mod:`torch_thor.curvature.factor_rows`). The layers that are rows of one weight share it.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.factor_rows import from_rows
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.row_shards import Layout, RowShards, ShardedLayout, local, side_of_rows
@@ -66,7 +67,7 @@ class StoredFactors:
         for side, layout in self.layouts().items():
             for name in (side, f"{side}_inverse"):
                 if isinstance(layout, ShardedLayout):
-                    found[name] = (len(self._weight.parameter), self._width(layout))
+                    found[name] = (len(self._weight.parameter), self.width(side))
                     continue
                 blocks, tail = layout.shapes
                 found[self._prefix + name] = blocks
@@ -112,7 +113,7 @@ class StoredFactors:
         layout, state = self.layouts()[name[0]], self._weight.entries or {}
         if isinstance(layout, ShardedLayout):
             rows = local(state[name])
-            return _from_rows(rows if self._weight.local_rows is None else rows[self._weight.local_rows], layout.local)
+            return from_rows(rows if self._weight.local_rows is None else rows[self._weight.local_rows], layout.local)
         key = self._prefix + name
         return BlockDiagonal(layout, state[key], state.get(f"{key}_tail"))
 
@@ -168,17 +169,19 @@ class StoredFactors:
         for first, last in zip(layout.bounds, layout.bounds[1:], strict=False):
             if first < last:
                 of_shard = BlockLayout.of(1, last - first, layout.split_dim)
-                blocks += _from_rows(rows[first:last], of_shard).dense()
+                blocks += from_rows(rows[first:last], of_shard).dense()
         return [torch.block_diag(*blocks)]
 
-    def _width(self, layout: ShardedLayout) -> int:
-        assert self._weight.shards is not None
-        largest = self._weight.shards.largest
-        return largest if layout.split_dim is None else min(layout.split_dim, largest)
+    def width(self, side: str) -> int:
+        """Return the number of columns of a factor that is stored as rows; the same for all layers of a weight.
 
+        Args:
+            side: ``"A"`` or ``"G"``.
 
-def _from_rows(rows: Tensor, layout: BlockLayout) -> BlockDiagonal:
-    """Return the blocks that are stored as rows, as views."""
-    s, r, covered = layout.block, layout.tail, layout.covered
-    blocks = rows[:covered, :s].unflatten(0, (layout.full_blocks, s))
-    return BlockDiagonal(layout, blocks, rows[None, covered:, :r] if r else None)
+        Returns:
+            The largest number of rows that a block can have.
+        """
+        rows, split_dim = len(self._weight.parameter), self._weight.split_dim
+        if side == "A" and self._kind.diagonal_input:
+            return 1
+        return rows if split_dim is None else min(split_dim, rows)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from torch_thor.curvature.factor_rows import shard_bounds
 from torch_thor.curvature.row_shards import RowShards
 
 
@@ -63,8 +64,7 @@ def row_shards_of(parameter: Any) -> RowShards | None:
     mesh, placements = parameter.device_mesh, parameter.placements
     count, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
     rows = parameter.shape[0]
-    each = -(-rows // count)  # as torch.chunk divides
-    starts = [min(i * each, rows) for i in range(count + 1)]
+    starts = shard_bounds(rows, count)
     # the processes of the first row of a mesh (replica, shard) own the blocks
     bounds = (*starts, *[rows] * (mesh.size() - count))
 
@@ -81,7 +81,7 @@ def row_shards_of(parameter: Any) -> RowShards | None:
         return found
 
     replicas = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
-    return RowShards(bounds, slice(starts[index], starts[index + 1]), index, total, wrap, replicas)
+    return RowShards(count, bounds, slice(starts[index], starts[index + 1]), index, total, wrap, replicas)
 
 
 def device_of_mesh(parameter: Any) -> torch.device:

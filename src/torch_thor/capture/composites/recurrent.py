@@ -17,7 +17,7 @@ from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.capture.composites.recurrence import RecurrenceMode
 from torch_thor.capture.composites.registry import Composite, InnerLayer
 from torch_thor.capture.watcher import first_argument
-from torch_thor.curvature.kinds import ProjectionKind, SequenceCall
+from torch_thor.curvature.kinds import ProjectionKind, SequenceCall, class_of
 from torch_thor.curvature.parameter_view import ParameterView
 
 
@@ -34,7 +34,7 @@ def gate_layers(module: nn.Module) -> Iterator[InnerLayer]:
         if name.startswith("weight_") and parameter.dim() == 2:
             bias = name.replace("weight_", "bias_", 1)
             biases = [] if module._parameters.get(bias) is None else [ParameterView(module, bias)]
-            kind = ProjectionKind(parameter, type(module).__name__)
+            kind = ProjectionKind(parameter, class_of(module).__name__)
             yield InnerLayer(name, kind, ParameterView(module, name), biases)
 
 

@@ -9,6 +9,7 @@ from torch_thor.curvature.kinds.base import Kind, MatrixWeight
 from torch_thor.curvature.kinds.convolution import ConvKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled, why_not_counted
 from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind, is_hugging_face_conv1d
+from torch_thor.curvature.kinds.lookup import class_of
 from torch_thor.curvature.kinds.projection import ProjectionKind, SequenceCall
 from torch_thor.curvature.kinds.registry import (
     check_weight,
@@ -35,6 +36,7 @@ __all__ = [
     "ProjectionKind",
     "SequenceCall",
     "check_weight",
+    "class_of",
     "has_kind",
     "kind_of",
     "parameter_names_of",

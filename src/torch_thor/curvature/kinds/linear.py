@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.kinds.base import MatrixWeight, spacing
+from torch_thor.curvature.kinds.lookup import class_of
 
 
 class LinearKind(MatrixWeight):
@@ -112,4 +113,5 @@ def is_hugging_face_conv1d(module: nn.Module) -> bool:
         Whether it is.
     """
     # By name, because transformers is not a dependency and must not be imported here.
-    return type(module).__module__.partition(".")[0] == "transformers" and type(module).__name__ == "Conv1D"
+    own = class_of(module)
+    return own.__module__.partition(".")[0] == "transformers" and own.__name__ == "Conv1D"

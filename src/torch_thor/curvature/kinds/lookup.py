@@ -23,6 +23,20 @@ class Registered(Protocol):
 _R = TypeVar("_R", bound=Registered)
 
 
+def class_of(module: nn.Module) -> type:
+    """Return the class of a module, for its name.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Its class; if ``fully_shard`` has derived a class from that (``FSDPLinear``), the one that it was derived from.
+    """
+    own = type(module)
+    is_derived = any(base.__name__ == "FSDPModule" for base in own.__bases__)
+    return own.__bases__[-1] if is_derived else own
+
+
 def registered_for(
     module: nn.Module, classes: Mapping[type[nn.Module], _R], found: Sequence[tuple[Callable[[nn.Module], bool], _R]]
 ) -> tuple[_R | None, str | None]:
@@ -48,8 +62,8 @@ def registered_for(
         if passes(module):
             return registration, registration.why_not(module)
     if parent is None:
-        return None, f"no curvature for {own.__name__}"
-    return classes[parent], f"{own.__name__} overrides the forward of {parent.__name__}"
+        return None, f"no curvature for {class_of(module).__name__}"
+    return classes[parent], f"{class_of(module).__name__} overrides the forward of {parent.__name__}"
 
 
 def _runs_methods_of(own: type, parent: type, names: Sequence[str]) -> bool:

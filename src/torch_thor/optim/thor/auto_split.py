@@ -2,10 +2,12 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
+from torch_thor.curvature.statistics import Factors
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.split import cache

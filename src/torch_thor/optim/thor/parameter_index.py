@@ -109,7 +109,18 @@ class ParameterIndex:
         """
         return [(name, parameter) for name, (parameter, shards) in self.sharded.items() if shards is not None]
 
-    def shards(self) -> RowShards | None:
+    def shards_of(self, parameter: Tensor) -> RowShards | None:
+        """Return how the rows of a parameter are divided.
+
+        Args:
+            parameter: a current parameter.
+
+        Returns:
+            The division; None if every process holds the whole parameter.
+        """
+        return self.sharded.get(self.name(parameter), (parameter, None))[1]
+
+    def first_shards(self) -> RowShards | None:
         """Return how the rows of one of the parameters are divided.
 
         Returns:

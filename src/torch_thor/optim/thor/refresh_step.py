@@ -62,7 +62,7 @@ def _gather(thor: "THOR", inputs: StepInputs) -> _Uncalled:
     if inputs.processes.count > 1:
         count_rows(inputs.processes, inputs.due, capture.reached, capture.inside_transform)
     uncalled: _Uncalled = []
-    if not capture.reached.issuperset(inputs.due):
+    if not inputs.state_only and not capture.reached.issuperset(inputs.due):
         uncalled = check_statistics(registry.layers.values(), capture)
     if auto is not None:
         auto.from_statistics(inputs.processes)

@@ -1,0 +1,142 @@
+"""Checkpoints of torch.distributed.checkpoint, saved on some ranks and loaded on others, under DDP, FSDP2 and HSDP."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from joined import OPTIONS, alone, mean_loss, parallel, share, stream
+from sharded import GLOBAL, mesh_of, sharded, whole_weights
+from torch_thor import THOR
+
+WAYS = {"ddp-1": 1, "ddp-2": 2, "fsdp-2": 2, "fsdp-4": 4, "hsdp": 4}
+STEPS, SAVED = 9, {"before": 2, "at": 3, "after": 4}  # steps 0, 3 and 6 refresh
+FIXED = {**GLOBAL, "split_dim": 1, "skip": "images.3", "trace_thresholds": (0.0, 0.0)}
+
+
+def made(way, rank, world, **options):
+    warnings.simplefilter("ignore")  # FSDP2 warns of the view that attention returns
+    options = {**FIXED, **options}
+    if way.startswith("ddp"):
+        return parallel(rank, world, **options)
+    return sharded(mesh_of((2, 2) if way == "hsdp" else (world,)), inner=("attention",), **options)
+
+
+def train(model, optimizer, batches, rank, world):
+    for batch in batches:
+        inputs, labels = share(batch, rank, world)
+        mean_loss(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(rank, world, way, folder, count, options, in_background):
+    model, optimizer = made(way, rank, world, **options)
+    train(model, optimizer, list(stream(count)), rank, world)
+    weights, state = get_state_dict(model, optimizer)
+    if in_background:
+        others = dist.new_group()  # its collectives would meet those of the training in the default group
+        saving = dcp.async_save({"model": weights, "optimizer": state}, checkpoint_id=folder, process_group=others)
+        train(model, optimizer, list(stream(count)), rank, world)  # which must not change what is saved
+        saving.result()
+    else:
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def load(rank, world, way, folder, count, options):
+    """Go on from a checkpoint, beside one process that has never stopped."""
+    model, optimizer = made(way, rank, world, **options)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    batches = list(stream(STEPS))
+    train(model, optimizer, batches[count:], rank, world)
+    twin, its_optimizer = alone(**{**FIXED, **options})
+    train(twin, its_optimizer, batches, 0, 1)
+    ours = dict(model.module.named_parameters()) if way.startswith("ddp") else whole_weights(model)
+    for name, theirs in twin.named_parameters():
+        torch.testing.assert_close(ours[name], theirs, rtol=1e-8, atol=1e-11, msg=lambda m, at=name: f"{at}: {m}")
+    return [layer.refreshes for layer in optimizer.curvature.values()]
+
+
+@pytest.mark.parametrize("after", WAYS)
+@pytest.mark.parametrize("before", WAYS)
+def test_goes_on_as_one_process_that_never_stopped(run, tmp_path, before, after):
+    """Blocks of one row are cut alike for any number of shards."""
+    moment = sorted(SAVED)[(list(WAYS).index(before) + list(WAYS).index(after)) % len(SAVED)]
+    folder, count = str(tmp_path / "checkpoint"), SAVED[moment]
+    run(WAYS[before], save, before, folder, count, {}, False)
+    for refreshes in run(WAYS[after], load, after, folder, count, {}):
+        assert refreshes == [3] * len(refreshes)
+
+
+@pytest.mark.parametrize("moment", SAVED)
+@pytest.mark.parametrize("options", [{"scaling": "spectral"}, {"factor_decay": 0.5}], ids=["spectral", "average"])
+def test_other_options_and_saving_in_the_background(run, tmp_path, options, moment):
+    folder, count = str(tmp_path / "checkpoint"), SAVED[moment]
+    run(2, save, "fsdp-2", folder, count, options, True)
+    run(4, load, "fsdp-4", folder, count, options)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 5)).double()
+
+
+WIDE = {"split_dim": 4, "max_update_ratio": None, "trace_thresholds": (0.0, 0.0)}
+
+
+def factors_after_saving(rank, world, folder):
+    """Whole factors of a training on some ranks, which is saved."""
+    model = small() if world == 1 else fully_shard(small(), mesh=mesh_of((world,)))
+    optimizer = THOR(model, **{**OPTIONS, **WIDE})
+    batch = next(stream(1))
+    inputs, labels = share(batch, rank, world)
+    mean_loss(model(inputs[0].flatten(1)[:, :6]), labels).backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    return {name: [m.tolist() for m in layer.factors()] for name, layer in optimizer.curvature.items()}
+
+
+def factors_after_loading(rank, world, folder):
+    model = small() if world == 1 else fully_shard(small(), mesh=mesh_of((world,)))
+    optimizer = THOR(model, **{**OPTIONS, **WIDE})
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return {
+        name: [m.tolist() for m in (*layer.factors(), *layer.inverses())] for name, layer in optimizer.curvature.items()
+    }
+
+
+def blocks(rows, shards, split_dim):
+    """True where a factor of so many rows has elements."""
+    mask = torch.zeros(rows, rows, dtype=torch.bool)
+    for shard in torch.arange(rows).chunk(shards):
+        for block in shard.split(split_dim):
+            mask[block[0] : block[-1] + 1, block[0] : block[-1] + 1] = True
+    return mask
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)])
+def test_blocks_are_cut_again_at_the_new_shards(run, tmp_path, before, after):
+    """Eleven and five rows: what is in an old and a new block stays, and is inverted with the damping of now."""
+    folder = str(tmp_path / "checkpoint")
+    saved, *_ = run(before, factors_after_saving, folder)
+    loaded, *others = run(after, factors_after_loading, folder)
+    assert all(other == loaded for other in others)
+    for name, (a, g, a_inverse, g_inverse) in loaded.items():
+        old_a, old_g = (torch.tensor(m, dtype=torch.float64) for m in saved[name])
+        g, a = torch.tensor(g, dtype=torch.float64), torch.tensor(a, dtype=torch.float64)
+        assert torch.equal(a, old_a)
+        assert torch.equal(g, torch.where(blocks(len(g), after, 4) & blocks(len(g), before, 4), old_g, 0.0))
+        for matrix, inverse, shards in ((a, a_inverse, 1), (g, g_inverse, after)):
+            damped = matrix + OPTIONS["damping"] ** 0.5 * torch.eye(len(matrix), dtype=torch.float64)
+            wanted = torch.where(blocks(len(matrix), shards, 4), torch.linalg.inv(damped), 0.0)
+            torch.testing.assert_close(torch.tensor(inverse, dtype=torch.float64), wanted)
