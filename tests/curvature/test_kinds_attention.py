@@ -171,15 +171,16 @@ def test_attention_is_the_model_itself():
 
 
 def test_fused_weight_keeps_three_sets_of_factors():
-    """State hangs on parameters, so a fused weight's three layers are told apart by their keys."""
+    """Each of the three layers of a fused weight has its own A and counters, and its rows of G."""
     model = Model(batch_first=True)
     optimizer = THOR(model)
     model(*(x.float() for x in inputs(model))).square().mean().backward()
     optimizer.step()
     keys = set(optimizer.state[model.attention.in_proj_weight])
     for part in "qkv":
-        assert {f"{part}_{key}" for key in ("A", "G", "A_inverse", "G_inverse", "refreshes", "due")} <= keys
-    assert not {"A", "G", "refreshes"} & keys
+        assert {f"{part}_{key}" for key in ("A", "A_inverse", "refreshes", "due")} <= keys
+    assert {"G", "G_inverse"} <= keys
+    assert not {"A", "q_G", "refreshes"} & keys
     assert {"A", "G", "refreshes"} <= set(optimizer.state[model.attention.out_proj.weight])
 
 

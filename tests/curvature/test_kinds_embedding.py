@@ -63,7 +63,7 @@ def test_the_diagonal_alone_is_stored():
     optimizer = refreshed(model, torch.randint(1000, (8,)), loss_of(8))
     state = optimizer.state[model[0].weight]
     for key in ("A", "A_inverse"):
-        assert state[key].shape == (1000, 1, 1)
+        assert state[key].shape == (1000, 1)
         assert f"{key}_tail" not in state
 
 

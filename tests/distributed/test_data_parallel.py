@@ -24,7 +24,7 @@ def exchange(rank, world):
     """The blocks of float32 have one owner, so they are sent without padding."""
     processes, parts = DataParallel(dist.group.WORLD, torch.device("cpu")), parts_of(rank)
     wanted = [sum(of_ranks) for of_ranks in zip(*[parts_of(r) for r in range(world)], strict=True)]
-    bounds = processes.deal_out(parts)
+    bounds = processes.deal_out(parts, [None] * len(parts))
     processes.sum_to_owners_(parts, bounds)
     for part, sums, of_ranks in zip(parts, wanted, bounds, strict=True):
         own = slice(of_ranks[rank], of_ranks[rank + 1])
@@ -67,7 +67,7 @@ def elements_sent(rank, world):
 
         return counted
 
-    bounds = processes.deal_out(parts)
+    bounds = processes.deal_out(parts, [None] * len(parts))
     with (
         mock.patch.object(dist, "reduce_scatter_tensor", counting(really[0])),
         mock.patch.object(dist, "all_gather_into_tensor", counting(really[1])),

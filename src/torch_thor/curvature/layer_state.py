@@ -22,6 +22,7 @@ _NUMBERS = {
     "last_trace_change": NO_CHANGE_YET,
 }
 _LATER = ("idle", "uncalled")  # entries that earlier versions did not have
+SHARDS = "row_shards"  # the key of the number of shards at whose boundaries the blocks of the rows end
 
 
 def make_layer_state(layer: LayerCurvature) -> None:
@@ -45,6 +46,8 @@ def make_layer_state(layer: LayerCurvature) -> None:
     dtype = factor_dtype(weight.dtype)
     layer.stored.make_zeros(dtype, weight.device)
     state.update({prefix + key: value for key, value in _NUMBERS.items()})
+    if layer.stored.side_by_rows:
+        state[SHARDS] = 1 if layer.weight_view.shards is None else layer.weight_view.shards.count
     if layer.kind.routed:
         state[prefix + "group_rows_per_term"] = torch.zeros(layer.kind.groups, dtype=dtype, device=weight.device)
 

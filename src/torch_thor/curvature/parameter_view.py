@@ -41,6 +41,7 @@ class ParameterView:
         self.shards: RowShards | None = None  # how its rows are divided; None if every process holds all of them
         self.local_rows = rows  # ``rows`` in the part of the parameter that this process holds
         self._divided: nn.Parameter | None = None  # the parameter, if its rows are divided
+        self._longest: int | None = None
 
     def bind(
         self,
@@ -93,6 +94,26 @@ class ParameterView:
                 f"THOR was made, and is computed from other parameters. The next step trains those plainly"
             )
         return parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter, also if the module computes it."""
+        whole = self._divided if self._divided is not None else getattr(self.module, self.attribute)
+        return tuple(whole.shape)
+
+    @property
+    def longest(self) -> int:
+        """The largest number of rows of the layers that are rows of this parameter.
+
+        The optimizer sets it, which knows all of them; until then it is the number of rows of this view.
+        """
+        if self._longest is not None:
+            return self._longest
+        return self.shape[0] if self.rows is None else self.rows.stop - self.rows.start
+
+    @longest.setter
+    def longest(self, rows: int) -> None:
+        self._longest = rows
 
     @property
     def is_there(self) -> bool:

@@ -1,11 +1,13 @@
 """The factors of a layer and their inverses, as tensors in the optimizer's state of its weight.
 
-A factor that every process holds is stored as ``blocks`` and ``tail`` of
-:class:`torch_thor.curvature.blocks.BlockDiagonal`. If the rows of the weight are divided among processes (FSDP2), the
-factor of its rows is stored as a matrix with as many rows as the weight, divided in the same way
-(:mod:`torch_thor.curvature.factor_rows`). The layers that are rows of one weight share it.
+The factor of the rows of a weight is stored as a matrix with as many rows as the weight
+(:mod:`torch_thor.curvature.factor_rows`). If the rows of the weight are divided among processes (FSDP2), those of the
+matrix are divided in the same way, so a checkpoint of some processes can be loaded on others. The layers that are rows
+of one weight share the matrix. Every other factor is stored as ``blocks`` and ``tail`` of
+:class:`torch_thor.curvature.blocks.BlockDiagonal`; all processes hold it.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.factor_rows import from_rows
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.parameter_view import ParameterView
-from torch_thor.curvature.row_shards import Layout, RowShards, ShardedLayout, local, side_of_rows
+from torch_thor.curvature.row_shards import Layout, RowShards, ShardedLayout, local, side_of_rows, why_not_by_rows
 
 
 class StoredFactors:
@@ -35,6 +37,15 @@ class StoredFactors:
         self._of: tuple[Any, RowShards | None] = None, None  # split_dim and shards for which they were found
         self._inverses: dict[str, tuple[str, Tensor, BlockDiagonal]] = {}  # a cache: key, entry and the matrix of it
 
+    @cached_property
+    def side_by_rows(self) -> str | None:
+        """The side that is stored with as many rows as the weight.
+
+        None if the rows of the weight are not those of one matrix: a convolution with groups, or experts.
+        """
+        side = side_of_rows(self._kind)
+        return side if side in self._sides and why_not_by_rows(self._kind, self._weight.shape) is None else None
+
     def layouts(self) -> dict[str, Layout]:
         """Return the layout of each side for the current ``split_dim`` of the weight's parameter group.
 
@@ -49,7 +60,7 @@ class StoredFactors:
             for side, size in (("A", kind.inputs), ("G", kind.outputs)):
                 if side not in self._sides:
                     continue
-                if shards is not None and side == side_of_rows(kind):
+                if shards is not None and side == self.side_by_rows:
                     own = shards.own_of(weight.rows)
                     bounds = shards.bounds_of(weight.rows)
                     self._layouts[side] = ShardedLayout(bounds, splits[side], own.stop - own.start, shards.source)
@@ -66,9 +77,10 @@ class StoredFactors:
         found: dict[str, tuple[int, ...]] = {}
         for side, layout in self.layouts().items():
             for name in (side, f"{side}_inverse"):
-                if isinstance(layout, ShardedLayout):
-                    found[name] = (len(self._weight.parameter), self.width(side))
+                if side == self.side_by_rows:
+                    found[name] = (self._weight.shape[0], self.width(side))
                     continue
+                assert isinstance(layout, BlockLayout)  # no other factor is divided
                 blocks, tail = layout.shapes
                 found[self._prefix + name] = blocks
                 if tail is not None:
@@ -83,11 +95,10 @@ class StoredFactors:
             device: their device.
         """
         state, shards = self._weight.state, self._weight.shards
-        divided = {side for side, layout in self.layouts().items() if isinstance(layout, ShardedLayout)}
         for key, shape in self.shapes().items():
             if key in state:
                 continue
-            if shards is not None and key.removesuffix("_inverse") in divided:
+            if shards is not None and key.removesuffix("_inverse") == self.side_by_rows:
                 own = shards.own.stop - shards.own.start
                 state[key] = shards.wrap(torch.zeros((own, shape[1]), dtype=dtype, device=device))
             else:
@@ -111,11 +122,12 @@ class StoredFactors:
             The matrix, whose tensors are those of the state, or views of them.
         """
         layout, state = self.layouts()[name[0]], self._weight.entries or {}
-        if isinstance(layout, ShardedLayout):
+        local_layout = layout.local if isinstance(layout, ShardedLayout) else layout
+        if name[0] == self.side_by_rows:
             rows = local(state[name])
-            return from_rows(rows if self._weight.local_rows is None else rows[self._weight.local_rows], layout.local)
+            return from_rows(rows if self._weight.local_rows is None else rows[self._weight.local_rows], local_layout)
         key = self._prefix + name
-        return BlockDiagonal(layout, state[key], state.get(f"{key}_tail"))
+        return BlockDiagonal(local_layout, state[key], state.get(f"{key}_tail"))
 
     def inverse(self, side: str) -> BlockDiagonal:
         """Return the part of an inverse that this process holds.
@@ -129,7 +141,7 @@ class StoredFactors:
         entries, found = self._weight.entries, self._inverses.get(side)
         if found is None or entries is None or found[1] is not entries.get(found[0]):
             name = f"{side}_inverse"
-            key = name if isinstance(self.layouts()[side], ShardedLayout) else self._prefix + name
+            key = name if side == self.side_by_rows else self._prefix + name
             found = self._inverses[side] = key, self._weight.state[key], self.read(name)
         return found[2]
 
@@ -142,7 +154,7 @@ class StoredFactors:
         """
         state = self._weight.entries
         assert state is not None  # it has been created before the first refresh
-        if isinstance(self.layouts()[name[0]], ShardedLayout):
+        if name[0] == self.side_by_rows:
             for old, new in zip(self.read(name).parts(), matrix.parts(), strict=True):
                 old.copy_(new)
             return
@@ -181,7 +193,7 @@ class StoredFactors:
         Returns:
             The largest number of rows that a block can have.
         """
-        rows, split_dim = len(self._weight.parameter), self._weight.split_dim
+        longest, split_dim = self._weight.longest, self._weight.split_dim
         if side == "A" and self._kind.diagonal_input:
             return 1
-        return rows if split_dim is None else min(split_dim, rows)
+        return longest if split_dim is None else min(split_dim, longest)

@@ -149,23 +149,24 @@ def restore_tensors(
     for i, parameter in zip(ids, parameters, strict=True):
         for key, value in saved["state"].get(i, {}).items():
             if isinstance(value, Tensor):
-                state[parameter][key] = as_made(value.detach(), parameter, value.dtype)
+                state[parameter][key] = as_made(key, value.detach(), parameter, value.dtype)
 
 
-def as_made(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a tensor of the state to the device and the memory layout with which a step creates it.
 
     Args:
+        key: its key in the state.
         value: the tensor.
         parameter: the parameter that the state belongs to.
         dtype: the dtype of the copy.
 
     Returns:
-        A tensor on the parameter's device: with the parameter's strides if it has its shape (momentum), else row-major.
+        A tensor on the parameter's device: with the parameter's strides if it is a moment, else row-major.
     """
     if hasattr(value, "to_local"):  # its rows are divided among processes, as those of the parameter
         return value.to(dtype=dtype, copy=True)
-    if value.shape == parameter.shape:
+    if key in MOMENTS and value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
     return torch.empty(value.shape, dtype=dtype, device=parameter.device).copy_(value)
 

@@ -66,7 +66,7 @@ def fewer_parameters(saved):
 
 FAULTS = {
     "nan-in-an-inverse": (spoil(4, "A_inverse", torch.nan), "NaN or inf in 'A_inverse' of parameter '3.weight'"),
-    "inf-in-a-tail": (spoil(4, "G_inverse_tail", torch.inf), "NaN or inf in 'G_inverse_tail' of parameter '3.weight'"),
+    "inf-in-a-tail": (spoil(0, "A_inverse_tail", torch.inf), "NaN or inf in 'A_inverse_tail' of parameter '0.weight'"),
     "nan-in-a-factor": (spoil(0, "G", torch.nan), "NaN or inf in 'G' of parameter '0.weight'.*earlier checkpoint"),
     "nan-in-momentum": (spoil(2, "momentum_buffer", torch.nan), "NaN or inf in 'momentum_buffer' of .*'1.weight'"),
     "momentum-shape": (put(4, "momentum_buffer", torch.zeros(7, 6)), r"'3.weight' in shape \(7, 6\).* has \(6, 7\)"),

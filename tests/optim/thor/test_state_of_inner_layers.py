@@ -120,7 +120,7 @@ def test_state_of_each_kind():
     assert {i: sorted(s) for i, s in optimizer.state_dict()["state"].items()} == keys
     state = optimizer.state[model.experts.weight]
     assert state["group_rows_per_term"][3] > 0
-    assert optimizer.state[model.rnn.weight_hh_l1_reverse]["G"].shape == (1, 12, 12)
+    assert optimizer.state[model.rnn.weight_hh_l1_reverse]["G"].shape == (12, 12)
     assert optimizer.state[model.conv.weight]["A"].shape == (1, 4, 4)
 
 

@@ -114,10 +114,11 @@ def test_state_of_each_kind():
     train(model, optimizer, STREAM[:1])
     fused = optimizer.state[model.attention.in_proj_weight]
     for part in "qkv":
-        assert fused[f"{part}_A"].shape == fused[f"{part}_G_inverse"].shape == (1, 4, 4)
+        assert fused[f"{part}_A"].shape == fused[f"{part}_A_inverse"].shape == (1, 4, 4)
         assert fused[f"{part}_refreshes"] == 1
+    assert fused["G"].shape == fused["G_inverse"].shape == (12, 4)
     assert optimizer.state[model.cross.k_proj_weight]["A"].shape == (1, 2, 2)
-    assert optimizer.state[model.embedding.weight]["A"].shape == (9, 1, 1)
+    assert optimizer.state[model.embedding.weight]["A"].shape == (9, 1)
     assert optimizer.state[model.transposed.weight]["A"].shape == (1, 4, 4)
     assert optimizer.state[model.conv.weight]["A"].shape == (2, 4, 4)
     for parameter in (model.norm.weight, model.cross.bias_k, model.attention.in_proj_bias):

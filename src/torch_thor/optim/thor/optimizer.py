@@ -23,13 +23,7 @@ from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
-from torch_thor.optim.thor.options import (
-    AUTO,
-    check_group,
-    check_optimizer,
-    preset_options,
-    with_defaults,
-)
+from torch_thor.optim.thor.options import AUTO, check_group, check_optimizer, preset_options, with_defaults
 from torch_thor.optim.thor.persistence import Persistence
 from torch_thor.optim.thor.refresh_step import prepare_next_step, refresh_layers
 from torch_thor.optim.thor.reporting import Reporting
@@ -53,8 +47,9 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
     parameters, including those of normalisation layers, are trained by SGD with momentum under the same bound;
     :meth:`coverage` lists the treatment of each parameter. Neither the model nor the training loop has to be changed.
 
-    Create the optimizer before a wrapper replaces the parameters: build the model, ``THOR(model)``, then DDP.
-    ``torch.compile`` may come before or after; steps that gather statistics run eagerly, all others compiled.
+    Create the optimizer after ``fully_shard`` (FSDP2, HSDP), which replaces the parameters, and before
+    ``DistributedDataParallel``. ``torch.compile`` may come before or after; steps that gather statistics run eagerly,
+    all others compiled.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``.
@@ -89,7 +84,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         max_update_ratio: r; before momentum, the step ``lr · d`` of a parameter is at most r times as long as the
             parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`). Default:
             0.01, or None if ``kl_clip`` is given or the scaling is spectral (which fixes the length of each step).
-            None: no bound.
+            None: no bound. Under FSDP2 it bounds the rows of each process on their own.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             the inverse of A alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for
             every layer and task; decoupled weight decay; AdamW for parameters that are not matrices

@@ -46,6 +46,7 @@ class ParameterIndex:
         self.matrix_of: dict[int, PlainMatrix] = {}  # the matrices of a parameter without factors, by its id
         # parameters whose rows are divided among processes, and how, by name
         self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {}
+        self.first_shards: RowShards | None = None  # how the rows of one of them are divided; None if there is none
         self.read_modules(model)
 
     def read_modules(self, model: nn.Module) -> None:
@@ -76,6 +77,10 @@ class ParameterIndex:
             for view in (layer.weight_view, *layer.biases):
                 name = names[id(view.parameter)]
                 self._shares.setdefault(name, []).append(Share(layer, view, view is layer.weight_view))
+        for shares in self._shares.values():
+            longest = max(share.view.longest for share in shares)
+            for share in shares:
+                share.view.longest = longest
 
     def update(self, groups: list[Group], states: Mapping[Tensor, State]) -> None:
         """Look up the current parameter objects, and bind the views of the layers to their state and options.
@@ -120,14 +125,6 @@ class ParameterIndex:
         """
         return self.sharded.get(self.name(parameter), (parameter, None))[1]
 
-    def first_shards(self) -> RowShards | None:
-        """Return how the rows of one of the parameters are divided.
-
-        Returns:
-            The first one that is divided; None if no parameter is.
-        """
-        return next((shards for _, shards in self.sharded.values() if shards is not None), None)
-
     def _with_shards(self, name: str, present: nn.Parameter) -> tuple[nn.Parameter, RowShards | None]:
         """Return the parameter that is trained, and how its rows are divided; None if they are not.
 
@@ -138,6 +135,7 @@ class ParameterIndex:
         if is_sharded(present):
             if found is None or found[0] is not present:
                 found = self.sharded[name] = present, row_shards_of(present)
+                self.first_shards = next((shards for _, shards in self.sharded.values() if shards is not None), None)
             return found
         return (present, None) if found is None or id(found[0]) not in self._groups else found
 

@@ -16,7 +16,7 @@ from torch_thor.optim.checkpoint import (
 from torch_thor.optim.thor.gradient_checks import some
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.options import check_group, check_scaling
-from torch_thor.optim.thor.saved_rows import as_rows, load_rows
+from torch_thor.optim.thor.saved_rows import fit_loaded_rows
 from torch_thor.optim.thor.state_dict_checks import check_factors, check_is_of_thor, check_selection
 from torch_thor.optim.thor.stored_intervals import loaded_interval, plain_group
 from torch_thor.optim.thor.update_rule import UpdateRule
@@ -81,10 +81,9 @@ class Persistence(torch.optim.Optimizer):
 
         Returns:
             As :meth:`torch.optim.Optimizer.state_dict`; a schedule of :mod:`torch_thor.intervals` is stored as text.
-            Factors of the rows of weights are matrices with these rows, whether FSDP2 divides them or not
-            (:mod:`torch_thor.optim.thor.saved_rows`).
+            Under FSDP2, tensors whose rows are divided are DTensors, as the parameters are.
         """
-        state_dict = as_rows(super().state_dict(), self.param_groups, self._registry.index)
+        state_dict = super().state_dict()
         return {**state_dict, "param_groups": [plain_group(group) for group in state_dict["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -116,7 +115,8 @@ class Persistence(torch.optim.Optimizer):
                     check_group(group)
                 restore_tensors(self.state, self.param_groups, saved)
                 registry.index.update(self.param_groups, self.state)
-                load_rows(self.state, self.param_groups, registry.index, relative=self._rule.relative_damping)
+                relative = self._rule.relative_damping
+                fit_loaded_rows(self.state, self.param_groups, registry.index, relative=relative)
                 check_selection(registry.layers.values(), registry.left_out, self.state)
                 check_factors(registry.layers.values())
                 check_moments(self.state, self.param_groups, registry.index.name)

@@ -1,13 +1,13 @@
-"""The form in which state dicts hold the factors of the rows of a weight: the same however the rows are divided.
+"""Turns loaded factors of the rows of weights into those that this process needs.
 
-In a state dict such a factor is a matrix of rows (:mod:`torch_thor.curvature.factor_rows`), also for a process that
-trains alone, together with the number of shards at whose boundaries its blocks end. So a checkpoint that was saved on
-some processes can be loaded on others: with ``torch.distributed.checkpoint``, or as a state dict of one process. If the
-number of shards is another, the factors are cut again, and blocks that have changed are inverted again.
+In the state such a factor is a matrix with the rows of its weight (:mod:`torch_thor.curvature.stored_factors`), and its
+blocks end where shards end. So a checkpoint that was saved on some processes can be loaded on others: with
+``torch.distributed.checkpoint``, or as a state dict of one process. If the number of shards is another, the factors are
+cut again, and blocks that have changed are inverted again.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -18,47 +18,17 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.factor_rows import block_of_each_row, cut_again, from_rows, shard_bounds, to_rows
 from torch_thor.curvature.inverse import NewBlocks, invert_own_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.row_shards import (
-    RowShards,
-    ShardedLayout,
-    bounds_within,
-    local,
-    side_of_rows,
-    why_not_by_rows,
-)
-from torch_thor.optim.checkpoint import MOMENTS, StateDict
+from torch_thor.curvature.layer_state import SHARDS
+from torch_thor.curvature.row_shards import RowShards, ShardedLayout, bounds_within, local
+from torch_thor.optim.checkpoint import MOMENTS
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
-SHARDS = "row_shards"  # the key of the number of shards
 
-
-def as_rows(state_dict: StateDict, groups: Iterable[Group], index: ParameterIndex) -> StateDict:
-    """Return a state dict in the form in which it is saved.
-
-    Args:
-        state_dict: the state dict of the optimizer; not changed.
-        groups: the optimizer's parameter groups.
-        index: the index of the parameters, which knows the layers of each.
-
-    Returns:
-        A state dict that shares its tensors where it can.
-    """
-    state = dict(state_dict["state"])
-    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
-        for i, parameter in zip(saved["params"], group["params"], strict=True):
-            layers = _layers_by_rows(parameter, index)
-            if layers and i in state:
-                state[i] = _saved(state[i], layers, len(parameter))
-    return {**state_dict, "state": state}
-
-
-def load_rows(
+def fit_loaded_rows(
     states: Mapping[Tensor, dict[str, Any]], groups: Iterable[Group], index: ParameterIndex, *, relative: bool
 ) -> None:
-    """Turn loaded state into the form in which this process holds it.
-
-    State without rows, which an earlier version has saved, stays as it is. So does what does not fit the layers.
+    """Turn loaded state into that of this process. What does not fit the layers stays as it is.
 
     Args:
         states: the optimizer's state, as it was loaded; changed in place.
@@ -75,46 +45,63 @@ def load_rows(
             if entries is None:
                 continue
             if shards is not None:
-                for key in MOMENTS:
-                    if key in entries:
-                        entries[key] = _divided(entries[key], shards, parameter)
-            before = int(entries.pop(SHARDS, 1))
-            layers = _layers_by_rows(parameter, index)
-            for side in dict.fromkeys(side_of_rows(layer.kind) for layer in layers):
-                its_layers = [layer for layer in layers if side_of_rows(layer.kind) == side]
-                _load_side(entries, side, its_layers, parameter, before, relative=relative)
+                entries.update({key: _divided(entries[key], shards, parameter) for key in MOMENTS if key in entries})
+            layers = [share.layer for share in index.shares(parameter) if share.is_weight]
+            by_rows = [layer for layer in layers if layer.stored.side_by_rows]
+            if by_rows:
+                _fit(entries, by_rows, parameter, shards, relative=relative)
 
 
-def _layers_by_rows(parameter: nn.Parameter, index: ParameterIndex) -> list[LayerCurvature]:
-    """Return the layers of a weight whose factor of its rows is saved as rows."""
-    found = []
-    for share in index.shares(parameter):
-        kind, is_weight = share.layer.kind, share.is_weight and side_of_rows(share.layer.kind) in share.layer.sides
-        if is_weight and why_not_by_rows(kind, tuple(parameter.shape)) is None:
-            found.append(share.layer)
-    return found
-
-
-def _saved(entries: Mapping[str, Any], layers: Iterable[LayerCurvature], rows: int) -> dict[str, Any]:
-    """Return the state of a weight of so many rows in the form in which it is saved."""
-    found, whole = dict(entries), {}
+def _fit(
+    entries: dict[str, Any],
+    layers: Sequence[LayerCurvature],
+    parameter: nn.Parameter,
+    shards: RowShards | None,
+    *,
+    relative: bool,
+) -> None:
+    """Replace the rows of the factors, and of their inverses, of all layers of a weight."""
+    side, count = str(layers[0].stored.side_by_rows), 1 if shards is None else shards.count
+    names, shape = (side, f"{side}_inverse"), (len(parameter), layers[0].stored.width(side))
+    for name in names:
+        _join_blocks(entries, name, layers, shape)
+    if any(tuple(getattr(entries.get(name), "shape", ())) != shape for name in names):
+        return
+    before = int(entries.get(SHARDS, 1))
+    entries[SHARDS] = count
+    if shards is not None:
+        entries.update({name: _divided(entries[name], shards, parameter) for name in names})
+    if before == count:
+        return
     for layer in layers:
-        side, view = side_of_rows(layer.kind), layer.weight_view
-        if layer.prefix + side not in entries and side not in entries:
-            continue
-        if view.shards is not None:
-            found[SHARDS] = view.shards.count
-            continue
-        found[SHARDS] = 1
-        for name in (side, f"{side}_inverse"):
-            for key in (layer.prefix + name, f"{layer.prefix}{name}_tail"):
-                found.pop(key, None)
-            own = to_rows(layer.stored.read(name), layer.stored.width(side))
-            if view.rows is None:
-                whole[name] = own
-            else:
-                view.of(whole.setdefault(name, own.new_zeros((rows, own.shape[1])))).copy_(own)
-    return {**found, **whole}
+        if layer.refreshes:
+            at = slice(None) if layer.weight_view.local_rows is None else layer.weight_view.local_rows
+            factor, inverse = (local(entries[name])[at] for name in names)
+            again = _cut_again(layer, factor, inverse, before, count, len(parameter), relative=relative)
+            for old, new in zip((factor, inverse), again, strict=True):
+                old.copy_(new)
+
+
+def _join_blocks(
+    entries: MutableMapping[str, Any], name: str, layers: Iterable[LayerCurvature], shape: tuple[int, int]
+) -> None:
+    """Replace the blocks of all layers of a weight, as earlier versions saved them, by one matrix of rows."""
+    found = []
+    for layer in layers:
+        key, view = layer.prefix + name, layer.weight_view
+        rows = shape[0] if view.rows is None else view.rows.stop - view.rows.start
+        layout = BlockLayout.of(1, rows, 1 if shape[1] == 1 else view.split_dim)
+        blocks, tail = entries.get(key), entries.get(f"{key}_tail")
+        shapes = tuple(tuple(part.shape) if isinstance(part, Tensor) else None for part in (blocks, tail))
+        if not isinstance(blocks, Tensor) or shapes != layout.shapes:
+            return
+        found.append((key, view, to_rows(BlockDiagonal(layout, blocks, tail), shape[1])))
+    whole = found[0][2].new_zeros(shape)
+    for key, view, rows in found:
+        entries.pop(key)
+        entries.pop(f"{key}_tail", None)
+        view.of(whole).copy_(rows)
+    entries[name] = whole
 
 
 def _divided(tensor: Any, shards: RowShards, parameter: nn.Parameter) -> Any:
@@ -122,38 +109,6 @@ def _divided(tensor: Any, shards: RowShards, parameter: nn.Parameter) -> Any:
     if not isinstance(tensor, Tensor) or hasattr(tensor, "to_local") or len(tensor) != len(parameter):
         return tensor
     return shards.wrap(tensor[shards.own].to(parameter.device, copy=True))
-
-
-def _load_side(
-    entries: dict[str, Any],
-    side: str,
-    layers: Sequence[LayerCurvature],
-    parameter: nn.Parameter,
-    before: int,
-    *,
-    relative: bool,
-) -> None:
-    """Replace the rows of a factor and of its inverse, of all layers of a weight, by what this process holds."""
-    names, shards = (side, f"{side}_inverse"), layers[0].weight_view.shards
-    shape = (len(parameter), layers[0].stored.width(side))
-    if any(tuple(getattr(entries.get(name), "shape", ())) != shape for name in names):
-        return
-    if shards is not None:
-        entries.update({name: _divided(entries[name], shards, parameter) for name in names})
-    whole = [local(entries[name]) if shards is not None else entries.pop(name) for name in names]
-    for layer in layers:
-        view, layout = layer.weight_view, layer.layouts()[side]
-        at = slice(None) if view.local_rows is None else view.local_rows
-        factor, inverse = (rows[at] for rows in whole)
-        count = 1 if shards is None else shards.count
-        if before != count and layer.refreshes:
-            factor, inverse = _cut_again(layer, factor, inverse, before, count, len(parameter), relative=relative)
-        for name, rows, loaded in zip(names, (factor, inverse), whole, strict=True):
-            if isinstance(layout, ShardedLayout):
-                loaded[at] = rows
-                continue
-            parts = [p.clone(memory_format=torch.contiguous_format) for p in from_rows(rows, layout).parts()]
-            entries.update(zip((layer.prefix + name, f"{layer.prefix}{name}_tail"), parts, strict=False))
 
 
 def _cut_again(
@@ -176,7 +131,7 @@ def _cut_again(
     Raises:
         ValueError: a block cannot be inverted.
     """
-    side, view = side_of_rows(layer.kind), layer.weight_view
+    side, view = str(layer.stored.side_by_rows), layer.weight_view
     split_dim = 1 if side == "A" and layer.kind.diagonal_input else view.split_dim
     first = 0
     if view.shards is not None:

@@ -126,4 +126,4 @@ def _convert_state(parameter: Tensor, state: dict[str, Any] | None) -> None:
         # AdamW's step is a counter that is stored as a tensor, and stays on the CPU in float32
         if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
             assert state is not None
-            state[key] = as_made(value, parameter, dtype)
+            state[key] = as_made(key, value, parameter, dtype)
