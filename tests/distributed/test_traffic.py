@@ -9,9 +9,10 @@ from torch import distributed as dist
 from torch import nn
 
 from joined import network, parallel, routed, share, stream, train
+from sharded import mesh_of, sharded
 from torch_thor.distributed.traffic import Collective, collectives_of_refresh
 
-NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
 
 
 class TwoDtypes(nn.Module):
@@ -28,16 +29,21 @@ class TwoDtypes(nn.Module):
         return self.last(self.head(hidden.double()).float())
 
 
-def counted(rank, world, make, options):
+def counted(rank, world, make, options, mesh=None):
     """The collectives of the third refresh, and those that are computed."""
-    model, optimizer = parallel(rank, world, make, update_interval=1, trace_thresholds=(0.0, 0.0), **options)
+    options = {"update_interval": 1, "trace_thresholds": (0.0, 0.0), **options}
+    if mesh is None:
+        model, optimizer = parallel(rank, world, make, **options)
+    else:
+        model, optimizer = sharded(mesh_of(mesh), make, **options)
     batches = [share(batch, rank, world) for batch in stream(3)]
     train(model, optimizer, batches[:2])
     found = []
 
     def counting(name, really):
         def collective(output, *given, **options):
-            found.append(Collective(name, (given or (output,))[0].nbytes, output.nbytes))
+            passed = given[0] if given and torch.is_tensor(given[0]) else output
+            found.append(Collective(name, passed.nbytes, output.nbytes))
             return really(output, *given, **options)
 
         return collective
@@ -70,8 +76,22 @@ def test_bytes_of_other_layers(run, make):
             assert found == computed
 
 
+@pytest.mark.filterwarnings("ignore:.*returns a view")
+@pytest.mark.parametrize(
+    "options", [{}, {"split_dim": None}, {"scaling": "spectral"}], ids=["split", "whole", "spectral"]
+)
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (2, 1)], ids=["fsdp-2", "fsdp-4", "hsdp", "replicas-alone"])
+def test_bytes_of_sharded_rows(run, mesh, options):
+    """G stays with the ranks that hold the rows; those that hold the same rows get it from one of them."""
+    for found, computed in run(torch.Size(mesh).numel(), counted, network, options, mesh):
+        assert found == computed
+        # the scale-free step has A alone, and no weight of the network has the inputs first
+        assert (found[-1].name == "broadcast") is (len(mesh) == 2 and "scaling" not in options)
+
+
 def test_what_a_ring_sends():
     """Of four pieces each rank sends three; of one piece it receives three; an all-reduce is one after the other."""
+    assert Collective("broadcast", 400, 400).sent(4) == 400
     assert Collective("reduce_scatter_tensor", 400, 100).sent(4) == 300
     assert Collective("all_gather_into_tensor", 100, 400).sent(4) == 300
     assert Collective("all_reduce", 400, 400).sent(4) == 600

@@ -11,6 +11,7 @@ from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.row_shards import ShardedLayout
 from torch_thor.distributed.consistency import HEADER, NUMBERS
 from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes, pads
+from torch_thor.distributed.triangles import packed_size
 
 _NUMBER = 8  # bytes of a number that is gathered: float64
 
@@ -36,10 +37,13 @@ class Collective:
             processes: the number of ranks.
 
         Returns:
-            All pieces but one, each as large as the smaller tensor; twice that for an all-reduce.
+            All pieces but one, each as large as the smaller tensor; twice that for an all-reduce; all of it for a
+            broadcast, which every rank but the last passes on.
         """
         if self.name == "all_reduce":
             return 2 * self.given * (processes - 1) // processes
+        if self.name == "broadcast":
+            return self.given
         return max(self.given, self.received) - min(self.given, self.received)
 
 
@@ -82,7 +86,8 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
 def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> list[Collective]:
     """Return the collectives of a refresh in which all layers take new factors.
 
-    The first refresh of a training may start one more, to find out whether the loss is a sum.
+    Under HSDP the broadcast to the ranks that hold the same rows is that of this rank. The first refresh of a training
+    may start one more, to find out whether the loss is a sum.
 
     Args:
         layers: the layers that are due, on one device.
@@ -108,7 +113,19 @@ def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> 
             sizes = packed_sizes([blocks[i].shape for i in shared], [bounds[i] for i in shared])
             results.append(_from_owners(sizes, 2 * dtype.itemsize))
     before = [_gather(count, processes) for count in (HEADER + NUMBERS, counts, traces)]
-    return [*before, *sums, _gather(2 * len(blocks), processes), *results]
+    return [*before, *sums, _gather(2 * len(blocks), processes), *results, *_to_replicas(layers)]
+
+
+def _to_replicas(layers: Iterable[LayerCurvature]) -> list[Collective]:
+    """Return the collectives that send blocks and inverses of the rows of this rank to those that hold the same."""
+    elements: dict[torch.dtype, int] = {}
+    for layer in layers:
+        shards, dtype = layer.weight_view.shards, factor_dtype(layer.weight.dtype)
+        for layout in layer.layouts().values():
+            if isinstance(layout, ShardedLayout) and shards is not None and shards.replicas is not None:
+                own = [shape for shape in layout.local.shapes if shape is not None and layout.own]
+                elements[dtype] = elements.get(dtype, 0) + sum(2 * shape[0] * packed_size(shape[1]) for shape in own)
+    return [Collective("broadcast", n * dtype.itemsize, n * dtype.itemsize) for dtype, n in elements.items()]
 
 
 def _to_owners(sizes: Sequence[int], itemsize: int) -> Collective:

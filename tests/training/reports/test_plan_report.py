@@ -25,15 +25,27 @@ def model():
     return nn.Sequential(nn.Linear(300, 130), nn.ReLU(), nn.Linear(130, 10))
 
 
-def test_the_size_of_the_state_is_that_of_an_optimizer():
-    trained = model()
+def attention():
+    """Three layers are rows of one weight."""
+    return nn.TransformerEncoderLayer(300, 2, 20, batch_first=True)
+
+
+@pytest.mark.parametrize("make", [model, attention])
+def test_the_size_of_the_state_is_that_of_an_optimizer(make):
+    trained = make()
     optimizer = THOR(trained)
     found = curvature_of(trained, optimizer.curvature.values())
-    trained(torch.randn(4, 300)).square().mean().backward()
+    trained(torch.randn(4, 3, 300)).square().mean().backward()
     optimizer.step()
-    state = [v for weight in (trained[0].weight, trained[2].weight) for v in optimizer.state[weight].items()]
-    curvature = sum(value.nbytes for key, value in state if key[0] in "AG")
-    assert (found.layers, found.state_bytes, found.statistics_bytes) == (2, curvature, curvature // 2)
+    state = [item for entries in optimizer.state.values() for item in entries.items()]
+    curvature = sum(value.nbytes for key, value in state if set(key.split("_")) & {"A", "G"})
+    factors = [m for layer in optimizer.curvature.values() for m in (layer.stored.read("A"), layer.stored.read("G"))]
+    statistics = sum(part.numel() * part.itemsize for one in factors for part in one.parts())
+    assert (found.layers, found.state_bytes, found.statistics_bytes) == (
+        len(optimizer.curvature),
+        curvature,
+        statistics,
+    )
     assert found.gradient_bytes == sum(p.grad.nbytes for p in trained.parameters())
     assert found.parameters == sum(p.numel() for p in trained.parameters())
 

@@ -1,6 +1,7 @@
 """The report of `torch-thor plan`: what THOR's curvature takes and sends on a number of processes, without running."""
 
 import json
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from torch import nn
 
 from torch_thor import THOR, __version__
 from torch_thor.curvature import LayerCurvature
+from torch_thor.curvature.precision import factor_dtype
 from torch_thor.distributed.ownership import deal_out, imbalance
 from torch_thor.distributed.traffic import blocks_of, collectives_of_refresh
 from torch_thor.training.errors import UserError, first_line, require
@@ -77,14 +79,22 @@ def curvature_of(model: nn.Module, layers: Iterable[LayerCurvature]) -> Curvatur
         The sizes.
     """
     layers = list(layers)
-    factors = sum(one.dtype.itemsize * one.shape[0] * one.shape[1] ** 2 for one in blocks_of(layers))
+    statistics = sum(one.dtype.itemsize * one.shape[0] * one.shape[1] ** 2 for one in blocks_of(layers))
+    state = 0
+    by_rows: set[int] = set()  # weights whose layers share the factor of their rows
+    for layer in layers:
+        size, weight = factor_dtype(layer.weight.dtype).itemsize, id(layer.weight)
+        for key, shape in layer.stored.shapes().items():
+            if key.removesuffix("_inverse") != layer.stored.side_by_rows or weight not in by_rows:
+                state += size * math.prod(shape)
+        by_rows.add(weight)
     trained = [p for p in model.parameters() if p.requires_grad]
     return Curvature(
         layers=len(layers),
         parameters=sum(p.numel() for p in trained),
         gradient_bytes=sum(p.nbytes for p in trained),
-        state_bytes=2 * factors,
-        statistics_bytes=factors,
+        state_bytes=state,
+        statistics_bytes=statistics,
     )
 
 
