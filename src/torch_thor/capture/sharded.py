@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from torch_thor.capture.layers import Layer
 from torch_thor.curvature.row_shards import why_not_by_rows
-from torch_thor.distributed.sharded_parameters import is_sharded, row_shards_of, why_not_supported
+from torch_thor.distributed.sharded_parameters import (
+    is_fully_sharded,
+    is_sharded,
+    row_shards_of,
+    why_not_supported,
+)
 
 
 def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
@@ -21,8 +26,8 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
         trained: the parameters that the optimizer has.
 
     Raises:
-        ValueError: a parameter is divided by another dimension or several (tensor parallelism), or is a flat parameter
-            of FullyShardedDataParallel, which holds those of several layers.
+        ValueError: a parameter is divided by another dimension or several, or by tensor parallelism; or is a flat
+            parameter of FullyShardedDataParallel, which holds those of several layers.
     """
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -31,12 +36,16 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
                 f"layers into one; use its successor torch.distributed.fsdp.fully_shard, then THOR(model)"
             )
     own = {id(parameter) for parameter in trained}
+    of_fsdp = {id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()}
     for name, parameter in model.named_parameters():
-        why = why_not_supported(parameter) if id(parameter) in own and is_sharded(parameter) else None
+        why = None
+        if id(parameter) in own and is_sharded(parameter):
+            why = why_not_supported(parameter, of_fsdp=id(parameter) in of_fsdp)
         if why is not None:
             raise ValueError(
-                f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard alone, or leave the "
-                f"parameter to another optimizer: THOR([p for p in ...], model=model)"
+                f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard alone and pass the "
+                f"model that it was given, or leave the parameter to another optimizer: THOR([p for p in ...], "
+                f"model=model)"
             )
 
 

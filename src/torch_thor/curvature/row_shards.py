@@ -108,12 +108,13 @@ def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
     """
     if kind.routed or kind.groups > 1:
         return f"the weight is divided among processes, and has {kind.groups} groups with factors of their own"
-    columns, one_row = math.prod(shape[1:]), copy.copy(kind)
-    matrix = row = torch.arange(columns)
+    columns, of_two = math.prod(shape[1:]), copy.copy(kind)
+    rows = torch.arange(2 * columns).view(2, *shape[1:])  # one row can be the same in another order of dimensions
+    matrix = rows
     with contextlib.suppress(RuntimeError, AttributeError):  # it cannot be reshaped, or has a size that is computed
-        setattr(one_row, "inputs" if kind.transposed else "outputs", 1)
-        matrix = one_row.to_matrix(row.view(1, *shape[1:]))
-    if tuple(matrix.shape) == (1, 1, columns) and torch.equal(matrix.flatten(), row):
+        setattr(of_two, "inputs" if kind.transposed else "outputs", 2)
+        matrix = of_two.to_matrix(rows)
+    if tuple(matrix.shape) == (1, 2, columns) and torch.equal(matrix.flatten(), rows.flatten()):
         return None
     return "the weight is divided among processes by its first dimension, which is no dimension of its matrix"
 

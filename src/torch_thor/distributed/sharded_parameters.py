@@ -26,17 +26,34 @@ def is_sharded(parameter: Tensor) -> bool:
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 
 
-def why_not_supported(parameter: Any) -> str | None:
+def is_fully_sharded(module: object) -> bool:
+    """Return whether a module was given to ``fully_shard``.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Whether it was.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has called fully_shard has imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
     """Return the reason why THOR cannot train a DTensor.
 
     Args:
         parameter: the parameter, a DTensor.
+        of_fsdp: whether it belongs to a module that was given to ``fully_shard``. Tensor parallelism divides some
+            weights in the same way, and then every process computes a part of each example.
 
     Returns:
         The reason; None if its rows are divided by one dimension of the mesh, and it is a copy along all others.
     """
     placements = parameter.placements
     divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if not of_fsdp:
+        return f"it is divided as {_words(placements)} by other means than fully_shard, as by tensor parallelism"
     if len(divided) > 1 or any(type(placements[i]).__name__ != "Shard" for i in divided):
         return f"it is divided as {_words(placements)}, as by tensor parallelism; THOR supports FSDP2 and HSDP alone"
     if divided and placements[divided[0]].dim != 0:
