@@ -7,7 +7,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 from joined import OPTIONS, alone, mean_loss, parallel, share, stream
@@ -140,3 +146,68 @@ def test_blocks_are_cut_again_at_the_new_shards(run, tmp_path, before, after):
             damped = matrix + OPTIONS["damping"] ** 0.5 * torch.eye(len(matrix), dtype=torch.float64)
             wanted = torch.where(blocks(len(matrix), shards, 4), torch.linalg.inv(damped), 0.0)
             torch.testing.assert_close(torch.tensor(inverse, dtype=torch.float64), wanted)
+
+
+def state_of(way, rank, world, folder, options, **made_with):
+    """A training of four steps, saved."""
+    model, optimizer = made(way, rank, world, **made_with)
+    train(model, optimizer, list(stream(4)), rank, world)
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(**options))
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    return model, optimizer
+
+
+def flattened(rank, world, before, after, folder):
+    """With the keys that torch makes of the names of parameters and of their state."""
+    options = {"flatten_optimizer_state_dict": True}
+    model, optimizer = state_of(before, rank, world, folder, options, split_dim=4)
+    twin, other = made(after, rank, world, split_dim=4)
+    weights, state = get_state_dict(twin, other, options=StateDictOptions(**options))
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(twin, other, model_state_dict=weights, optim_state_dict=state, options=StateDictOptions(**options))
+    for layer, own in optimizer.curvature.items():
+        for ours, theirs in zip(own.factors(), other.curvature[layer].factors(), strict=True):
+            assert torch.equal(ours, theirs)
+    rest = list(stream(STEPS))[4:]
+    train(model, optimizer, rest, rank, world)
+    train(twin, other, rest, rank, world)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        p, q = (one.to_local() if hasattr(one, "to_local") else one for one in (p, q))
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("way", ["ddp-2", "fsdp-2", "hsdp"])
+def test_a_flattened_state_goes_on_bit_for_bit(run, tmp_path, way):
+    run(WAYS[way], flattened, way, way, str(tmp_path / "checkpoint"))
+
+
+def whole_state(rank, world, folder):
+    """What `full_state_dict` gathers on every rank, as a file of one process."""
+    model, optimizer = made("fsdp-2", rank, world)
+    train(model, optimizer, list(stream(4)), rank, world)
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": state}, folder)
+
+
+def from_whole_state(rank, world, way, folder):
+    saved = torch.load(folder)
+    model, optimizer = made(way, rank, world)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world > 1)
+    given = saved if rank == 0 or world == 1 else {"model": {}, "optimizer": {}}
+    set_model_state_dict(model, given["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, given["optimizer"], options=options)
+    batches = list(stream(STEPS))
+    train(model, optimizer, batches[4:], rank, world)
+    twin, its_optimizer = alone(**FIXED)
+    train(twin, its_optimizer, batches, 0, 1)
+    ours = dict(model.module.named_parameters()) if way.startswith("ddp") else whole_weights(model)
+    for name, theirs in twin.named_parameters():
+        torch.testing.assert_close(ours[name], theirs, rtol=1e-8, atol=1e-11, msg=lambda m, at=name: f"{at}: {m}")
+
+
+@pytest.mark.parametrize("way", ["ddp-1", "ddp-2", "fsdp-2", "fsdp-4", "hsdp"])
+def test_a_whole_state_dict_is_loaded(run, tmp_path, way):
+    folder = str(tmp_path / "checkpoint.pt")
+    run(2, whole_state, folder)
+    run(WAYS[way], from_whole_state, way, folder)
