@@ -31,6 +31,8 @@ class RowShards:
         own: the rows that this process holds.
         source: the process that inverts the blocks of these rows: this one, or another that holds the same rows.
         total: sums a number over the processes that hold the other rows; None counts as 0. All of them must call it.
+        exchange: sends pieces of a flat tensor to the processes that hold the shards, in their order, and returns the
+            pieces that they send to this one: ``exchange(tensor, sizes to send, sizes to receive)``. All must call it.
         wrap: makes a tensor in the state from the rows of it that this process holds, ``(own rows, columns)``.
         replicas: the group of the processes that hold the same rows as this one; None if there is no other.
     """
@@ -40,6 +42,7 @@ class RowShards:
     own: slice = field(compare=False)
     source: int = field(compare=False)
     total: Callable[[Tensor | None], Tensor] = field(repr=False, compare=False)
+    exchange: Callable[[Tensor, list[int], list[int]], Tensor] = field(repr=False, compare=False)
     wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
     replicas: object = field(default=None, repr=False, compare=False)
 

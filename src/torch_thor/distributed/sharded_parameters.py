@@ -97,8 +97,14 @@ def row_shards_of(parameter: Any) -> RowShards | None:
         dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
         return found
 
+    def exchange(sent: Tensor, to_send: list[int], to_receive: list[int]) -> Tensor:
+        device = device_of_mesh(parameter)
+        found = torch.empty(sum(to_receive), dtype=sent.dtype, device=device)
+        dist.all_to_all_single(found, sent.to(device), to_receive, to_send, group=mesh.get_group(mesh.ndim - 1))
+        return found.to(sent.device)
+
     replicas = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
-    return RowShards(count, bounds, slice(starts[index], starts[index + 1]), index, total, wrap, replicas)
+    return RowShards(count, bounds, slice(starts[index], starts[index + 1]), index, total, exchange, wrap, replicas)
 
 
 def device_of_mesh(parameter: Any) -> torch.device:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.selection import Selection
-from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.curvature.processes import ALONE
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.process_group import ProcessGroupHandle
 from torch_thor.distributed.sharded_parameters import check_shards_fit
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.parameters import parameters_of
@@ -23,18 +22,22 @@ from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
-from torch_thor.optim.thor.options import AUTO, check_group, check_optimizer, preset_options, with_defaults
+from torch_thor.optim.thor.options import (
+    AUTO,
+    check_group,
+    check_optimizer,
+    check_whole_matrices,
+    preset_options,
+    with_defaults,
+)
 from torch_thor.optim.thor.persistence import Persistence
 from torch_thor.optim.thor.refresh_step import prepare_next_step, refresh_layers
 from torch_thor.optim.thor.reporting import Reporting
 from torch_thor.optim.thor.sampled_fisher import SampledFisher
 from torch_thor.optim.thor.scale_free import ScaleFree
 from torch_thor.optim.thor.step_inputs import collect
-from torch_thor.optim.thor.update_rule import UpdateRule
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
-
-_RULES: dict[str | None, type[UpdateRule]] = {None: NaturalGradient, "spectral": ScaleFree}
 
 
 class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
@@ -106,6 +109,9 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         process_group: the processes that train this model together and average its gradients, as DDP does; their
             statistics are averaged on refresh steps. None: the default group, if ``torch.distributed`` is initialised
             by the time of a step; False: none, so that every process trains a model of its own.
+        whole_matrices: with ``scaling="spectral"`` under FSDP2, whether each matrix is collected at one process and
+            orthogonalised as a whole, which takes two all-to-all collectives in every step. If not, every process
+            orthogonalises the rows that it holds, and nothing is sent.
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing
@@ -143,6 +149,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         nonfinite: str = "raise",
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: Any = None,
+        whole_matrices: bool = False,
     ) -> None:
         params, model = parameters_of(params, model, "THOR")
         if model is None:
@@ -151,12 +158,9 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
                 "or THOR(parameters, model=model, ...)"
             )
         check_optimizer(
-            loss_reduction=loss_reduction,
-            nonfinite=nonfinite,
-            scaling=scaling,
-            fisher=fisher,
-            loss_terms=loss_terms,
+            loss_reduction=loss_reduction, nonfinite=nonfinite, scaling=scaling, fisher=fisher, loss_terms=loss_terms
         )
+        check_whole_matrices(whole_matrices, scaling)
         self.model = model
         self.scaling = scaling
         self.fisher = fisher
@@ -166,6 +170,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self.skip = skip
         self.only = only
         self.nonfinite = nonfinite
+        self.whole_matrices = whole_matrices
         self.grad_scaler = grad_scaler
         self.process_group = process_group
         self.skipped_steps = 0
@@ -269,30 +274,15 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         """
         return preset_options(name)
 
-    @property
-    def process_group(self) -> Any:
-        """The processes that train this model together: a group, None for the default group, or False for none."""
-        return self._group_handle.group
-
-    @process_group.setter
-    def process_group(self, group: Any) -> None:
-        handle = ProcessGroupHandle(group)
-        if hasattr(self, "_registry"):
-            check_shards_fit(self._registry.index.divided(), group)
-        self._group_handle = handle
-
     def _reset(self) -> None:
         """Start without layers and hooks; ``self._registry.find`` must be called next."""
-        self._rule = _RULES[self.scaling]()
+        self._rule = ScaleFree(whole_matrices=self.whole_matrices) if self.scaling else NaturalGradient()
         self._registry = LayerRegistry(
             self.model, self._rule.sides, skip=self.skip, only=self.only, sampled=self.fisher == "sampled"
         )
         self._last_refresh = ()
         self._fitting = None
         self._checked = {}
-
-    def _processes(self) -> Processes:
-        return self._group_handle.processes(self._registry.device)
 
     def _decays(self, parameter: nn.Parameter) -> bool:
         assert self.decay_filter is not None

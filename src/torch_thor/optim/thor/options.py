@@ -225,6 +225,22 @@ def check_loss_terms(value: Any) -> int:
     return int(value)
 
 
+def check_whole_matrices(value: Any, scaling: str | None) -> None:
+    """Check the option ``whole_matrices``.
+
+    Args:
+        value: its value.
+        scaling: the scaling of the optimizer.
+
+    Raises:
+        ValueError: it is no truth value, or it is True without ``scaling="spectral"``.
+    """
+    name = "whole_matrices"
+    require(name, value, isinstance(value, bool), "True or False", "leave it out for False")
+    spectral = "False unless scaling='spectral', because no other step orthogonalises matrices"
+    require(name, value, not value or scaling == "spectral", spectral, "leave it out")
+
+
 def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher: Any, loss_terms: Any) -> None:
     """Check the options that are not part of parameter groups.
 

@@ -123,7 +123,7 @@ class ParameterIndex:
         Returns:
             The division; None if every process holds the whole parameter.
         """
-        return self.sharded.get(self.name(parameter), (parameter, None))[1]
+        return self.sharded.get(self.name(parameter), (parameter, None))[1] if self.sharded else None
 
     def _with_shards(self, name: str, present: nn.Parameter) -> tuple[nn.Parameter, RowShards | None]:
         """Return the parameter that is trained, and how its rows are divided; None if they are not.

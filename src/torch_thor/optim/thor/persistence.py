@@ -30,6 +30,7 @@ _COPIED = (
     "loss_reduction",
     "loss_terms",
     "nonfinite",
+    "whole_matrices",
     "grad_scaler",
     "skipped_steps",
     "skip",

@@ -15,17 +15,13 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 from torch.utils._pytree import tree_leaves
 
-from torch_thor.curvature.processes import Processes
-from torch_thor.optim.thor.layer_registry import LayerRegistry
+from torch_thor.optim.thor.joint_training import JointTraining
 
 Predicts = str | Callable[[Any], Distribution]
 
 
-class SampledFisher:
+class SampledFisher(JointTraining):
     """The part of THOR that gathers statistics from sampled labels (``fisher="sampled"``)."""
-
-    param_groups: list[dict[str, Any]]
-    _registry: LayerRegistry
 
     def sample_fisher(
         self,
@@ -93,9 +89,6 @@ class SampledFisher:
             except BaseException:
                 capture.discard()
                 raise
-
-    def _processes(self) -> Processes:
-        raise NotImplementedError
 
 
 def _nonfinite(output: Tensor) -> bool:

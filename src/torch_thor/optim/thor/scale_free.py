@@ -10,31 +10,28 @@ layer and task. A is the second moment of the input of the layer. It is the only
 statistics of gradients are needed. ``orth`` returns polar factors of blocks of ``split_dim`` rows
 (:mod:`torch_thor.curvature.polar`). A matrix without factors, because THOR has no kind for its layer or has got no
 statistics, takes the same step with the identity in the place of A. Parameters that are not matrices (biases,
-normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW`.
+normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW` (:mod:`torch_thor.optim.thor.adamw`).
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.row_shards import local
+from torch_thor.curvature.row_shards import RowShards, bounds_within, local
 from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.thor.adamw import adamw_step_
 from torch_thor.optim.thor.parameter_index import ParameterIndex
-
-# The learning rate of AdamW as a share of lr, and its other options.
-ADAMW_SHARE = 0.2
-ADAMW_BETAS = (0.9, 0.95)
-_ADAMW_EPS = 1e-8
+from torch_thor.optim.thor.whole_matrices import DividedMatrix, orthogonalise_whole_
 
 
 @dataclass
@@ -45,15 +42,17 @@ class _Piece:
         parameter: the parameter, or the rows of it.
         direction: the direction to precondition and orthogonalise, in the shape of ``parameter``.
         geometry: converts tensors of this shape into matrices.
+        whole: converts the rows of all processes.
         layer: the layer whose factor A preconditions the direction; None if there is no factor.
-        norm: the norm of the step of each matrix at lr 1.
+        bounds: which process holds which rows of the matrix (:class:`DividedMatrix`); None if one holds all.
     """
 
     parameter: Tensor
     direction: Tensor
     geometry: Kind | PlainMatrix
+    whole: Kind | PlainMatrix
     layer: LayerCurvature | None
-    norm: float
+    bounds: tuple[int, ...] | None
 
     @property
     def is_tall(self) -> bool:
@@ -87,7 +86,7 @@ class _Piece:
             lr: the learning rate.
         """
         matrix = self.geometry.to_matrix(self.parameter)  # a view of the parameter if its memory layout allows
-        matrix.add_(unit.mT if self.is_tall else unit, alpha=-lr * self.norm)
+        matrix.add_(unit.mT if self.is_tall else unit, alpha=-lr * _norm_of_part(self.geometry, self.whole))
         self.geometry.from_matrix_(matrix, self.parameter)
 
 
@@ -110,10 +109,18 @@ def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) 
 
 
 class ScaleFree:
-    """The scale-free update rule, a :class:`torch_thor.optim.thor.update_rule.UpdateRule`."""
+    """The scale-free update rule, a :class:`torch_thor.optim.thor.update_rule.UpdateRule`.
+
+    Args:
+        whole_matrices: whether a matrix whose rows are divided among processes is orthogonalised as a whole, by one of
+            them. If not, every process orthogonalises its own rows.
+    """
 
     sides: tuple[str, ...] = SIDES[:1]
     relative_damping: bool = True
+
+    def __init__(self, *, whole_matrices: bool = False) -> None:
+        self.whole_matrices = whole_matrices
 
     def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         """Add ``momentum_buffer`` to the state of a matrix, and the entries of :class:`torch.optim.AdamW` to others.
@@ -151,12 +158,12 @@ class ScaleFree:
                 gradient, key = parameter.grad, id(parameter)
                 if gradient is None:
                     continue
-                own = local(parameter)
-                if not own.numel():  # a shard without rows
+                own, is_matrix = local(parameter), key in index.shares_of or key in index.matrix_of
+                if not (own.numel() or (is_matrix and self.whole_matrices)):  # a shard without rows
                     continue
                 if key in decaying:
                     shrunk.append(own)
-                state, is_matrix = states[parameter], key in index.shares_of or key in index.matrix_of
+                state = states[parameter]
                 kept, gradient = local(state["momentum_buffer" if is_matrix else "exp_avg"]), local(gradient)
                 if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
                     gradient = gradient.to_dense()
@@ -169,11 +176,19 @@ class ScaleFree:
                 torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
             if matrices:
                 pieces: list[_Piece] = []
+                divided: list[_Piece] = []  # rows of matrices that are orthogonalised as a whole
                 for (parameter, _, _), direction in zip(matrices, _directions(matrices, group), strict=True):
-                    _add_pieces(pieces, parameter, direction, index)
-                _step_(pieces, lr, group["split_dim"])
+                    for piece in _pieces_of(parameter, direction, index):
+                        if self.whole_matrices and piece.bounds is not None:
+                            divided.append(piece)
+                        elif len(piece.parameter):
+                            pieces.append(piece)
+                rows = group["split_dim"] if isinstance(group["split_dim"], int) else None  # None also for "auto"
+                _step_(pieces, lr, rows)
+                if divided and index.first_shards is not None:
+                    _step_whole_(divided, lr, rows, index.first_shards)
             if others:
-                _adamw_step_(others, lr * ADAMW_SHARE)
+                adamw_step_(others, lr)
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -201,19 +216,19 @@ def _directions(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Grou
     return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 
-def _add_pieces(pieces: list[_Piece], parameter: nn.Parameter, direction: Tensor, index: ParameterIndex) -> None:
-    own, whole = local(parameter), index.matrix_of.get(id(parameter))
-    if whole is not None:
-        plain = whole.of_rows(tuple(parameter.shape), len(own))
+def _pieces_of(parameter: nn.Parameter, direction: Tensor, index: ParameterIndex) -> Iterator[_Piece]:
+    own, shards, matrix = local(parameter), index.shards_of(parameter), index.matrix_of.get(id(parameter))
+    bounds = None if shards is None else shards.bounds[: shards.count + 1]
+    if matrix is not None:
+        plain = matrix.of_rows(tuple(parameter.shape), len(own))
         assert plain is not None  # others were not found to be matrices
-        pieces.append(_Piece(own, direction, plain, None, _norm_of_part(plain, whole)))
+        yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None)
         return
     for share in index.shares_of[id(parameter)]:
         rows, layer = share.view.local_rows, share.layer if share.layer.refreshes else None
         part, its_direction = (own, direction) if rows is None else (own[rows], direction[rows])
-        if len(part):
-            geometry = share.layer.geometry
-            pieces.append(_Piece(part, its_direction, geometry, layer, _norm_of_part(geometry, share.layer.kind)))
+        its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
+        yield _Piece(part, its_direction, share.layer.geometry, share.layer.kind, layer, its_bounds)
 
 
 def _norm_of_part(part: Kind | PlainMatrix, whole: Kind | PlainMatrix) -> float:
@@ -225,13 +240,35 @@ def _norm_of_part(part: Kind | PlainMatrix, whole: Kind | PlainMatrix) -> float:
     return step_norm(whole.outputs, whole.inputs) * math.sqrt(share)
 
 
-def _step_(pieces: list[_Piece], lr: float, split_dim: int | str | None) -> None:
-    """Take the steps of all pieces, in one batch for each shape."""
-    rows = split_dim if isinstance(split_dim, int) else None  # None also while "auto" is undecided
-    alike: defaultdict[tuple[torch.dtype, torch.device], list[_Piece]] = defaultdict(list)
+def _alike(pieces: list[_Piece]) -> Iterable[tuple[tuple[torch.dtype, torch.device], list[_Piece]]]:
+    found: defaultdict[tuple[torch.dtype, torch.device], list[_Piece]] = defaultdict(list)
     for piece in pieces:
-        alike[piece.direction.dtype, piece.direction.device].append(piece)
-    for (dtype, device), members in alike.items():
+        found[piece.direction.dtype, piece.direction.device].append(piece)
+    return found.items()
+
+
+def _step_whole_(pieces: list[_Piece], lr: float, rows: int | None, shards: RowShards) -> None:
+    """Take the steps of the rows of this process, of matrices that are orthogonalised as a whole."""
+    for (dtype, device), members in _alike(pieces):
+        matrices = []
+        for piece in members:
+            own = torch.empty(piece.parameter.shape, dtype=dtype, device=device)
+            if piece.layer is None or not len(own):
+                own.copy_(piece.direction)
+            else:
+                with ieee_float32(device.type):
+                    _precondition_inputs(piece.layer, piece.direction, piece.geometry.to_matrix(own))
+            assert piece.bounds is not None
+            matrices.append(DividedMatrix(own, piece.bounds, piece.whole))
+        orthogonalise_whole_(matrices, shards, rows)
+        for piece, matrix in zip(members, matrices, strict=True):
+            norm = step_norm(piece.whole.outputs, piece.whole.inputs)
+            piece.parameter.add_(matrix.own, alpha=-lr * norm)
+
+
+def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
+    """Take the steps of all pieces, in one batch for each shape."""
+    for (dtype, device), members in _alike(pieces):
         by_shape: defaultdict[tuple[int, int], list[_Piece]] = defaultdict(list)
         for piece in members:
             by_shape[piece.shape].append(piece)
@@ -249,38 +286,3 @@ def _step_(pieces: list[_Piece], lr: float, split_dim: int | str | None) -> None
             step.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
             for piece, own in zip(shaped, step.split([p.geometry.groups for p in shaped]), strict=True):
                 piece.step_(own, lr)
-
-
-def _adamw_step_(others: list[tuple[Tensor, Tensor, dict[str, Any]]], lr: float) -> None:
-    parameters: list[Tensor] = []
-    gradients, averages, squares, steps = [], [], [], []
-    alike = on_cpu = True
-    is_complex = False
-    for parameter, gradient, state in others:
-        parameters.append(parameter)
-        gradients.append(gradient)
-        averages.append(local(state["exp_avg"]))
-        squares.append(local(state["exp_avg_sq"]))
-        steps.append(state["step"])
-        alike = alike and parameter.dtype == gradient.dtype
-        on_cpu = on_cpu and parameter.device.type == "cpu"
-        is_complex = is_complex or parameter.is_complex()
-    adamw(
-        parameters,
-        gradients,
-        averages,
-        squares,
-        [],
-        steps,
-        # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters state is float32
-        foreach=None if alike else False,
-        fused=(alike and on_cpu and not is_complex) or None,
-        has_complex=is_complex,
-        amsgrad=False,
-        beta1=ADAMW_BETAS[0],
-        beta2=ADAMW_BETAS[1],
-        lr=lr,
-        weight_decay=0.0,
-        eps=_ADAMW_EPS,
-        maximize=False,
-    )
