@@ -1,0 +1,148 @@
+"""Scale-free THOR under FSDP2: rows of each process on their own, or whole matrices.
+
+    python benchmarks/sharded_orthogonalisation.py            # trains, and writes results/sharded_orthogonalisation.json
+    python benchmarks/sharded_orthogonalisation.py --table    # prints the table from the raw data only
+
+Protocol. Two tasks of ``tasks.py`` without batch normalisation, whose statistics would differ on each process: the
+transformer on characters and the autoencoder. They are trained with THOR's default settings on 1, 2, 4 and 8 processes
+of one thread each, which share each batch (gloo), with ``whole_matrices`` False and True, on the seeds 0, 1 and 2. A
+seed determines the initial weights and the order of the data. The learning rate decreases linearly to 0. The result is
+the held-out loss at the end.
+
+More processes than cores share the cores, so the benchmark says nothing about the time of a step.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from tasks import TASKS
+from torch import distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from torch_thor import THOR
+from torch_thor.bench import describe, markdown, write_json
+from torch_thor.training.data import Shard
+
+OUT = Path(__file__).parent / "results" / "sharded_orthogonalisation.json"
+NAMES = ("language", "autoencoder")
+PROCESSES = (1, 2, 4, 8)
+SEEDS = (0, 1, 2)
+
+
+def train(rank: int, world: int, folder: str, name: str, whole: bool, seed: int) -> None:
+    """Train on one of the processes; the first one writes the held-out loss.
+
+    Args:
+        rank: the number of the process.
+        world: the number of processes.
+        folder: a folder that all of them see.
+        name: of the task.
+        whole: ``whole_matrices``.
+        seed: of the weights and the data.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    benchmark = TASKS[name]
+    task = benchmark.open(benchmark.config(seed))
+    torch.manual_seed(seed)
+    model = task.build_model()
+    fully_shard(model)
+    optimizer = THOR(model, scaling="spectral", whole_matrices=whole)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / benchmark.steps)
+    streams = task.open_data(Shard(rank, world))
+    for _, batch in zip(range(benchmark.steps), streams.train.endless(), strict=False):
+        optimizer.zero_grad()
+        task.loss(model, batch).mean.backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    total, terms = torch.zeros((), dtype=torch.float64), 0
+    with torch.no_grad():
+        # each process evaluates everything, because FSDP needs all of them in each forward pass
+        for batch in task.open_data(Shard()).evaluation:
+            total += task.measure(model, batch)["loss"].double()
+            terms += task.terms(batch).number
+    if rank == 0:
+        Path(folder, "loss").write_text(str(float(total) / terms))
+    dist.destroy_process_group()
+
+
+def run(name: str, world: int, *, whole: bool, seed: int) -> dict[str, Any]:
+    """Train once.
+
+    Args:
+        name: of the task.
+        world: the number of processes.
+        whole: ``whole_matrices``.
+        seed: of the weights and the data.
+
+    Returns:
+        The settings, the held-out loss and the seconds that it took.
+    """
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(train, (world, folder, name, whole, seed), nprocs=world)
+        loss = float(Path(folder, "loss").read_text())
+    seconds = round(time.perf_counter() - start, 1)
+    return {"task": name, "processes": world, "whole": whole, "seed": seed, "loss": loss, "seconds": seconds}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the result as Markdown.
+
+    Args:
+        rows: the raw data.
+
+    Returns:
+        A table with one row for each task and number of processes.
+    """
+    heads = ("task", "processes", "rows of each process", "whole matrices", "difference of the means")
+    lines = []
+    for name in NAMES:
+        for world in PROCESSES:
+            means, cells = [], []
+            for whole in (False, True):
+                losses = [r["loss"] for r in rows if (r["task"], r["processes"], r["whole"]) == (name, world, whole)]
+                means.append(statistics.fmean(losses))
+                cells.append(f"{means[-1]:.4f} ± {statistics.stdev(losses):.4f}")
+            lines.append((TASKS[name].title, str(world), *cells, f"{100 * (means[0] / means[1] - 1):+.1f} %"))
+    return markdown.table(heads, lines)
+
+
+def main() -> None:
+    """Train what is missing, and print the table."""
+    stored = raw_data() if OUT.exists() else {"machine": describe(), "runs": []}
+    if "--table" not in sys.argv[1:]:
+        done = {(r["task"], r["processes"], r["whole"], r["seed"]) for r in stored["runs"]}
+        for name in NAMES:
+            for world in PROCESSES:
+                for seed in SEEDS:
+                    for whole in (False, True):
+                        if (name, world, whole, seed) not in done:
+                            stored["runs"].append(run(name, world, whole=whole, seed=seed))
+                            print(stored["runs"][-1], flush=True)
+                            write_json(OUT, stored)
+    print(table(stored["runs"]))
+
+
+def raw_data() -> dict[str, Any]:
+    """Return the raw data.
+
+    Returns:
+        The machine and the runs.
+    """
+    import json
+
+    found: dict[str, Any] = json.loads(OUT.read_text())
+    return found
+
+
+if __name__ == "__main__":
+    main()
