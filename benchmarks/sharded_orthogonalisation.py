@@ -1,7 +1,9 @@
 """Scale-free THOR under FSDP2: rows of each process on their own, or whole matrices.
 
-    python benchmarks/sharded_orthogonalisation.py            # trains, and writes results/sharded_orthogonalisation.json
+    python benchmarks/sharded_orthogonalisation.py            # trains what is missing in the raw data, then the table
     python benchmarks/sharded_orthogonalisation.py --table    # prints the table from the raw data only
+
+The raw data is results/sharded_orthogonalisation.json.
 
 Protocol. Two tasks of ``tasks.py`` without batch normalisation, whose statistics would differ on each process: the
 transformer on characters and the autoencoder. They are trained with THOR's default settings on 1, 2, 4 and 8 processes
@@ -22,10 +24,10 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from tasks import TASKS
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from tasks import TASKS
 from torch_thor import THOR
 from torch_thor.bench import describe, markdown, write_json
 from torch_thor.training.data import Shard
@@ -138,8 +140,6 @@ def raw_data() -> dict[str, Any]:
     Returns:
         The machine and the runs.
     """
-    import json
-
     found: dict[str, Any] = json.loads(OUT.read_text())
     return found
 

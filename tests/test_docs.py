@@ -17,7 +17,11 @@ PAGES = [
     ROOT / "docs" / "index.md",
     *sorted(path for part in ("tutorial", "how-to", "explanation") for path in (ROOT / "docs" / part).glob("*.md")),
 ]
-NOT_RUN = {"ddp.md", "compile.md"}  # processes and compilation take long: tests/distributed and test_compile have them
+NOT_RUN = {
+    "ddp.md",
+    "fsdp.md",
+    "compile.md",
+}  # processes and compilation take long: tests/distributed and test_compile have them
 IS_ONE_PROGRAM = {"your-own-loop.md", "register-kind.md"}  # later examples of these pages continue the earlier ones
 
 
