@@ -227,3 +227,35 @@ def test_replicas_of_hsdp_have_the_same_bits_after_fifty_steps(run, scaling):
     first, second, third, fourth = run(4, replicas, scaling)
     assert (first, second) == (third, fourth)
     assert first != second
+
+
+def with_a_closure(rank, world, scaling):
+    """Lightning passes a closure, which resets the gradients between the forward and the backward pass."""
+    twin, model = hidden(), hidden()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh_of((world,)))
+    fully_shard(model, mesh=mesh_of((world,)))
+    options = {**BOTH, "split_dim": 1, "scaling": scaling}
+    optimizer = THOR(model, whole_matrices=scaling is not None, **options)
+    its_optimizer = THOR(twin, process_group=False, **options)
+
+    def closure_of(model, optimizer, batch):
+        def closure():
+            loss = mean_loss(model(rows_of(batch[0])), batch[1])
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        return closure
+
+    for batch in stream(7):
+        optimizer.step(closure_of(model, optimizer, share(batch, rank, world)))
+        its_optimizer.step(closure_of(twin, its_optimizer, batch))
+    assert_same(model, twin, rtol=1e-4, atol=1e-6)
+    return [layer.refreshes for layer in optimizer.curvature.values()]
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_a_closure_that_resets_gradients_after_the_forward_pass(run, scaling):
+    for refreshes in run(2, with_a_closure, scaling):
+        assert refreshes == [4, 4, 4]

@@ -210,7 +210,7 @@ class Capture:
         reached = [layer for layer in self.layers if layer in self.reached]
         if any(not layer.weight_view.gradient_is_zero() for layer in reached):
             return False
-        cleared = all(layer.weight.grad is None for layer in reached)
+        cleared = all(layer.weight_view.parameter.grad is None for layer in reached)
         return cleared or any(layer.statistics.have_gradients() for layer in reached)
 
     def absence(self, refreshing: Iterable[LayerCurvature], silent: Collection[LayerCurvature]) -> Absence:

@@ -106,8 +106,7 @@ def _gradients(layers: Sequence[LayerCurvature]) -> list[tuple[int, int]]:
     """Return the identity and version of each weight's gradient, which change when a backward pass adds to it."""
     found = []
     for layer in layers:
-        view = layer.weight_view
-        weight = view.module._parameters.get(view.attribute)
+        weight = layer.weight_view.present
         if weight is not None:
             gradient = weight.grad
             found.append((-1, -1) if gradient is None else (id(gradient), gradient._version))

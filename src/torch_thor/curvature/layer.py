@@ -133,7 +133,11 @@ class LayerCurvature:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The whole parameter that holds the weight; raises RuntimeError if the module computes it now."""
+        """The parameter that the module holds now; raises RuntimeError if the module computes it.
+
+        Under FSDP2 that is the whole weight while the module runs, which gets no gradient: see
+        :attr:`torch_thor.curvature.parameter_view.ParameterView.present`.
+        """
         view = self.weight_view
         weight = view.module._parameters.get(view.attribute)
         return view.parameter if weight is None else weight

@@ -116,6 +116,14 @@ class ParameterView:
         self._longest = rows
 
     @property
+    def present(self) -> nn.Parameter | None:
+        """The parameter that is trained; None if the module has none, or computes it from others (pruning).
+
+        While a module runs, FSDP2 replaces its parameters by others, which get no gradients.
+        """
+        return self.module._parameters.get(self.attribute) if self._divided is None else self._divided
+
+    @property
     def is_there(self) -> bool:
         """Whether the module has the parameter, and does not compute it from other parameters (pruning)."""
         return self.module._parameters.get(self.attribute) is not None

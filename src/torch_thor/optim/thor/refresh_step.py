@@ -106,7 +106,7 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
     candidates = []
     for layer in layers:
         options, rows = layer.weight_view.options, layer.statistics.rows
-        if layer.weight.grad is None:
+        if layer.weight_view.parameter.grad is None:
             continue
         if layer.kind.routed:
             group_terms, without_rows = layer.fresh_group_terms(terms), layer.groups_without_rows()

@@ -62,7 +62,16 @@ TYPES = {
     "kl_clip": float | str | None, "max_update_ratio": float | str | None, "skip": tuple[str, ...],
 }  # fmt: skip
 # Arguments that have no key in a recipe: the application sets them, or they concern code and not a recipe
-NO_KEYS = ("loss_reduction", "scaling", "loss_terms", "only", "nonfinite", "grad_scaler", "process_group")
+NO_KEYS = (
+    "loss_reduction",
+    "scaling",
+    "loss_terms",
+    "only",
+    "nonfinite",
+    "grad_scaler",
+    "process_group",
+    "whole_matrices",
+)
 
 
 def _check(settings: Any) -> None:
