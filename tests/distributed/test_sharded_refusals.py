@@ -120,3 +120,42 @@ def test_layers_that_are_left_out_are_listed(run):
         assert [name for name, reason in entries.items() if reason is None] == ["plain.weight", "plain.bias"]
         assert "has 2 groups with factors of their own" in entries["grouped.weight"]
         assert "which is no dimension of its matrix" in entries["transposed.weight"]
+
+
+class Mixed(Left):
+    def forward(self, x):
+        return super().forward(x).flatten(1)
+
+
+def divided_later(rank, world, scaling):
+    """Accelerate makes the optimizer first, then shards the model and puts the new parameters into its groups."""
+    own = Mixed().double()
+    optimizer = THOR(own, scaling=scaling, update_interval=2)
+    before = [entry.reason for entry in optimizer.coverage()]
+    fully_shard(own, mesh=mesh_of((world,)))
+    optimizer.param_groups[0]["params"] = list(own.parameters())
+    losses = []
+    for step in range(8):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            generator = torch.Generator().manual_seed(rank)
+            x = torch.randn(3, 4, 5, 5, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            loss = own(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+        assert any("divided among processes after THOR was made" in str(w.message) for w in caught) is (step == 0)
+    assert losses[-1] < losses[0]
+    expected = THOR(own, scaling=scaling)
+    assert [entry.reason for entry in optimizer.coverage()] == [entry.reason for entry in expected.coverage()] != before
+    return {name: layer.refreshes for name, layer in optimizer.curvature.items()}
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.filterwarnings("ignore:THOR preconditions")
+def test_a_model_that_is_divided_after_thor_was_made_is_inspected_again(run, scaling):
+    """The first step is taken without curvature; the second one refreshes."""
+    for refreshes in run(2, divided_later, scaling):
+        assert set(refreshes) == {"plain"}
+        assert refreshes["plain"] >= 1

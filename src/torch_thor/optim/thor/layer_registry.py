@@ -19,6 +19,11 @@ from torch_thor.optim.thor.covered import current_coverage, removed_message
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.step_warnings import StepWarnings
 
+DIVIDED_SINCE = (
+    "THOR: the parameters were divided among processes after THOR was made, so this step has no statistics "
+    "that it can use, and is taken without curvature; make THOR after fully_shard"
+)
+
 
 class LayerRegistry:
     """The layers that an optimizer preconditions, the index of the parameters, and the capture of statistics.
@@ -67,18 +72,21 @@ class LayerRegistry:
     def leave_out_removed(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         """Drop the layers whose modules were removed from the model, or compute their weight now (pruning).
 
-        Layers that have replaced them are used from the next step on, because this step has no statistics of them.
+        Layers that have replaced removed ones are used from the next step on, because this step has no statistics of
+        them. So are all layers if parameters were divided since THOR was made, because other blocks are needed.
 
         Args:
             groups: the optimizer's parameter groups.
             states: the optimizer's state.
         """
         removed, computed = self.index.removed_modules(self.model), self.index.computed
-        if not removed and not computed:
+        if not removed and not computed and not self.index.divided_since:
             return
         found = self._inspect_or_raise(groups)
         before = set(self.layers)
-        self.layers = self._still_there(found)
+        self.layers = {} if self.index.divided_since else self._still_there(found)
+        if self.index.divided_since:
+            self.warnings.note(("", "divided"), DIVIDED_SINCE)
         for name in removed:
             self.warnings.note((name, "gone"), removed_message(name, self._found, found.entries))
         for name in sorted(before - set(found.layers)) if computed else ():
@@ -171,7 +179,9 @@ class LayerRegistry:
         """Return the present layers that were found again, with the same weights."""
         layers = found.layers
         return {
-            k: old for k, old in self.layers.items() if k in layers and old.weight_view.is_same_as(layers[k].weight)
+            k: old
+            for k, old in self.layers.items()
+            if k in layers and old.weight_view.is_same_as(layers[k].weight) and len(old.biases) == len(layers[k].biases)
         }
 
     def _now(self, entries: list[Covered]) -> list[Covered]:

@@ -59,6 +59,8 @@ class ParameterIndex:
         self.owner_ids = frozenset(map(id, self._owners.values()))
         self.attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
         self.computed: list[str] = []  # the names of modules that compute a parameter since: pruned or parametrised
+        self.divided_since = False  # whether a parameter is divided among processes that was whole
+        self._whole = {name for name, parameter in model.named_parameters() if not is_sharded(parameter)}
         self._groups: dict[int, Group] = {}
         self._shares: dict[str, list[Share]] = {}
         self._matrices: dict[str, PlainMatrix] = {}
@@ -133,6 +135,7 @@ class ParameterIndex:
         """
         found = self.sharded.get(name)
         if is_sharded(present):
+            self.divided_since |= name in self._whole and id(present) in self._groups
             if found is None or found[0] is not present:
                 found = self.sharded[name] = present, row_shards_of(present)
                 self.first_shards = next((shards for _, shards in self.sharded.values() if shards is not None), None)

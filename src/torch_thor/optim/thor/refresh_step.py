@@ -155,5 +155,6 @@ def prepare_next_step(thor: "THOR", inputs: StepInputs) -> None:
         registry.capture.want(wanted)
     if registry.replacement is not None:
         registry.watch_replacement(thor.param_groups, thor.state)
+        thor._fitting = None  # the next step makes their state
     else:
         registry.capture.listen()

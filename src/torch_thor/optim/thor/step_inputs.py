@@ -135,7 +135,11 @@ def collect(thor: "THOR") -> StepInputs:
         thor._fitting = None  # until the state has been checked: the views are bound to it before that
         index.update(groups, states)
     watching, due = capture.watching, []
-    if index.computed or (watching and not index.owner_ids.issubset(map(id, thor.model.modules()))):
+    if (
+        index.computed
+        or index.divided_since
+        or (watching and not index.owner_ids.issubset(map(id, thor.model.modules())))
+    ):
         registry.leave_out_removed(groups, states)
     waiting = False if watching else capture.wanting
     if watching:
