@@ -20,7 +20,7 @@ from torch_thor.training.checkpoints.weights import load_weights, with_weights_c
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.config.stored_recipe import stored_text
 from torch_thor.training.data.stream import DataSet
-from torch_thor.training.engine import parallel
+from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.averaging import averaged
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
@@ -117,8 +117,10 @@ def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False
     model = task.build_model()
     if recipe.weights is not None and not resumed:
         load_weights(model, recipe, task)
-    model = model.to(task.device)
+    # a network that is divided is moved by parts, because the whole may be too large for the device
+    model = model if recipe.parallel != "ddp" and parallel.shard().world_size > 1 else model.to(task.device)
     average = averaged(model, recipe.ema_decay)
+    sharding.divide([model] if average is None else [model, average.module], recipe, task.device)
     built = build_optimizer(optimizer, model, recipe.optimizers[optimizer])
     if rank := parallel.shard().rank:
         torch.manual_seed(recipe.seed + rank)  # the same weights, but not the same dropout

@@ -179,9 +179,12 @@ def agreed() -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    messages = gathered(None if error is None else str(error))
+    # a process that has only heard of an error, in an inner block, does not report it
+    messages = gathered(None if error is None or isinstance(error, ElsewhereError) else str(error))
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is None:
+        if error is not None:
+            raise error
         return
     if error is not None and first == shard().rank:
         raise error

@@ -1,7 +1,7 @@
 """One step of the training: forward and backward passes, perhaps in micro-batches, and the step of the optimizer."""
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from torch_thor.optim import THOR
 from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine import parallel
+from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.batch_trees import split_batch
 from torch_thor.training.engine.precision import Precision
-from torch_thor.training.errors import DivergedError
+from torch_thor.training.errors import DivergedError, require
 from torch_thor.training.tasks.task import Batch, Loss, Task
 
 
@@ -45,10 +45,27 @@ class Stepper:
         self.optimizer, self.task, self.config = optimizer, task, config
         self._thor = _ThorInputs(optimizer, config.seed) if isinstance(optimizer, THOR) else None
         self._weight = parallel.RankWeight()
-        self.network = parallel.wrap(model, task.device, self._weight)
+        self.network = self._connected(model)
         if config.compile:
             self.network = torch.compile(self.network)  # type: ignore[assignment]
         self.precision = Precision(config.precision, config.loss_scale, task.device)
+
+    def _connected(self, model: nn.Module) -> nn.Module:
+        """Return the network whose gradients are averaged over all processes."""
+        if sharding.is_divided(model):
+            sharding.weigh_gradients(model, self._weight)
+            return model
+        require(
+            self.config.parallel == "ddp" or parallel.shard().world_size == 1,
+            f"parallel={self.config.parallel}, but the network is not divided: call divide(...) before the optimizer is "
+            "made, or use parallel=ddp",
+        )
+        return parallel.wrap(model, self.task.device, self._weight)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients stay on their process, for all micro-batches of a step but the last."""
+        inner = getattr(self.network, "_orig_mod", self.network)  # torch.compile's wrapper
+        return sharding.without_reduction(inner) if sharding.is_divided(inner) else parallel.without_averaging(inner)
 
     def take(self, batch: Batch, step: int) -> StepResult:
         """Take one step.
@@ -71,7 +88,7 @@ class Stepper:
             self._thor.of_step(whole)
         for number, (part, terms) in enumerate(parts, 1):
             last = number == len(parts)
-            with nullcontext() if last else parallel.without_averaging(self.network):
+            with nullcontext() if last else self._alone():
                 if self._thor is not None:
                     self._thor.before_forward(terms.row_mask)
                 with self.precision.autocast():
