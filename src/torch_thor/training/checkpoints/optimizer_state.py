@@ -64,7 +64,7 @@ def load_optimizer(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     own = _by_name(model, optimizer)["state"]
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     with parallel.agreed():
         given = _read(saved, state, own) if saved.is_divided else _named(optimizer, state, names.__getitem__)
     options = StateDictOptions(full_state_dict=not saved.is_divided)

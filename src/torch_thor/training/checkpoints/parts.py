@@ -22,7 +22,7 @@ from torch_thor.training.checkpoints.manifest import METADATA
 from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line, require
 
 if TYPE_CHECKING:  # importing it takes a second, which only divided checkpoints are worth
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": {
@@ -50,11 +50,12 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError: On every process, if one of them cannot write.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(str(folder)))
+        save(dict(tensors), storage_writer=FileSystemWriter(str(folder)))
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"on rank {rank}: {getattr(cause, 'strerror', None) or first_line(cause)}") from error
@@ -70,11 +71,11 @@ def read_parts(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         UserError: If a name or a shape is not that of the folder.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        dcp.load(dict(tensors), storage_reader=_reader(folder), no_dist=True)
+        load(dict(tensors), storage_reader=_reader(folder), no_dist=True)
     except CheckpointException as error:
         raise UserError(first_line(next(iter(error.failures.values()))[0])) from error
 
@@ -127,7 +128,7 @@ def fill_parts(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
 
 
 def _reader(folder: Path) -> FileSystemReader:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
     class Reader(FileSystemReader):

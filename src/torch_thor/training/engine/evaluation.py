@@ -71,6 +71,13 @@ def _in_step(batches: Iterator[Batch], device: torch.device) -> Iterator[tuple[B
     """Give every process as many batches as the one that has most, because each of their forward passes communicates.
 
     A process that has no more repeats its latest batch, which does not count, and one that has none borrows one.
+
+    Args:
+        batches: The batches of this process, each with at least one loss term.
+        device: The device of the batches.
+
+    Yields:
+        A batch, and whether it counts.
     """
     latest = None
     while True:

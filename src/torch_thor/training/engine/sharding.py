@@ -1,7 +1,7 @@
 """Parameters that are divided among the processes, for `parallel=fsdp` and `parallel=hsdp`.
 
-With fsdp every process holds a part of each parameter, of its gradient and of its optimizer state, and the parameters of
-a block are collected while the block computes (torch's `fully_shard`). With hsdp the processes form groups, each of
+With fsdp every process holds a part of each parameter, of its gradient and of its optimizer state, and the parameters
+of a block are collected while the block computes (torch's `fully_shard`). With hsdp the processes form groups, each of
 which divides one copy of the network. On one process nothing is divided.
 """
 

@@ -57,8 +57,8 @@ class Stepper:
             return model
         require(
             self.config.parallel == "ddp" or parallel.shard().world_size == 1,
-            f"parallel={self.config.parallel}, but the network is not divided: call divide(...) before the optimizer is "
-            "made, or use parallel=ddp",
+            f"parallel={self.config.parallel}, but the network is not divided: call divide(...) before the "
+            "optimizer is made, or use parallel=ddp",
         )
         return parallel.wrap(model, self.task.device, self._weight)
 
