@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -24,6 +25,7 @@ from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.averaging import averaged
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
+from torch_thor.training.engine.starting import compare, facts_of
 from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.output_files import write_whole, writing
@@ -70,10 +72,16 @@ def run_recipe(
         StoppedError: If a signal stopped the training.
     """
     device = resolve_device(recipe.device)
-    with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
+    facts = facts_of(recipe, **{"--resume": resume, "--overwrite": overwrite})
+    same = partial(compare, facts=facts)
+    with parallel.processes(device, same), parallel.threads(recipe.threads), folder.lock() as lock:
         say = parallel.rank_zero_print(printer(console))
+        restarts = max(parallel.gathered(parallel.restarts()))
         with parallel.agreed():
             recipe = with_weights_checksum(recipe, say)
+            if restarts and folder.is_run():
+                resume, overwrite = True, False  # `torchrun` has started the processes of this run again
+                say(f"restart {restarts} of the processes: the run in {folder.path} continues")
             if parallel.is_first() and folder.is_run():
                 lock.take()
             folder.check(recipe, resume=resume, overwrite=overwrite, say=say)

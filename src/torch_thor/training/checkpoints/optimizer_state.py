@@ -107,7 +107,10 @@ def _read(saved: Checkpoint, plain: dict[str, Any], own: dict[str, dict[str, Any
 def _named(
     optimizer: torch.optim.Optimizer, numbered: dict[str, Any], name_of: Callable[[Tensor], str]
 ) -> dict[str, Any]:
-    """Replace the numbers of parameters by their names."""
+    """Replace the numbers of parameters by their names, and make the keys of the groups."""
+    for group, given in zip(optimizer.param_groups, numbered["param_groups"], strict=False):
+        for key, value in given.items():
+            group.setdefault(key, value)  # torch loads only keys that are there, and schedules have added some
     names = [name_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in numbered["param_groups"]]
     return {"state": {names[number]: values for number, values in numbered["state"].items()}, "param_groups": groups}

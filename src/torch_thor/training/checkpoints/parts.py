@@ -10,6 +10,7 @@ accepted.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,9 @@ def read_parts(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        load(dict(tensors), storage_reader=_reader(folder), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads for itself
+            load(dict(tensors), storage_reader=_reader(folder), no_dist=True)
     except CheckpointException as error:
         raise UserError(first_line(next(iter(error.failures.values()))[0])) from error
 

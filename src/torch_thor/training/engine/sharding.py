@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,23 +175,6 @@ class _WeightedReduceScatter:
         if self.weight.value != 1:
             input_tensor.mul_(self.weight.value)
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-
-
-@contextmanager
-def without_reduction(model: Any) -> Iterator[None]:
-    """Keep the gradients of backward passes on their process while the block runs.
-
-    Args:
-        model: A divided network.
-
-    Yields:
-        Nothing.
-    """
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
 
 
 def release(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """One step of the training: forward and backward passes, perhaps in micro-batches, and the step of the optimizer."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -62,11 +62,6 @@ class Stepper:
         )
         return parallel.wrap(model, self.task.device, self._weight)
 
-    def _alone(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on their process, for all micro-batches of a step but the last."""
-        inner = getattr(self.network, "_orig_mod", self.network)  # torch.compile's wrapper
-        return sharding.without_reduction(inner) if sharding.is_divided(inner) else parallel.without_averaging(inner)
-
     def take(self, batch: Batch, step: int) -> StepResult:
         """Take one step.
 
@@ -88,7 +83,7 @@ class Stepper:
             self._thor.of_step(whole)
         for number, (part, terms) in enumerate(parts, 1):
             last = number == len(parts)
-            with nullcontext() if last else self._alone():
+            with nullcontext() if last else parallel.without_averaging(self.network):
                 if self._thor is not None:
                     self._thor.before_forward(terms.row_mask)
                 with self.precision.autocast():
