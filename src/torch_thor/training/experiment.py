@@ -25,7 +25,7 @@ from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.averaging import averaged
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.engine.starting import compare, facts_of
+from torch_thor.training.engine.starting import facts_of, join
 from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.output_files import write_whole, writing
@@ -73,8 +73,7 @@ def run_recipe(
     """
     device = resolve_device(recipe.device)
     facts = facts_of(recipe, **{"--resume": resume, "--overwrite": overwrite})
-    same = partial(compare, facts=facts)
-    with parallel.processes(device, same), parallel.threads(recipe.threads), folder.lock() as lock:
+    with parallel.processes(device, partial(join, facts=facts)), parallel.threads(recipe.threads), folder.lock() as lock:
         say = parallel.rank_zero_print(printer(console))
         restarts = max(parallel.gathered(parallel.restarts()))
         with parallel.agreed():

@@ -7,18 +7,19 @@ import pytest
 from torch import distributed as dist
 
 from torch_thor.training import ElsewhereError, UserError, load_recipe
-from torch_thor.training.engine.starting import compare, facts_of
+from torch_thor.training.engine.starting import facts_of, join
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
 
-def outcomes(*ranks, seconds=20.0):
+def outcomes(*ranks, seconds=20.0, store=None):
     """What each rank hears, from its number of processes and its facts."""
-    store, found = dist.HashStore(), [None] * len(ranks)
+    store = dist.HashStore() if store is None else store
+    found, names = [None] * len(ranks), [None] * len(ranks)
 
     def one(rank, world, facts):
         try:
-            compare(store, rank, world, facts, seconds)
+            names[rank] = join(store, rank, world, facts, seconds)
         except UserError as error:
             found[rank] = error
 
@@ -28,6 +29,7 @@ def outcomes(*ranks, seconds=20.0):
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+    assert len(set(names)) == 1 or any(found)
     return found
 
 
@@ -63,10 +65,12 @@ def test_another_number_of_processes_is_named_before_the_missing_one_is_waited_f
     assert time.monotonic() < started + 120
 
 
-def test_a_rank_above_the_number_of_rank_0_tells_itself():
-    first, second, third = outcomes((2, facts()), (2, facts()), (3, facts()))
-    assert (first, second) == (None, None)
-    assert "rank 2 has number of processes=3" in str(third)
+def test_what_an_earlier_start_has_written_does_not_count():
+    store = dist.HashStore()
+    assert "rank 1 has" in str(outcomes((3, facts()), (3, facts("epochs=3")), (3, facts()), store=store)[0])
+    assert outcomes(*[(3, facts())] * 3, store=store) == [None] * 3
+    assert outcomes(*[(2, facts("epochs=5"))] * 2, store=store) == [None] * 2
+    assert "rank 1 of 2 processes has not started" in str(outcomes((2, facts()), seconds=0.2, store=store)[0])
 
 
 def test_a_rank_that_never_starts_is_named():

@@ -64,15 +64,17 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def processes(device: torch.device, same: Callable[[Any, int, int], None] | None = None) -> Iterator[None]:
+def processes(
+    device: torch.device, connect: Callable[[Any, int, int], str] = lambda *_: "group"
+) -> Iterator[None]:
     """Create the process group while the block runs, if `torchrun` has started this process.
 
     The backend is NCCL for GPUs and gloo for CPUs.
 
     Args:
         device: The device of this process.
-        same: Called with the store, the rank and the number of processes before the group is created, to check that
-            all processes are about to do the same; `None` checks nothing.
+        connect: Called with the store, the rank and the number of processes before the group is created, to check that
+            all processes are about to do the same. It returns a name for the group.
 
     Yields:
         Nothing.
@@ -84,9 +86,7 @@ def processes(device: torch.device, same: Callable[[Any, int, int], None] | None
         yield
         return
     store, rank, world = next(rendezvous("env://"))
-    if same is not None:
-        same(PrefixStore("start", store), rank, world)
-    store = PrefixStore("group", store)
+    store = PrefixStore(connect(PrefixStore("torch_thor", store), rank, world), store)
     backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
