@@ -16,6 +16,7 @@ from torch_thor.training.checkpoints.manifest import METRICS
 from torch_thor.training.checkpoints.optimizer_state import load_optimizer, split_state
 from torch_thor.training.checkpoints.vocabulary import check_tokenizer, tokenizer_of
 from torch_thor.training.engine import parallel, sharding
+from torch_thor.training.engine.ending import is_lost_connection
 from torch_thor.training.engine.history import History
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.errors import StoppedError, UserError
@@ -44,6 +45,10 @@ class StopSignal:
             signal.signal(number, handle)
         try:
             yield self
+        except Exception as error:
+            if is_lost_connection(error):  # torchrun ends this process by a signal, while it finds out what to report
+                before = {}
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

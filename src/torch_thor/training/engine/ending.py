@@ -1,5 +1,7 @@
 """The end of several processes of which one has failed or was killed, while the others communicated with it."""
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +50,8 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
         ElsewhereError: On all others that have lost a connection.
     """
     lost = is_lost_connection(error)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which kills this process if it does not end soon
     try:
         store.set(str(rank), "" if lost else first_line(error))
         disconnect()
