@@ -73,7 +73,11 @@ def run_recipe(
     """
     device = resolve_device(recipe.device)
     facts = facts_of(recipe, **{"--resume": resume, "--overwrite": overwrite})
-    with parallel.processes(device, partial(join, facts=facts)), parallel.threads(recipe.threads), folder.lock() as lock:
+    with (
+        parallel.processes(device, partial(join, facts=facts)),
+        parallel.threads(recipe.threads),
+        folder.lock() as lock,
+    ):
         say = parallel.rank_zero_print(printer(console))
         restarts = max(parallel.gathered(parallel.restarts()))
         with parallel.agreed():

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,9 +63,7 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def processes(
-    device: torch.device, connect: Callable[[Any, int, int], str] = lambda *_: "group"
-) -> Iterator[None]:
+def processes(device: torch.device, connect: Callable[[Any, int, int], str] = lambda *_: "group") -> Iterator[None]:
     """Create the process group while the block runs, if `torchrun` has started this process.
 
     The backend is NCCL for GPUs and gloo for CPUs.
@@ -86,7 +83,7 @@ def processes(
         yield
         return
     store, rank, world = next(rendezvous("env://"))
-    store = PrefixStore(connect(PrefixStore("torch_thor", store), rank, world), store)
+    store = dist.PrefixStore(connect(dist.PrefixStore("torch_thor", store), rank, world), store)
     backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -96,7 +93,7 @@ def processes(
         yield
     except Exception as error:
         if not isinstance(error, UserError | StoppedError):
-            end_together(PrefixStore("end", store), rank, world, error, _destroy)
+            end_together(dist.PrefixStore("end", store), rank, world, error, _destroy)
         raise
     finally:
         _destroy()

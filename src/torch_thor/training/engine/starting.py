@@ -73,7 +73,8 @@ def join(store: Any, rank: int, world: int, facts: Mapping[str, str], seconds: f
 
 def _lead(store: Any, world: int, own: Mapping[str, str], seconds: float) -> str:
     """Compare the facts of all other ranks with those of rank 0, as soon as they are there."""
-    name, words = secrets.token_hex(8), {}
+    name = secrets.token_hex(8)
+    words: dict[str, str] = {}
     missing, deadline = set(range(1, world)), time.monotonic() + seconds
     try:
         while missing:
