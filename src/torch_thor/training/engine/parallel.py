@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # where torch has distributed training
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,7 +84,7 @@ def processes(device: torch.device, connect: Callable[[Any, int, int], str] = la
         yield
         return
     store, rank, world = next(rendezvous("env://"))
-    store = dist.PrefixStore(connect(dist.PrefixStore("torch_thor", store), rank, world), store)
+    store = PrefixStore(connect(PrefixStore("torch_thor", store), rank, world), store)
     backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -93,7 +94,7 @@ def processes(device: torch.device, connect: Callable[[Any, int, int], str] = la
         yield
     except Exception as error:
         if not isinstance(error, UserError | StoppedError):
-            end_together(dist.PrefixStore("end", store), rank, world, error, _destroy)
+            end_together(PrefixStore("end", store), rank, world, error, _destroy)
         raise
     finally:
         _destroy()
