@@ -40,7 +40,11 @@ class _OwnParts:
         self._update = get_ema_multi_avg_fn(decay)
 
     def __call__(self, averages: Sequence[Tensor], values: Sequence[Tensor], number: Any) -> None:
-        self._update([_own(tensor) for tensor in averages], [_own(tensor) for tensor in values], number)
+        if values[0].is_floating_point():
+            self._update([_own(tensor) for tensor in averages], [_own(tensor) for tensor in values], number)
+        else:  # such as the positions of tokens, whose average would be rounded to another number
+            for average, value in zip(averages, values, strict=True):
+                average.copy_(value)
 
 
 def _own(tensor: Any) -> Any:
