@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
-QUIET = 3.0  # seconds without a new report, after which the processes that have not reported count as lost
+QUIET = 8.0  # seconds without a new report, after which the processes that have not reported count as lost
 _PAUSE = 0.05
 # in messages of gloo and NCCL for a connection whose other end is gone
 _SIGNS = (
