@@ -18,7 +18,7 @@ def sample():
     model = nn.Sequential(nn.Linear(20, 9), nn.ReLU(), nn.Linear(9, 3))
     seen = []
 
-    def loss(samples):
+    def loss(model, samples):
         seen.append(samples)
         return model(torch.randn(samples, 20)).square().mean()
 
@@ -58,6 +58,6 @@ def test_clock_of_one_thread_is_that_of_the_processor():
 
 def test_a_model_that_fails_gets_one_line():
     model = nn.Linear(4, 3)
-    broken = Sample(model, lambda samples: model(torch.randn(samples, 5)).sum(), "vectors")
-    with pytest.raises(UserError, match="mine could not be measured: .*mat1 and mat2"):
+    broken = Sample(model, lambda model, samples: model(torch.randn(samples, 5)).sum(), "vectors")
+    with pytest.raises(UserError, match=r"mine could not be measured: .*mat1 and mat2"):
         measure_costs("mine", broken, CPU, local_batch=2, split_dim=8, scaling=None)

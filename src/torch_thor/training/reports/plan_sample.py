@@ -23,13 +23,24 @@ class Sample:
 
     Args:
         model: The model, on the device.
-        loss: Runs the model on so many samples and returns the loss.
+        run: Runs the model, or a wrapper of it, on so many samples and returns the loss.
         description: What the samples are, in words.
     """
 
     model: nn.Module
-    loss: Callable[[int], Tensor]
+    run: Callable[[nn.Module, int], Tensor]
     description: str
+
+    def loss(self, samples: int) -> Tensor:
+        """Return the loss of so many samples.
+
+        Args:
+            samples: Their number.
+
+        Returns:
+            The loss.
+        """
+        return self.run(self.model, samples)
 
 
 def make_sample(word: str, device: torch.device, *, count: int, pixels: int, length: int) -> Sample:
@@ -52,7 +63,7 @@ def make_sample(word: str, device: torch.device, *, count: int, pixels: int, len
     torch.manual_seed(0)
     if masked_lm.is_known(word):
         network = masked_lm.build(word, VOCABULARY, length=length, pad=0).to(device)
-        return Sample(network, _masked_loss(network, count, length, device), f"{length} random tokens")
+        return Sample(network, _masked_loss(count, length, device), f"{length} random tokens")
     subject = load_subject(word, seed=0)
     model = subject.model.to(device)
     if subject.sample_batch is not None:
@@ -65,13 +76,13 @@ def make_sample(word: str, device: torch.device, *, count: int, pixels: int, len
     images = torch.randn(count, 3, pixels, pixels, device=device)
     labels = torch.randint(CLASSES, (count,), device=device)
 
-    def loss(samples: int) -> Tensor:
+    def run(model: nn.Module, samples: int) -> Tensor:
         return F.cross_entropy(model(images[:samples]), labels[:samples])
 
-    return Sample(model, loss, f"random images of {pixels} pixels")
+    return Sample(model, run, f"random images of {pixels} pixels")
 
 
-def _own_loss(subject: Subject, count: int, device: torch.device) -> Callable[[int], Tensor]:
+def _own_loss(subject: Subject, count: int, device: torch.device) -> Callable[[nn.Module, int], Tensor]:
     batch = subject.sample_batch
     require(
         isinstance(batch, tuple | list) and len(batch) == 2,
@@ -83,14 +94,14 @@ def _own_loss(subject: Subject, count: int, device: torch.device) -> Callable[[i
         f"{subject.name} returned {len(targets)} samples: return at least {count}, or give a smaller --local-batch",
     )
 
-    def loss(samples: int) -> Tensor:
+    def run(model: nn.Module, samples: int) -> Tensor:
         given, wanted = _part(inputs, samples, device), _part(targets, samples, device)
-        output = subject.model(**given) if isinstance(given, Mapping) else subject.model(given)
+        output = model(**given) if isinstance(given, Mapping) else model(given)
         if subject.loss_fn is not None:
             return subject.loss_fn(output, wanted)
         return F.cross_entropy(getattr(output, "logits", output), wanted)
 
-    return loss
+    return run
 
 
 def _part(value: Any, samples: int | None, device: torch.device) -> Any:
@@ -99,14 +110,14 @@ def _part(value: Any, samples: int | None, device: torch.device) -> Any:
     return value[:samples].to(device)
 
 
-def _masked_loss(network: nn.Module, count: int, length: int, device: torch.device) -> Callable[[int], Tensor]:
+def _masked_loss(count: int, length: int, device: torch.device) -> Callable[[nn.Module, int], Tensor]:
     """As the task `masked-lm` has it: scores of the masked tokens alone, and pairs of sentences if the network can."""
     words = torch.randint(5, VOCABULARY, (count, length), device=device)
     follows = torch.randint(2, (count,), device=device)
     masked = max(1, round(_MASKED * length))
     places = torch.rand(count, length, device=device).argsort(1)[:, :masked]
 
-    def loss(samples: int) -> Tensor:
+    def run(network: nn.Module, samples: int) -> Tensor:
         given, chosen = words[:samples], places[:samples]
         rows = (torch.arange(samples, device=device)[:, None] * length + chosen).flatten()
         with masked_lm.scored_tokens(network, rows):
@@ -116,4 +127,4 @@ def _masked_loss(network: nn.Module, count: int, length: int, device: torch.devi
         found = F.cross_entropy(scores, given.flatten()[rows])
         return found if pairs is None else found + F.cross_entropy(pairs, follows[:samples])
 
-    return loss
+    return run
