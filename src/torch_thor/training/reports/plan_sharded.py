@@ -91,7 +91,7 @@ def shard_layers(layers: Iterable[LayerCurvature], processes: int) -> list[Layer
         if why_not_by_rows(layer.kind, shape) is not None:
             continue
         bounds = shard_bounds(shape[0], processes)
-        shards = RowShards(processes, bounds, slice(0, bounds[1]), 0, _total, _whole)
+        shards = RowShards(processes, bounds, slice(0, bounds[1]), 0, _total, _exchange, _whole)
         view.bind(view.entries, view.options, layer.weight, shards)
         found.append(layer)
     return found
@@ -141,6 +141,10 @@ def sharded_parameter_bytes(model: nn.Module, processes: int) -> int:
 
 def _total(own: Tensor | None) -> Tensor:
     return torch.zeros(()) if own is None else own
+
+
+def _exchange(_: Tensor, __: list[int], ___: list[int]) -> Tensor:
+    raise NotImplementedError("nothing is sent while a plan is made")
 
 
 def _whole(own: Tensor) -> Tensor:
