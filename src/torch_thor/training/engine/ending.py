@@ -8,8 +8,10 @@ from typing import Any
 
 from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
-QUIET = 8.0  # seconds without a new report, after which the processes that have not reported count as lost
+QUIET = 5.0  # seconds without a new report, after which the processes that have not reported count as lost
 _PAUSE = 0.05
+_ANSWER = 0.5  # seconds between two looks whether another process has reported
+_BEGUN, _SPEAKER = "begun", "speaker"  # keys in the store beside the ranks
 # in messages of gloo and NCCL for a connection whose other end is gone
 _SIGNS = (
     "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "gloo/transport",
@@ -35,6 +37,41 @@ def is_lost_connection(error: BaseException | None) -> bool:
     return False
 
 
+class Answers:
+    """A thread that answers for a process whose main thread still waits for the process that is gone.
+
+    Args:
+        store: As in `end_together`.
+        rank: The rank of this process.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="torch-thor-answers", daemon=True)
+
+    def __enter__(self) -> "Answers":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _answer(self) -> None:
+        try:
+            while not self._stop.wait(_ANSWER):
+                if self._store.check([_BEGUN]):
+                    self._store.set(_alive(self._rank), "")
+                    return
+        except (RuntimeError, OSError):  # the store is gone
+            return
+
+
+def _alive(rank: int) -> str:
+    return f"alive/{rank}"
+
+
 def end_together(store: Any, rank: int, world: int, error: BaseException, disconnect: Callable[[], None]) -> None:
     """Find out which process is gone, and let one of the others say so.
 
@@ -46,7 +83,7 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
         disconnect: Closes the connections of this process, so that those that wait for it end too.
 
     Raises:
-        UserError: On the first process that has lost a connection; the message names the process that is gone.
+        UserError: On one process that has lost a connection; the message names the process that is gone.
         ElsewhereError: On all others that have lost a connection.
     """
     lost = is_lost_connection(error)
@@ -54,8 +91,10 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which kills this process if it does not end soon
     try:
         store.set(str(rank), "" if lost else first_line(error))
+        store.set(_BEGUN, "")
         disconnect()
         reports = _reports(store, world) if lost else {}
+        speaks = lost and store.add(_SPEAKER, 1) == 1
     except (RuntimeError, OSError):  # the store is gone too
         return
     if not lost:
@@ -69,8 +108,7 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
     else:
         said = f"the processes have lost their connections ({first_line(error)})"
     message = f"{said}; the others end too, and --resume continues from the newest complete checkpoint"
-    speaker = min(other for other, text in reports.items() if not text)
-    raise (UserError if rank == speaker else ElsewhereError)(message) from error
+    raise (UserError if speaks else ElsewhereError)(message) from error
 
 
 def _reports(store: Any, world: int) -> dict[int, str]:
@@ -79,8 +117,13 @@ def _reports(store: Any, world: int) -> dict[int, str]:
     latest = time.monotonic()
     while len(found) < world and time.monotonic() < latest + QUIET:
         for other in range(world):
-            if other not in found and store.check([str(other)]):
+            if other in found:
+                continue
+            if store.check([str(other)]):
                 found[other] = store.get(str(other)).decode()
+            elif store.check([_alive(other)]):
+                found[other] = ""
+            if other in found:
                 latest = time.monotonic()
         time.sleep(_PAUSE)
     return found

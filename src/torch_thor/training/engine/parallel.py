@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.ending import end_together
+from torch_thor.training.engine.ending import Answers, end_together
 from torch_thor.training.errors import ElsewhereError, StoppedError, UserError, first_line
 
 
@@ -90,12 +90,15 @@ def processes(device: torch.device, connect: Callable[[Any, int, int], str] = la
         torch.cuda.set_device(device)
         backend = {"backend": "nccl", "device_id": device}
     dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
+    ending = PrefixStore("end", store)
     try:
-        yield
-    except Exception as error:
-        if not isinstance(error, UserError | StoppedError):
-            end_together(PrefixStore("end", store), rank, world, error, _destroy)
-        raise
+        with Answers(ending, rank):
+            try:
+                yield
+            except Exception as error:
+                if not isinstance(error, UserError | StoppedError):
+                    end_together(ending, rank, world, error, _destroy)
+                raise
     finally:
         _destroy()
 
