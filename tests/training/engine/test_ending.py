@@ -93,6 +93,5 @@ def test_ten_killed_ranks_change_nothing(tmp_path):
     for rank in range(4):
         assert (ours / f"__{rank}_0.distcp").read_bytes() == (theirs / f"__{rank}_0.distcp").read_bytes()
     assert_same(state(ours), state(theirs), "state")
-    assert err.count("no longer answers") == count
     for kill in KILLS.split(","):
         assert f"rank {kill[0]} of 4 processes no longer answers" in err
