@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -20,10 +21,11 @@ from torch_thor.training.checkpoints.weights import load_weights, with_weights_c
 from torch_thor.training.config.recipe import Recipe
 from torch_thor.training.config.stored_recipe import stored_text
 from torch_thor.training.data.stream import DataSet
-from torch_thor.training.engine import parallel
+from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.averaging import averaged
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
+from torch_thor.training.engine.starting import facts_of, join
 from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.output_files import write_whole, writing
@@ -70,10 +72,19 @@ def run_recipe(
         StoppedError: If a signal stopped the training.
     """
     device = resolve_device(recipe.device)
-    with parallel.processes(device), parallel.threads(recipe.threads), folder.lock() as lock:
+    facts = facts_of(recipe, **{"--resume": resume, "--overwrite": overwrite})
+    with (
+        parallel.processes(device, partial(join, facts=facts)),
+        parallel.threads(recipe.threads),
+        folder.lock() as lock,
+    ):
         say = parallel.rank_zero_print(printer(console))
+        restarts = max(parallel.gathered(parallel.restarts()))
         with parallel.agreed():
             recipe = with_weights_checksum(recipe, say)
+            if restarts and folder.is_run():
+                resume, overwrite = True, False  # `torchrun` has started the processes of this run again
+                say(f"restart {restarts} of the processes: the run in {folder.path} continues")
             if parallel.is_first() and folder.is_run():
                 lock.take()
             folder.check(recipe, resume=resume, overwrite=overwrite, say=say)
@@ -117,8 +128,10 @@ def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False
     model = task.build_model()
     if recipe.weights is not None and not resumed:
         load_weights(model, recipe, task)
-    model = model.to(task.device)
+    # a network that is divided is moved by parts, because the whole may be too large for the device
+    model = model if recipe.parallel != "ddp" and parallel.shard().world_size > 1 else model.to(task.device)
     average = averaged(model, recipe.ema_decay)
+    sharding.divide([model] if average is None else [model, average.module], recipe, task.device)
     built = build_optimizer(optimizer, model, recipe.optimizers[optimizer])
     if rank := parallel.shard().rank:
         torch.manual_seed(recipe.seed + rank)  # the same weights, but not the same dropout

@@ -13,34 +13,43 @@ A checkpoint is a folder `step-00000123` that contains
 It is written under a temporary name, flushed to the disk, and renamed. Opening it verifies the checksums. The best
 checkpoint of a run has the same form and is in the folder `best`. Checkpoints of the older format 2 have no metrics and
 no checksum of the manifest itself; everything else is verified in the same way.
+
+If the parameters are divided among processes, the weights and the tensors of the optimizer are in the files of
+`torch.distributed.checkpoint` instead (`.metadata`, `__0_0.distcp`, ...), and each process writes its own.
 """
 
 import gzip
 import pickle
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
-from torch import nn
+from safetensors.torch import load_file, load_model, save_model
+from torch import Tensor, nn
 
+from torch_thor.distributed.sharded_parameters import is_sharded
 from torch_thor.files import remove_remains, whole_folder
 from torch_thor.training.checkpoints.manifest import (
     AVERAGED,
+    AVERAGED_PARTS,
     MANIFEST,
+    METADATA,
     METRICS,
     PREFIX,
     RECIPE,
     STATE,
+    WEIGHT_PARTS,
     WEIGHTS,
     read_manifest,
     write_manifest,
 )
+from torch_thor.training.checkpoints.parts import empty_tensors, fill_parts, read_parts
 from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line
 
 BEST = "best"  # the folder of the best checkpoint, inside that of the newest ones
@@ -75,24 +84,53 @@ class Checkpoint:
         return gzip.decompress(path.read_bytes()) if path.exists() else None
 
     @property
+    def is_divided(self) -> bool:
+        """Whether the network was divided among processes, and each has written its parts."""
+        return (self.path / METADATA).exists()
+
+    @property
     def has_average(self) -> bool:
         """Whether it contains averaged weights."""
+        if self.is_divided:
+            return bool(empty_tensors(self.path, AVERAGED_PARTS))
         return (self.path / AVERAGED).exists()
 
-    def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
-        """Load the weights into a model of the same shape.
+    def whole_weights(self, *, averaged: bool = False) -> dict[str, Tensor]:
+        """Load the weights, as one process holds them.
 
         Args:
-            model: The network.
+            averaged: Whether to load the averaged weights instead.
+
+        Returns:
+            The weights by name. Of a weight with several names, only one may be there.
+        """
+        if not self.is_divided:
+            return load_file(self.path / (AVERAGED if averaged else WEIGHTS))
+        prefix = AVERAGED_PARTS if averaged else WEIGHT_PARTS
+        weights = empty_tensors(self.path, prefix)
+        read_parts(self.path, weights)
+        return {name.removeprefix(prefix): weight for name, weight in weights.items()}
+
+    def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
+        """Load the weights into a model of the same shape, without communicating.
+
+        Args:
+            model: The network, which may be divided among the processes.
             averaged: Whether to load the averaged weights instead.
 
         Raises:
             UserError: If the weights belong to another network.
         """
-        path = self.path / (AVERAGED if averaged else WEIGHTS)
+        path = self.path if self.is_divided else self.path / (AVERAGED if averaged else WEIGHTS)
         try:
-            load_model(model, path)
-        except (RuntimeError, OSError, SafetensorError) as error:
+            if self.is_divided:
+                prefix = AVERAGED_PARTS if averaged else WEIGHT_PARTS
+                read_parts(self.path, {f"{prefix}{name}": weight for name, weight in model.state_dict().items()})
+            elif any(is_sharded(parameter) for parameter in model.parameters()):
+                fill_parts(model, self.whole_weights(averaged=averaged))
+            else:
+                load_model(model, path)
+        except (RuntimeError, OSError, SafetensorError, UserError) as error:
             lines = str(error).splitlines()
             reason = lines[min(1, len(lines) - 1)].strip()  # torch names the first mismatch in the second line
             raise UserError(f"{path} does not contain the weights of this network ({reason})") from error
@@ -148,24 +186,52 @@ def save(
         UserError: If the checkpoint cannot be written. No incomplete checkpoint is left, and older ones are kept.
     """
     final = folder / f"{PREFIX}{step:08d}"
-    try:
+    with cannot_be_written(final):
         folder.mkdir(parents=True, exist_ok=True)
         remove_remains(folder)
         with whole_folder(final) as temporary:  # replaces a damaged checkpoint of the same step
-            _write(temporary, model, state, recipe, metrics, average)
+            _write_weights(temporary, model, average)
+            write_values(temporary, state, recipe, metrics)
             write_manifest(temporary, step=step, optimizer=optimizer, tokenizer=tokenizer)
+    remove_older(final, keep)
+    return final
+
+
+@contextmanager
+def cannot_be_written(final: Path) -> Iterator[None]:
+    """Give the reason if the block cannot write a checkpoint.
+
+    Args:
+        final: The folder of the checkpoint.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UserError: If the block raises an error of the disk.
+    """
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own for a full disk
         reason = _reason(error)
-        kept = _newest_first(folder)
+        kept = _newest_first(final.parent)
         left = f"the newest complete one is {kept[0].name}" if kept else "there is no earlier one"
         raise UserError(
             f"checkpoint {final} cannot be written ({reason}); {left}: free some disk space, then continue with "
             "--resume"
         ) from error
-    older = [path for path in _newest_first(folder) if path.name < final.name]
+
+
+def remove_older(final: Path, keep: int) -> None:
+    """Remove the oldest checkpoints.
+
+    Args:
+        final: The newest checkpoint, in the folder of the others.
+        keep: Number of checkpoints to keep up to this one, including it.
+    """
+    older = [path for path in _newest_first(final.parent) if path.name < final.name]
     for old in older[keep - 1 :]:
         shutil.rmtree(old, ignore_errors=True)  # an error here must not end the training; the next checkpoint retries
-    return final
 
 
 def _reason(error: BaseException) -> str:
@@ -177,17 +243,21 @@ def _reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _write(
-    folder: Path,
-    model: nn.Module,
-    state: dict[str, Any],
-    recipe: str,
-    metrics: bytes | None,
-    average: nn.Module | None,
-) -> None:
+def _write_weights(folder: Path, model: nn.Module, average: nn.Module | None) -> None:
     save_model(model, str(folder / WEIGHTS))
     if average is not None:
         save_model(average, str(folder / AVERAGED))
+
+
+def write_values(folder: Path, state: dict[str, Any], recipe: str, metrics: bytes | None) -> None:
+    """Write the files of a checkpoint that belong to every kind of network.
+
+    Args:
+        folder: The folder of the checkpoint, with its weights.
+        state: Tensors and plain values, for everything but the weights.
+        recipe: The recipe of the run, in YAML.
+        metrics: The content of the run's `metrics.jsonl`.
+    """
     with (folder / STATE).open("wb") as file:  # given a path, torch would not give the reason of a failure
         torch.save(state, file)
     for path in folder.glob("*.safetensors"):  # safetensors makes them readable for their owner only

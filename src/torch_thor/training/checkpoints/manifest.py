@@ -9,13 +9,18 @@ from torch_thor.training.checksums import CHECKSUM, add_checksum, checksum_match
 from torch_thor.training.errors import DamagedCheckpointError
 
 FORMAT = 3
+FORMAT_DIVIDED = 4  # of networks whose parameters are divided among processes
 FORMAT_WITHOUT_CHECKSUM = 2  # an older format, whose manifest has no checksum of its own
 PREFIX = "step-"  # of the name of a checkpoint's folder
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
+METADATA = ".metadata"  # of the parts of a divided checkpoint, which contains no file of weights
+WEIGHT_PARTS, AVERAGED_PARTS = "model.", "averaged."  # the beginnings of the names of its weights
 METRICS, RECIPE, MANIFEST = "metrics.jsonl.gz", "recipe.yaml", "manifest.json"
 
 
-def write_manifest(folder: Path, *, step: int, optimizer: str, tokenizer: str | None = None) -> None:
+def write_manifest(
+    folder: Path, *, step: int, optimizer: str, tokenizer: str | None = None, sums: Mapping[str, str] | None = None
+) -> None:
     """Write the manifest of a checkpoint whose other files are complete.
 
     Args:
@@ -23,9 +28,12 @@ def write_manifest(folder: Path, *, step: int, optimizer: str, tokenizer: str | 
         step: Optimizer steps done.
         optimizer: The optimizer's name in the recipe.
         tokenizer: The checksum of the tokenizer of the training data, if they have one.
+        sums: The SHA-256 checksums of files that need not be read here, because the processes that wrote them know.
     """
-    sums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    values = {"format": FORMAT, "step": step, "optimizer": optimizer, "sha256": sums}
+    known = dict(sums or {})
+    found = {path.name: known.get(path.name) or sha256(path) for path in sorted(folder.iterdir())}
+    format_ = FORMAT_DIVIDED if METADATA in found else FORMAT
+    values = {"format": format_, "step": step, "optimizer": optimizer, "sha256": {**known, **found}}
     manifest = add_checksum(values if tokenizer is None else {**values, "tokenizer": tokenizer})
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
@@ -66,21 +74,22 @@ def _checked(path: Path, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     # the manifest, if it has the content that `write_manifest` writes, and all its files exist
     format_ = manifest.get("format")
     # the manifest of a later version may differ in anything but its checksum
-    if (CHECKSUM in manifest or format_ == FORMAT) and not checksum_matches(manifest):
+    if (CHECKSUM in manifest or format_ in (FORMAT, FORMAT_DIVIDED)) and not checksum_matches(manifest):
         raise _invalid(path)
-    if format_ not in (FORMAT, FORMAT_WITHOUT_CHECKSUM):
+    if format_ not in (FORMAT, FORMAT_WITHOUT_CHECKSUM, FORMAT_DIVIDED):
         raise DamagedCheckpointError(
-            f"checkpoint {path} has format {format_}, and this version of torch-thor reads {FORMAT_WITHOUT_CHECKSUM} "
-            f"and {FORMAT}"
+            f"checkpoint {path} has format {format_}, and this version of torch-thor reads {FORMAT_WITHOUT_CHECKSUM}, "
+            f"{FORMAT} and {FORMAT_DIVIDED}"
         )
     step, sums = manifest.get("step"), manifest.get("sha256")
     names = (manifest.get("optimizer"), manifest.get("tokenizer", ""))
     if type(step) is not int or not all(isinstance(name, str) for name in names) or not isinstance(sums, dict):
         raise _invalid(path)
-    missing = {WEIGHTS, STATE, RECIPE, *sums} - {file.name for file in path.iterdir()}
+    needed = {METADATA if format_ == FORMAT_DIVIDED else WEIGHTS, STATE, RECIPE}
+    missing = {*needed, *sums} - {file.name for file in path.iterdir()}
     if missing:
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: {', '.join(sorted(missing))} is missing")
-    if not {WEIGHTS, STATE, RECIPE} <= sums.keys():
+    if not needed <= sums.keys():
         raise _invalid(path)
     if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{step:08d}":
         raise DamagedCheckpointError(f"checkpoint {path} is damaged: it contains step {step}")

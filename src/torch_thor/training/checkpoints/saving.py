@@ -11,9 +11,12 @@ import torch
 
 from torch_thor.training.callbacks.metrics_file import MetricsFile, in_current_format, parse_metrics, read_metrics
 from torch_thor.training.checkpoints import best, checkpoint
+from torch_thor.training.checkpoints.divided import save_divided, weight_parts
 from torch_thor.training.checkpoints.manifest import METRICS
+from torch_thor.training.checkpoints.optimizer_state import load_optimizer, split_state
 from torch_thor.training.checkpoints.vocabulary import check_tokenizer, tokenizer_of
-from torch_thor.training.engine import parallel
+from torch_thor.training.engine import parallel, sharding
+from torch_thor.training.engine.ending import is_lost_connection
 from torch_thor.training.engine.history import History
 from torch_thor.training.engine.loop import Callback, Run
 from torch_thor.training.errors import StoppedError, UserError
@@ -42,6 +45,10 @@ class StopSignal:
             signal.signal(number, handle)
         try:
             yield self
+        except Exception as error:
+            if is_lost_connection(error):  # torchrun ends this process by a signal, while it finds out what to report
+                before = {}
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -101,32 +108,33 @@ class Checkpoints(Callback):
         stopping = received and not run.done
         is_best = self.keep_best and best.is_best(run.record, run.step)
         if due or stopping or is_best:
-            state = capture_state(run)
             with parallel.agreed():
                 if parallel.is_first():
                     self.metrics.sync()
-                    if due or stopping:
-                        path = self._save(run, state, self.folder, self.keep)
-                        if is_best:
-                            best.keep(path)
-                    else:  # not among the newest ones, which frequent evaluations would otherwise all replace
-                        best.remove_others(self._save(run, state, self.folder / checkpoint.BEST, 1))
+            newest = due or stopping  # a best one is not among these, which frequent evaluations would all replace
+            path = self._save(run, *((self.folder, self.keep) if newest else (self.folder / checkpoint.BEST, 1)))
+            with parallel.agreed():
+                if parallel.is_first() and is_best:
+                    (best.keep if newest else best.remove_others)(path)
         if stopping:
             raise StoppedError(run.step)
 
-    def _save(self, run: Run, state: dict[str, object], folder: Path, keep: int) -> Path:
-        return checkpoint.save(
-            folder,
-            run.model,
-            state,
-            step=run.step,
-            optimizer=self.optimizer,
-            recipe=self.recipe,
-            keep=keep,
-            metrics=self.metrics.content(),
-            average=None if run.average is None else run.average.module,
-            tokenizer=tokenizer_of(run.task),
-        )
+    def _save(self, run: Run, folder: Path, keep: int) -> Path:
+        """Save a checkpoint. Every process must call it."""
+        state = capture_state(run)
+        average = None if run.average is None else run.average.module
+        about: dict[str, Any] = {"step": run.step, "optimizer": self.optimizer, "recipe": self.recipe, "keep": keep}
+        about["tokenizer"] = tokenizer_of(run.task)
+        with parallel.agreed():
+            about["metrics"] = self.metrics.content() if parallel.is_first() else None
+        if sharding.is_divided(run.model):
+            state["optimizer"], tensors = split_state(run.model, run.optimizer)
+            return save_divided(folder, {**weight_parts(run.model, average), **tensors}, state, **about)
+        path = folder
+        with parallel.agreed():
+            if parallel.is_first():
+                path = checkpoint.save(folder, run.model, state, average=average, **about)
+        return path
 
 
 def capture_state(run: Run) -> dict[str, object]:
@@ -136,7 +144,7 @@ def capture_state(run: Run) -> dict[str, object]:
         run: The training.
 
     Returns:
-        Tensors and plain values.
+        Tensors and plain values, with those of the optimizer unless the network is divided.
     """
     device = run.task.device
     own = {
@@ -145,7 +153,7 @@ def capture_state(run: Run) -> dict[str, object]:
         "device_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
     return {
-        "optimizer": run.optimizer.state_dict(),
+        "optimizer": None if sharding.is_divided(run.model) else run.optimizer.state_dict(),
         "precision": run.stepper.precision.state_dict(),
         "averaged_steps": 0 if run.average is None else int(run.average.n_averaged),
         "step": run.step,
@@ -172,10 +180,13 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
             incomplete.
     """
     check_tokenizer(saved, run.task)
-    record = record_of(saved, metrics, say)
-    saved.load_weights(run.model)
-    state = saved.load_state()
-    run.optimizer.load_state_dict(state["optimizer"])
+    with parallel.agreed():
+        record = record_of(saved, metrics, say)
+        saved.load_weights(run.model)
+        state = saved.load_state()
+    load_optimizer(run.model, run.optimizer, saved, state["optimizer"])
+    if saved.is_divided or sharding.is_divided(run.model):
+        saved.load_weights(run.model)  # once more, as `load_optimizer` requires
     run.stepper.precision.load_state_dict(state["precision"])
     if run.average is not None:
         saved.load_weights(run.average.module, averaged=True)

@@ -69,7 +69,7 @@ def load_weights(model: nn.Module, recipe: Recipe, task: object = None) -> None:
         f"weights_sha256={recipe.weights_sha256}; give the original file, or start another run with --out",
     )
     try:
-        given = load_file(path)
+        given = checkpoint.whole_weights() if checkpoint is not None and checkpoint.is_divided else load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"weights={recipe.weights} is not a safetensors file ({error}): write one with safetensors.torch.save_file"
@@ -84,7 +84,7 @@ def load_weights(model: nn.Module, recipe: Recipe, task: object = None) -> None:
 
 
 def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | None]:
-    """Return the file of the weights, and the checkpoint that it belongs to."""
+    """Return the file of the weights, or the manifest of their parts, and the checkpoint that it belongs to."""
     path = Path(word).expanduser()
     if path.is_file():
         inside = path.name in (WEIGHTS, AVERAGED) and (path.parent / MANIFEST).exists()
@@ -96,7 +96,7 @@ def _find(word: str, say: Callable[[str], None]) -> tuple[Path, Checkpoint | Non
         len(found) == 1,
         f"weights={word} contains checkpoints of {', '.join(names)}: choose one, such as weights={path / names[0]}",
     )
-    return found[0].path / WEIGHTS, found[0]
+    return found[0].path / (MANIFEST if found[0].is_divided else WEIGHTS), found[0]
 
 
 def _gives_embedding(given: dict[str, Tensor], own: dict[str, Tensor], model: nn.Module) -> bool:

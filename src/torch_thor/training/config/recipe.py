@@ -13,10 +13,11 @@ from torch_thor.training.tasks.task import primary
 
 MOST_THREADS, MOST_CLASSES = 4096, 10_000_000
 # The keys that a resumed run may change: where the data are, when the run ends, what is written and when. A key with a
-# dot at its end stands for all keys inside it. None of them changes what a step computes. `lengthening` checks the
+# dot at its end stands for all keys inside it. None of them changes what a step computes, except that THOR's blocks end
+# where the parameters of `parallel` are divided, as with another number of processes. `lengthening` checks the
 # epochs, and a checksum identifies the weights.
 FREE_ON_RESUME = (
-    "about", "reaches", "epochs", "weights",
+    "about", "reaches", "epochs", "weights", "parallel", "shards",
     "data.root", "data.download", "data.workers.", "data.max_broken", "data.cache",
     "targets", "stop_at", "checkpoint_interval", "keep_checkpoints", "keep_best", "log_interval",
 )  # fmt: skip
@@ -46,7 +47,8 @@ class Recipe(RunConfig):
         weights: The weights that the network starts from: a safetensors file, a checkpoint, a folder of checkpoints
             such as `best`, or a run folder with one optimizer. `None` starts from random weights.
         weights_except: Weights that are not loaded and stay random, by name or pattern: `[head]`.
-        weights_sha256: SHA-256 of the file of `weights`. A run records it; if a recipe gives it, the file must match.
+        weights_sha256: SHA-256 of the file of `weights`, or of `manifest.json` of a checkpoint that several processes
+            have written in parts. A run records it; if a recipe gives it, the file must match.
         classes: Number of outputs of the classifier, at least the number of classes in the data, which is the default
             (`None`). The reference ResNet-50 has 1001 outputs for the 1000 classes of ImageNet.
         optimizer: The optimizers to train with, one after the other.
@@ -110,6 +112,12 @@ class Recipe(RunConfig):
         require(len(self.optimizer) >= 1, f"optimizer is empty: name one or more of {', '.join(OPTIMIZERS)}")
         for name in (*self.optimizer, *self.optimizers):
             require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
+            why = OPTIMIZERS[name].undivided
+            require(
+                self.parallel == "ddp" or why is None or name not in self.optimizer,
+                f"parallel={self.parallel}: optimizer={name} cannot train divided parameters, because {why}; use "
+                "parallel=ddp or another optimizer",
+            )
         require(
             len(set(self.optimizer)) == len(self.optimizer),
             f"optimizer={','.join(self.optimizer)} names an optimizer twice: name each once",

@@ -10,6 +10,7 @@ from torch_thor.training.errors import require
 from torch_thor.training.tasks.smoothing import FORMS
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PARALLEL = ("ddp", "fsdp", "hsdp")
 MOST_SEED = 2**63 - 1  # torch's generators take 64 bits, and each process adds its rank
 
 
@@ -48,6 +49,11 @@ class RunConfig:
         schedule: Schedule of the learning rate.
         damping_schedule: Schedule of the damping, for optimizers that have one.
         device: `auto` (CUDA if available, otherwise the CPU), or any device name that torch accepts.
+        parallel: What several processes share. ddp: each holds the whole network. fsdp: each holds a part of every
+            parameter, of its gradient and of its optimizer state. hsdp: groups of `shards` processes each divide a
+            copy of the network. A single process holds the whole network in any case.
+        shards: Number of processes that divide a copy of the network, for parallel=hsdp only; it must divide the number
+            of processes. `None` stands for the processes of one machine.
         precision: Precision of the forward and backward pass: fp32, or bf16 or fp16 (autocast). Weights and optimizer
             state are always float32.
         loss_scale: Factor on the loss before the backward pass, with fp16 only; `None` adapts it during the training.
@@ -73,6 +79,8 @@ class RunConfig:
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     damping_schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     device: str = "auto"
+    parallel: str = "ddp"
+    shards: int | None = None
     precision: str = "fp32"
     loss_scale: float | None = None
     accumulation: int = 1
@@ -106,6 +114,14 @@ class RunConfig:
             f"eval_interval={self.eval_interval} must be 1 or more steps; null evaluates every eval_epochs",
         )
         require(self.eval_epochs >= 1, f"eval_epochs={self.eval_epochs} must be 1 or more")
+        require(
+            self.parallel in PARALLEL,
+            f"parallel={self.parallel} must be one of {', '.join(PARALLEL)}",
+        )
+        require(
+            self.shards is None or (self.parallel == "hsdp" and self.shards >= 2),
+            f"shards={self.shards} must be 2 or more, and needs parallel=hsdp; null otherwise",
+        )
         require(
             self.precision in PRECISIONS,
             f"precision={self.precision} must be one of {', '.join(PRECISIONS)}",

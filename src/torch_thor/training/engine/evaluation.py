@@ -1,13 +1,14 @@
 """The evaluation of a network, shared by all processes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.training.engine import parallel
+from torch_thor.training.engine import parallel, sharding
+from torch_thor.training.engine.batch_trees import to_device
 from torch_thor.training.tasks.task import Batch, EvaluationTask
 
 
@@ -30,7 +31,8 @@ def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -
 
     Args:
         task: The task.
-        model: The network without a wrapper, which may communicate in each forward pass, because batches may be empty.
+        model: The network without the wrapper of DDP, which may communicate in each forward pass, because batches may
+            be empty. A network that is divided among the processes computes as many batches on each of them.
         batches: Batches on the model's device. Each sample is in the batches of one process only.
 
     Returns:
@@ -42,11 +44,12 @@ def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -
     terms = 0
     was_training = model.training
     model.eval()
-    for batch in batches:
+    full = (batch for batch in batches if task.terms(batch).number)
+    for batch, counts in _in_step(full, task.device) if sharding.is_divided(model) else ((one, True) for one in full):
         number = task.terms(batch).number
-        if not number:
-            continue
         measured = task.measure(model, batch)
+        if not counts:
+            continue
         for name in names:
             sums[name].append(measured[name].double())
         terms += number
@@ -62,3 +65,29 @@ def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -
         for metric in task.metrics()
     }
     return Score(values, total)
+
+
+def _in_step(batches: Iterator[Batch], device: torch.device) -> Iterator[tuple[Batch, bool]]:
+    """Give every process as many batches as the one that has most, because each of their forward passes communicates.
+
+    A process that has no more repeats its latest batch, which does not count, and one that has none borrows one.
+
+    Args:
+        batches: The batches of this process, each with at least one loss term.
+        device: The device of the batches.
+
+    Yields:
+        A batch, and whether it counts.
+    """
+    latest = None
+    while True:
+        batch = next(batches, None)
+        have = parallel.gathered((batch is not None, latest is not None))
+        if not any(one for one, _ in have):
+            return
+        counts = batch is not None
+        if not all(map(any, have)):  # only in the first round
+            lent = parallel.gathered(to_device(batch, torch.device("cpu")) if counts else None)
+            latest = to_device(next(one for one in lent if one is not None), device)
+        latest = batch if counts else latest
+        yield latest, counts

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine import parallel, schedule_step
+from torch_thor.training.engine import parallel, schedule_step, sharding
 from torch_thor.training.engine.evaluation import evaluate
 from torch_thor.training.engine.history import EvalPoint, History, RefreshPoint, StepPoint
 from torch_thor.training.engine.refreshes import refresh_due, refresh_points
@@ -190,7 +190,9 @@ def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
 def _evaluation(run: Run) -> EvalPoint:
     def score(model: nn.Module) -> Mapping[str, float]:
         parallel.share_buffers(model)
-        return evaluate(run.task, model, run.streams.evaluation).metrics
+        metrics = evaluate(run.task, model, run.streams.evaluation).metrics
+        sharding.release(model)
+        return metrics
 
     return EvalPoint(
         run.step,

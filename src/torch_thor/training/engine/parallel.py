@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # where torch has distributed training
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
-from torch_thor.training.errors import ElsewhereError, UserError, first_line
+from torch_thor.training.engine.ending import end_together
+from torch_thor.training.errors import ElsewhereError, StoppedError, UserError, first_line
 
 
 def resolve_device(name: str) -> torch.device:
@@ -61,29 +64,45 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def processes(device: torch.device) -> Iterator[None]:
+def processes(device: torch.device, connect: Callable[[Any, int, int], str] = lambda *_: "group") -> Iterator[None]:
     """Create the process group while the block runs, if `torchrun` has started this process.
 
     The backend is NCCL for GPUs and gloo for CPUs.
 
     Args:
         device: The device of this process.
+        connect: Called with the store, the rank and the number of processes before the group is created, to check that
+            all processes are about to do the same. It returns a name for the group.
 
     Yields:
         Nothing.
+
+    Raises:
+        UserError: If another process has ended while this one communicated.
     """
     if not dist.is_torchelastic_launched() or dist.is_initialized():
         yield
         return
+    store, rank, world = next(rendezvous("env://"))
+    store = PrefixStore(connect(PrefixStore("torch_thor", store), rank, world), store)
+    backend: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+        backend = {"backend": "nccl", "device_id": device}
+    dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
     try:
         yield
+    except Exception as error:
+        if not isinstance(error, UserError | StoppedError):
+            end_together(PrefixStore("end", store), rank, world, error, _destroy)
+        raise
     finally:
-        gc.collect()  # frees DDP wrappers in reference cycles before the group that they use is destroyed
+        _destroy()
+
+
+def _destroy() -> None:
+    gc.collect()  # frees DDP wrappers in reference cycles before the group that they use is destroyed
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -94,6 +113,15 @@ def shard() -> Shard:
         Both, as a `Shard`.
     """
     return Shard(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Shard()
+
+
+def restarts() -> int:
+    """Return how often `torchrun --max-restarts` has started the processes again.
+
+    Returns:
+        The number; 0 at the first start, and without `torchrun`.
+    """
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def local_processes() -> int:
@@ -179,9 +207,12 @@ def agreed() -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    messages = gathered(None if error is None else str(error))
+    # a process that has only heard of an error, in an inner block, does not report it
+    messages = gathered(None if error is None or isinstance(error, ElsewhereError) else str(error))
     first = next((rank for rank, message in enumerate(messages) if message is not None), None)
     if first is None:
+        if error is not None:
+            raise error
         return
     if error is not None and first == shard().rank:
         raise error
@@ -257,7 +288,8 @@ def share_buffers(model: nn.Module) -> None:
 def without_averaging(network: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which backward passes do not average gradients over the processes.
 
-    It is for all micro-batches of a step except the last.
+    It is for all micro-batches of a step except the last. Networks that are divided among the processes average the
+    gradients of each micro-batch, because otherwise every process would hold whole ones.
 
     Args:
         network: The network from `wrap`, compiled or not.

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from torch_thor.optim import THOR
 from torch_thor.training.config.run_config import RunConfig
-from torch_thor.training.engine import parallel
+from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.batch_trees import split_batch
 from torch_thor.training.engine.precision import Precision
-from torch_thor.training.errors import DivergedError
+from torch_thor.training.errors import DivergedError, require
 from torch_thor.training.tasks.task import Batch, Loss, Task
 
 
@@ -45,10 +45,22 @@ class Stepper:
         self.optimizer, self.task, self.config = optimizer, task, config
         self._thor = _ThorInputs(optimizer, config.seed) if isinstance(optimizer, THOR) else None
         self._weight = parallel.RankWeight()
-        self.network = parallel.wrap(model, task.device, self._weight)
+        self.network = self._connected(model)
         if config.compile:
             self.network = torch.compile(self.network)  # type: ignore[assignment]
         self.precision = Precision(config.precision, config.loss_scale, task.device)
+
+    def _connected(self, model: nn.Module) -> nn.Module:
+        """Return the network whose gradients are averaged over all processes."""
+        if sharding.is_divided(model):
+            sharding.weigh_gradients(model, self._weight)
+            return model
+        require(
+            self.config.parallel == "ddp" or parallel.shard().world_size == 1,
+            f"parallel={self.config.parallel}, but the network is not divided: call divide(...) before the "
+            "optimizer is made, or use parallel=ddp",
+        )
+        return parallel.wrap(model, self.task.device, self._weight)
 
     def take(self, batch: Batch, step: int) -> StepResult:
         """Take one step.

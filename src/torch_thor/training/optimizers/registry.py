@@ -112,10 +112,12 @@ class Entry:
     Args:
         settings: The class of its settings.
         build: Builds it from a model and settings.
+        undivided: Why it cannot train parameters that are divided among processes; `None` if it can.
     """
 
     settings: type[OptimizerSettings]
     build: Callable[[nn.Module, Any], torch.optim.Optimizer]
+    undivided: str | None = None
 
 
 OPTIMIZERS: dict[str, Entry] = {
@@ -129,7 +131,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "adadelta": Entry(AdadeltaSettings, partial(_of_parameters, torch.optim.Adadelta)),
     "adam": Entry(AdamSettings, partial(_of_parameters, torch.optim.Adam)),
     "adamw": Entry(AdamWSettings, partial(_of_parameters, torch.optim.AdamW)),
-    "muon": Entry(MuonSettings, partial(_of_model, MuonAdamW)),
+    "muon": Entry(MuonSettings, partial(_of_model, MuonAdamW), "it orthogonalises whole matrices"),
     "lamb": Entry(LAMBSettings, partial(_of_model, LAMB)),
     "agc-sgd": Entry(AGCSGDSettings, partial(_of_model, AGCSGD)),
 }

@@ -1,0 +1,86 @@
+"""The end of several processes of which one has failed or was killed, while the others communicated with it."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch_thor.training.errors import ElsewhereError, UserError, first_line
+
+QUIET = 3.0  # seconds without a new report, after which the processes that have not reported count as lost
+_PAUSE = 0.05
+# in messages of gloo and NCCL for a connection whose other end is gone
+_SIGNS = (
+    "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "gloo/transport",
+    "remote process exited", "socket closed", "nccl error", "connection was likely closed",
+)  # fmt: skip
+
+
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Return whether an exception says that another process is gone.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        True for the messages of gloo and NCCL about connections, also of a cause of the exception.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if any(sign in str(error).lower() for sign in _SIGNS):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def end_together(store: Any, rank: int, world: int, error: BaseException, disconnect: Callable[[], None]) -> None:
+    """Find out which process is gone, and let one of the others say so.
+
+    Args:
+        store: The store of the process group, which is alive as long as `torchrun` is.
+        rank: The rank of this process.
+        world: The number of processes.
+        error: The exception that ends this process.
+        disconnect: Closes the connections of this process, so that those that wait for it end too.
+
+    Raises:
+        UserError: On the first process that has lost a connection; the message names the process that is gone.
+        ElsewhereError: On all others that have lost a connection.
+    """
+    lost = is_lost_connection(error)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which kills this process if it does not end soon
+    try:
+        store.set(str(rank), "" if lost else first_line(error))
+        disconnect()
+        reports = _reports(store, world) if lost else {}
+    except (RuntimeError, OSError):  # the store is gone too
+        return
+    if not lost:
+        return
+    gone = [other for other in range(world) if other not in reports]
+    failed = {other: text for other, text in reports.items() if text}
+    if gone:
+        said = f"rank {', '.join(map(str, gone))} of {world} processes no longer answers, as if it was killed"
+    elif failed:
+        said = "; ".join(f"rank {other} has failed: {text}" for other, text in failed.items())
+    else:
+        said = f"the processes have lost their connections ({first_line(error)})"
+    message = f"{said}; the others end too, and --resume continues from the newest complete checkpoint"
+    speaker = min(other for other, text in reports.items() if not text)
+    raise (UserError if rank == speaker else ElsewhereError)(message) from error
+
+
+def _reports(store: Any, world: int) -> dict[int, str]:
+    """Wait until no more processes report how they end."""
+    found: dict[int, str] = {}
+    latest = time.monotonic()
+    while len(found) < world and time.monotonic() < latest + QUIET:
+        for other in range(world):
+            if other not in found and store.check([str(other)]):
+                found[other] = store.get(str(other)).decode()
+                latest = time.monotonic()
+        time.sleep(_PAUSE)
+    return found

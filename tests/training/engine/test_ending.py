@@ -1,0 +1,89 @@
+"""A process that is killed is named, and `torchrun --max-restarts` brings the training to the same end."""
+
+import threading
+import time
+
+import pytest
+from torch import distributed as dist
+from torch.distributed import run as torchrun
+
+import killed_script
+from command_line import assert_same_runs, finish, newest, start, state, succeed
+from tiny import assert_same
+from torch_thor.training import ElsewhereError, UserError
+from torch_thor.training.engine.ending import end_together, is_lost_connection
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+LIMIT = 1500  # seconds for ten starts of four processes on a busy machine
+
+
+def heard(world, errors):
+    """What each of the ranks that are alive hears."""
+    store, found = dist.HashStore(), {}
+
+    def one(rank, error):
+        try:
+            end_together(store, rank, world, error, lambda: None)
+            found[rank] = None
+        except UserError as message:
+            found[rank] = message
+
+    threads = [threading.Thread(target=one, args=item) for item in errors.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_one_message_names_the_rank_that_was_killed():
+    found = heard(4, dict.fromkeys((0, 1, 3), LOST))
+    assert "rank 2 of 4 processes no longer answers" in str(found[0])
+    assert [type(found[rank]) for rank in (0, 1, 3)] == [UserError, ElsewhereError, ElsewhereError]
+
+
+def test_a_rank_that_failed_keeps_its_own_error_and_is_named_to_the_others():
+    found = heard(3, {0: LOST, 1: ZeroDivisionError("no such image"), 2: LOST})
+    assert "rank 1 has failed: no such image" in str(found[0])
+    assert found[1] is None
+    assert isinstance(found[2], ElsewhereError)
+
+
+def test_a_connection_is_recognised_behind_other_errors():
+    error = ValueError("the checkpoint cannot be written")
+    error.__cause__ = LOST
+    assert is_lost_connection(error)
+    assert not is_lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+DIGITS = ("train", "digits", "optimizer=thor", "epochs=2", "batch_size=160", "device=cpu", "threads=1", "targets=[]")
+DIGITS += ("checkpoint_interval=3", "eval_interval=4", "update_interval=5", "keep_checkpoints=9", "ema_decay=0.5")
+# steps 1, 6 and 11 refresh; each kill is later than the newest checkpoint of the one before, or at the same step
+KILLS = "2:step:2,1:step:6,0:checkpoint:6,3:evaluation:8,1:checkpoint:9,0:step:11,2:evaluation:12,3:checkpoint:12,"
+KILLS += "0:step:14,2:checkpoint:16"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_ten_killed_ranks_change_nothing(tmp_path, way):
+    kills = KILLS if way == "fsdp" else ",".join(KILLS.split(",")[1:4])  # each moment, once
+    count = len(kills.split(","))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    succeed(tmp_path, *DIGITS, f"parallel={way}", "--out", whole, ranks=4)
+    words = (killed_script.__file__, kills, *DIGITS, f"parallel={way}", "--out", killed)
+    options = ("--standalone", "--nproc-per-node=4", f"--max-restarts={count}")
+    began = time.monotonic()
+    code, out, err = finish(start(tmp_path, *options, *words, script=torchrun.__file__, cold=True), timeout=LIMIT)
+    assert code == 0, f"after {time.monotonic() - began} s\n{out}\n{err}"
+    for kill in kills.split(","):
+        assert f"rank {kill[0]} of 4 processes no longer answers" in err
+    assert err.count("no longer answers") == count
+    ours, theirs = newest(killed, "thor"), newest(whole, "thor")
+    if way == "fsdp":
+        for rank in range(4):
+            assert (ours / f"__{rank}_0.distcp").read_bytes() == (theirs / f"__{rank}_0.distcp").read_bytes()
+        assert_same(state(ours), state(theirs), "state")
+    else:
+        assert_same_runs(killed, whole, "thor")
