@@ -11,16 +11,16 @@ import killed_script
 from command_line import assert_same_runs, finish, newest, start, state, succeed
 from tiny import assert_same
 from torch_thor.training import ElsewhereError, UserError
-from torch_thor.training.engine.ending import end_together, is_lost_connection
+from torch_thor.training.engine.ending import end_together, is_lost_connection, report
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 LIMIT = 1500  # seconds for ten starts of four processes on a busy machine
 
 
-def heard(world, errors):
+def heard(world, errors, store=None):
     """What each of the ranks that are alive hears."""
-    store, found = dist.HashStore(), {}
+    store, found = dist.HashStore() if store is None else store, {}
 
     def one(rank, error):
         try:
@@ -48,6 +48,12 @@ def test_a_rank_that_failed_keeps_its_own_error_and_is_named_to_the_others():
     assert "rank 1 has failed: no such image" in str(found[0])
     assert found[1] is None
     assert isinstance(found[2], ElsewhereError)
+
+
+def test_an_error_that_a_rank_has_told_is_named_to_the_others():
+    store = dist.HashStore()
+    report(store, 1, UserError("no such file\nand more"))
+    assert "rank 1 has failed: no such file; the others end too" in str(heard(2, {0: LOST}, store)[0])
 
 
 def test_a_connection_is_recognised_behind_other_errors():
@@ -87,3 +93,15 @@ def test_ten_killed_ranks_change_nothing(tmp_path, way):
         assert_same(state(ours), state(theirs), "state")
     else:
         assert_same_runs(killed, whole, "thor")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+def test_an_error_on_one_rank_alone_is_not_taken_for_a_kill(tmp_path):
+    words = (killed_script.__file__, "1:error:2", *DIGITS, "parallel=fsdp", "--out", tmp_path / "run")
+    options = ("--standalone", "--nproc-per-node=2")
+    code, _, err = finish(start(tmp_path, *options, *words, script=torchrun.__file__, cold=True), timeout=LIMIT)
+    assert code != 0
+    assert "torch-thor, rank 1: this rank cannot go on" in err
+    assert "rank 1 has failed: this rank cannot go on; the others end too" in err
+    assert "no longer answers" not in err

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch_thor.training.errors import ElsewhereError, UserError, first_line
@@ -33,6 +34,18 @@ def is_lost_connection(error: BaseException | None) -> bool:
         seen.append(error)
         error = error.__cause__ or error.__context__
     return False
+
+
+def report(store: Any, rank: int, error: BaseException) -> None:
+    """Tell the other processes why this one ends, in case that they lose their connections with it.
+
+    Args:
+        store: The store, as in `end_together`.
+        rank: The rank of this process.
+        error: The exception that ends this process.
+    """
+    with suppress(RuntimeError, OSError):  # the store is gone too
+        store.set(str(rank), first_line(error))
 
 
 def end_together(store: Any, rank: int, world: int, error: BaseException, disconnect: Callable[[], None]) -> None:

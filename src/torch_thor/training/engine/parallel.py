@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.ending import end_together
+from torch_thor.training.engine.ending import end_together, report
 from torch_thor.training.errors import ElsewhereError, StoppedError, UserError, first_line
 
 
@@ -93,8 +93,11 @@ def processes(device: torch.device, connect: Callable[[Any, int, int], str] = la
     try:
         yield
     except Exception as error:
+        ends = PrefixStore("end", store)
         if not isinstance(error, UserError | StoppedError):
-            end_together(PrefixStore("end", store), rank, world, error, _destroy)
+            end_together(ends, rank, world, error, _destroy)
+        elif not isinstance(error, ElsewhereError | StoppedError):  # of this process alone, if not of `agreed`
+            report(ends, rank, error)
         raise
     finally:
         _destroy()
@@ -113,15 +116,6 @@ def shard() -> Shard:
         Both, as a `Shard`.
     """
     return Shard(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Shard()
-
-
-def restarts() -> int:
-    """Return how often `torchrun --max-restarts` has started the processes again.
-
-    Returns:
-        The number; 0 at the first start, and without `torchrun`.
-    """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def local_processes() -> int:
