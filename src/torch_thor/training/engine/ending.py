@@ -3,14 +3,15 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
-QUIET = 3.0  # seconds without a new report, after which the processes that have not reported count as lost
-_PAUSE = 0.05
+QUIET = 8.0  # seconds without a new answer, after which the processes that have not answered count as lost
+_PAUSE, _WATCH = 0.05, 0.5  # seconds between two looks into the store, of one that asks and of one that may be asked
+_QUESTION, _SPEAKERS = "question", "speakers"
 # in messages of gloo and NCCL for a connection whose other end is gone
 _SIGNS = (
     "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "gloo/transport",
@@ -59,7 +60,7 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
         disconnect: Closes the connections of this process, so that those that wait for it end too.
 
     Raises:
-        UserError: On the first process that has lost a connection; the message names the process that is gone.
+        UserError: On the first process that has found out; the message names the process that is gone.
         ElsewhereError: On all others that have lost a connection.
     """
     lost = is_lost_connection(error)
@@ -68,13 +69,14 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
     try:
         store.set(str(rank), "" if lost else first_line(error))
         disconnect()
-        reports = _reports(store, world) if lost else {}
+        if not lost:
+            return
+        store.set(_QUESTION, "")
+        alive, failed = _answers(store, world)
+        first = store.add(_SPEAKERS, 1) == 1
     except (RuntimeError, OSError):  # the store is gone too
         return
-    if not lost:
-        return
-    gone = [other for other in range(world) if other not in reports]
-    failed = {other: text for other, text in reports.items() if text}
+    gone = [other for other in range(world) if other not in alive]
     if gone:
         said = f"rank {', '.join(map(str, gone))} of {world} processes no longer answers, as if it was killed"
     elif failed:
@@ -82,18 +84,60 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
     else:
         said = f"the processes have lost their connections ({first_line(error)})"
     message = f"{said}; the others end too, and --resume continues from the newest complete checkpoint"
-    speaker = min(other for other, text in reports.items() if not text)
-    raise (UserError if rank == speaker else ElsewhereError)(message) from error
+    raise (UserError if first else ElsewhereError)(message) from error
 
 
-def _reports(store: Any, world: int) -> dict[int, str]:
-    """Wait until no more processes report how they end."""
-    found: dict[int, str] = {}
+@contextmanager
+def answering(store: Any, rank: int) -> Iterator[None]:
+    """Answer while the block runs if another process asks which ones are alive.
+
+    A thread answers, because a process that communicates with others than the one that is gone may wait for them until
+    they have ended.
+
+    Args:
+        store: The store, as in `end_together`.
+        rank: The rank of this process.
+
+    Yields:
+        Nothing.
+    """
+    own, ended = store.clone(), threading.Event()  # a connection of its own: the others may be waiting for a key
+
+    def answer() -> None:
+        with suppress(RuntimeError, OSError):  # the store is gone
+            while not own.check([_QUESTION]):
+                if ended.wait(_WATCH):
+                    return
+            own.set(_alive(rank), "")
+
+    thread = threading.Thread(target=answer, name="torch-thor-answers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(2 * _WATCH)
+        with suppress(RuntimeError, OSError):
+            own.set(_alive(rank), "")  # it ends by itself
+
+
+def _alive(rank: int) -> str:
+    return f"alive/{rank}"
+
+
+def _answers(store: Any, world: int) -> tuple[set[int], dict[int, str]]:
+    """Wait until no more processes answer: those that do, and what has failed on those that have said so."""
+    alive: set[int] = set()
+    failed: dict[int, str] = {}
     latest = time.monotonic()
-    while len(found) < world and time.monotonic() < latest + QUIET:
-        for other in range(world):
-            if other not in found and store.check([str(other)]):
-                found[other] = store.get(str(other)).decode()
-                latest = time.monotonic()
+    while len(alive) < world and time.monotonic() < latest + QUIET:
+        for other in set(range(world)) - alive:
+            if store.check([str(other)]):
+                text = store.get(str(other)).decode()
+                failed |= {other: text} if text else {}
+            elif not store.check([_alive(other)]):
+                continue
+            alive.add(other)
+            latest = time.monotonic()
         time.sleep(_PAUSE)
-    return found
+    return alive, failed
