@@ -272,9 +272,9 @@ def _average_alone(
     weight: RankWeight,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
 ) -> torch.futures.Future[Tensor]:
-    # One by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in which gloo sums over the
-    # processes depends on the place of an element in its tensor, and DDP fills its buckets in another order after its
-    # first step, which a resumed run takes later.
+    # one by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in which gloo sums over
+    # the processes depends on the place of an element in its tensor, and DDP fills its buckets in another order after
+    # its first step, which a resumed run takes later
     buffer = bucket.buffer().mul_(weight.value / dist.get_world_size())
     gradients = buffer.split([gradient.numel() for gradient in bucket.gradients()])
     sums = [dist.all_reduce(gradient, async_op=True).get_future() for gradient in gradients]
