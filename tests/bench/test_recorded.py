@@ -64,3 +64,10 @@ def test_raw_data_of_other_options_are_refused(opened):
     planned = module.runs(module.argparse.Namespace(**{**options, "images": 500}))
     with pytest.raises(SystemExit, match=r"was measured with \{'images': 30000\}: give these options"):
         module.table(planned, range(1, 3))
+
+
+def test_the_table_of_sharded_orthogonalisation_is_that_of_its_raw_data(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("sharded_orthogonalisation")
+    page = BENCHMARKS.parent / "docs" / "how-to" / "fsdp.md"
+    assert module.table(module.raw_data()["runs"]) in page.read_text()

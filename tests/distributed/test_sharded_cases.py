@@ -259,3 +259,27 @@ def with_a_closure(rank, world, scaling):
 def test_a_closure_that_resets_gradients_after_the_forward_pass(run, scaling):
     for refreshes in run(2, with_a_closure, scaling):
         assert refreshes == [4, 4, 4]
+
+
+def reduced_once(rank, world, scaling):
+    """Accumulation as torch's documentation has it: gradients are reduced with the last micro-batch alone."""
+    twin, model = hidden(), fully_shard(hidden(), mesh=mesh_of((world,)))
+    options = {**BOTH, "split_dim": 1, "scaling": scaling}
+    optimizer = THOR(model, whole_matrices=scaling is not None, **options)
+    its_optimizer = THOR(twin, process_group=False, **options)
+    for batch in stream(6):
+        for i in range(3):
+            model.set_requires_gradient_sync(i == 2)
+            inputs, labels = part(share(batch, rank, world), slice(i, None, 3))
+            (mean_loss(model(rows_of(inputs)), labels) / 3).backward()
+        mean_loss(twin(rows_of(batch[0])), batch[1]).backward()
+        for one in (optimizer, its_optimizer):
+            one.step()
+            one.zero_grad()
+    assert_same(model, twin, rtol=1e-4, atol=1e-6)
+    return optimizer.param_groups[0]["last_loss_terms"]
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_gradients_that_are_reduced_with_the_last_micro_batch(run, scaling):
+    assert set(run(2, reduced_once, scaling)) == {12 if scaling is None else 0}

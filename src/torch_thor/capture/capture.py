@@ -208,9 +208,12 @@ class Capture:
             Whether they have been reset (a host–device synchronisation per layer).
         """
         reached = [layer for layer in self.layers if layer in self.reached]
-        if any(not layer.weight_view.gradient_is_zero() for layer in reached):
+        views = [layer.weight_view for layer in reached]
+        if any(view.shards is not None and view.parameter.grad is None for view in views):
+            return False  # FSDP2 may keep the sum of micro-batches until it reduces it (set_requires_gradient_sync)
+        if any(not view.gradient_is_zero() for view in views):
             return False
-        cleared = all(layer.weight_view.parameter.grad is None for layer in reached)
+        cleared = all(layer.weight.grad is None for layer in reached)
         return cleared or any(layer.statistics.have_gradients() for layer in reached)
 
     def absence(self, refreshing: Iterable[LayerCurvature], silent: Collection[LayerCurvature]) -> Absence:

@@ -3,15 +3,16 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
-QUIET = 8.0  # seconds without a new answer, after which the processes that have not answered count as lost
-_PAUSE, _WATCH = 0.05, 0.5  # seconds between two looks into the store, of one that asks and of one that may be asked
-_QUESTION, _SPEAKERS = "question", "speakers"
+QUIET = 5.0  # seconds without a new report, after which the processes that have not reported count as lost
+_PAUSE = 0.05
+_ANSWER = 0.5  # seconds between two looks whether another process has reported
+_BEGUN, _SPEAKER = "begun", "speaker"  # keys in the store beside the ranks
 # in messages of gloo and NCCL for a connection whose other end is gone
 _SIGNS = (
     "connection closed by peer", "connection reset by peer", "connection refused", "broken pipe", "gloo/transport",
@@ -37,11 +38,48 @@ def is_lost_connection(error: BaseException | None) -> bool:
     return False
 
 
+class Answers:
+    """A thread that answers for a process whose main thread still waits for the process that is gone.
+
+    Args:
+        store: As in `end_together`.
+        rank: The rank of this process.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="torch-thor-answers", daemon=True)
+
+    def __enter__(self) -> "Answers":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        with suppress(RuntimeError, OSError):  # the store is gone
+            self._store.set(_alive(self._rank), "")  # it ends by itself
+
+    def _answer(self) -> None:
+        try:
+            while not self._stop.wait(_ANSWER):
+                if self._store.check([_BEGUN]):
+                    self._store.set(_alive(self._rank), "")
+                    return
+        except (RuntimeError, OSError):  # the store is gone
+            return
+
+
+def _alive(rank: int) -> str:
+    return f"alive/{rank}"
+
+
 def report(store: Any, rank: int, error: BaseException) -> None:
     """Tell the other processes why this one ends, in case that they lose their connections with it.
 
     Args:
-        store: The store, as in `end_together`.
+        store: As in `end_together`.
         rank: The rank of this process.
         error: The exception that ends this process.
     """
@@ -60,7 +98,7 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
         disconnect: Closes the connections of this process, so that those that wait for it end too.
 
     Raises:
-        UserError: On the first process that has found out; the message names the process that is gone.
+        UserError: On one process that has lost a connection; the message names the process that is gone.
         ElsewhereError: On all others that have lost a connection.
     """
     lost = is_lost_connection(error)
@@ -68,15 +106,16 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which kills this process if it does not end soon
     try:
         store.set(str(rank), "" if lost else first_line(error))
+        store.set(_BEGUN, "")
         disconnect()
-        if not lost:
-            return
-        store.set(_QUESTION, "")
-        alive, failed = _answers(store, world)
-        first = store.add(_SPEAKERS, 1) == 1
+        reports = _reports(store, world) if lost else {}
+        speaks = lost and store.add(_SPEAKER, 1) == 1
     except (RuntimeError, OSError):  # the store is gone too
         return
-    gone = [other for other in range(world) if other not in alive]
+    if not lost:
+        return
+    gone = [other for other in range(world) if other not in reports]
+    failed = {other: text for other, text in reports.items() if text}
     if gone:
         said = f"rank {', '.join(map(str, gone))} of {world} processes no longer answers, as if it was killed"
     elif failed:
@@ -84,60 +123,22 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
     else:
         said = f"the processes have lost their connections ({first_line(error)})"
     message = f"{said}; the others end too, and --resume continues from the newest complete checkpoint"
-    raise (UserError if first else ElsewhereError)(message) from error
+    raise (UserError if speaks else ElsewhereError)(message) from error
 
 
-@contextmanager
-def answering(store: Any, rank: int) -> Iterator[None]:
-    """Answer while the block runs if another process asks which ones are alive.
-
-    A thread answers, because a process that communicates with others than the one that is gone may wait for them until
-    they have ended.
-
-    Args:
-        store: The store, as in `end_together`.
-        rank: The rank of this process.
-
-    Yields:
-        Nothing.
-    """
-    own, ended = store.clone(), threading.Event()  # a connection of its own: the others may be waiting for a key
-
-    def answer() -> None:
-        with suppress(RuntimeError, OSError):  # the store is gone
-            while not own.check([_QUESTION]):
-                if ended.wait(_WATCH):
-                    return
-            own.set(_alive(rank), "")
-
-    thread = threading.Thread(target=answer, name="torch-thor-answers", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(2 * _WATCH)
-        with suppress(RuntimeError, OSError):
-            own.set(_alive(rank), "")  # it ends by itself
-
-
-def _alive(rank: int) -> str:
-    return f"alive/{rank}"
-
-
-def _answers(store: Any, world: int) -> tuple[set[int], dict[int, str]]:
-    """Wait until no more processes answer: those that do, and what has failed on those that have said so."""
-    alive: set[int] = set()
-    failed: dict[int, str] = {}
+def _reports(store: Any, world: int) -> dict[int, str]:
+    """Wait until no more processes report how they end."""
+    found: dict[int, str] = {}
     latest = time.monotonic()
-    while len(alive) < world and time.monotonic() < latest + QUIET:
-        for other in set(range(world)) - alive:
-            if store.check([str(other)]):
-                text = store.get(str(other)).decode()
-                failed |= {other: text} if text else {}
-            elif not store.check([_alive(other)]):
+    while len(found) < world and time.monotonic() < latest + QUIET:
+        for other in range(world):
+            if other in found:
                 continue
-            alive.add(other)
-            latest = time.monotonic()
+            if store.check([str(other)]):
+                found[other] = store.get(str(other)).decode()
+            elif store.check([_alive(other)]):
+                found[other] = ""
+            if other in found:
+                latest = time.monotonic()
         time.sleep(_PAUSE)
-    return alive, failed
+    return found
