@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from rich.console import Console
@@ -23,9 +22,10 @@ from torch_thor.training.config.stored_recipe import stored_text
 from torch_thor.training.data.stream import DataSet
 from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.averaging import averaged
+from torch_thor.training.engine.job import Job
 from torch_thor.training.engine.loop import Callback, Run, train
 from torch_thor.training.engine.parallel import resolve_device
-from torch_thor.training.engine.starting import facts_of, join
+from torch_thor.training.engine.starting import facts_of
 from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
 from torch_thor.training.output_files import write_whole, writing
@@ -72,19 +72,19 @@ def run_recipe(
         StoppedError: If a signal stopped the training.
     """
     device = resolve_device(recipe.device)
-    facts = facts_of(recipe, **{"--resume": resume, "--overwrite": overwrite})
+    job = Job(folder.path, facts_of(recipe, **{"--resume": resume, "--overwrite": overwrite}))
     with (
-        parallel.processes(device, partial(join, facts=facts)),
+        parallel.processes(device, job.join),
         parallel.threads(recipe.threads),
         folder.lock() as lock,
     ):
         say = parallel.rank_zero_print(printer(console))
-        restarts = max(parallel.gathered(parallel.restarts()))
+        again = any(parallel.gathered(job.has_begun))
         with parallel.agreed():
             recipe = with_weights_checksum(recipe, say)
-            if restarts and folder.is_run():
-                resume, overwrite = True, False  # `torchrun` has started the processes of this run again
-                say(f"restart {restarts} of the processes: the run in {folder.path} continues")
+            if again and folder.is_run():
+                resume, overwrite = True, False
+                say(f"torchrun has started the processes again: the run in {folder.path} continues")
             if parallel.is_first() and folder.is_run():
                 lock.take()
             folder.check(recipe, resume=resume, overwrite=overwrite, say=say)
@@ -93,7 +93,10 @@ def run_recipe(
         pending = {recipe.optimizer[0]: _begin(recipe, recipe.optimizer[0], task, folder, say, resume=resume)}
         with parallel.agreed():
             if parallel.is_first():
+                if not folder.is_run():
+                    job.begin()  # before the folder is changed: from here on, a run in it is that of this job
                 folder.claim(recipe, lock, resume=resume, overwrite=overwrite)
+                job.begin()
         # progress bars are redrawn in place, which only a terminal can show
         hidden = not (parallel.is_first() and console.is_interactive)
         with StopSignal().listening() as stop, Display(console=console, disable=hidden) as display:

@@ -136,3 +136,17 @@ def test_other_optimizers_go_on_bit_for_bit(tmp_path, optimizer):
     for part in ("__0_0.distcp", "__1_0.distcp"):
         assert (ours / part).read_bytes() == (theirs / part).read_bytes(), part
     assert_same(state(ours), state(theirs), "state")
+
+
+def test_running_statistics_are_those_of_rank_0_and_go_on_bit_for_bit(tmp_path):
+    """Each process has its own between two evaluations, and any of them may write them."""
+    words = ("train", "fashion-mnist", "data.name=digits", "optimizer=sgd", "steps=6", "batch_size=64", "device=cpu")
+    words += ("threads=1", "targets=[]", "checkpoint_interval=2", "eval_interval=6", "ema_decay=0.5", "parallel=fsdp")
+    words += ("keep_best=false", "keep_checkpoints=9")
+    succeed(tmp_path, *words, "--out", tmp_path / "whole", ranks=2)
+    again = interrupted(tmp_path / "whole", tmp_path / "again", after=2)
+    assert "continues from step 2" in succeed(tmp_path, "train", "fashion-mnist", "--resume", "--out", again, ranks=2)
+    ours, theirs = newest(again, "sgd"), newest(tmp_path / "whole", "sgd")
+    for part in ("__0_0.distcp", "__1_0.distcp"):
+        assert (ours / part).read_bytes() == (theirs / part).read_bytes(), part
+    assert lines(again, "sgd") == lines(tmp_path / "whole", "sgd")

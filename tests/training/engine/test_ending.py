@@ -7,19 +7,19 @@ from torch import distributed as dist
 from torch.distributed import run as torchrun
 
 import killed_script
-from command_line import finish, newest, start, state, succeed
+from command_line import assert_same_runs, finish, newest, start, state, succeed
 from tiny import assert_same
 from torch_thor.training import UserError
-from torch_thor.training.engine.ending import Answers, end_together, is_lost_connection
+from torch_thor.training.engine.ending import Answers, end_together, is_lost_connection, report
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
 LIMIT = 1500  # seconds for ten starts of four processes on a busy machine
 
 
-def heard(world, errors):
+def heard(world, errors, store=None):
     """What each of the ranks that are alive hears."""
-    store, found = dist.HashStore(), {}
+    store, found = dist.HashStore() if store is None else store, {}
 
     def one(rank, error):
         try:
@@ -65,6 +65,19 @@ def _error_of(store):
     return caught.value
 
 
+def test_a_rank_that_has_ended_by_itself_is_not_taken_for_the_one_that_was_killed():
+    store = dist.HashStore()
+    with Answers(store, 2):
+        pass
+    assert "rank 1 of 3 processes no longer answers" in str(heard(3, {0: LOST}, store)[0])
+
+
+def test_an_error_that_a_rank_has_told_is_named_to_the_others():
+    store = dist.HashStore()
+    report(store, 1, UserError("no such file\nand more"))
+    assert "rank 1 has failed: no such file; the others end too" in str(heard(2, {0: LOST}, store)[0])
+
+
 def test_a_connection_is_recognised_behind_other_errors():
     error = ValueError("the checkpoint cannot be written")
     error.__cause__ = LOST
@@ -75,23 +88,43 @@ def test_a_connection_is_recognised_behind_other_errors():
 DIGITS = ("train", "digits", "optimizer=thor", "epochs=2", "batch_size=160", "device=cpu", "threads=1", "targets=[]")
 DIGITS += ("checkpoint_interval=3", "eval_interval=4", "update_interval=5", "keep_checkpoints=9", "ema_decay=0.5")
 # steps 1, 6 and 11 refresh; each kill is later than the newest checkpoint of the one before, or at the same step
-KILLS = "2:step:2,1:step:6,0:checkpoint:6,3:evaluation:8,1:checkpoint:9,0:step:11,2:evaluation:12,3:checkpoint:12,"
-KILLS += "0:step:14,2:checkpoint:16"
+KILLS = "2:step:2,1:step:6,0:checkpoint:6,3:evaluation:8,1:writing:9,0:step:11,2:evaluation:12,3:writing:12,"
+KILLS += "0:step:14,0:writing:16"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
-def test_ten_killed_ranks_change_nothing(tmp_path):
-    count = len(KILLS.split(","))
+@pytest.mark.parametrize(
+    ("way", "kills"),
+    [pytest.param("fsdp", KILLS, id="fsdp"), pytest.param("ddp", "1:step:6,0:checkpoint:6,3:evaluation:8", id="ddp")],
+)
+def test_killed_ranks_change_nothing(tmp_path, way, kills):
+    count = len(kills.split(","))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    succeed(tmp_path, *DIGITS, "parallel=fsdp", "--out", whole, ranks=4)
-    words = (killed_script.__file__, KILLS, *DIGITS, "parallel=fsdp", "--out", killed)
+    succeed(tmp_path, *DIGITS, f"parallel={way}", "--out", whole, ranks=4)
+    words = (killed_script.__file__, kills, *DIGITS, f"parallel={way}", "--out", killed)
     options = ("--standalone", "--nproc-per-node=4", f"--max-restarts={count}")
     code, out, err = finish(start(tmp_path, *options, *words, script=torchrun.__file__, cold=True), timeout=LIMIT)
     assert code == 0, f"{out}\n{err}"
-    ours, theirs = newest(killed, "thor"), newest(whole, "thor")
-    for rank in range(4):
-        assert (ours / f"__{rank}_0.distcp").read_bytes() == (theirs / f"__{rank}_0.distcp").read_bytes()
-    assert_same(state(ours), state(theirs), "state")
-    for kill in KILLS.split(","):
+    if way == "fsdp":
+        ours, theirs = newest(killed, "thor"), newest(whole, "thor")
+        for rank in range(4):
+            assert (ours / f"__{rank}_0.distcp").read_bytes() == (theirs / f"__{rank}_0.distcp").read_bytes()
+        assert_same(state(ours), state(theirs), "state")
+    else:
+        assert_same_runs(killed, whole, "thor")
+    assert err.count("no longer answers") == count
+    for kill in kills.split(","):
         assert f"rank {kill[0]} of 4 processes no longer answers" in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+def test_an_error_on_one_rank_alone_is_not_taken_for_a_kill(tmp_path):
+    words = (killed_script.__file__, "1:error:2", *DIGITS, "parallel=fsdp", "--out", tmp_path / "run")
+    options = ("--standalone", "--nproc-per-node=2")
+    code, _, err = finish(start(tmp_path, *options, *words, script=torchrun.__file__, cold=True), timeout=LIMIT)
+    assert code != 0
+    assert "torch-thor, rank 1: this rank cannot go on" in err
+    assert "rank 1 has failed: this rank cannot go on; the others end too" in err
+    assert "no longer answers" not in err

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rank_script
 import signalled_script
-from command_line import IMAGES, checkpoints, command, lines, newest, succeed
+from command_line import IMAGES, assert_same_runs, checkpoints, command, lines, newest, succeed
 from image_tree import write_tree
 
 pytestmark = [
@@ -111,6 +111,17 @@ def test_images_equal_one_process(pictures):
     succeed(pictures, *words, "--out", "one")
     succeed(pictures, *words, "--out", "two", ranks=2)
     assert_same_training(pictures / "one", pictures / "two", "momentum")
+
+
+def test_more_than_two_processes_go_on_bit_for_bit(tmp_path):
+    """Of two numbers the sum does not depend on their order; DDP changes that of the gradients after its first step."""
+    words = ("train", "digits", "optimizer=sgd", "steps=8", "batch_size=64", "device=cpu", "threads=1", "targets=[]")
+    words += ("checkpoint_interval=4", "eval_interval=8", "keep_best=false", "keep_checkpoints=9")
+    succeed(tmp_path, *words, "--out", tmp_path / "whole", ranks=4)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(newest(tmp_path / "again", "sgd"))
+    succeed(tmp_path, "train", "digits", "--resume", "--out", tmp_path / "again", ranks=4)
+    assert_same_runs(tmp_path / "whole", tmp_path / "again", "sgd")
 
 
 def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from command_line import assert_refused, call, command, lines, succeed
+from command_line import IMAGES, assert_refused, call, command, lines, succeed
+from image_tree import write_tree
 from torch_thor.training import UserError, load_recipe
 from torch_thor.training.engine.sharding import blocks
 from torch_thor.training.models import CharTransformer, SmallResNet, build_model
@@ -91,14 +92,37 @@ def test_first_order_steps_equal_one_process(tmp_path, ranks, way):
 
 @GLOO
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["char-lm", "autoencoder", "fashion-mnist"])
+@pytest.mark.parametrize("recipe", ["char-lm", "autoencoder", "fashion-mnist", "bert-tiny"])
 def test_recipes_train_divided_in_bfloat16(tmp_path, recipe):
-    data = [] if recipe == "char-lm" else ["data.name=digits"]
+    data = [] if recipe in ("char-lm", "bert-tiny") else ["data.name=digits"]
     words = ("train", recipe, "optimizer=thor", "steps=2", "eval_interval=2", "device=cpu", "batch_size=8")
     succeed(
         tmp_path, *words, *data, "targets=[]", "precision=bf16", "parallel=fsdp", "--out", tmp_path / "run", ranks=2
     )
     succeed(tmp_path, "eval", tmp_path / "run", "device=cpu")
+
+
+@GLOO
+@pytest.mark.slow
+def test_image_folders_train_divided(tmp_path):
+    write_tree(tmp_path / "data")
+    words = ("train", "fashion-mnist", *IMAGES, "data.root=data", "data.transform.size=8", "data.transform.resize=9")
+    words += ("batch_size=6", "steps=2", "eval_interval=2", "targets=[]", "optimizer=thor", "parallel=fsdp")
+    succeed(tmp_path, *words, "--out", "run", ranks=2)
+    succeed(tmp_path, "eval", "run", "device=cpu")
+
+
+# with this loss scale most steps overflow and some do not; all processes must skip the same ones
+@GLOO
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["compile=true"], ["precision=fp16", "loss_scale=8e5"]])
+def test_divided_networks_train_compiled_and_with_a_loss_scale_as_one_process(tmp_path, words):
+    words = ("train", "digits", "optimizer=sgd", "steps=6", "eval_interval=6", "batch_size=64", "device=cpu", *words)
+    succeed(tmp_path, *words, "targets=[]", "--out", tmp_path / "one")
+    succeed(tmp_path, *words, "targets=[]", "parallel=fsdp", "--out", tmp_path / "two", ranks=2)
+    one, two = (lines(tmp_path / run, "sgd", "step") for run in ("one", "two"))
+    np.testing.assert_allclose([line["loss"] for line in two], [line["loss"] for line in one], rtol=2e-2)
+    assert [line["step"] for line in two] == list(range(1, 7))
 
 
 @GLOO

@@ -128,6 +128,10 @@ class Checkpoints(Callback):
         with parallel.agreed():
             about["metrics"] = self.metrics.content() if parallel.is_first() else None
         if sharding.is_divided(run.model):
+            # any process may write buffers, which differ after BatchNorm: those of rank 0 count, as in an evaluation
+            parallel.share_buffers(run.model)
+            if average is not None:
+                parallel.share_buffers(average)
             state["optimizer"], tensors = split_state(run.model, run.optimizer)
             return save_divided(folder, {**weight_parts(run.model, average), **tensors}, state, **about)
         path = folder

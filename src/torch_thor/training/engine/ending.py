@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch_thor.training.errors import ElsewhereError, UserError, first_line
@@ -57,6 +58,8 @@ class Answers:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        with suppress(RuntimeError, OSError):  # the store is gone
+            self._store.set(_alive(self._rank), "")  # it ends by itself
 
     def _answer(self) -> None:
         try:
@@ -70,6 +73,18 @@ class Answers:
 
 def _alive(rank: int) -> str:
     return f"alive/{rank}"
+
+
+def report(store: Any, rank: int, error: BaseException) -> None:
+    """Tell the other processes why this one ends, in case that they lose their connections with it.
+
+    Args:
+        store: As in `end_together`.
+        rank: The rank of this process.
+        error: The exception that ends this process.
+    """
+    with suppress(RuntimeError, OSError):  # the store is gone too
+        store.set(str(rank), first_line(error))
 
 
 def end_together(store: Any, rank: int, world: int, error: BaseException, disconnect: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.ending import Answers, end_together
+from torch_thor.training.engine.ending import Answers, end_together, report
 from torch_thor.training.errors import ElsewhereError, StoppedError, UserError, first_line
 
 
@@ -98,6 +98,8 @@ def processes(device: torch.device, connect: Callable[[Any, int, int], str] = la
             except Exception as error:
                 if not isinstance(error, UserError | StoppedError):
                     end_together(ending, rank, world, error, _destroy)
+                elif not isinstance(error, ElsewhereError | StoppedError):  # of this process alone, if not of `agreed`
+                    report(ending, rank, error)
                 raise
     finally:
         _destroy()
@@ -116,15 +118,6 @@ def shard() -> Shard:
         Both, as a `Shard`.
     """
     return Shard(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Shard()
-
-
-def restarts() -> int:
-    """Return how often `torchrun --max-restarts` has started the processes again.
-
-    Returns:
-        The number; 0 at the first start, and without `torchrun`.
-    """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def local_processes() -> int:
@@ -261,7 +254,9 @@ def wrap(model: nn.Module, device: torch.device, weight: RankWeight) -> nn.Modul
     wrapped = DistributedDataParallel(
         model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
     )
-    wrapped.register_comm_hook(weight, _average)
+    # of two numbers, the sum does not depend on their order
+    alone = device.type == "cpu" and shard().world_size > 2
+    wrapped.register_comm_hook(weight, _average_alone if alone else _average)
     return wrapped
 
 
@@ -272,6 +267,19 @@ def _average(
     gradients = bucket.buffer().mul_(weight.value / dist.get_world_size())
     done = dist.all_reduce(gradients, async_op=True).get_future()
     return done.then(lambda future: future.value()[0])
+
+
+def _average_alone(
+    weight: RankWeight,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
+) -> torch.futures.Future[Tensor]:
+    # one by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in which gloo sums over
+    # the processes depends on the place of an element in its tensor, and DDP fills its buckets in another order after
+    # its first step, which a resumed run takes later
+    buffer = bucket.buffer().mul_(weight.value / dist.get_world_size())
+    gradients = buffer.split([gradient.numel() for gradient in bucket.gradients()])
+    sums = [dist.all_reduce(gradient, async_op=True).get_future() for gradient in gradients]
+    return torch.futures.collect_all(sums).then(lambda _: buffer)
 
 
 def share_buffers(model: nn.Module) -> None:
