@@ -50,3 +50,13 @@ def test_picture_of_very_many_layers(tmp_path):
     )
     width, height = (int.from_bytes((tmp_path / "r.png").read_bytes()[i : i + 4], "big") for i in (16, 20))
     assert max(width, height) < 2000
+
+
+@pytest.mark.pictures
+@pytest.mark.parametrize("trace", [None, 0.0])
+def test_a_training_without_a_positive_trace_is_drawn(tmp_path, trace):
+    """With a loss scale that overflows in each step, all of them are skipped."""
+    refreshes = [] if trace is None else [RefreshPoint(1, "a", "update", None, trace)]
+    steps = [StepPoint(step, 1.0, 0.1, 0.0, 0.0, refresh=True) for step in range(1, 4)]
+    draw_refreshes(History(steps, refreshes=refreshes), ["a"], tmp_path / "r.png")
+    assert (tmp_path / "r.png").stat().st_size > 0

@@ -1,6 +1,7 @@
 """A plot of the decisions of the trace rule per layer and step, and of the traces on which they depend."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def draw_refreshes(record: History, layers: Sequence[str], path: Path) -> None:
     rows.set(ylim=(len(layers) - 0.5, -0.5), title="Decision of each refresh, until the next one", ylabel="layer")
     handles = [Patch(color=COLOURS[decision], label=text) for decision, text in MEANING.items() if decision in seen]
     rows.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=4, fontsize=8, frameon=False)
-    traces.set(yscale="log", xlabel="step", ylabel="tr(F + λI), new statistics")
+    traces.set(xlabel="step", ylabel="tr(F + λI), new statistics")
+    if any(0 < point.trace < math.inf for point in record.refreshes if point.trace):
+        traces.set_yscale("log")  # without a positive value, as where every step was skipped, it is an error
     traces.grid(alpha=0.3)
     if len(layers) <= MOST_IN_LEGEND:
         traces.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
