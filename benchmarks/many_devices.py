@@ -276,15 +276,14 @@ def main() -> None:
         raw = {"machine": describe(), "settings": settings, "models": {word: bytes_of(word) for word in MODELS}}
         write_json(counted, raw, indent=1)
     if not options.table and options.part != "bytes":
-        rounds = []
+        settings = {"model": SCALED, "length": LENGTH, "local_batch": LOCAL, "steps": options.steps, "seed": 0}
+        machine, rounds = {**describe(), "threads": 1}, []
         for i in range(options.rounds):
             order = WORLDS if i % 2 == 0 else WORLDS[::-1]
             sessions = {str(world): on_ranks(world, scaled, options.steps)[0] for world in order}
             rounds.append({str(world): sessions[str(world)] for world in WORLDS})
+            write_json(timed, {"machine": machine, "settings": settings, "rounds": rounds}, indent=1)
             print(f"round {i + 1}: done", flush=True)
-        settings = {"model": SCALED, "length": LENGTH, "local_batch": LOCAL, "steps": options.steps, "seed": 0}
-        machine = {**describe(), "threads": 1}
-        write_json(timed, {"machine": machine, "settings": settings, "rounds": rounds}, indent=1)
     if counted.exists():
         print(bytes_table(json.loads(counted.read_text())))
     if timed.exists():
