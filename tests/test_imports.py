@@ -33,6 +33,14 @@ EXCEPTIONS = {
     "capture/test_composites.py": ("curvature.kinds.registry", "removes the kinds that a test has registered"),
     "optim/thor/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
     "distributed/test_disagreement.py": ("curvature.inverse", "simulates ranks that compute different numbers"),
+    "distributed/test_divided_curvature.py": (
+        "optim.thor.divided_curvature",
+        "lowers the number of elements of a turn",
+    ),
+    "distributed/test_traffic.py": (
+        "optim.thor.divided_curvature training.reports.plan_divided",
+        "compares what a plan counts with what is sent, in turns of few elements",
+    ),
     "split/test_choice.py": ("curvature.statistics", "counts the statistics that exist at the same time"),
     "optim/thor/test_auto_split.py": (
         "curvature.statistics curvature.parameter_view split.choice",

@@ -60,6 +60,7 @@ def test_collectives_of_a_step_are_counted(opened, monkeypatch):
     ("module", "function", "file"),
     [
         ("many_devices", "bytes_table", "bytes"),
+        ("many_devices", "scaling_table", "scaling"),
         ("plan_check", "tables", "check"),
     ],
 )

@@ -8,9 +8,13 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from joined import network, parallel, routed, share, stream, train
+from joined import OPTIONS, network, parallel, routed, share, stream, train
 from sharded import mesh_of, sharded
+from torch_thor import THOR
 from torch_thor.distributed.traffic import Collective, collectives_of_refresh
+from torch_thor.optim.thor import divided_curvature
+from torch_thor.optim.thor.divided_curvature import collectives_of_step
+from torch_thor.training.reports.plan_divided import divided_share
 
 NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
 
@@ -57,16 +61,51 @@ def counted(rank, world, make, options, mesh=None):
     assert {event.decision.name for event in optimizer.last_refresh} == {"UPDATE"}
     if make is TwoDtypes and world == 4:  # few large blocks, of which padding would take more than twice the size
         assert [one.name for one in found].count("all_reduce") == 4
-    return found, collectives_of_refresh(optimizer.curvature.values(), world)
+    layers = list(optimizer.curvature.values())
+    return found, collectives_of_refresh(layers, world) + collectives_of_step(model.parameters(), layers)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"split_dim": None}, {"scaling": "spectral"}], ids=["split", "whole", "spectral"]
 )
-def test_bytes_of_a_refresh(run, options):
+@pytest.mark.parametrize("divided", [False, True], ids=["everywhere", "divided"])
+def test_bytes_of_a_refresh(run, options, divided):
+    """With divided curvature, the inverses are collected in the same step."""
     for world in (2, 4):
-        for found, computed in run(world, counted, network, options):
+        for found, computed in run(world, counted, network, {**options, "divide_curvature": divided}):
             assert found == computed
+
+
+@pytest.mark.parametrize("elements", [200, 2**23], ids=["in-turns", "at-once"])
+def test_a_plan_of_divided_curvature_is_what_is_sent(run, elements):
+    """Planned in one process, whose layers are not divided."""
+    model = network()
+    layers = list(THOR(model, **OPTIONS).curvature.values())
+    with mock.patch.object(divided_curvature, "ELEMENTS", elements):
+        with divided_curvature.divided_among(layers, 4, 0):
+            planned = collectives_of_refresh(layers, 4) + collectives_of_step(model.parameters(), layers)
+            kept = divided_curvature.own_bytes(layers)
+        for found, bytes_kept in run(4, in_turns_of, elements):
+            assert found == planned
+            kept = max(kept, bytes_kept)
+        assert divided_share(model, layers, 4).state_bytes == kept
+    assert [one.name for one in planned].count("all_gather_into_tensor") > (7 if elements == 200 else 4)
+
+
+def in_turns_of(rank, world, elements):
+    with mock.patch.object(divided_curvature, "ELEMENTS", elements):
+        model, optimizer = parallel(rank, world, divide_curvature=True)
+        return counted(rank, world, network, {"divide_curvature": True})[0], kept_bytes(model, optimizer, rank, world)
+
+
+def kept_bytes(model, optimizer, rank, world):
+    train(model, optimizer, [share(batch, rank, world) for batch in stream(1)])
+    return sum(
+        value.nbytes
+        for p in model.parameters()
+        for key, value in optimizer.state[p].items()
+        if torch.is_tensor(value) and key != "momentum_buffer"
+    )
 
 
 @pytest.mark.parametrize("make", [routed, TwoDtypes], ids=["experts", "two-dtypes"])

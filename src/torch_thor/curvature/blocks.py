@@ -53,23 +53,6 @@ class BlockDiagonal:
             None if tail is None else torch.zeros(tail, dtype=dtype, device=device),
         )
 
-    @classmethod
-    def identities(cls, layout: BlockLayout, *, dtype: torch.dtype, device: torch.device) -> "BlockDiagonal":
-        """Return identity matrices of a layout.
-
-        Args:
-            layout: the layout.
-            dtype: the dtype of the blocks.
-            device: the device of the blocks.
-
-        Returns:
-            The identity matrices.
-        """
-        found = cls.zeros(layout, dtype=dtype, device=device)
-        for part in found.parts():
-            part.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-        return found
-
     def parts(self) -> list[Tensor]:
         """Return the stored tensors, each a batch of square blocks.
 
@@ -153,19 +136,21 @@ class BlockDiagonal:
         for part in self.parts():
             part.unflatten(0, (self.layout.groups, -1)).mul_(scales[:, None, None, None])
 
-    def where_groups(self, chosen: Tensor, other: "BlockDiagonal") -> "BlockDiagonal":
-        """Return the matrices of the chosen groups, and those of another block-diagonal matrix for all other groups.
+    def with_identities(self, groups: Tensor) -> "BlockDiagonal":
+        """Return the matrices with identities in the place of those of some groups.
 
         Args:
-            chosen: ``(groups,)``, bool.
-            other: a matrix of the same layout.
+            groups: for each group, whether its matrix is replaced; ``(groups,)``, bool.
 
         Returns:
             A matrix with its own storage.
         """
-        masks = [chosen.repeat_interleave(len(part) // self.layout.groups)[:, None, None] for part in self.parts()]
-        pairs = zip(masks, self.parts(), other.parts(), strict=True)
-        return self.with_parts([torch.where(mask, part, other_part) for mask, part, other_part in pairs])
+        found = []
+        for part in self.parts():
+            identity = torch.eye(part.shape[-1], dtype=part.dtype, device=part.device)
+            chosen = groups.repeat_interleave(len(part) // self.layout.groups)
+            found.append(torch.where(chosen[:, None, None], identity, part))
+        return self.with_parts(found)
 
     def group_traces(self) -> Tensor:
         """Return the trace of each group's matrix.

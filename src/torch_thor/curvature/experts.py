@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.owned_blocks import OwnedBlocks
 
 Factors = tuple[BlockDiagonal, ...]
+Stored = BlockDiagonal | OwnedBlocks
 
 
 def weight_(sums: Factors, rows: Sequence[int], terms: int | None) -> None:
@@ -57,18 +59,17 @@ def bias_scales(rows_per_term: Tensor) -> Tensor:
     return torch.where(rows_per_term > 0, rows_per_term, 1.0).rsqrt()
 
 
-def plain_where_unknown(factors: Factors, inverses: Factors) -> Factors:
+def plain_where_unknown(traces: Sequence[float], inverses: Sequence[Stored]) -> list[Stored]:
     """Replace the inverses of experts that have never had a row by identities, so that they take the plain gradient.
 
     The damped inverse of their factors, which are zeros, would be ``I / √λ``.
 
     Args:
-        factors: the new factors; zeros for an expert that has never had a row.
-        inverses: their damped inverses.
+        traces: the trace of the new A of each expert; 0 for one that has never had a row.
+        inverses: the damped inverses of the new factors.
 
     Returns:
         The inverses, with identities for such experts.
     """
-    unknown: Tensor = factors[0].group_traces() == 0
-    identity = [BlockDiagonal.identities(i.layout, dtype=i.blocks.dtype, device=i.blocks.device) for i in inverses]
-    return tuple(plain.where_groups(unknown, inverse) for plain, inverse in zip(identity, inverses, strict=True))
+    unknown = torch.tensor([trace == 0 for trace in traces], device=inverses[0].parts()[0].device)
+    return [inverse.with_identities(unknown) for inverse in inverses]

@@ -22,13 +22,14 @@ _NOT_POSITIVE = len(DAMPING_RAISES)
 
 
 @dataclass(frozen=True)
-class RowOwners:
-    """The owners of blocks that belong to rows of a weight, which are divided among processes.
+class KeptBlocks:
+    """The owners of blocks of which every process keeps a part alone.
 
     Args:
         bounds: process r owns the blocks from index r to index r + 1 of this list.
-        source: the process that owns those of the rows that this process holds.
-        replicas: the group of the processes that hold the same rows as this one; None if there is no other.
+        source: the process that owns those that this process keeps. Another one than this, if the blocks belong to rows
+            of a weight that several processes hold.
+        replicas: the group of the processes that keep the same blocks as this one; None if there is no other.
     """
 
     bounds: Sequence[int]
@@ -37,7 +38,7 @@ class RowOwners:
 
     @property
     def held(self) -> slice:
-        """The blocks of the rows that this process holds."""
+        """The blocks that this process keeps."""
         return slice(self.bounds[self.source], self.bounds[self.source + 1])
 
 
@@ -51,8 +52,7 @@ class NewBlocks:
         in_use: the blocks in use; None if there are none.
         decay: the weight of the blocks in use in the running average.
         keeps: for each group, whether it keeps the blocks in use; empty if none does.
-        rows: the owners of the blocks, if they belong to the rows of a weight that are divided among processes; every
-            process then gets the blocks of its own rows alone, and ``in_use`` holds no others.
+        kept: the owners of the blocks, if every process keeps a part of them alone; ``in_use`` then holds no others.
 
     After :func:`invert_`, ``inverse`` holds the damped inverses; ``raised`` tells whether the damping of a block had to
     be raised, and ``failed`` whether a block was not positive definite even then, or its inverse is not finite.
@@ -63,7 +63,7 @@ class NewBlocks:
     in_use: Tensor | None = None
     decay: float = 0.0
     keeps: Sequence[bool] = ()
-    rows: "RowOwners | None" = None
+    kept: "KeptBlocks | None" = None
     inverse: Tensor = field(init=False)
     raised: bool = field(default=False, init=False)
     failed: bool = field(default=False, init=False)
@@ -78,15 +78,13 @@ class NewBlocks:
             The own blocks, a view, and the damping of each.
         """
         new, of_one_group = self.blocks[own], len(self.blocks) // len(self.damping)
-        if self.rows is not None and self.in_use is not None and len(new):
-            if self.decay:
-                new.lerp_(self.in_use, self.decay)
-        elif self.in_use is not None and self.rows is None:
+        if self.in_use is not None and len(new):
+            in_use = self.in_use if self.kept is not None else self.in_use[own]
             if any(self.keeps):
                 keeps = torch.tensor(self.keeps, device=new.device).repeat_interleave(of_one_group)[own]
-                new.copy_(torch.where(keeps[:, None, None], self.in_use[own], new))
+                new.copy_(torch.where(keeps[:, None, None], in_use, new))
             if self.decay:
-                new.lerp_(self.in_use[own], self.decay)
+                new.lerp_(in_use, self.decay)
         return new, new.new_tensor(self.damping).repeat_interleave(of_one_group)[own]
 
 
@@ -100,7 +98,7 @@ def invert_(new: Sequence[NewBlocks], processes: Processes = ALONE) -> None:
     exchange, rank = processes.exchange, processes.rank
     if exchange is not None:
         parts = [one.blocks for one in new]
-        bounds = exchange.deal_out(parts, [None if one.rows is None else one.rows.bounds for one in new])
+        bounds = exchange.deal_out(parts, [None if one.kept is None else one.kept.bounds for one in new])
         exchange.sum_to_owners_(parts, bounds)
     damped = []
     for i, one in enumerate(new):
@@ -117,21 +115,21 @@ def invert_(new: Sequence[NewBlocks], processes: Processes = ALONE) -> None:
             of_all = torch.zeros_like(one.blocks)
             of_all[of_ranks[rank] : of_ranks[rank + 1]] = one.inverse
             one.inverse = of_all
-            if one.rows is None:
+            if one.kept is None:
                 shared += [one.blocks, of_all]
                 shared_bounds += [of_ranks, of_ranks]
         exchange.share_(shared, shared_bounds)
-        _keep_own_rows([one for one in new if one.rows is not None], exchange)
+        _keep_own([one for one in new if one.kept is not None], exchange)
 
 
-def _keep_own_rows(new: Sequence[NewBlocks], exchange: BlockExchange) -> None:
-    """Keep those blocks and inverses that belong to the rows of this process, from their owner."""
+def _keep_own(new: Sequence[NewBlocks], exchange: BlockExchange) -> None:
+    """Keep the blocks and inverses of which this process keeps its part, from their owner."""
     groups: dict[int, tuple[object, list[Tensor]]] = {}
     for one in new:
-        assert one.rows is not None
-        one.blocks, one.inverse = one.blocks[one.rows.held].clone(), one.inverse[one.rows.held].clone()
-        if one.rows.replicas is not None:
-            groups.setdefault(id(one.rows.replicas), (one.rows.replicas, []))[1].extend((one.blocks, one.inverse))
+        assert one.kept is not None
+        one.blocks, one.inverse = one.blocks[one.kept.held].clone(), one.inverse[one.kept.held].clone()
+        if one.kept.replicas is not None:
+            groups.setdefault(id(one.kept.replicas), (one.kept.replicas, []))[1].extend((one.blocks, one.inverse))
     for replicas, parts in groups.values():
         exchange.share_with_replicas_(parts, replicas)
 

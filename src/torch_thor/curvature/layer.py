@@ -12,8 +12,10 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.experts import group_rows_per_term, plain_where_unknown, weight_
 from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.owned_blocks import OwnedBlocks
 from torch_thor.curvature.parameter_view import ParameterView, State
 from torch_thor.curvature.row_shards import RowShards
 from torch_thor.curvature.statistics import Factors, Statistics, Sums
@@ -247,10 +249,11 @@ class LayerCurvature:
 
     def set_factors(
         self,
-        factors: Factors,
-        inverses: Factors,
+        factors: Sequence[BlockDiagonal | OwnedBlocks],
+        inverses: Sequence[BlockDiagonal | OwnedBlocks],
         rows_per_term: float,
         group_rows_per_term: Tensor | None = None,
+        traces: Sequence[float] = (),
     ) -> None:
         """Store new factors and their inverses in the state.
 
@@ -259,13 +262,14 @@ class LayerCurvature:
             inverses: their damped inverses.
             rows_per_term: T.
             group_rows_per_term: T of each group, if it is part of their factors.
+            traces: the trace of A of each group, if groups have their own rows.
         """
         state, prefix = self.weight_view.entries, self.prefix
         assert state is not None  # it has been created before the first refresh
         if group_rows_per_term is not None:
             state[prefix + "group_rows_per_term"] = group_rows_per_term
         if self.kind.routed:
-            inverses = plain_where_unknown(factors, inverses)
+            inverses = plain_where_unknown(traces, inverses)
         for side, factor, inverse in zip(self.sides, factors, inverses, strict=True):
             self.stored.write(side, factor)
             self.stored.write(f"{side}_inverse", inverse)

@@ -6,6 +6,7 @@ it, and sent to all.
 """
 
 import enum
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import DAMPING_RAISES, NewBlocks, RowOwners, invert_, relative_damping
+from torch_thor.curvature.inverse import DAMPING_RAISES, KeptBlocks, NewBlocks, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.owned_blocks import OwnedBlocks
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.row_shards import ShardedBlocks, ShardedLayout
 from torch_thor.curvature.statistics import Sums
@@ -248,9 +250,13 @@ def _divided(candidates: Sequence[Candidate]) -> Iterator[tuple[int, int]]:
     """Yield the index of each trace whose factor is divided, with every process that owns a part of it."""
     i = 0
     for c in candidates:
-        for layout in c.layer.layouts().values():
+        for side, layout in c.layer.layouts().items():
+            owners = c.layer.stored.owners.get(side)
             if isinstance(layout, ShardedLayout):
                 yield from ((i, process) for process in layout.owners)
+            elif owners is not None:
+                of_groups = range(i, i + layout.groups)
+                yield from itertools.product(of_groups, range(len(owners.bounds[0]) - 1))
             i += layout.groups
 
 
@@ -263,12 +269,15 @@ def _new_blocks(verdict: _Verdict, relative: bool) -> list[NewBlocks]:
             for i, trace in enumerate(traces):
                 damping[i] = relative_damping(trace, factor.layout.size, c.damping, factor.blocks.dtype)
         in_use = c.layer.stored.read(key).parts() if c.layer.refreshes else []
+        owners = c.layer.stored.owners.get(key)
         if isinstance(factor, ShardedBlocks):
             of_side = _blocks_of_rows(c, factor, damping, in_use)
         else:
             of_side = []
             for i, blocks in enumerate(factor.parts()):
-                of_side.append(NewBlocks(blocks, damping, in_use[i] if in_use else None, c.decay, c.without_rows))
+                kept = None if owners is None else KeptBlocks(owners.bounds[i], owners.rank)
+                old = in_use[i] if in_use else None
+                of_side.append(NewBlocks(blocks, damping, old, c.decay, c.without_rows, kept))
         verdict.new.append(of_side)
         found += of_side
     return found
@@ -282,7 +291,7 @@ def _blocks_of_rows(
     assert shards is not None
     old = factor.spread(in_use) if in_use else [None] * len(parts)
     return [
-        NewBlocks(blocks, damping, its_old, c.decay, rows=RowOwners(bounds, shards.source, shards.replicas))
+        NewBlocks(blocks, damping, its_old, c.decay, kept=KeptBlocks(bounds, shards.source, shards.replicas))
         for blocks, bounds, its_old in zip(parts, factor.bounds(), old, strict=True)
     ]
 
@@ -290,25 +299,29 @@ def _blocks_of_rows(
 def _store_decision(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
     """Store the decision and the new factors in the layer; the decision becomes FAILED if an inverse has failed."""
     c, layer, what = verdict.candidate, verdict.candidate.layer, ""
-    factors: list[BlockDiagonal] = []
-    inverses: list[BlockDiagonal] = []
+    factors: list[BlockDiagonal | OwnedBlocks] = []
+    inverses: list[BlockDiagonal | OwnedBlocks] = []
     raised = False
     if verdict.decision is Decision.FAILED:
         what = "its new factors hold NaN or inf and were not inverted"
     else:
         layer.record(verdict.change, stopped=True if verdict.decision is Decision.STOP else None)
-    for factor, of_side in zip(c.factors, verdict.new, strict=False):
+    for key, factor, of_side in zip(layer.sides, c.factors, verdict.new, strict=False):
+        owners = layer.stored.owners.get(key)
         for one in of_side:
             raised = raised or one.raised
             if one.failed:
                 verdict.decision = Decision.FAILED
                 what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
         for found, parts in ((factors, [one.blocks for one in of_side]), (inverses, [one.inverse for one in of_side])):
-            found.append(factor.of_owner(parts) if isinstance(factor, ShardedBlocks) else factor.with_parts(parts))
+            if isinstance(factor, ShardedBlocks):
+                found.append(factor.of_owner(parts))
+            else:
+                found.append(factor.with_parts(parts) if owners is None else OwnedBlocks(owners, parts))
     if verdict.decision is Decision.FAILED:
         then = "the last good inverse stays" if layer.refreshes else _PLAINLY
         report(layer, f"{what}; {then}")
     elif verdict.decision is Decision.UPDATE:
-        layer.set_factors(tuple(factors), tuple(inverses), c.rows_per_term, c.group_rows_per_term)
+        layer.set_factors(tuple(factors), tuple(inverses), c.rows_per_term, c.group_rows_per_term, verdict.traces[0])
         if raised:
             report(layer, "a block was not positive definite; its damping was raised for this refresh")

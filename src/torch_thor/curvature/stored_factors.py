@@ -5,8 +5,12 @@ The factor of the rows of a weight is stored as a matrix with as many rows as th
 matrix are divided in the same way, so a checkpoint of some processes can be loaded on others. The layers that are rows
 of one weight share the matrix. Every other factor is stored as ``blocks`` and ``tail`` of
 :class:`torch_thor.curvature.blocks.BlockDiagonal`; all processes hold it.
+
+Or every process keeps the blocks alone that it inverts (:mod:`torch_thor.curvature.owned_blocks`), of all factors that
+are not divided with the rows of the weight. They are then stored as ``blocks`` and ``tail``.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +21,9 @@ from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.factor_rows import from_rows
 from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.owned_blocks import BlockOwners, OwnedBlocks
 from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.curvature.processes import BlockExchange
 from torch_thor.curvature.row_shards import Layout, RowShards, ShardedLayout, local, side_of_rows, why_not_by_rows
 
 
@@ -36,13 +42,24 @@ class StoredFactors:
         self._layouts: dict[str, Layout] = {}
         self._of: tuple[Any, RowShards | None] = None, None  # split_dim and shards for which they were found
         self._inverses: dict[str, tuple[str, Tensor, BlockDiagonal]] = {}  # a cache: key, entry and the matrix of it
+        # the sides of which this process keeps its own blocks alone
+        self.owners: Mapping[str, BlockOwners] = {}
+        self.exchange: BlockExchange | None = None  # with the other processes, if there are such sides
+        self.collected: Mapping[str, BlockDiagonal] = {}  # their whole inverses, while they are used
 
-    @cached_property
+    @property
     def side_by_rows(self) -> str | None:
         """The side that is stored with as many rows as the weight.
 
-        None if the rows of the weight are not those of one matrix: a convolution with groups, or experts.
+        None if the rows of the weight are not those of one matrix (a convolution with groups, or experts), or if every
+        process keeps the blocks of this side that it inverts.
         """
+        side = self.whole_side_by_rows
+        return None if side in self.owners else side
+
+    @cached_property
+    def whole_side_by_rows(self) -> str | None:
+        """:attr:`side_by_rows` if no side were divided by its blocks."""
         side = side_of_rows(self._kind)
         return side if side in self._sides and why_not_by_rows(self._kind, self._weight.shape) is None else None
 
@@ -80,12 +97,23 @@ class StoredFactors:
                 if side == self.side_by_rows:
                     found[name] = (self._weight.shape[0], self.width(side))
                     continue
-                assert isinstance(layout, BlockLayout)  # no other factor is divided
-                blocks, tail = layout.shapes
+                assert isinstance(layout, BlockLayout)  # no other factor is divided with the rows of the weight
+                owners = self.owners.get(side)
+                # another layout means that the block size has changed, and then the tensors do not fit
+                blocks, tail = layout.shapes if owners is None or owners.layout != layout else owners.shapes
                 found[self._prefix + name] = blocks
                 if tail is not None:
                     found[f"{self._prefix}{name}_tail"] = tail
         return found
+
+    def divided_keys(self) -> list[str]:
+        """Return the keys of the tensors of which this process keeps its own blocks alone.
+
+        Returns:
+            The keys.
+        """
+        names = [self._prefix + side for side in self.owners]
+        return [key for key in self.shapes() if key.removesuffix("_tail").removesuffix("_inverse") in names]
 
     def make_zeros(self, dtype: torch.dtype, device: torch.device) -> None:
         """Add zeros for all tensors that the state lacks.
@@ -112,15 +140,22 @@ class StoredFactors:
         """
         return any(key in self._weight.state for key in self.shapes())
 
-    def read(self, name: str) -> BlockDiagonal:
+    def read(self, name: str) -> BlockDiagonal | OwnedBlocks:
         """Return the part of a factor or an inverse that this process holds.
 
         Args:
             name: ``"A"``, ``"G"``, ``"A_inverse"`` or ``"G_inverse"``.
 
         Returns:
-            The matrix, whose tensors are those of the state, or views of them.
+            The matrix or its blocks, whose tensors are those of the state, or views of them.
         """
+        if name[0] in self.owners:
+            entries, key = self._weight.state, self._prefix + name
+            parts = [entries[key], entries[f"{key}_tail"]] if f"{key}_tail" in entries else [entries[key]]
+            return OwnedBlocks(self.owners[name[0]], parts)
+        return self._read_matrix(name)
+
+    def _read_matrix(self, name: str) -> BlockDiagonal:
         layout, state = self.layouts()[name[0]], self._weight.entries or {}
         local_layout = layout.local if isinstance(layout, ShardedLayout) else layout
         if name[0] == self.side_by_rows:
@@ -136,16 +171,18 @@ class StoredFactors:
             side: ``"A"`` or ``"G"``.
 
         Returns:
-            As :meth:`read`, which is not repeated in each step.
+            As :meth:`read`, which is not repeated in each step; the whole inverse if it has been collected.
         """
+        if side in self.owners:
+            return self.collected[side]
         entries, found = self._weight.entries, self._inverses.get(side)
         if found is None or entries is None or found[1] is not entries.get(found[0]):
             name = f"{side}_inverse"
             key = name if side == self.side_by_rows else self._prefix + name
-            found = self._inverses[side] = key, self._weight.state[key], self.read(name)
+            found = self._inverses[side] = key, self._weight.state[key], self._read_matrix(name)
         return found[2]
 
-    def write(self, name: str, matrix: BlockDiagonal) -> None:
+    def write(self, name: str, matrix: BlockDiagonal | OwnedBlocks) -> None:
         """Store the part of a factor or an inverse that this process holds.
 
         Args:
@@ -159,9 +196,29 @@ class StoredFactors:
                 old.copy_(new)
             return
         key = self._prefix + name
-        state[key] = matrix.blocks
-        if matrix.tail is not None:
-            state[f"{key}_tail"] = matrix.tail
+        state.update(zip((key, f"{key}_tail"), matrix.parts(), strict=False))
+
+    def whole(self, names: Sequence[str]) -> list[BlockDiagonal]:
+        """Collect factors or inverses of which every process keeps its own blocks; all processes must call it.
+
+        Args:
+            names: as for :meth:`read`.
+
+        Returns:
+            The matrices.
+        """
+        found: list[BlockDiagonal] = []
+        parts: list[Tensor] = []
+        bounds: list[tuple[int, ...]] = []
+        for name in names:
+            own = self.read(name)
+            assert isinstance(own, OwnedBlocks)
+            found.append(own.spread())
+            parts += found[-1].parts()
+            bounds += own.owners.bounds
+        assert self.exchange is not None
+        self.exchange.share_(parts, bounds)
+        return found
 
     def dense(self, name: str) -> list[Tensor]:
         """Return a factor or an inverse as full matrices, with zeros outside of the blocks.
@@ -170,11 +227,13 @@ class StoredFactors:
             name: as for :meth:`read`.
 
         Returns:
-            One matrix per group. If the rows are divided among processes, all of them must call this.
+            One matrix per group. If it is divided among processes, all of them must call this.
         """
         layout = self.layouts()[name[0]]
+        if name[0] in self.owners:
+            return self.whole([name])[0].dense()
         if not isinstance(layout, ShardedLayout):
-            return self.read(name).dense()
+            return self._read_matrix(name).dense()
         stored: Any = self._weight.state[name]
         rows = self._weight.of(stored.full_tensor())
         blocks = []

@@ -54,8 +54,8 @@ class Blocks:
     Args:
         dtype: their dtype.
         shape: their number and size.
-        owners: for the rows of a sharded weight, the bounds that divide the blocks among the processes; None if they
-            are dealt out by their cost.
+        owners: the bounds that divide the blocks among the processes, if each of them keeps its own alone (the rows of
+            a sharded weight, or divided curvature); None if they are dealt out by their cost, and all keep them.
     """
 
     dtype: torch.dtype
@@ -75,11 +75,14 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
     found: list[Blocks] = []
     for layer in layers:
         dtype = factor_dtype(layer.weight.dtype)
-        for layout in layer.layouts().values():
+        for side, layout in layer.layouts().items():
+            divided = layer.stored.owners.get(side)
             if isinstance(layout, ShardedLayout):
                 found += [Blocks(dtype, shape[:2], owners) for shape, owners in layout.parts]
                 continue
-            found += [Blocks(dtype, shape[:2]) for shape in layout.shapes if shape is not None]
+            shapes = [shape[:2] for shape in layout.shapes if shape is not None]
+            for i, shape in enumerate(shapes):
+                found.append(Blocks(dtype, shape, None if divided is None else divided.bounds[i]))
     return found
 
 
@@ -111,7 +114,7 @@ def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> 
         shared = [i for i in members if blocks[i].owners is None]
         if shared:
             sizes = packed_sizes([blocks[i].shape for i in shared], [bounds[i] for i in shared])
-            results.append(_from_owners(sizes, 2 * dtype.itemsize))
+            results.append(from_owners(sizes, 2 * dtype.itemsize))
     before = [_gather(count, processes) for count in (HEADER + NUMBERS, counts, traces)]
     return [*before, *sums, _gather(2 * len(blocks), processes), *results, *_to_replicas(layers)]
 
@@ -135,7 +138,16 @@ def _to_owners(sizes: Sequence[int], itemsize: int) -> Collective:
     return Collective("reduce_scatter_tensor", len(sizes) * piece, piece)
 
 
-def _from_owners(sizes: Sequence[int], itemsize: int) -> Collective:
+def from_owners(sizes: Sequence[int], itemsize: int) -> Collective:
+    """Return the collective that sends blocks from their owners to all ranks.
+
+    Args:
+        sizes: the number of elements that each rank owns.
+        itemsize: the bytes of an element.
+
+    Returns:
+        The collective.
+    """
     if not pads(sizes):
         return Collective("all_reduce", sum(sizes) * itemsize, sum(sizes) * itemsize)
     piece = max(sizes) * itemsize

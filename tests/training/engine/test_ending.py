@@ -113,7 +113,7 @@ def test_killed_ranks_change_nothing(tmp_path, way, kills):
         assert_same(state(ours), state(theirs), "state")
     else:
         assert_same_runs(killed, whole, "thor")
-    assert err.count("no longer answers") == count
+    assert err.count("no longer answers") == count, err
     for kill in kills.split(","):
         assert f"rank {kill[0]} of 4 processes no longer answers" in err
 

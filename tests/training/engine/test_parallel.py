@@ -124,6 +124,22 @@ def test_more_than_two_processes_go_on_bit_for_bit(tmp_path):
     assert_same_runs(tmp_path / "whole", tmp_path / "again", "sgd")
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_divided_curvature_is_saved_whole_and_goes_on_bit_for_bit(tmp_path, way):
+    words = ("train", "digits", "optimizer=thor", "steps=8", "update_interval=3", "batch_size=64", "device=cpu")
+    words += ("threads=1", "targets=[]", "checkpoint_interval=4", "eval_interval=8", "keep_best=false")
+    words += ("keep_checkpoints=9", f"parallel={way}")
+    divided = "optimizers.thor.divide_curvature=true"
+    succeed(tmp_path, *words, divided, "--out", tmp_path / "whole", ranks=2)
+    succeed(tmp_path, *words, "--out", tmp_path / "everywhere", ranks=2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(newest(tmp_path / "again", "thor"))
+    said = succeed(tmp_path, "train", "digits", "--resume", "--out", tmp_path / "again", ranks=2)
+    assert "continues from step 4" in said
+    assert_same_runs(tmp_path / "whole", tmp_path / "again", "thor")
+    assert lines(tmp_path / "whole", "thor", "step") == lines(tmp_path / "everywhere", "thor", "step")
+
+
 def test_stopped_by_a_signal_it_goes_on_with_any_number_of_processes(pictures):
     words = ["train", "digits", *PICTURES, "optimizer=momentum", "batch_size=4", "epochs=7", "lr=0.005"]
     words += ["ema_decay=0.9", "checkpoint_interval=7", "eval_epochs=3"]

@@ -3,7 +3,7 @@
 Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.row_shards import local
 from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.thor.divided_curvature import ALL_AT_ONCE, DividedInverses
 from torch_thor.optim.thor.parameter_index import ParameterIndex, Share
 from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
 
@@ -35,6 +36,7 @@ class _Part:
         divided: for each parameter, whether other processes hold other rows of it.
         buffers: their momentum buffers; empty if momentum is 0.
         shares: for each parameter, the shares of the layers that precondition it; empty if they are not preconditioned.
+        keys: the ``id`` of each parameter, in the same case.
         on_cpu: whether all parameters are on the CPU.
         total: sums a number over the processes that hold other rows of the parameters; None if none does.
     """
@@ -47,6 +49,7 @@ class _Part:
     divided: list[bool] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     shares: list[Sequence[Share]] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
     on_cpu: bool = True
     total: Callable[[Tensor | None], Tensor] | None = None
 
@@ -73,7 +76,14 @@ class NaturalGradient:
         if group["momentum"] and "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
 
-    def update(self, groups: list[Group], index: ParameterIndex, states: States, decaying: frozenset[int]) -> None:
+    def update(
+        self,
+        groups: list[Group],
+        index: ParameterIndex,
+        states: States,
+        decaying: frozenset[int],
+        inverses: DividedInverses | None,
+    ) -> None:
         """Update every parameter that has a gradient.
 
         Args:
@@ -81,23 +91,28 @@ class NaturalGradient:
             index: the index of the parameters, which knows the layers of each.
             states: the optimizer's state.
             decaying: the ``id`` of each parameter to which weight decay applies.
+            inverses: collects the inverses of the layers from other processes; None if all are here.
         """
         clipped: list[tuple[_Part, list[Tensor]]] = []
         for group in groups:
             natural, plain = self._parts(group, index, states, decaying)
             if plain.params:
                 _update_plain(plain)
-            if not natural.params and (natural.total is None or group["kl_clip"] is None):
-                continue
-            if group["kl_clip"] is None and natural.buffers and not group["nesterov"] and natural.on_cpu:
-                _update_one_by_one(natural)
+            plainly_bounded = group["kl_clip"] is None
+            turns = ALL_AT_ONCE if inverses is None else inverses.turns(group, index)
+            if plainly_bounded and natural.buffers and not group["nesterov"] and natural.on_cpu:
+                _update_one_by_one(natural, turns)
                 continue
             directions = [torch.empty_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
-            for i, direction in enumerate(directions):
-                _accumulate_direction_(natural, i, direction, 0.0)
+            for ready in turns:
+                for i, direction in enumerate(directions):
+                    if ready is None or natural.keys[i] in ready:
+                        _accumulate_direction_(natural, i, direction, 0.0)
+            if not natural.params and (natural.total is None or plainly_bounded):
+                continue
             if True in natural.decaying:
                 _add_weight_decay_(natural, directions)
-            if group["kl_clip"] is None:
+            if plainly_bounded:
                 _momentum_step(natural, _bounded(natural, directions))
             else:
                 clipped.append((natural, directions))
@@ -128,6 +143,7 @@ class NaturalGradient:
                 continue
             if part is natural:
                 part.shares.append(shares)
+                part.keys.append(id(parameter))
             part.divided.append(own is not parameter)
             part.params.append(own)
             part.on_cpu = part.on_cpu and own.device.type == "cpu"
@@ -175,29 +191,36 @@ def _update_plain(part: _Part) -> None:
     _momentum_step(part, _bounded(part, directions))
 
 
-def _update_one_by_one(natural: _Part) -> None:
+def _update_one_by_one(natural: _Part, turns: Iterable[frozenset[int] | None]) -> None:
     """Update one parameter at a time, for a CPU: the parameter and its direction then stay in the cache."""
-    group = natural.group
-    momentum, lr, ratio = float(group["momentum"]), float(group["lr"]), group["max_update_ratio"]
     memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
-    for i, (parameter, buffer) in enumerate(zip(natural.params, natural.buffers, strict=True)):
-        if ratio is None:  # v ← μ v + d, where d is added to v block by block and never stored
-            _accumulate_direction_(natural, i, buffer, momentum)
-            if natural.decaying[i]:
-                buffer.add_(parameter, alpha=float(group["weight_decay"]))
-        else:
-            scratch = memory.get(buffer.dtype)
-            if scratch is None or scratch.numel() < buffer.numel():
-                scratch = memory[buffer.dtype] = torch.empty(buffer.numel(), dtype=buffer.dtype)
-            direction = scratch[: buffer.numel()].as_strided(buffer.shape, buffer.stride())
-            _accumulate_direction_(natural, i, direction, 0.0)
-            if natural.decaying[i]:
-                direction.add_(parameter, alpha=float(group["weight_decay"]))
-            scale = relative_scale(parameter, direction, lr, float(ratio))
-            if scale != 1.0:
-                direction.mul_(scale)
-            torch.add(direction, buffer, alpha=momentum, out=buffer)  # one pass over memory; mul_ and add_ take two
-        torch._foreach_add_([parameter], [buffer], alpha=-lr)
+    for ready in turns:
+        for i, key in enumerate(natural.keys):
+            if ready is None or key in ready:
+                _update_one(natural, i, memory)
+
+
+def _update_one(natural: _Part, i: int, memory: dict[torch.dtype, Tensor]) -> None:
+    group, parameter, buffer = natural.group, natural.params[i], natural.buffers[i]
+    momentum, lr, ratio = float(group["momentum"]), float(group["lr"]), group["max_update_ratio"]
+    momentum, lr, ratio = float(group["momentum"]), float(group["lr"]), group["max_update_ratio"]
+    if ratio is None:  # v ← μ v + d, where d is added to v block by block and never stored
+        _accumulate_direction_(natural, i, buffer, momentum)
+        if natural.decaying[i]:
+            buffer.add_(parameter, alpha=float(group["weight_decay"]))
+    else:
+        scratch = memory.get(buffer.dtype)
+        if scratch is None or scratch.numel() < buffer.numel():
+            scratch = memory[buffer.dtype] = torch.empty(buffer.numel(), dtype=buffer.dtype)
+        direction = scratch[: buffer.numel()].as_strided(buffer.shape, buffer.stride())
+        _accumulate_direction_(natural, i, direction, 0.0)
+        if natural.decaying[i]:
+            direction.add_(parameter, alpha=float(group["weight_decay"]))
+        scale = relative_scale(parameter, direction, lr, float(ratio))
+        if scale != 1.0:
+            direction.mul_(scale)
+        torch.add(direction, buffer, alpha=momentum, out=buffer)  # one pass over memory; mul_ and add_ take two
+    torch._foreach_add_([parameter], [buffer], alpha=-lr)
 
 
 def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:

@@ -19,14 +19,15 @@ from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.parameters import parameters_of
 from torch_thor.optim.thor.auto_split import AutoSplit, check_whole
 from torch_thor.optim.thor.covered import warn_of_little
+from torch_thor.optim.thor.divided_curvature import DividedInverses
 from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
 from torch_thor.optim.thor.options import (
     AUTO,
+    check_division,
     check_group,
     check_optimizer,
-    check_whole_matrices,
     preset_options,
     with_defaults,
 )
@@ -112,6 +113,10 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         whole_matrices: with ``scaling="spectral"`` under FSDP2, whether each matrix is collected at one process and
             orthogonalised as a whole, which takes two all-to-all collectives in every step. If not, every process
             orthogonalises the rows that it holds, and nothing is sent.
+        divide_curvature: with several processes, whether each block of a factor and its inverse are kept by the one
+            process that inverts it, in 1 / n of the memory, and inverses are collected in every step. If not, all
+            processes keep all of them, and ordinary steps send nothing. The steps are the same. State dicts then need
+            :meth:`consolidate_state_dict` first.
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing
@@ -150,6 +155,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         grad_scaler: torch.amp.GradScaler | None = None,
         process_group: Any = None,
         whole_matrices: bool = False,
+        divide_curvature: bool = False,
     ) -> None:
         params, model = parameters_of(params, model, "THOR")
         if model is None:
@@ -160,7 +166,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         check_optimizer(
             loss_reduction=loss_reduction, nonfinite=nonfinite, scaling=scaling, fisher=fisher, loss_terms=loss_terms
         )
-        check_whole_matrices(whole_matrices, scaling)
+        check_division(whole_matrices, divide_curvature, scaling)
         self.model = model
         self.scaling = scaling
         self.fisher = fisher
@@ -171,6 +177,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self.only = only
         self.nonfinite = nonfinite
         self.whole_matrices = whole_matrices
+        self.divide_curvature = divide_curvature
         self.grad_scaler = grad_scaler
         self.process_group = process_group
         self.skipped_steps = 0
@@ -231,7 +238,8 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         if inputs.due or not inputs.fits:
             refresh_layers(self, inputs)
         if not inputs.state_only:  # nothing raises from here on, so a step is taken completely or not at all
-            self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying)
+            inverses = DividedInverses() if self.divide_curvature and self._is_divided() else None
+            self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying, inverses)
             for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
                 group.update(step=group["step"] + 1, next_refresh=next_refresh)
             if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:

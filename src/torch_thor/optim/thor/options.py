@@ -225,20 +225,21 @@ def check_loss_terms(value: Any) -> int:
     return int(value)
 
 
-def check_whole_matrices(value: Any, scaling: str | None) -> None:
-    """Check the option ``whole_matrices``.
+def check_division(whole_matrices: Any, divide_curvature: Any, scaling: str | None) -> None:
+    """Check the options ``whole_matrices`` and ``divide_curvature``.
 
     Args:
-        value: its value.
+        whole_matrices: the value of the one.
+        divide_curvature: the value of the other.
         scaling: the scaling of the optimizer.
 
     Raises:
-        ValueError: it is no truth value, or it is True without ``scaling="spectral"``.
+        ValueError: one is no truth value, or ``whole_matrices`` is True without ``scaling="spectral"``.
     """
-    name = "whole_matrices"
-    require(name, value, isinstance(value, bool), "True or False", "leave it out for False")
+    for name, value in (("divide_curvature", divide_curvature), ("whole_matrices", whole_matrices)):
+        require(name, value, isinstance(value, bool), "True or False", "leave it out for False")
     spectral = "False unless scaling='spectral', because no other step orthogonalises matrices"
-    require(name, value, not value or scaling == "spectral", spectral, "leave it out")
+    require("whole_matrices", whole_matrices, not whole_matrices or scaling == "spectral", spectral, "leave it out")
 
 
 def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher: Any, loss_terms: Any) -> None:

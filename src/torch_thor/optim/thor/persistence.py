@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from torch_thor.optim.checkpoint import (
@@ -13,8 +12,8 @@ from torch_thor.optim.checkpoint import (
     restore_tensors,
     restored_on_error,
 )
+from torch_thor.optim.thor.consolidation import Consolidation
 from torch_thor.optim.thor.gradient_checks import some
-from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.options import check_group, check_scaling
 from torch_thor.optim.thor.saved_rows import fit_loaded_rows
 from torch_thor.optim.thor.state_dict_checks import check_factors, check_is_of_thor, check_selection
@@ -31,6 +30,7 @@ _COPIED = (
     "loss_terms",
     "nonfinite",
     "whole_matrices",
+    "divide_curvature",
     "grad_scaler",
     "skipped_steps",
     "skip",
@@ -39,12 +39,11 @@ _COPIED = (
 )
 
 
-class Persistence(torch.optim.Optimizer):
+class Persistence(Consolidation):
     """The part of THOR that saves, loads and copies it, and adds parameter groups."""
 
     model: nn.Module
     scaling: str | None
-    _registry: LayerRegistry
     _rule: UpdateRule
     _fitting: list[Any] | None
 
@@ -83,8 +82,13 @@ class Persistence(torch.optim.Optimizer):
         Returns:
             As :meth:`torch.optim.Optimizer.state_dict`; a schedule of :mod:`torch_thor.intervals` is stored as text.
             Under FSDP2, tensors whose rows are divided are DTensors, as the parameters are.
+
+        Raises:
+            RuntimeError: the curvature is divided among processes (``divide_curvature=True``), and has not been
+                collected by :meth:`consolidate_state_dict` since the last step.
         """
-        state_dict = super().state_dict()
+        with self._with_whole_state():
+            state_dict = super().state_dict()
         return {**state_dict, "param_groups": [plain_group(group) for group in state_dict["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -107,7 +111,7 @@ class Persistence(torch.optim.Optimizer):
             registry.find(self.param_groups, self.state)
         own = options_of(self.param_groups)
         try:
-            with restored_on_error(self):
+            with self._undivided(), restored_on_error(self):
                 saved = load_checked(self, super().load_state_dict, state_dict, check_is_of_thor)
                 complete_groups(self.param_groups, own)
                 for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
@@ -128,6 +132,7 @@ class Persistence(torch.optim.Optimizer):
         registry.capture.resume()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._check_whole()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Candidate, refresh
 from torch_thor.distributed.statistics import count_rows
 from torch_thor.optim.thor.auto_split import AUTO, AutoSplit
+from torch_thor.optim.thor.divided_curvature import divide
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.state import make_state
 from torch_thor.optim.thor.statistics_checks import check_statistics
@@ -39,6 +40,8 @@ def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
     try:
         uncalled = _gather(thor, inputs) if inputs.due else []
         if not inputs.fits:
+            if thor.divide_curvature and not inputs.state_only:
+                divide(list(registry.layers.values()), thor._processes())
             make_state(thor.param_groups, thor.state, registry.index, registry.layers.values(), thor._rule)
             thor._fitting = fingerprint(thor.param_groups, thor.state, registry.index)
         if inputs.due and not inputs.state_only:

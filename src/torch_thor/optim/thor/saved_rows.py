@@ -64,7 +64,7 @@ def _fit(
     side, count = str(layers[0].stored.side_by_rows), 1 if shards is None else shards.count
     names, shape = (side, f"{side}_inverse"), (len(parameter), layers[0].stored.width(side))
     for name in names:
-        _join_blocks(entries, name, layers, shape)
+        join_blocks(entries, name, layers, shape)
     if any(tuple(getattr(entries.get(name), "shape", ())) != shape for name in names):
         return
     before = int(entries.get(SHARDS, 1))
@@ -82,10 +82,17 @@ def _fit(
                 old.copy_(new)
 
 
-def _join_blocks(
+def join_blocks(
     entries: MutableMapping[str, Any], name: str, layers: Iterable[LayerCurvature], shape: tuple[int, int]
 ) -> None:
-    """Replace the blocks of all layers of a weight, as earlier versions saved them, by one matrix of rows."""
+    """Replace the blocks of all layers of a weight, as earlier versions saved them, by one matrix of rows.
+
+    Args:
+        entries: tensors by key; changed in place, unless blocks are missing or have other shapes.
+        name: the name of a factor or an inverse.
+        layers: all layers of the weight.
+        shape: the shape of the matrix.
+    """
     found = []
     for layer in layers:
         key, view = layer.prefix + name, layer.weight_view

@@ -30,6 +30,7 @@ from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.row_shards import RowShards, bounds_within, local
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.adamw import adamw_step_
+from torch_thor.optim.thor.divided_curvature import DividedInverses
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.whole_matrices import DividedMatrix, orthogonalise_whole_
 
@@ -45,6 +46,7 @@ class _Piece:
         whole: converts the rows of all processes.
         layer: the layer whose factor A preconditions the direction; None if there is no factor.
         bounds: which process holds which rows of the matrix (:class:`DividedMatrix`); None if one holds all.
+        key: the ``id`` of the parameter.
     """
 
     parameter: Tensor
@@ -53,6 +55,7 @@ class _Piece:
     whole: Kind | PlainMatrix
     layer: LayerCurvature | None
     bounds: tuple[int, ...] | None
+    key: int
 
     @property
     def is_tall(self) -> bool:
@@ -140,7 +143,14 @@ class ScaleFree:
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
 
-    def update(self, groups: list[Group], index: ParameterIndex, states: States, decaying: frozenset[int]) -> None:
+    def update(
+        self,
+        groups: list[Group],
+        index: ParameterIndex,
+        states: States,
+        decaying: frozenset[int],
+        inverses: DividedInverses | None,
+    ) -> None:
         """Update every parameter that has a gradient.
 
         Args:
@@ -148,6 +158,7 @@ class ScaleFree:
             index: the index of the parameters, which knows the layers of each.
             states: the optimizer's state.
             decaying: the ``id`` of each parameter to which weight decay applies.
+            inverses: collects the inverses of the layers from other processes; None if all are here.
         """
         for group in groups:
             lr = float(group["lr"])
@@ -174,15 +185,18 @@ class ScaleFree:
                     others.append((own, gradient, state))
             if shrunk:
                 torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
+            pieces: list[_Piece] = []
+            divided: list[_Piece] = []  # rows of matrices that are orthogonalised as a whole
+            directions = _directions(matrices, group) if matrices else []
+            for (parameter, _, _), direction in zip(matrices, directions, strict=True):
+                for piece in _pieces_of(parameter, direction, index):
+                    if self.whole_matrices and piece.bounds is not None:
+                        divided.append(piece)
+                    elif len(piece.parameter):
+                        pieces.append(piece)
+            if inverses is not None:
+                _precondition_in_turns([*pieces, *divided], inverses.turns(group, index))
             if matrices:
-                pieces: list[_Piece] = []
-                divided: list[_Piece] = []  # rows of matrices that are orthogonalised as a whole
-                for (parameter, _, _), direction in zip(matrices, _directions(matrices, group), strict=True):
-                    for piece in _pieces_of(parameter, direction, index):
-                        if self.whole_matrices and piece.bounds is not None:
-                            divided.append(piece)
-                        elif len(piece.parameter):
-                            pieces.append(piece)
                 rows = group["split_dim"] if isinstance(group["split_dim"], int) else None  # None also for "auto"
                 _step_(pieces, lr, rows)
                 if divided and index.first_shards is not None:
@@ -222,13 +236,13 @@ def _pieces_of(parameter: nn.Parameter, direction: Tensor, index: ParameterIndex
     if matrix is not None:
         plain = matrix.of_rows(tuple(parameter.shape), len(own))
         assert plain is not None  # others were not found to be matrices
-        yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None)
+        yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None, id(parameter))
         return
     for share in index.shares_of[id(parameter)]:
         rows, layer = share.view.local_rows, share.layer if share.layer.refreshes else None
         part, its_direction = (own, direction) if rows is None else (own[rows], direction[rows])
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
-        yield _Piece(part, its_direction, share.layer.geometry, share.layer.kind, layer, its_bounds)
+        yield _Piece(part, its_direction, share.layer.geometry, share.layer.kind, layer, its_bounds, id(parameter))
 
 
 def _norm_of_part(part: Kind | PlainMatrix, whole: Kind | PlainMatrix) -> float:
@@ -247,19 +261,31 @@ def _alike(pieces: list[_Piece]) -> Iterable[tuple[tuple[torch.dtype, torch.devi
     return found.items()
 
 
+def _precondition_in_turns(pieces: list[_Piece], turns: Iterable[frozenset[int] | None]) -> None:
+    """Replace directions by preconditioned ones, layer by layer, as the inverses are collected."""
+    for ready in turns:
+        for piece in pieces:
+            if piece.layer is not None and (ready is None or piece.key in ready):
+                piece.direction, piece.layer = _preconditioned(piece), None
+
+
+def _preconditioned(piece: _Piece) -> Tensor:
+    """Return the direction ``∇W A_d⁻¹``, or a copy of ∇W without a factor; in the shape of the parameter."""
+    own = torch.empty(piece.parameter.shape, dtype=piece.direction.dtype, device=piece.direction.device)
+    if piece.layer is None or not len(own):
+        return own.copy_(piece.direction)
+    with ieee_float32(own.device.type):
+        _precondition_inputs(piece.layer, piece.direction, piece.geometry.to_matrix(own))
+    return own
+
+
 def _step_whole_(pieces: list[_Piece], lr: float, rows: int | None, shards: RowShards) -> None:
     """Take the steps of the rows of this process, of matrices that are orthogonalised as a whole."""
-    for (dtype, device), members in _alike(pieces):
+    for _, members in _alike(pieces):
         matrices = []
         for piece in members:
-            own = torch.empty(piece.parameter.shape, dtype=dtype, device=device)
-            if piece.layer is None or not len(own):
-                own.copy_(piece.direction)
-            else:
-                with ieee_float32(device.type):
-                    _precondition_inputs(piece.layer, piece.direction, piece.geometry.to_matrix(own))
             assert piece.bounds is not None
-            matrices.append(DividedMatrix(own, piece.bounds, piece.whole))
+            matrices.append(DividedMatrix(_preconditioned(piece), piece.bounds, piece.whole))
         orthogonalise_whole_(matrices, shards, rows)
         for piece, matrix in zip(members, matrices, strict=True):
             norm = step_norm(piece.whole.outputs, piece.whole.inputs)

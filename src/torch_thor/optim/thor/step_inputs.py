@@ -208,7 +208,7 @@ def _read(
         scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
     largest = _largest_gradient(groups, registry.index)
     shards = registry.index.first_shards
-    if shards is not None and processes.count == 1 and thor.nonfinite == "skip":
+    if shards is not None and processes.count == 1 and (thor.nonfinite == "skip" or thor.divide_curvature):
         # on refresh steps all processes exchange this anyway
         others = shards.total(torch.tensor(0.0 if math.isfinite(largest) else 1.0))
         largest = largest if float(others) == 0 else math.nan

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.thor.divided_curvature import DividedInverses
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
@@ -29,7 +30,14 @@ class UpdateRule(Protocol):
         """
         ...
 
-    def update(self, groups: list[Group], index: ParameterIndex, states: States, decaying: frozenset[int]) -> None:
+    def update(
+        self,
+        groups: list[Group],
+        index: ParameterIndex,
+        states: States,
+        decaying: frozenset[int],
+        inverses: DividedInverses | None,
+    ) -> None:
         """Update every parameter that has a gradient.
 
         Args:
@@ -37,5 +45,6 @@ class UpdateRule(Protocol):
             index: the index of the parameters, which knows the layers of each.
             states: the optimizer's state.
             decaying: the ``id`` of each parameter to which weight decay applies.
+            inverses: collects the inverses of the layers from other processes; None if all are here.
         """
         ...

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torch_thor import THOR
 from torch_thor.training.callbacks.metrics_file import MetricsFile, in_current_format, parse_metrics, read_metrics
 from torch_thor.training.checkpoints import best, checkpoint
 from torch_thor.training.checkpoints.divided import save_divided, weight_parts
@@ -148,16 +149,20 @@ def capture_state(run: Run) -> dict[str, object]:
         run: The training.
 
     Returns:
-        Tensors and plain values, with those of the optimizer unless the network is divided.
+        Tensors and plain values; on the first process with those of the optimizer, unless the network is divided.
     """
-    device = run.task.device
+    device, optimizer = run.task.device, None
+    if not sharding.is_divided(run.model):
+        if isinstance(run.optimizer, THOR):
+            run.optimizer.consolidate_state_dict(to=0)
+        optimizer = run.optimizer.state_dict() if parallel.is_first() else None
     own = {
         "data": run.streams.train.state_dict(),
         "rng": torch.get_rng_state(),
         "device_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
     return {
-        "optimizer": None if sharding.is_divided(run.model) else run.optimizer.state_dict(),
+        "optimizer": optimizer,
         "precision": run.stepper.precision.state_dict(),
         "averaged_steps": 0 if run.average is None else int(run.average.n_averaged),
         "step": run.step,

@@ -19,13 +19,14 @@ from torch_thor.training.models import masked_lm
 from torch_thor.training.output_files import check_place, write_whole, writing
 from torch_thor.training.printing import printer
 from torch_thor.training.reports.plan_costs import Costs, read_costs, write_costs
+from torch_thor.training.reports.plan_divided import divided_share
 from torch_thor.training.reports.plan_division import Share, curvature_of, share_of
 from torch_thor.training.reports.plan_measure import measure_costs
 from torch_thor.training.reports.plan_network import parse_interconnect
 from torch_thor.training.reports.plan_plot import draw_times
 from torch_thor.training.reports.plan_sample import VOCABULARY, make_sample
 from torch_thor.training.reports.plan_sharded import ShardedShare, shard_layers, sharded_share
-from torch_thor.training.reports.plan_tables import megabytes, plan_table, sharded_table, times_table
+from torch_thor.training.reports.plan_tables import divided_table, megabytes, plan_table, sharded_table, times_table
 from torch_thor.training.reports.plan_times import Times, Workload, predict
 from torch_thor.training.reports.split_subject import load_subject
 
@@ -104,6 +105,8 @@ def report_plan(word: str, world_sizes: Sequence[int], console: Console, options
         f"{megabytes(curvature.statistics_bytes)}, gradients {megabytes(curvature.gradient_bytes)}"
     )
     console.print(plan_table(shares))
+    divided = [divided_share(model, layers, processes) for processes in world_sizes]
+    console.print(divided_table(divided))
     costs = _costs(word, options, say)
     times: list[Times] = []
     if costs is not None and work is not None:
@@ -131,6 +134,7 @@ def report_plan(word: str, world_sizes: Sequence[int], console: Console, options
             "torch_thor": __version__,
             "curvature": asdict(curvature),
             "shares": [asdict(share) for share in shares],
+            "divided": [asdict(share) for share in divided],
             "sharded": [asdict(share) for share in sharded],
             "interconnect": asdict(network),
             "workload": None if work is None else asdict(work),

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
+from torch_thor.training.reports.plan_divided import DividedShare
 from torch_thor.training.reports.plan_division import Share
 from torch_thor.training.reports.plan_sharded import ShardedShare
 from torch_thor.training.reports.plan_times import Times
@@ -43,6 +44,23 @@ def sharded_table(shares: Iterable[ShardedShare]) -> Table:
         stored = (megabytes(size) for size in (one.memory, one.state_bytes, one.statistics_bytes))
         sent = (megabytes(size) for size in (one.sent, one.weights_sent))
         table.add_row(f"{one.processes:,}", *stored, f"{one.imbalance:.2f}", *sent)
+    return table
+
+
+def divided_table(shares: Iterable[DividedShare]) -> Table:
+    """Make the table of what a process stores and sends with `divide_curvature=True` under DDP.
+
+    Args:
+        shares: What a process stores and sends, for each number of processes.
+
+    Returns:
+        A table with a row per number of processes.
+    """
+    table = _table(
+        "One process, divide_curvature=True (DDP)", "processes", "curvature", "sent per refresh", "sent per step"
+    )
+    for one in shares:
+        table.add_row(f"{one.processes:,}", *map(megabytes, (one.state_bytes, one.sent, one.inverses_sent)))
     return table
 
 

@@ -1,0 +1,287 @@
+"""Curvature that is divided among the processes (``divide_curvature=True``): each block has one owner.
+
+The owner of a block, which is the process that inverts it, is the only one that keeps it and its inverse. So n
+processes need about 1 / n of the memory each, and a refresh sends the sums of the factors alone. In return every step
+collects the inverses, one group of layers after the other, and drops them when it has used them. That sends less than
+the weights have elements, because only the triangles of blocks are sent. KAISA (Pauloski et al., SC 2021) has the same
+choice between memory and communication for whole layers.
+
+The factor of the rows of a sharded weight (FSDP2) is divided with the rows already. Then only the other factor has
+owners.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.owned_blocks import BlockOwners
+from torch_thor.curvature.precision import factor_dtype
+from torch_thor.curvature.processes import Processes
+from torch_thor.curvature.row_shards import ShardedLayout
+from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes
+from torch_thor.distributed.traffic import Collective, from_owners
+from torch_thor.distributed.triangles import packed_size
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.thor.parameter_index import ParameterIndex
+
+# The inverses that are collected at once have about so many elements: 32 MB in float32.
+ELEMENTS = 2**23
+
+
+def owners_of(layers: Iterable[LayerCurvature], processes: int, rank: int) -> dict[tuple[str, str], BlockOwners]:
+    """Deal out the blocks of all factors that are not divided with the rows of a weight.
+
+    Args:
+        layers: the layers.
+        processes: the number of processes.
+        rank: the rank of this one.
+
+    Returns:
+        The owners by the name of the layer and the side; the same on all processes, but for ``rank``.
+    """
+    sides: list[tuple[tuple[str, str], BlockLayout]] = []
+    shapes: list[tuple[int, int]] = []
+    fixed: list[tuple[int, ...] | None] = []
+    for layer in layers:
+        for side, layout in layer.layouts().items():
+            if isinstance(layout, ShardedLayout):
+                shapes += [shape[:2] for shape, _ in layout.parts]
+                fixed += [owners for _, owners in layout.parts]
+                continue
+            sides.append(((layer.name, side), layout))
+            of_side = [shape[:2] for shape in layout.shapes if shape is not None]
+            shapes += of_side
+            fixed += [None] * len(of_side)
+    dealt = deal_out(tuple(shapes), processes, tuple(fixed))
+    free = iter([tuple(bounds) for bounds, known in zip(dealt, fixed, strict=True) if known is None])
+    return {
+        name: BlockOwners(layout, tuple(next(free) for shape in layout.shapes if shape is not None), rank)
+        for name, layout in sides
+    }
+
+
+def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
+    """Divide the curvature of all layers among the processes. Of factors that are in the state, the own blocks stay.
+
+    Args:
+        layers: the layers, bound to their state.
+        processes: the processes that train together, which call it with the same layers; nothing is sent.
+    """
+    new = [layer for layer in layers if not layer.stored.owners]
+    if processes.count == 1 or not new:
+        return
+    owners = owners_of(new, processes.count, processes.rank)
+    sides = {layer: [side for side in layer.sides if (layer.name, side) in owners] for layer in new}
+    kept, keys = [], []
+    for layer in new:
+        if layer.stored.are_there():
+            for name in [f"{side}{end}" for side in sides[layer] for end in ("", "_inverse")]:
+                whole = layer.stored.read(name)
+                assert isinstance(whole, BlockDiagonal)  # nothing of it has been divided so far
+                kept.append((layer, name, owners[layer.name, name[0]].take(whole)))
+                keys += [(layer, name), (layer, layer.prefix + name), (layer, f"{layer.prefix}{name}_tail")]
+    for layer, key in keys:  # several layers may be rows of one entry, which all have been read now
+        layer.state.pop(key, None)
+    for layer in new:
+        layer.stored.owners = {side: owners[layer.name, side] for side in sides[layer]}
+        layer.stored.exchange = processes.exchange
+    for layer, name, blocks in kept:
+        layer.stored.write(name, blocks)
+
+
+def whole_entries(layers: Sequence[LayerCurvature]) -> Iterator[tuple[LayerCurvature, dict[str, Tensor]]]:
+    """Collect the factors and inverses of all layers. All processes must consume it.
+
+    Args:
+        layers: the layers.
+
+    Yields:
+        A layer, and the entries that the state of its weight would have without division, but for the rows of a weight,
+        which are still blocks (:func:`torch_thor.optim.thor.saved_rows.join_rows`).
+    """
+    for layer in layers:
+        names = [f"{side}{end}" for side in layer.stored.owners for end in ("", "_inverse")]
+        entries: dict[str, Tensor] = {}
+        for name, whole in zip(names, layer.stored.whole(names) if names else (), strict=True):
+            key = layer.prefix + name
+            entries.update(zip((key, f"{key}_tail"), whole.parts(), strict=False))
+        yield layer, entries
+
+
+# the turns of an update if all inverses are on all processes
+ALL_AT_ONCE: tuple[None, ...] = (None,)
+
+
+class DividedInverses:
+    """Collects the inverses of the layers for the update rule."""
+
+    def turns(self, group: Group, index: ParameterIndex) -> Iterator[frozenset[int]]:
+        """Collect the inverses of one parameter group, some layers at a time. All processes must consume it.
+
+        Args:
+            group: the parameter group.
+            index: the index of the parameters.
+
+        Yields:
+            The ``id`` of each parameter whose inverses are there now.
+        """
+        for parameters, needed in _turns(_needs(group, index)):
+            try:
+                _collect(needed)
+                yield parameters
+            finally:
+                for layer in needed:
+                    layer.stored.collected = {}
+
+
+# the layers of a turn, each with the sides that are needed
+_Needed = Mapping[LayerCurvature, tuple[str, ...]]
+
+
+def _needs(group: Group, index: ParameterIndex) -> Iterator[tuple[int, _Needed]]:
+    """Yield each preconditioned parameter of a group, with the inverses that it needs.
+
+    It does not depend on which parameters have a gradient or rows on this process.
+
+    Yields:
+        The ``id`` of the parameter, and its layers with the sides.
+    """
+    for parameter in group["params"]:
+        needed: dict[LayerCurvature, tuple[str, ...]] = {}
+        for share in index.shares(parameter):
+            if share.layer.refreshes:
+                owned = share.layer.stored.owners
+                needed[share.layer] = tuple(side for side in owned if share.is_weight or side == "G")
+        if needed:
+            yield id(parameter), needed
+
+
+def _turns(needs: Iterable[tuple[int, _Needed]]) -> Iterator[tuple[frozenset[int], _Needed]]:
+    """Divide parameters into turns, each with about ``ELEMENTS`` elements of inverses.
+
+    Yields:
+        The ``id`` of each parameter, and the layers with the sides that they need.
+    """
+    parameters: list[int] = []
+    of_turn: dict[LayerCurvature, tuple[str, ...]] = {}
+    size = 0
+    for parameter, needed in needs:
+        new = sum(elements_of(layer, {*sides} - {*of_turn.get(layer, ())}) for layer, sides in needed.items())
+        if size and new and size + new > ELEMENTS:
+            yield frozenset(parameters), of_turn
+            parameters, of_turn, size = [], {}, 0
+            new = sum(elements_of(layer, sides) for layer, sides in needed.items())
+        parameters.append(parameter)
+        for layer, sides in needed.items():
+            of_turn[layer] = tuple(dict.fromkeys((*of_turn.get(layer, ()), *sides)))
+        size += new
+    if parameters:
+        yield frozenset(parameters), of_turn
+
+
+def collectives_of_step(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
+    """Return the collectives of a step that collect the inverses, if all layers have them and are in one group.
+
+    Args:
+        parameters: the parameters of the group, in their order.
+        layers: the layers, which are divided.
+
+    Returns:
+        The collectives, in their order.
+    """
+    found = []
+    needs: defaultdict[int, dict[LayerCurvature, tuple[str, ...]]] = defaultdict(dict)
+    for one in layers:
+        needs[id(one.weight)][one] = tuple(one.stored.owners)
+    for _, needed in _turns((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
+        shapes: defaultdict[torch.dtype, list[Shape]] = defaultdict(list)
+        bounds: defaultdict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
+        for layer, sides in needed.items():
+            dtype = factor_dtype(layer.weight.dtype)
+            for owners in (layer.stored.owners[side] for side in sides):
+                shapes[dtype] += [shape[:2] for shape in owners.layout.shapes if shape is not None]
+                bounds[dtype] += owners.bounds
+        found += [from_owners(packed_sizes(shapes[dtype], bounds[dtype]), dtype.itemsize) for dtype in shapes]
+    return found
+
+
+@contextmanager
+def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -> Iterator[None]:
+    """Let layers without state be those of one of many processes that divide them, to plan with them.
+
+    Args:
+        layers: the layers.
+        processes: the number of processes.
+        rank: the rank of the one.
+
+    Yields:
+        Nothing.
+    """
+    owners = owners_of(layers, processes, rank)
+    for layer in layers:
+        layer.stored.owners = {side: owners[layer.name, side] for side in layer.sides if (layer.name, side) in owners}
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.stored.owners = {}
+
+
+def own_bytes(layers: Iterable[LayerCurvature]) -> int:
+    """Return the size of the blocks that this process keeps.
+
+    Args:
+        layers: layers that are divided.
+
+    Returns:
+        Bytes of the blocks of the factors and of their inverses.
+    """
+    size = 0
+    for layer in layers:
+        for owners in layer.stored.owners.values():
+            elements = sum(math.prod(shape) for shape in owners.shapes if shape is not None)
+            size += 2 * factor_dtype(layer.weight.dtype).itemsize * elements
+    return size
+
+
+def elements_of(layer: LayerCurvature, sides: Iterable[str]) -> int:
+    """Return the number of elements that the inverses of a layer have when they are sent.
+
+    Args:
+        layer: the layer.
+        sides: some of its sides that are divided.
+
+    Returns:
+        The number, in packed triangles.
+    """
+    shapes = itertools.chain(*(layer.stored.owners[side].layout.shapes for side in sides))
+    return sum(shape[0] * packed_size(shape[1]) for shape in shapes if shape is not None)
+
+
+def _collect(needed: _Needed) -> None:
+    """Collect the inverses of some layers, with one collective for each dtype and device."""
+    found: list[tuple[LayerCurvature, dict[str, BlockDiagonal]]] = []
+    parts: list[Tensor] = []
+    bounds: list[Any] = []
+    for layer, sides in needed.items():
+        whole = {}
+        for side in sides:
+            own: Any = layer.stored.read(f"{side}_inverse")
+            whole[side] = own.spread()
+            parts += whole[side].parts()
+            bounds += own.owners.bounds
+        found.append((layer, whole))
+    exchange = next((layer.stored.exchange for layer in needed), None)
+    if parts and exchange is not None:
+        exchange.share_(parts, bounds)
+    for layer, whole in found:
+        layer.stored.collected = whole
