@@ -14,7 +14,7 @@ GEOMETRIC = {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5}
 THOR_KEYS = {
     "lr": 0.05, "weight_decay": 0.0, "damping": 0.03, "momentum": 0.9, "nesterov": False, "update_interval": 100,
     "trace_thresholds": (0.01, 0.0), "split_dim": 128, "factor_decay": 0.0, "kl_clip": "auto",
-    "max_update_ratio": "auto", "fisher": "empirical", "skip": (), "decay_filter": None,
+    "max_update_ratio": "auto", "divide_curvature": False, "fisher": "empirical", "skip": (), "decay_filter": None,
 }  # fmt: skip
 SPECTRAL = {"lr": 0.08, "damping": 0.1, "momentum": 0.8, "nesterov": True, "factor_decay": 0.5}
 SGD = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9}
