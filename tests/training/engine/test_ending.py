@@ -23,7 +23,7 @@ def heard(world, errors, store=None):
 
     def one(rank, error):
         try:
-            end_together(store, rank, world, error, lambda: None)
+            end_together(store, rank, world, error)
             found[rank] = None
         except UserError as message:
             found[rank] = message
@@ -61,7 +61,7 @@ def test_a_rank_that_still_waits_in_a_collective_is_not_named():
 
 def _error_of(store):
     with pytest.raises(UserError) as caught:
-        end_together(store, 0, 3, LOST, lambda: None)
+        end_together(store, 0, 3, LOST)
     return caught.value
 
 

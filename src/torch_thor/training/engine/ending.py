@@ -1,9 +1,12 @@
 """The end of several processes of which one has failed or was killed, while the others communicated with it."""
 
+import atexit
+import gc
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -87,7 +90,24 @@ def report(store: Any, rank: int, error: BaseException) -> None:
         store.set(str(rank), first_line(error))
 
 
-def end_together(store: Any, rank: int, world: int, error: BaseException, disconnect: Callable[[], None]) -> None:
+def leave_at_exit() -> None:
+    """Let this process end without destructors, when everything has been written.
+
+    That of a process group may wait for ever for a process that is gone, and `torchrun` would wait for this one. The
+    others lose their connections with it then, so that those that still wait for it end too.
+    """
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # it is closed
+                stream.flush()
+        os._exit(1)
+
+    gc.disable()  # which could destroy a process group before that
+    atexit.register(leave)
+
+
+def end_together(store: Any, rank: int, world: int, error: BaseException) -> None:
     """Find out which process is gone, and let one of the others say so.
 
     Args:
@@ -95,7 +115,6 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
         rank: The rank of this process.
         world: The number of processes.
         error: The exception that ends this process.
-        disconnect: Closes the connections of this process, so that those that wait for it end too.
 
     Raises:
         UserError: On one process that has lost a connection; the message names the process that is gone.
@@ -107,7 +126,6 @@ def end_together(store: Any, rank: int, world: int, error: BaseException, discon
     try:
         store.set(str(rank), "" if lost else first_line(error))
         store.set(_BEGUN, "")
-        disconnect()
         reports = _reports(store, world) if lost else {}
         speaks = lost and store.add(_SPEAKER, 1) == 1
     except (RuntimeError, OSError):  # the store is gone too

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.training.data.shards import Shard
-from torch_thor.training.engine.ending import Answers, end_together, report
+from torch_thor.training.engine.ending import Answers, end_together, leave_at_exit, report
 from torch_thor.training.errors import ElsewhereError, StoppedError, UserError, first_line
 
 
@@ -90,19 +90,22 @@ def processes(device: torch.device, connect: Callable[[Any, int, int], str] = la
         torch.cuda.set_device(device)
         backend = {"backend": "nccl", "device_id": device}
     dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
-    ending = PrefixStore("end", store)
+    ending, failed = PrefixStore("end", store), False
     try:
         with Answers(ending, rank):
             try:
                 yield
             except Exception as error:
                 if not isinstance(error, UserError | StoppedError):
-                    end_together(ending, rank, world, error, _destroy)
+                    failed = True
+                    leave_at_exit()
+                    end_together(ending, rank, world, error)
                 elif not isinstance(error, ElsewhereError | StoppedError):  # of this process alone, if not of `agreed`
                     report(ending, rank, error)
                 raise
     finally:
-        _destroy()
+        if not failed:
+            _destroy()
 
 
 def _destroy() -> None:
