@@ -62,7 +62,8 @@ def counted(rank, world, make, options, mesh=None):
     if make is TwoDtypes and world == 4:  # few large blocks, of which padding would take more than twice the size
         assert [one.name for one in found].count("all_reduce") == 4
     layers = list(optimizer.curvature.values())
-    return found, collectives_of_refresh(layers, world) + collectives_of_step(model.parameters(), layers)
+    computed = collectives_of_refresh(layers, world, options.get("communication_dtype"))
+    return found, computed + collectives_of_step(model.parameters(), layers)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,9 @@ def test_bytes_of_other_layers(run, make):
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")
 @pytest.mark.parametrize(
-    "options", [{}, {"split_dim": None}, {"scaling": "spectral"}], ids=["split", "whole", "spectral"]
+    "options",
+    [{}, {"split_dim": None}, {"scaling": "spectral"}, {"communication_dtype": torch.bfloat16}],
+    ids=["split", "whole", "spectral", "bfloat16"],
 )
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (2, 1)], ids=["fsdp-2", "fsdp-4", "hsdp", "replicas-alone"])
 def test_bytes_of_sharded_rows(run, mesh, options):

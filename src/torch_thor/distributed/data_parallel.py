@@ -23,11 +23,13 @@ class DataParallel:
     Args:
         group: the process group.
         device: the device of the model, whose tensors the backend of the group can send.
+        dtype: the dtype in which blocks are sent; None for their own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self._group = group
         self._device = device
+        self._dtype = dtype
         self.count = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.first = self.rank == 0
@@ -78,7 +80,7 @@ class DataParallel:
         for alike in _by_dtype_and_device(parts, bounds):
             starts, size, padded = _layout(alike, self.count)
             # zeros, so that the padding of ranks with fewer elements holds no NaN
-            flat = alike[0][0].new_zeros(size)
+            flat = alike[0][0].new_zeros(size, dtype=self._dtype)
             for rank, start in enumerate(starts):
                 for blocks, piece in _pieces(alike, rank, flat[start:]):
                     pack(blocks, piece)
@@ -100,7 +102,7 @@ class DataParallel:
         """
         for alike in _by_dtype_and_device(parts, bounds):
             starts, size, padded = _layout(alike, self.count)
-            flat = alike[0][0].new_zeros(size)
+            flat = alike[0][0].new_zeros(size, dtype=self._dtype)
             own = flat.new_zeros(size // self.count) if padded else flat[starts[self.rank] :]
             for blocks, piece in _pieces(alike, self.rank, own):
                 pack(blocks, piece)
@@ -123,7 +125,7 @@ class DataParallel:
         group = cast(dist.ProcessGroup, replicas)
         for alike in _by_dtype_and_device(parts, [(0, len(part)) for part in parts]):
             _, size, _ = _layout(alike, 1)
-            flat = alike[0][0].new_zeros(size)
+            flat = alike[0][0].new_zeros(size, dtype=self._dtype)
             for blocks, piece in _pieces(alike, 0, flat):
                 pack(blocks, piece)
             dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)

@@ -18,12 +18,13 @@ class ProcessGroupHandle:
 
     Args:
         group: a group; None for the default group, if there is one at the time of a step; False to train alone.
+        dtype: the dtype in which blocks are sent; None for their own.
 
     Raises:
         ValueError: ``group`` is something else.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, dtype: torch.dtype | None = None) -> None:
         self.is_lost = isinstance(group, str) and group == _LOST
         if not (group is None or group is False or self.is_lost or _is_group(group)):
             raise ValueError(
@@ -32,6 +33,7 @@ class ProcessGroupHandle:
                 f"mesh.get_group()"
             )
         self.group = group
+        self.dtype = dtype
         self._announced = False
 
     def join(self, model: nn.Module, device: torch.device) -> Processes:
@@ -72,13 +74,13 @@ class ProcessGroupHandle:
         if self.group is False or not _is_initialized():
             return ALONE
         group: Any = dist.group.WORLD if self.group is None else self.group
-        return DataParallel(group, device) if dist.get_world_size(group) > 1 else ALONE
+        return DataParallel(group, device, self.dtype) if dist.get_world_size(group) > 1 else ALONE
 
     def __deepcopy__(self, _: Any) -> "ProcessGroupHandle":
         return self
 
-    def __reduce__(self) -> tuple[type["ProcessGroupHandle"], tuple[Any]]:
-        return ProcessGroupHandle, (_LOST if _is_group(self.group) else self.group,)
+    def __reduce__(self) -> tuple[type["ProcessGroupHandle"], tuple[Any, torch.dtype | None]]:
+        return ProcessGroupHandle, (_LOST if _is_group(self.group) else self.group, self.dtype)
 
 
 def _is_initialized() -> bool:

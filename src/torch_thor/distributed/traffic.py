@@ -86,7 +86,9 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
     return found
 
 
-def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> list[Collective]:
+def collectives_of_refresh(
+    layers: Iterable[LayerCurvature], processes: int, sent_as: torch.dtype | None = None
+) -> list[Collective]:
     """Return the collectives of a refresh in which all layers take new factors.
 
     Under HSDP the broadcast to the ranks that hold the same rows is that of this rank. The first refresh of a training
@@ -95,6 +97,7 @@ def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> 
     Args:
         layers: the layers that are due, on one device.
         processes: the number of ranks, at least 2.
+        sent_as: the dtype in which blocks are sent (``communication_dtype``); None for their own.
 
     Returns:
         The collectives, in their order.
@@ -110,16 +113,17 @@ def collectives_of_refresh(layers: Iterable[LayerCurvature], processes: int) -> 
     sums, results = [], []
     for dtype, members in alike.items():
         sizes = packed_sizes([blocks[i].shape for i in members], [bounds[i] for i in members])
-        sums.append(_to_owners(sizes, dtype.itemsize))
+        itemsize = (sent_as or dtype).itemsize
+        sums.append(_to_owners(sizes, itemsize))
         shared = [i for i in members if blocks[i].owners is None]
         if shared:
             sizes = packed_sizes([blocks[i].shape for i in shared], [bounds[i] for i in shared])
-            results.append(from_owners(sizes, 2 * dtype.itemsize))
+            results.append(from_owners(sizes, 2 * itemsize))
     before = [_gather(count, processes) for count in (HEADER + NUMBERS, counts, traces)]
-    return [*before, *sums, _gather(2 * len(blocks), processes), *results, *_to_replicas(layers)]
+    return [*before, *sums, _gather(2 * len(blocks), processes), *results, *_to_replicas(layers, sent_as)]
 
 
-def _to_replicas(layers: Iterable[LayerCurvature]) -> list[Collective]:
+def _to_replicas(layers: Iterable[LayerCurvature], sent_as: torch.dtype | None) -> list[Collective]:
     """Return the collectives that send blocks and inverses of the rows of this rank to those that hold the same."""
     elements: dict[torch.dtype, int] = {}
     for layer in layers:
@@ -128,7 +132,8 @@ def _to_replicas(layers: Iterable[LayerCurvature]) -> list[Collective]:
             if isinstance(layout, ShardedLayout) and shards is not None and shards.replicas is not None:
                 own = [shape for shape in layout.local.shapes if shape is not None and layout.own]
                 elements[dtype] = elements.get(dtype, 0) + sum(2 * shape[0] * packed_size(shape[1]) for shape in own)
-    return [Collective("broadcast", n * dtype.itemsize, n * dtype.itemsize) for dtype, n in elements.items()]
+    sizes = [n * (sent_as or dtype).itemsize for dtype, n in elements.items()]
+    return [Collective("broadcast", size, size) for size in sizes]
 
 
 def _to_owners(sizes: Sequence[int], itemsize: int) -> Collective:

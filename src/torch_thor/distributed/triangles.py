@@ -21,9 +21,12 @@ def pack(blocks: Tensor, into: Tensor) -> None:
 
     Args:
         blocks: ``(count, s, s)``, contiguous.
-        into: ``(count · s (s + 1) / 2,)``, overwritten.
+        into: ``(count · s (s + 1) / 2,)``, overwritten; if it has another dtype, the elements are rounded to that.
     """
     lower, _ = _places(blocks)
+    if into.dtype != blocks.dtype:
+        into.view(len(blocks), -1).copy_(blocks.flatten(1).index_select(1, lower))
+        return
     torch.index_select(blocks.flatten(1), 1, lower, out=into.view(len(blocks), -1))
 
 
@@ -32,10 +35,10 @@ def unpack_(blocks: Tensor, packed: Tensor) -> None:
 
     Args:
         blocks: ``(count, s, s)``, contiguous; overwritten.
-        packed: ``(count · s (s + 1) / 2,)``.
+        packed: ``(count · s (s + 1) / 2,)``, of any dtype.
     """
     lower, upper = _places(blocks)
-    rows, triangles = blocks.flatten(1), packed.view(len(blocks), -1)
+    rows, triangles = blocks.flatten(1), packed.view(len(blocks), -1).to(blocks.dtype)
     rows.index_copy_(1, lower, triangles)
     rows.index_copy_(1, upper, triangles)
 

@@ -15,6 +15,7 @@ class JointTraining(torch.optim.Optimizer):
 
     _registry: LayerRegistry
     _group_handle: ProcessGroupHandle
+    communication_dtype: torch.dtype | None
 
     @property
     def process_group(self) -> Any:
@@ -23,7 +24,7 @@ class JointTraining(torch.optim.Optimizer):
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        handle = ProcessGroupHandle(group)
+        handle = ProcessGroupHandle(group, self.communication_dtype)
         if hasattr(self, "_registry"):
             check_shards_fit(self._registry.index.divided(), group)
         self._group_handle = handle

@@ -225,6 +225,20 @@ def check_loss_terms(value: Any) -> int:
     return int(value)
 
 
+def check_communication_dtype(value: Any) -> None:
+    """Check the option ``communication_dtype``.
+
+    Args:
+        value: its value.
+
+    Raises:
+        ValueError: it is neither None nor a dtype with the range of float32.
+    """
+    known = (None, torch.bfloat16, torch.float32)
+    rule = "None, torch.bfloat16 or torch.float32"
+    require("communication_dtype", value, value in known, rule, "sums of factors overflow in float16")
+
+
 def check_division(whole_matrices: Any, divide_curvature: Any, scaling: str | None) -> None:
     """Check the options ``whole_matrices`` and ``divide_curvature``.
 

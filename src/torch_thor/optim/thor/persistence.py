@@ -31,6 +31,7 @@ _COPIED = (
     "nonfinite",
     "whole_matrices",
     "divide_curvature",
+    "communication_dtype",
     "grad_scaler",
     "skipped_steps",
     "skip",

@@ -67,6 +67,9 @@ def _facts(thor: "THOR", inputs: "StepInputs") -> Iterator[str]:
     """Yield lines of text that must be the same on all processes."""
     yield f"loss_reduction={thor.loss_reduction!r}"
     yield f"fisher={thor.fisher!r}"
+    yield f"divide_curvature={thor.divide_curvature!r}"
+    yield f"whole_matrices={thor.whole_matrices!r}"
+    yield f"communication_dtype={thor.communication_dtype!r}"
     sampler = thor._registry.capture.sampler
     if sampler is not None:
         yield f"sampled labels: {'yes' if sampler.passes else 'no'}"

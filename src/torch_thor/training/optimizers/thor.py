@@ -71,6 +71,7 @@ NO_KEYS = (
     "grad_scaler",
     "process_group",
     "whole_matrices",
+    "communication_dtype",
 )
 
 
