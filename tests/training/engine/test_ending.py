@@ -1,6 +1,9 @@
 """A process that is killed is named, and `torchrun --max-restarts` brings the training to the same end."""
 
+import os
+import signal
 import threading
+import time
 
 import pytest
 from torch import distributed as dist
@@ -10,6 +13,7 @@ import killed_script
 from command_line import assert_same_runs, finish, newest, start, state, succeed
 from tiny import assert_same
 from torch_thor.training import UserError
+from torch_thor.training.engine import ending
 from torch_thor.training.engine.ending import Answers, end_together, is_lost_connection, report
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
@@ -52,11 +56,47 @@ def test_a_rank_that_failed_keeps_its_own_error_and_is_named_to_the_others():
 def test_a_rank_that_still_waits_in_a_collective_is_not_named():
     """Rank 1 has heard nothing yet, because its own connections are whole; its thread answers for it."""
     store, found = dist.HashStore(), []
-    with Answers(store, 1):
+    with Answers(store, 1, 3):
         thread = threading.Thread(target=lambda: found.append(_error_of(store)))
         thread.start()
         thread.join(60)
     assert "rank 2 of 3 processes no longer answers" in str(found[0])
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """What a process does that would end without destructors; SIGTERM is ignored."""
+    before, calls = signal.signal(signal.SIGTERM, lambda *_: None), []
+    monkeypatch.setattr(ending, "leave", lambda: calls.append("left"))
+    monkeypatch.setattr(ending, "QUIET", 1.0)
+    monkeypatch.setattr(ending, "_GRACE", 1.0)
+    yield calls
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("others", [{2}, {1, 2}], ids=["one-is-gone", "stopped-by-the-user"])
+def test_a_process_that_waits_without_end_leaves_when_another_is_gone(left, capsys, others):
+    """At the signal of torchrun; if everyone is there, somebody stops the training, and it ends as usual."""
+    store = dist.HashStore()
+    with Answers(store, 0, 3):
+        for rank in others:
+            store.set(f"alive/{rank}", "")
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while not left and time.monotonic() < deadline and not (len(others) == 2 and store.check(["begun"])):
+            time.sleep(0.1)
+        time.sleep(3 if len(others) == 2 else 0)
+    assert left == ([] if len(others) == 2 else ["left"])
+    said = capsys.readouterr().err
+    assert ("torch-thor, rank 0: rank 1 of 3 processes no longer answers" in said) is (len(others) == 1)
+
+
+def test_the_main_thread_may_end_by_itself(left):
+    store = dist.HashStore()
+    with Answers(store, 0, 2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.2)
+    assert left == []
 
 
 def _error_of(store):
@@ -67,7 +107,7 @@ def _error_of(store):
 
 def test_a_rank_that_has_ended_by_itself_is_not_taken_for_the_one_that_was_killed():
     store = dist.HashStore()
-    with Answers(store, 2):
+    with Answers(store, 2, 3):
         pass
     assert "rank 1 of 3 processes no longer answers" in str(heard(3, {0: LOST}, store)[0])
 
@@ -87,7 +127,8 @@ def test_a_connection_is_recognised_behind_other_errors():
 
 DIGITS = ("train", "digits", "optimizer=thor", "epochs=2", "batch_size=160", "device=cpu", "threads=1", "targets=[]")
 DIGITS += ("checkpoint_interval=3", "eval_interval=4", "update_interval=5", "keep_checkpoints=9", "ema_decay=0.5")
-# steps 1, 6 and 11 refresh; each kill is later than the newest checkpoint of the one before, or at the same step
+# steps 1, 6 and 11 refresh; in the first refresh after a start, processes wait for each other without a connection; each
+# kill is later than the newest checkpoint of the one before, or at the same step
 KILLS = "2:step:2,1:step:6,0:checkpoint:6,3:evaluation:8,1:writing:9,0:step:11,2:evaluation:12,3:writing:12,"
 KILLS += "0:step:14,0:writing:16"
 

@@ -24,6 +24,7 @@ SECONDS = {
     "refresh 4": [26.0, 26.0, 26.0],
     "pack": [0.5],
     "unpack": [0.25],
+    "copy": [0.125],
 }
 INVERSIONS = [(1, 1, 1.0), (1, 11, 2.0), (4, 1, 4.0), (4, 11, 24.0)]
 
@@ -39,7 +40,7 @@ def test_costs_from_times():
     assert found.step == 1.0
     assert found.inverting({1: 11, 4: 2}) == pytest.approx(2.0 + 6.0)
     assert (found.refresh.at(2), found.refresh.at(4)) == (pytest.approx(6.0), pytest.approx(8.0))
-    assert (found.pack, found.unpack) == (0.5, 0.25)
+    assert (found.pack, found.unpack, found.copy) == (0.5, 0.25, 0.125)
 
 
 def test_sizes_between_those_that_were_measured():

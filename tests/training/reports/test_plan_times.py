@@ -66,6 +66,8 @@ def test_several_processes_divide_samples_and_inversions():
     assert found.epoch is None
     sharded = predict(layers(), 1024, 4, costs(), FREE, Workload(9, 10), sharded=True)
     assert sharded.ordinary == pytest.approx(7 + 2)
+    copied = predict(layers(), 1024, 4, costs(copy=0.5), FREE, Workload(9, 10), sharded=True)
+    assert copied.ordinary == pytest.approx(7 + 2 + 3 * 1024 * 0.5)
 
 
 def test_the_network():

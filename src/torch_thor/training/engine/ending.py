@@ -4,9 +4,11 @@ import atexit
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch_thor.training.errors import ElsewhereError, UserError, first_line
 
 QUIET = 5.0  # seconds without a new report, after which the processes that have not reported count as lost
 _PAUSE = 0.05
+_GRACE = 5.0  # seconds in which the main thread may end by itself when a process is gone
 _ANSWER = 0.5  # seconds between two looks whether another process has reported
 _BEGUN, _SPEAKER = "begun", "speaker"  # keys in the store beside the ranks
 # in messages of gloo and NCCL for a connection whose other end is gone
@@ -44,34 +47,72 @@ def is_lost_connection(error: BaseException | None) -> bool:
 class Answers:
     """A thread that answers for a process whose main thread still waits for the process that is gone.
 
+    The main thread may wait where no connection is lost, and without end. `torchrun` sends SIGTERM to all processes
+    when one has been killed. So at this signal the thread asks who is still there. If a process is gone, and the main
+    thread does not end by itself, the thread ends this process.
+
     Args:
         store: As in `end_together`.
         rank: The rank of this process.
+        world: The number of processes.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer, name="torch-thor-answers", daemon=True)
+        self._signals, self._wakeup = socket.socketpair()  # receives the numbers of signals, when they arrive
+        self._before = -1
+        self._listens = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "Answers":
+        for end in (self._signals, self._wakeup):
+            end.setblocking(False)
+        if self._listens:
+            self._before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
+        if self._listens:
+            signal.set_wakeup_fd(self._before)
+        for end in (self._signals, self._wakeup):
+            end.close()
         with suppress(RuntimeError, OSError):  # the store is gone
             self._store.set(_alive(self._rank), "")  # it ends by itself
 
     def _answer(self) -> None:
+        answered = False
         try:
             while not self._stop.wait(_ANSWER):
-                if self._store.check([_BEGUN]):
+                if not answered and self._store.check([_BEGUN]):
                     self._store.set(_alive(self._rank), "")
+                    answered = True
+                if self._is_terminated():
+                    self._store.set(_alive(self._rank), "")
+                    self._store.set(_BEGUN, "")
+                    self._leave_if_a_rank_is_gone()
                     return
         except (RuntimeError, OSError):  # the store is gone
             return
+
+    def _is_terminated(self) -> bool:
+        try:
+            return signal.SIGTERM in self._signals.recv(4096)
+        except BlockingIOError:
+            return False
+
+    def _leave_if_a_rank_is_gone(self) -> None:
+        reports = _reports(self._store, self._world)
+        if len(reports) == self._world or self._stop.wait(_GRACE):
+            return  # everyone is there, so somebody has stopped the training; or the main thread has come to an end
+        if self._store.add(_SPEAKER, 1) == 1:
+            message = f"torch-thor, rank {self._rank}: {_what_happened(reports, self._world, '')}"
+            with suppress(OSError, ValueError):
+                sys.stderr.write(f"{message}\n")
+        leave()
 
 
 def _alive(rank: int) -> str:
@@ -90,19 +131,20 @@ def report(store: Any, rank: int, error: BaseException) -> None:
         store.set(str(rank), first_line(error))
 
 
+def leave() -> None:
+    """End this process without destructors."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # it is closed
+            stream.flush()
+    os._exit(1)
+
+
 def leave_at_exit() -> None:
     """Let this process end without destructors, when everything has been written.
 
     That of a process group may wait for ever for a process that is gone, and `torchrun` would wait for this one. The
     others lose their connections with it then, so that those that still wait for it end too.
     """
-
-    def leave() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # it is closed
-                stream.flush()
-        os._exit(1)
-
     gc.disable()  # which could destroy a process group before that
     atexit.register(leave)
 
@@ -132,6 +174,11 @@ def end_together(store: Any, rank: int, world: int, error: BaseException) -> Non
         return
     if not lost:
         return
+    raise (UserError if speaks else ElsewhereError)(_what_happened(reports, world, first_line(error))) from error
+
+
+def _what_happened(reports: Mapping[int, str], world: int, error: str) -> str:
+    """Return the message of the process that speaks."""
     gone = [other for other in range(world) if other not in reports]
     failed = {other: text for other, text in reports.items() if text}
     if gone:
@@ -139,9 +186,8 @@ def end_together(store: Any, rank: int, world: int, error: BaseException) -> Non
     elif failed:
         said = "; ".join(f"rank {other} has failed: {text}" for other, text in failed.items())
     else:
-        said = f"the processes have lost their connections ({first_line(error)})"
-    message = f"{said}; the others end too, and --resume continues from the newest complete checkpoint"
-    raise (UserError if speaks else ElsewhereError)(message) from error
+        said = f"the processes have lost their connections ({error})"
+    return f"{said}; the others end too, and --resume continues from the newest complete checkpoint"
 
 
 def _reports(store: Any, world: int) -> dict[int, str]:

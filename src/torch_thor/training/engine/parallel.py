@@ -90,9 +90,10 @@ def processes(device: torch.device, connect: Callable[[Any, int, int], str] = la
         torch.cuda.set_device(device)
         backend = {"backend": "nccl", "device_id": device}
     dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
-    ending, failed = PrefixStore("end", store), False
+    # a connection of its own, which another thread can use while this one waits for a key
+    ending, failed = PrefixStore("end", store.clone()), False
     try:
-        with Answers(ending, rank):
+        with Answers(ending, rank, world):
             try:
                 yield
             except Exception as error:

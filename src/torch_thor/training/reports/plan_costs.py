@@ -87,6 +87,7 @@ class Costs:
         unpack: Seconds to unpack one.
         machine: Device, threads, clock and versions.
         seconds: All measured times, in rounds.
+        copy: Seconds to copy a byte into new memory; 0 if it was not measured.
     """
 
     model: str
@@ -102,6 +103,7 @@ class Costs:
     unpack: float
     machine: Mapping[str, Any]
     seconds: Mapping[str, Sequence[float]]
+    copy: float = 0.0
 
     def inverting(self, counts: Mapping[int, int]) -> float:
         """Return the time to invert blocks, one batch for each size.
@@ -140,7 +142,7 @@ def make_costs(
 
     Args:
         seconds: Times in rounds by name: `ordinary N`, `step N`, `refresh N` for N samples, the last for a whole step
-            with a refresh; `pack` and `unpack`, of one element.
+            with a refresh; `pack` and `unpack`, of one element; `copy`, of one byte.
         inversions: Size, number of blocks and seconds of inversions, at least one for each size.
         counts: Number of blocks of the model by size, all of which one process inverts.
         others: The other arguments of `Costs`.
@@ -166,6 +168,7 @@ def make_costs(
         inversion=tuple(table),
         pack=middle["pack"],
         unpack=middle["unpack"],
+        copy=middle["copy"],
         seconds=seconds,
         **others,
     )

@@ -33,7 +33,7 @@ def measure_costs(
     scaling: str | None,
     rounds: int = ROUNDS,
 ) -> Costs:
-    """Measure forward and backward pass, ordinary steps, refreshes, inversions and packing.
+    """Measure forward and backward pass, ordinary steps, refreshes, inversions, packing and copying.
 
     All of them take turns, in several rounds after one that does not count. The steps run with half of the local batch
     as well, which separates what grows with the number of samples from what does not.
@@ -76,6 +76,7 @@ def measure_costs(
                 inversions.setdefault(shape, []).append(_timed_inversion(shape, device, clock))
             for name, taken in zip(("pack", "unpack"), _timed_packing(split_dim, device, clock), strict=True):
                 seconds.setdefault(name, []).append(taken)
+            seconds.setdefault("copy", []).append(_timed_copy(device, clock))
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{word} could not be measured: {first_line(error)}") from error
     return make_costs(
@@ -171,6 +172,13 @@ def _timed_inversion(shape: tuple[int, int], device: torch.device, clock: Clock)
     for _ in range(repeats):
         invert_own_([(new, blocks, damping)])
     return (clock() - started) / repeats
+
+
+def _timed_copy(device: torch.device, clock: Clock) -> float:
+    source = torch.ones(_ELEMENTS, device=device)
+    started = clock()
+    copy = source.clone()
+    return (clock() - started) / copy.nbytes
 
 
 def _timed_packing(size: int, device: torch.device, clock: Clock) -> tuple[float, float]:

@@ -14,6 +14,8 @@ from torch_thor.training.reports.plan_network import Interconnect
 
 BUCKET = 25 * 2**20  # bytes of one collective of gradients or weights, as in DDP
 DDP, FSDP = "DDP", "FSDP2"
+# FSDP2 copies the collected weights out of its buffer in the forward and the backward pass, and gradients into one
+COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,12 @@ def predict(
     """
     layers = list(layers)
     samples = work.local(processes)
-    step = costs.step / processes if sharded else costs.step
-    computing = costs.forward_backward.at(samples) + step
+    computing = costs.forward_backward.at(samples)
+    if sharded:
+        copying = COPIES * costs.copy * gradient_bytes if processes > 1 else 0.0
+        computing += costs.step / processes + copying
+    else:
+        computing += costs.step
     refreshing = costs.refresh.at(samples) + refresh_seconds(blocks_of(layers), processes, costs)
     collectives = parameter_collectives(gradient_bytes, processes, sharded=sharded)
     sending = sum(network.seconds(one, processes) for one in collectives)
