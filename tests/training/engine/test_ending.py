@@ -127,8 +127,8 @@ def test_a_connection_is_recognised_behind_other_errors():
 
 DIGITS = ("train", "digits", "optimizer=thor", "epochs=2", "batch_size=160", "device=cpu", "threads=1", "targets=[]")
 DIGITS += ("checkpoint_interval=3", "eval_interval=4", "update_interval=5", "keep_checkpoints=9", "ema_decay=0.5")
-# steps 1, 6 and 11 refresh; in the first refresh after a start, processes wait for each other without a connection; each
-# kill is later than the newest checkpoint of the one before, or at the same step
+# steps 1, 6 and 11 refresh; in the first refresh after a start, processes wait for each other without a connection;
+# each kill is later than the newest checkpoint of the one before, or at the same step
 KILLS = "2:step:2,1:step:6,0:checkpoint:6,3:evaluation:8,1:writing:9,0:step:11,2:evaluation:12,3:writing:12,"
 KILLS += "0:step:14,0:writing:16"
 
