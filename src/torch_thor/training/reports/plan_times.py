@@ -117,8 +117,7 @@ def predict(
     samples = work.local(processes)
     computing = costs.forward_backward.at(samples)
     if sharded:
-        copying = COPIES * costs.copy * gradient_bytes if processes > 1 else 0.0
-        computing += costs.step / processes + copying
+        computing += costs.step / processes + COPIES * costs.copy * gradient_bytes
     else:
         computing += costs.step
     refreshing = costs.refresh.at(samples) + refresh_seconds(blocks_of(layers), processes, costs)
