@@ -147,6 +147,8 @@ def elements(rank, world):
         optimizer.state_dict()
     with pytest.raises(RuntimeError, match="consolidate_state_dict"):
         copy.deepcopy(optimizer)
+    with pytest.raises(RuntimeError, match="process_group=False: the curvature is divided"):
+        optimizer.process_group = False
     optimizer.consolidate_state_dict(to=1)
     whole = None
     if rank == 1:

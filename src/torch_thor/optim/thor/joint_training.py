@@ -27,6 +27,11 @@ class JointTraining(torch.optim.Optimizer):
         handle = ProcessGroupHandle(group, self.communication_dtype)
         if hasattr(self, "_registry"):
             check_shards_fit(self._registry.index.divided(), group)
+            if any(layer.stored.owners for layer in self._registry.layers.values()):
+                raise RuntimeError(
+                    f"process_group={group!r}: the curvature is divided among the processes of the present group "
+                    f"(divide_curvature=True); save the optimizer's state, and load it into one with the other group"
+                )
         self._group_handle = handle
 
     def _processes(self) -> Processes:
