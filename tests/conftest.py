@@ -20,6 +20,14 @@ BLANK = base64.b64decode(
 )  # a PNG of one pixel
 
 
+# These take minutes, in which processes mostly start or wait: they begin first, so that the others run beside them.
+FIRST = "test_killed_ranks"
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.name.startswith(FIRST))
+
+
 @pytest.fixture(autouse=True)
 def blank_pictures(request, monkeypatch):
     """Saved pictures are blank, unless a test is marked `pictures`: drawing takes longer than a small training."""

@@ -191,7 +191,7 @@ def test_an_error_in_the_middle_on_one_process_ends_all(pictures):
     words = ["train", "digits", *PICTURES, "data.max_broken=0", "optimizer=sgd", "batch_size=4", "epochs=2"]
     code, _, err = command(pictures, *words, "checkpoint_interval=1", "--out", "run", ranks=2)
     assert code != 0
-    assert err.count("max_broken=0 allows") == 1
+    assert 1 <= err.count("max_broken=0 allows") <= 2  # of the process itself, and of the other, which names it
     assert "digit_3.JPEG" in err
     shutil.copy(pictures / "data/train/digit/digit_4.JPEG", pictures / "data/train/digit/digit_3.JPEG")
     resume = ["--resume"] if checkpoints(pictures / "run", "sgd") else ["--overwrite"]

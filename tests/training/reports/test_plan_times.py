@@ -85,6 +85,8 @@ def test_packing():
     assert refresh_seconds(blocks, 1, costs(pack=1.0, unpack=1.0)) == 800
     assert refresh_seconds(blocks, 2, costs(pack=1.0)) == 400 + 80 + 2 * 40
     assert refresh_seconds(blocks, 2, costs(unpack=1.0)) == 400 + 40 + 2 * 80
+    # packed sums, own sums, packed results and inverses, of float32
+    assert refresh_seconds(blocks, 2, costs(copy=1.0)) == 400 + 4 * (80 + 40 + 2 * (40 + 80) + 8 * 16)
 
 
 def test_collectives_of_every_step():

@@ -111,15 +111,12 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         process_group: the processes that train this model together and average its gradients, as DDP does; their
             statistics are averaged on refresh steps. None: the default group, if ``torch.distributed`` is initialised
             by the time of a step; False: none, so that every process trains a model of its own.
-        whole_matrices: with ``scaling="spectral"`` under FSDP2, whether each matrix is collected at one process and
-            orthogonalised as a whole, which takes two all-to-all collectives in every step. If not, every process
-            orthogonalises the rows that it holds, and nothing is sent.
-        divide_curvature: with several processes, whether each block of a factor and its inverse are kept by the one
-            process that inverts it, in 1 / n of the memory, and inverses are collected in every step. If not, all
-            processes keep all of them, and ordinary steps send nothing. The steps are the same. State dicts then need
-            :meth:`consolidate_state_dict` first.
-        communication_dtype: with several processes, the dtype in which the sums, factors and inverses are sent; None
-            for their own. ``torch.bfloat16`` halves the bytes of float32, and rounds what is sent to 8 bits.
+        whole_matrices: with ``scaling="spectral"`` under FSDP2, whether one process orthogonalises each matrix as a
+            whole (two all-to-all collectives in every step), or every process its own rows (nothing is sent).
+        divide_curvature: with several processes, whether only the process that inverts a block keeps it and its inverse
+            (1 / n of the memory), and every step collects the inverses; else all keep all, and ordinary steps send
+            nothing. The steps are the same. State dicts then need :meth:`consolidate_state_dict` first.
+        communication_dtype: the dtype in which blocks are sent; None: their own. ``torch.bfloat16`` halves the bytes.
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing

@@ -148,13 +148,15 @@ def refresh_seconds(blocks: Sequence[Blocks], processes: int, costs: Costs) -> f
 
     Returns:
         Seconds. Alone, a process packs nothing. With others it packs all sums and those blocks and inverses that it
-        owns, and unpacks the sums that it owns and those blocks and inverses that all processes hold.
+        owns, and unpacks the sums that it owns and those blocks and inverses that all processes hold. All of this is in
+        new memory.
     """
     bounds = deal_out(tuple(one.shape for one in blocks), processes, tuple(one.owners for one in blocks))
-    every = shared = 0
+    every = shared = whole = 0
     for one in blocks:
         size = one.shape[0] * packed_size(one.shape[1])
         every += size
+        whole += one.shape[0] * one.shape[1] ** 2
         shared += size if one.owners is None else 0
     longest = 0.0
     seen: set[tuple[tuple[int, int], ...]] = set()
@@ -173,6 +175,8 @@ def refresh_seconds(blocks: Sequence[Blocks], processes: int, costs: Costs) -> f
         seconds = costs.inverting(counts)
         if processes > 1:
             seconds += costs.pack * (every + 2 * own_shared) + costs.unpack * (own + 2 * shared)
+            new = every + own + 2 * (own_shared + shared) + whole  # elements of the buffers, and of all inverses
+            seconds += costs.copy * max((one.dtype.itemsize for one in blocks), default=0) * new
         longest = max(longest, seconds)
     return longest
 
