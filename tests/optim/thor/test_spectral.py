@@ -14,6 +14,7 @@ from tiny import assert_same, batches, conv_model, cross_entropy, mlp, train, we
 from torch_thor import THOR, intervals
 
 ADAMW_SHARE = 0.2  # of lr, for what is no matrix
+RATIO = 0.08  # some steps of the reference are bounded by it, and some are not
 OPTIONS = {"lr": 0.05, "damping": 0.2, "update_interval": 2, "factor_decay": 0.3, "weight_decay": 0.4}
 
 
@@ -47,7 +48,7 @@ class Reference:
         self.layers = [m for m in model if isinstance(m, nn.Linear)]
         self.momentum, self.nesterov, self.step_number = momentum, nesterov, 0
         self.size = split_dim or 1000
-        self.factors, self.buffers, self.inverses = {}, {}, {}
+        self.factors, self.buffers, self.inverses, self.bounded = {}, {}, {}, []
 
     def step(self, inputs):
         """`inputs`: of each layer, the rows of its input."""
@@ -62,9 +63,13 @@ class Reference:
             u = grad + self.momentum * v if self.nesterov else v
             d = polar_factors(u @ self.inverses[i], self.size)
             outputs, inputs_ = d.shape
-            d *= math.sqrt(min(outputs, inputs_)) * math.sqrt(max(1, outputs / inputs_)) / np.linalg.norm(d)
             weight *= 1 - OPTIONS["lr"] * OPTIONS["weight_decay"]
-            weight -= OPTIONS["lr"] * d
+            length = OPTIONS["lr"] * math.sqrt(min(1, 10 / len(self.layers)))
+            length *= math.sqrt(min(outputs, inputs_)) * math.sqrt(max(1, outputs / inputs_))
+            longest = RATIO * max(np.linalg.norm(weight), 0.03 * math.sqrt(outputs))
+            self.bounded.append(length > longest)
+            length = min(length, longest)
+            weight -= length * d / np.linalg.norm(d)
         self.step_number += 1
 
 
@@ -88,12 +93,16 @@ def assert_steps_of_the_reference(model, stream, *, momentum=0.8, nesterov=True,
         nesterov=nesterov,
         split_dim=split_dim,
         trace_thresholds=(0, 0),
+        max_update_ratio=RATIO,
         decay_filter=lambda name, parameter: parameter.dim() > 1,
         **OPTIONS,
     )
     reference = Reference(twin, momentum=momentum, nesterov=nesterov, split_dim=split_dim)
     adamw = torch.optim.AdamW(
-        [m.bias for m in reference.layers], lr=ADAMW_SHARE * OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=0.0
+        [m.bias for m in reference.layers],
+        lr=ADAMW_SHARE * OPTIONS["lr"] * math.sqrt(min(1, 10 / len(reference.layers))),
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
     )
     for x, labels in stream:
         train(model, optimizer, [(x, labels)])
@@ -102,11 +111,13 @@ def assert_steps_of_the_reference(model, stream, *, momentum=0.8, nesterov=True,
         twin.zero_grad()
         for name, value in weights(model).items():
             torch.testing.assert_close(value, weights(twin)[name], rtol=1e-7, atol=1e-8)
+    return reference
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.8, True), (0.95, True), (0.8, False), (0.0, False)])
 def test_five_steps_are_those_of_the_reference(momentum, nesterov):
-    assert_steps_of_the_reference(mlp(), batches(5), momentum=momentum, nesterov=nesterov)
+    reference = assert_steps_of_the_reference(mlp(), batches(5), momentum=momentum, nesterov=nesterov)
+    assert {True, False} == set(reference.bounded)
 
 
 @pytest.mark.parametrize("split_dim", [1, 2, 3, 4, 6, 7, None])
@@ -117,6 +128,16 @@ def test_blocks_are_those_of_the_reference(split_dim):
         nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3)
     ).double()
     assert_steps_of_the_reference(model, batches(4, size=12), split_dim=split_dim)
+
+
+def test_deep_networks_take_shorter_steps():
+    """Fourteen matrices."""
+    torch.manual_seed(3)
+    hidden = [nn.Linear(5, 5) for _ in range(13)]
+    for layer in hidden:
+        nn.init.orthogonal_(layer.weight)  # all gradients are well-conditioned
+    model = nn.Sequential(*hidden, nn.Linear(5, 3)).double()
+    assert_steps_of_the_reference(model, batches(3, size=32))
 
 
 def test_blocks_keep_to_themselves():
@@ -152,7 +173,7 @@ def test_length_of_the_first_step(name):
     """Each group of a convolution is a matrix of its own: ‖ΔW‖_F = lr √min(o, i) √max(1, o / i)."""
     model, x = conv_model(name)
     before = weights(model)
-    optimizer = THOR(model, lr=0.1, scaling="spectral")
+    optimizer = THOR(model, lr=0.1, scaling="spectral", max_update_ratio=None)
     cross_entropy(torch.tensor([0, 1, 2]))(model(x)).backward()
     optimizer.step()
     conv = model[2]
@@ -160,6 +181,25 @@ def test_length_of_the_first_step(name):
     _, outputs, inputs = change.shape
     expected = 0.1 * math.sqrt(min(outputs, inputs)) * math.sqrt(max(1, outputs / inputs))
     torch.testing.assert_close(change.norm(dim=(1, 2)), torch.full((conv.groups,), expected, dtype=torch.float64))
+
+
+def test_no_step_is_longer_than_a_share_of_the_weight():
+    """Each group counts for itself, and a weight of zeros as 0.03 √d_out; a long step keeps its direction."""
+    moved = {}
+    for ratio in (0.02, None):
+        torch.manual_seed(4)
+        model, x = conv_model("groups")
+        with torch.no_grad():
+            model[2].weight[:3] *= 100
+            model[2].weight[3:] = 0
+        before = model[2].weight.detach().clone().unflatten(0, (2, 3)).flatten(1)
+        optimizer = THOR(model, lr=0.1, scaling="spectral", max_update_ratio=ratio)
+        cross_entropy(torch.tensor([0, 1, 2]))(model(x)).backward()
+        optimizer.step()
+        moved[ratio] = model[2].weight.detach().unflatten(0, (2, 3)).flatten(1) - before
+    torch.testing.assert_close(moved[0.02][0], moved[None][0])  # short, compared with its weights
+    shortened = moved[None][1] * (0.02 * 0.03 * math.sqrt(3) / moved[None][1].norm())
+    torch.testing.assert_close(moved[0.02][1], shortened)
 
 
 def test_tall_kernel_in_channels_last():

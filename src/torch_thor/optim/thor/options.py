@@ -56,7 +56,7 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         # factors change fastest at first: they are refreshed in every step at first, and every 50 from step 98 on
         "update_interval": Geometric(1, 50, factor=1.5),
         "factor_decay": 0.5,
-        "max_update_ratio": None,
+        "max_update_ratio": 0.07,
     },
 }
 
@@ -152,9 +152,9 @@ def check_group(group: Mapping[str, Any]) -> None:
         require(
             bound,
             group[bound],
-            group["scaling"] is None,
-            "None with scaling='spectral', whose steps have a fixed length",
-            "leave it out",
+            bound == "max_update_ratio" or group["scaling"] is None,
+            "None with scaling='spectral', whose step does not depend on the length of the gradient",
+            "use max_update_ratio",
         )
     split_dim = group["split_dim"]
     require(

@@ -47,6 +47,7 @@ class ParameterIndex:
         # parameters whose rows are divided among processes, and how, by name
         self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {}
         self.first_shards: RowShards | None = None  # how the rows of one of them are divided; None if there is none
+        self.depth = 0  # the number of matrices that are trained: weights of layers, and plain matrices
         self.read_modules(model)
 
     def read_modules(self, model: nn.Module) -> None:
@@ -93,6 +94,7 @@ class ParameterIndex:
         """
         self._names, self.shares_of, self.matrix_of = {}, {}, {}
         self.computed = []
+        self.depth = 0
         self._groups = {id(p): group for group in groups for p in group["params"]}
         for name, attribute, module in self.attributes:
             parameter = module._parameters.get(attribute)
@@ -105,6 +107,9 @@ class ParameterIndex:
                 self.matrix_of[id(parameter)] = self._matrices[name]
             if name in self._shares:
                 self.shares_of[id(parameter)] = self._shares[name]
+            if parameter.requires_grad and id(parameter) in self._groups:
+                weights = sum(share.is_weight for share in self._shares.get(name, ()))
+                self.depth += weights or name in self._matrices
             for share in self._shares.get(name, ()):
                 share.view.bind(states.get(parameter), self._groups.get(id(parameter), {}), parameter, shards)
 

@@ -32,7 +32,10 @@ from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.adamw import adamw_step_
 from torch_thor.optim.thor.divided_curvature import DividedInverses
 from torch_thor.optim.thor.parameter_index import ParameterIndex
+from torch_thor.optim.thor.step_bound import SMALLEST_SHARE
 from torch_thor.optim.thor.whole_matrices import DividedMatrix, orthogonalise_whole_
+
+_USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced (depth_scale)
 
 
 @dataclass
@@ -162,6 +165,7 @@ class ScaleFree:
         """
         for group in groups:
             lr = float(group["lr"])
+            length = lr * depth_scale(index.depth)
             shrunk: list[Tensor] = []
             matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, gradient, momentum
             others: list[tuple[Tensor, Tensor, dict[str, Any]]] = []  # parameter, gradient, state
@@ -198,11 +202,12 @@ class ScaleFree:
                 _precondition_in_turns([*pieces, *divided], inverses.turns(group, index))
             if matrices:
                 rows = group["split_dim"] if isinstance(group["split_dim"], int) else None  # None also for "auto"
-                _step_(pieces, lr, rows)
+                ratio = group["max_update_ratio"]
+                _step_(pieces, length, rows, ratio)
                 if divided and index.first_shards is not None:
-                    _step_whole_(divided, lr, rows, index.first_shards)
+                    _step_whole_(divided, length, rows, index.first_shards, ratio)
             if others:
-                adamw_step_(others, lr)
+                adamw_step_(others, length)
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -219,6 +224,37 @@ def step_norm(outputs: int, inputs: int) -> float:
         ``√min(d_out, d_in) · √max(1, d_out / d_in)``.
     """
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / inputs))
+
+
+def depth_scale(matrices: int) -> float:
+    """Return the factor by which the learning rate of a matrix is multiplied in a deep network, ``√min(1, 10 / L)``.
+
+    The changes of L matrices add up in the output, so a network that is n times as deep takes a learning rate that is √n
+    times smaller (η ∝ √(d₀ / depth): HyperP, arXiv 2603.28743).
+
+    Args:
+        matrices: L, the number of trained matrices that are orthogonalised: each weight counts once, whatever the
+            number of its groups or experts, and each projection of a fused weight.
+
+    Returns:
+        The factor; 1 for up to 10 matrices.
+    """
+    return math.sqrt(min(1.0, _USUAL_DEPTH / max(1, matrices)))
+
+
+def _norms(tensor: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Return the Frobenius norms of the matrices of a weight, ``(groups,)``; groups lie along the first dimension."""
+    by_group = tensor.unflatten(0, (groups, -1))
+    norms: Tensor = torch.linalg.vector_norm(by_group, dim=tuple(range(1, by_group.ndim)), dtype=dtype)
+    return norms
+
+
+def _bounded_(norms: list[Tensor], rows: list[int], lengths: list[float], ratio: float) -> list[Tensor]:
+    """Replace norms of matrices by ``min(1, r · max(‖W‖, 0.03 √rows) / length of the step)``, without synchronising."""
+    torch._foreach_maximum_(norms, [SMALLEST_SHARE * math.sqrt(count) for count in rows])
+    torch._foreach_mul_(norms, [ratio / length if length else math.inf for length in lengths])
+    torch._foreach_clamp_max_(norms, 1.0)
+    return norms
 
 
 def _directions(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Group) -> list[Tensor]:
@@ -279,7 +315,7 @@ def _preconditioned(piece: _Piece) -> Tensor:
     return own
 
 
-def _step_whole_(pieces: list[_Piece], lr: float, rows: int | None, shards: RowShards) -> None:
+def _step_whole_(pieces: list[_Piece], lr: float, rows: int | None, shards: RowShards, ratio: float | None) -> None:
     """Take the steps of the rows of this process, of matrices that are orthogonalised as a whole."""
     for _, members in _alike(pieces):
         matrices = []
@@ -287,12 +323,20 @@ def _step_whole_(pieces: list[_Piece], lr: float, rows: int | None, shards: RowS
             assert piece.bounds is not None
             matrices.append(DividedMatrix(_preconditioned(piece), piece.bounds, piece.whole))
         orthogonalise_whole_(matrices, shards, rows)
-        for piece, matrix in zip(members, matrices, strict=True):
-            norm = step_norm(piece.whole.outputs, piece.whole.inputs)
-            piece.parameter.add_(matrix.own, alpha=-lr * norm)
+        lengths = [lr * step_norm(piece.whole.outputs, piece.whole.inputs) for piece in members]
+        if ratio is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
+            squares = torch.stack(
+                [_norms(p.parameter, 1, m.own.dtype)[0] for p, m in zip(members, matrices, strict=True)]
+            )
+            norms = list(shards.total(squares.square_()).sqrt_().unbind())
+            scales = _bounded_(norms, [piece.whole.outputs for piece in members], lengths, ratio)
+            for matrix, scale in zip(matrices, scales, strict=True):
+                matrix.own.mul_(scale)
+        for piece, matrix, length in zip(members, matrices, lengths, strict=True):
+            piece.parameter.add_(matrix.own, alpha=-length)
 
 
-def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
+def _step_(pieces: list[_Piece], lr: float, rows: int | None, ratio: float | None) -> None:
     """Take the steps of all pieces, in one batch for each shape."""
     for (dtype, device), members in _alike(pieces):
         by_shape: defaultdict[tuple[int, int], list[_Piece]] = defaultdict(list)
@@ -309,6 +353,11 @@ def _step_(pieces: list[_Piece], lr: float, rows: int | None) -> None:
         for shaped, step in zip(by_shape.values(), steps, strict=True):
             # clamped for matrices of zeros, whose step is zero
             norms = torch.linalg.matrix_norm(step, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
+            if ratio is not None:
+                weights = [_norms(p.parameter, p.geometry.groups, dtype) for p in shaped]
+                outputs = [p.geometry.outputs for p in shaped]
+                lengths = [lr * _norm_of_part(p.geometry, p.whole) for p in shaped]
+                norms /= torch.cat(_bounded_(weights, outputs, lengths, ratio))[:, None, None]
             step.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
             for piece, own in zip(shaped, step.split([p.geometry.groups for p in shaped]), strict=True):
                 piece.step_(own, lr)

@@ -18,7 +18,7 @@ from torch_thor.optim.parameters import Group
 
 # A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so its norm counts as at
 # least this number times √d_out. That is a twentieth of the norm of a newly initialised linear layer, √(d_out / 3).
-_SMALLEST_SHARE = 0.03
+SMALLEST_SHARE = 0.03
 
 
 def smallest_norm(parameter: Tensor) -> float:
@@ -33,8 +33,8 @@ def smallest_norm(parameter: Tensor) -> float:
     """
     for size in parameter.shape:
         if size != 1:
-            return _SMALLEST_SHARE * math.sqrt(size)
-    return _SMALLEST_SHARE
+            return SMALLEST_SHARE * math.sqrt(size)
+    return SMALLEST_SHARE
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -92,7 +92,8 @@ def rescale_summed_loss(thor: "THOR", inputs: "StepInputs") -> None:
     groups, registry, terms = thor.param_groups, thor._registry, inputs.terms
     first = not any(layer.refreshes for layer in registry.layers.values())
     bounded = any(group["max_update_ratio"] is not None for group in groups)
-    comparable = thor.loss_reduction == "mean" and thor.fisher == "empirical"  # sampled gradients do not show the loss
+    # sampled gradients do not show the loss, and the scale-free step does not depend on it
+    comparable = thor.loss_reduction == "mean" and thor.fisher == "empirical" and thor.scaling is None
     if first and bounded and comparable and looks_summed(inputs.due, terms, inputs.processes):
         registry.warnings.note("summed loss", message(terms))
     elif all(group["loss_scale"] == 1.0 for group in groups):
