@@ -254,14 +254,13 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop the statistics that were gathered with them.
 
+        Statistics of a forward pass whose backward pass is still to come stay.
+
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        capture = self._registry.capture
-        capture.discard_with_gradients()
+        self._registry.capture.discard_with_gradients()
         super().zero_grad(set_to_none)
-        if capture.reached:  # statistics of a forward pass whose backward pass is still to come
-            capture.note_gradients()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
