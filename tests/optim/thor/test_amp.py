@@ -335,3 +335,26 @@ def test_scaler_and_plain_backward_in_turn():
             scaled_step(model, optimizer, scaler, x, labels)
     train(twin, plain, STREAM[:4])
     assert_same(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("wrong", ["lr", "loss_terms"])
+def test_scale_goes_when_a_step_raises(wrong, unscaled):
+    """The steps after it, without a scaler, are those of an optimizer that has never had one."""
+    model, optimizer, twin, plain = pair(update_interval=2)
+    scaler, (x, labels) = scaler_of(), STREAM[0]
+    scaler.scale(cross_entropy(labels)(model(x))).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    sound = optimizer.param_groups[0]["lr"]
+    if wrong == "lr":
+        optimizer.param_groups[0]["lr"] = -1.0
+    else:
+        optimizer.loss_terms = 0
+    with pytest.raises(ValueError, match="must be"):
+        scaler.step(optimizer)
+    optimizer.param_groups[0]["lr"], optimizer.loss_terms = sound, None
+    optimizer.zero_grad()
+    train(model, optimizer, STREAM[:3])
+    train(twin, plain, STREAM[:3])
+    assert_same(weights(model), weights(twin))

@@ -22,6 +22,7 @@ from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.divided_curvature import DividedInverses
 from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
+from torch_thor.optim.thor.loss_scale import remove_scale
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
 from torch_thor.optim.thor.options import (
     AUTO,
@@ -234,22 +235,26 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
                 nothing has changed.
         """
         self._last_refresh = ()
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        inputs = collect(self)
-        if inputs.skipped:
+        try:
+            loss = None if closure is None else torch.enable_grad()(closure)()
+            inputs = collect(self)
+            if inputs.skipped:
+                return loss
+            if inputs.due or not inputs.fits:
+                refresh_layers(self, inputs)
+            if not inputs.state_only:  # nothing raises from here on, so a step is taken completely or not at all
+                inverses = DividedInverses() if self.divide_curvature and self._is_divided() else None
+                self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying, inverses)
+                for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
+                    group.update(step=group["step"] + 1, next_refresh=next_refresh)
+                if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
+                    prepare_next_step(self, inputs)
+                if self._registry.warnings.pending:
+                    self._registry.warnings.issue()
             return loss
-        if inputs.due or not inputs.fits:
-            refresh_layers(self, inputs)
-        if not inputs.state_only:  # nothing raises from here on, so a step is taken completely or not at all
-            inverses = DividedInverses() if self.divide_curvature and self._is_divided() else None
-            self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying, inverses)
-            for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
-                group.update(step=group["step"] + 1, next_refresh=next_refresh)
-            if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
-                prepare_next_step(self, inputs)
-            if self._registry.warnings.pending:
-                self._registry.warnings.issue()
-        return loss
+        except BaseException:  # GradScaler removes what it has set only after a step that succeeds
+            remove_scale(self)
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop the statistics that were gathered with them.
