@@ -61,6 +61,7 @@ class ParameterIndex:
         self.owner_ids = frozenset(id(owner.module) for owner in self._owners.values())
         self.attributes = [(name, owner.attribute, owner.module) for name, owner in self._owners.items()]
         self.computed: list[str] = []  # the names of modules that compute a parameter since: pruned or parametrised
+        self.tied: list[tuple[str, str]] = []  # pairs of names that belong to one parameter since
         self.divided_since = False  # whether a parameter is divided among processes that was whole
         self._whole = {name for name, parameter in model.named_parameters() if not is_sharded(parameter)}
         self._groups: dict[int, Group] = {}
@@ -94,7 +95,7 @@ class ParameterIndex:
             states: the optimizer's state.
         """
         self._names, self.shares_of, self.matrix_of = {}, {}, {}
-        self.computed = []
+        self.computed, self.tied = [], []
         self._groups = {id(p): group for group in groups for p in group["params"]}
         for name, attribute, module in self.attributes:
             parameter = module._parameters.get(attribute)
@@ -102,6 +103,9 @@ class ParameterIndex:
                 self.computed.append(name.rpartition(".")[0])
                 continue
             parameter, shards = self._with_shards(name, parameter)
+            other = self._names.get(id(parameter))
+            if other is not None and (name in self._shares or other in self._shares):
+                self.tied.append((other, name))
             self._names[id(parameter)] = name
             if name in self._matrices:
                 self.matrix_of[id(parameter)] = self._matrices[name]
