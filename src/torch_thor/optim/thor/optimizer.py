@@ -94,8 +94,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             the inverse of A alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for
             every layer and task; decoupled weight decay; AdamW for parameters that are not matrices
-            (:mod:`torch_thor.optim.thor.scale_free`). λ is then relative to the mean diagonal of A, and statistics are
-            taken in the forward pass.
+            (:mod:`torch_thor.optim.thor.scale_free`). λ is then relative to the mean diagonal of A.
         fisher: the labels that the statistics use. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
         loss_terms: N, the number of terms that the loss of one step averages over, all micro-batches together: a
@@ -231,8 +230,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
-            RuntimeError: the layers to refresh have gradients but no statistics, or the state no longer fits the model;
-                nothing has changed.
+            RuntimeError: layers to refresh have gradients but no statistics, or the state does not fit; no change.
         """
         self._last_refresh = ()
         try:
@@ -257,9 +255,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and drop the statistics that were gathered with them.
-
-        Statistics of a forward pass whose backward pass is still to come stay.
+        """Reset the gradients, and drop their statistics; those of a backward pass that is still to come stay.
 
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
