@@ -26,7 +26,7 @@ EXCEPTIONS = {
     "tiny.py": ("capture.module_calls", "tells which modules have hooks, for which there is no public function"),
     "fake_times.py": ("split.choice", "replaces a measurement of time"),
     "capture/test_phases.py": (
-        "capture.capture capture.forward_pass capture.module_calls curvature.layer_state",
+        "capture.capture capture.module_calls curvature.layer_state",
         "changes the phases of a capture as an optimizer does",
     ),
     "capture/test_module_hooks.py": ("capture.module_calls", "calls the hooks as in a forward pass"),

@@ -8,9 +8,7 @@ from torch import nn
 
 from hooked import hooked
 from tiny import listened_to
-from torch_thor.capture import forward_pass
 from torch_thor.capture.capture import Capture
-from torch_thor.capture.forward_pass import InputPhase
 from torch_thor.capture.module_calls import module_calls
 from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.curvature import Decision, RefreshEvent
@@ -18,7 +16,6 @@ from torch_thor.curvature.layer_state import make_layer_state
 
 SIDES = ("A", "G")
 OFF, COUNTING, OPTIONAL, REQUIRED = Phase
-NONE, GATHERED, RESET = InputPhase
 NAMES = ("0", "2", "4")
 
 
@@ -298,61 +295,30 @@ def test_discard_forgets_a_step_and_no_phase(net):
 
 # ---- inputs that wait for their backward pass ------------------------------------------------------------------------
 
-INPUTS = [
-    ("", NONE, False),
-    ("+", GATHERED, False),
-    ("z", NONE, False),
-    ("+z", RESET, True),  # zero_grad between forward and backward
-    ("+z+", GATHERED, True),  # the next forward: that loss was dropped
-    ("+zb", RESET, False),
-    ("+zb+", GATHERED, False),  # a second micro-batch
-    ("+b", GATHERED, False),
-    ("+bz", NONE, False),  # gradients dropped after the backward pass, the statistics with them
-    ("+b+z", NONE, False),
-    ("+zz", RESET, True),
-    ("+zbz", NONE, False),
-    ("+f", NONE, False),
-    ("+zf+", GATHERED, False),
-]
+# and the number of forward passes whose rows count in the end
+INPUTS = {
+    "+": 0, "+b": 1, "+zb": 1, "+zzb": 1, "+b+b": 2, "++b": 2, "+b+zb": 1, "+z+b": 1, "+b+": 1, "+bz": 0, "+b+z": 0,
+    "+zbz": 0, "+fb": 1, "+bf": 0, "+bf+b": 1, "+bn": 1, "+bn+b": 1, "+nb": 1,
+}  # fmt: skip
 
 
-def play(net, events):
-    """``+`` a forward pass, ``b`` its backward pass, ``z`` ``optimizer.zero_grad()``, ``f`` the step is over."""
-    output = None
+@pytest.mark.parametrize("sides", [SIDES, SIDES[:1]], ids=["A and G", "A"])
+@pytest.mark.parametrize("events", INPUTS)
+def test_inputs(events, sides):
+    """``+`` a forward pass, ``b`` the backward pass of the latest, ``z`` ``optimizer.zero_grad()``, ``n``
+    ``model.zero_grad()``, ``f`` the step is over.
+    """
+    net, output = Net(sides=sides), None
     for event in events:
         if event == "+":
             output = net.forward()
         elif event == "b":
             output.square().sum().backward()
-        elif event == "z":
-            net.capture.discard_with_gradients()
-            net.model.zero_grad()
-            net.capture.note_gradients()
-        else:
+        elif event == "f":
             net.capture.discard()
-
-
-@pytest.mark.parametrize(("events", "phase", "dropped"), INPUTS)
-def test_inputs(events, phase, dropped):
-    net = Net(sides=SIDES[:1])
-    play(net, events)
-    assert net.capture.forward.phase is phase
-    if not events.endswith("+"):  # does the next forward pass tell that the loss of those before was dropped?
-        before = net.rows()[0]
-        play(net, "+")
-        assert net.rows() == [4 if dropped else before + 4] * 3
-    elif dropped:
-        assert net.rows() == [4] * 3
-
-
-def test_gradients_are_looked_at_only_where_they_decide(monkeypatch):
-    """To look at them takes all layers of the model, on every call of a layer."""
-    net, looks = Net(sides=SIDES[:1]), []
-    gradients = forward_pass._gradients
-    monkeypatch.setattr(forward_pass, "_gradients", lambda layers: (looks.append(0), gradients(layers))[1])
-    play(net, "zz")
-    assert not looks
-    play(net, "+")
-    assert len(looks) == 1  # in the first of three layers
-    play(net, "+")
-    assert len(looks) == 1
+        else:
+            if event == "z":
+                net.capture.discard_with_gradients()
+            net.model.zero_grad()
+    never_differentiated = sides == SIDES and events == "++b"  # those count with the next pass where A comes alone
+    assert net.rows() == [4 * (INPUTS[events] - never_differentiated)] * 3

@@ -1,13 +1,17 @@
-"""Gathers rows in the backward pass, from the input of a layer and the gradient of its output, and counts loss terms.
+"""Gathers the rows of backward passes, from the inputs of layers and the gradients of their outputs; counts loss terms.
 
 Each call of a layer registers a hook on its output. When the gradient of the output has been computed, the hook adds
 the rows of both input and gradient. So an evaluation pass, a pass whose loss is never differentiated, and the first of
 the two forward passes of activation checkpointing add no rows, and the input is kept alive no longer than autograd
 keeps it.
+
+Layers that have A alone need no gradient. Their rows are summed in the forward pass, so that no input is kept alive,
+and the hook adds the sum.
 """
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +23,24 @@ from torch_thor.capture.phases import GATHERING, Phase
 from torch_thor.capture.sampling import Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.statistics import Statistics
 
 if TYPE_CHECKING:
     from torch_thor.capture.capture import Capture
+
+# The number of rows that is enough for A alone: this many, and at least so many for each column of a block. More rows
+# would take time in large batches without improving A.
+_ENOUGH_ROWS = 1024
+_ROWS_PER_COLUMN = 8
+
+
+@dataclass
+class _Waiting:
+    """The rows of the calls of a layer since the last backward pass, which count together when the next one comes."""
+
+    rows: Statistics
+    masked: bool = False  # whether the mask has fitted one of the inputs
+    counted: int = -1  # the generation in which they have been counted
 
 
 class BackwardPasses:
@@ -35,22 +54,26 @@ class BackwardPasses:
         self._sampler = sampler
         self.passes: dict[int, Pass] = {}  # by autograd's id of the pass
         self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
+        self._waiting: dict[LayerCurvature, _Waiting] = {}
         self._generation = 0  # counts calls of forget(), after which a pass may go through an earlier graph again
         self.first: LayerCurvature | None = None  # the layer nearest to the input whose calls give N
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
-    def watch(self, capture: "Capture", layer: LayerCurvature, kind: Kind, x: Tensor, output: Tensor) -> None:
+    def watch(
+        self, capture: "Capture", layer: LayerCurvature, weight: Tensor, kind: Kind, x: Tensor, output: Tensor
+    ) -> None:
         """Gather a layer's rows when the gradient of its output has been computed.
 
         Args:
             capture: knows the phase of each layer; the graph does not keep it alive.
             layer: the layer.
+            weight: its weight, as its module holds it now.
             kind: the kind of the module that has just run.
             x: the input of the module.
             output: the output of the module.
         """
-        weight, sampler, reference = layer.weight, self._sampler, weakref.ref(capture)
+        sampler, reference = self._sampler, weakref.ref(capture)
         # at least 0 in a forward pass inside a backward pass, which activation checkpointing runs
         outer = torch._C._current_graph_task_id()
         x = x.detach()  # shares storage and version counter
@@ -67,7 +90,7 @@ class BackwardPasses:
             if capture is None or phase is Phase.OFF:
                 return
             sampled = sampler is not None and sampler.running  # such a pass adds to no gradient of a weight
-            if not sampled and weight_node is not None and not _accumulates(weight_node):
+            if not sampled and not _accumulates(weight_node):
                 return
             if sampler is not None and mark is not None and not sampled:
                 mark.trained = sampler.trained = True
@@ -102,6 +125,45 @@ class BackwardPasses:
 
         output.register_hook(on_gradient)
 
+    def gather_inputs(
+        self, capture: "Capture", layer: LayerCurvature, weight: Tensor, kind: Kind, x: Tensor, output: Tensor
+    ) -> None:
+        """Sum the rows of a layer that has A alone, and count them when the gradient of its output has been computed.
+
+        Args:
+            capture: as in :meth:`watch`, and so are the others.
+            layer: the layer.
+            weight: its weight, as its module holds it now.
+            kind: the kind of the module that has just run.
+            x: the input of the module.
+            output: the output of the module.
+        """
+        outer = torch._C._current_graph_task_id()
+        if outer >= 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
+        if layer not in self._waiting:
+            self._waiting[layer] = _Waiting(Statistics(layer.kind, layer.weight_view, layer.layouts))
+        waiting, mask = self._waiting[layer], capture.row_mask
+        keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
+        waiting.masked |= keep is not None
+        enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.layouts()["A"].block)
+        waiting.rows.gather_inputs(kind, x, output.shape, keep, enough)
+        reference, weight_node = weakref.ref(capture), get_gradient_edge(weight).node if weight.is_leaf else None
+
+        def on_gradient(_: Tensor) -> None:
+            capture = reference()
+            if capture is None or capture.phases.get(layer) not in GATHERING or not _accumulates(weight_node):
+                return
+            self._waiting.clear()  # later calls wait for another backward pass
+            self._running_pass(capture, outer)
+            if waiting.counted != self._generation:
+                waiting.counted = self._generation
+                capture.mask_taken |= waiting.masked
+                capture.reached.add(layer)
+                layer.statistics.add(waiting.rows)
+
+        output.register_hook(on_gradient)
+
     def _running_pass(self, capture: "Capture", outer: int) -> Pass:
         """Return the backward pass that is running, and forget earlier ones whose gradients have been dropped."""
         current = torch._C._current_graph_task_id()
@@ -111,8 +173,7 @@ class BackwardPasses:
             current = self._parents[current]
         found = self.passes.get(current)
         if found is None:
-            # A second pass before the step. The gradients of the first may have been dropped, without zero_grad().
-            if self.passes and capture.gradients_dropped():
+            if self.passes and capture.gradients_dropped():  # by model.zero_grad(), for example
                 capture.discard()
             found = self.passes[current] = Pass()
         return found
@@ -150,6 +211,7 @@ class BackwardPasses:
                 self.first = _terms_of(one.calls).first
         self.passes.clear()
         self._parents.clear()
+        self._waiting.clear()
         self._generation += 1
 
 
@@ -162,9 +224,9 @@ def _terms_of(calls: Sequence[Call]) -> LossTerms:
     return LossTerms(number, calls[-1].layer, number)
 
 
-def _accumulates(weight_node: Node) -> bool:
+def _accumulates(weight_node: Node | None) -> bool:
     """Return whether the running backward pass adds to the weight's gradient; a gradient penalty's pass does not."""
     try:
-        return bool(torch._C._will_engine_execute_node(weight_node))
+        return weight_node is None or bool(torch._C._will_engine_execute_node(weight_node))
     except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
         return False

@@ -1,8 +1,8 @@
 """Decides which layers gather statistics in a step, registers the hooks for it, and drops statistics that are not used.
 
-On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.module_hooks`). Their rows are gathered in
-the backward pass (:mod:`torch_thor.capture.backward_pass`) or, for layers with A alone, in the forward pass
-(:mod:`torch_thor.capture.forward_pass`). On all other steps there are no hooks.
+On a refresh step hooks see the calls of the layers (:mod:`torch_thor.capture.module_hooks`). Their rows count when the
+backward pass comes (:mod:`torch_thor.capture.backward_pass`), and live until ``step``, until ``optimizer.zero_grad()``,
+or until no weight that a loss has reached has a gradient. On all other steps there are no hooks.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.backward_pass import BackwardPasses
-from torch_thor.capture.forward_pass import ForwardPasses, InputPhase
 from torch_thor.capture.module_calls import module_calls
 from torch_thor.capture.module_hooks import ModuleHook
 from torch_thor.capture.phases import GATHERING, Phase
@@ -52,7 +51,6 @@ class Capture:
         self.sampler = Sampler() if sampled else None
         self.phases: dict[LayerCurvature, Phase] = {}
         self.backward = BackwardPasses(self.sampler)
-        self.forward = ForwardPasses()
         self.row_mask: Tensor | None = None
         self.mask_taken = False  # whether the mask has fitted the input of a layer in this step
         self.reached: set[LayerCurvature] = set()  # layers that the loss has reached in this step, also without rows
@@ -193,28 +191,18 @@ class Capture:
         if weight is None or not weight.requires_grad:  # pruned since THOR was created, or frozen
             return
         if "G" in layer.sides:
-            self.backward.watch(self, layer, kind, x, output)
+            self.backward.watch(self, layer, weight, kind, x, output)
         elif phase in GATHERING:
-            self.forward.gather(self, layer, kind, x, output)
+            self.backward.gather_inputs(self, layer, weight, kind, x, output)
 
     def gradients_dropped(self) -> bool:
-        """Return whether the gradients of the passes so far have been reset.
+        """Return whether no weight that a loss has reached in this step has a gradient any more.
 
-        All layers are checked, because the gradient of one may be zero for another reason: a gain behind it is zero, or
-        a whole micro-batch is masked. Zeros in all layers mean a reset (``model.zero_grad(set_to_none=False)``) if the
-        gathered rows are not zero.
-
-        Returns:
-            Whether they have been reset (a host–device synchronisation per layer).
+        Under FSDP2 that proves nothing: it may keep the sum of micro-batches until it reduces it.
         """
-        reached = [layer for layer in self.layers if layer in self.reached]
-        views = [layer.weight_view for layer in reached]
-        if any(view.shards is not None and view.parameter.grad is None for view in views):
-            return False  # FSDP2 may keep the sum of micro-batches until it reduces it (set_requires_gradient_sync)
-        if any(not view.gradient_is_zero() for view in views):
-            return False
-        cleared = all(layer.weight.grad is None for layer in reached)
-        return cleared or any(layer.statistics.have_gradients() for layer in reached)
+        counted = {call.layer for one in self.backward.passes.values() for call in one.calls}
+        views = [layer.weight_view for layer in self.reached | counted]
+        return all(view.shards is None and view.present is not None and view.present.grad is None for view in views)
 
     def absence(self, refreshing: Iterable[LayerCurvature], silent: Collection[LayerCurvature]) -> Absence:
         """Find the layers without statistics; must be called before the refresh uses the statistics.
@@ -266,10 +254,7 @@ class Capture:
 
     def discard(self) -> None:
         """Drop all statistics and loss terms of this step."""
-        if self.backward.passes:
-            self.backward.forget()
-        if self.forward.phase is not InputPhase.NONE:
-            self.forward.forget()
+        self.backward.forget()
         self.reached.clear()
         self.inside_transform.clear()
         self.mask_taken = False
@@ -281,19 +266,10 @@ class Capture:
     def discard_with_gradients(self) -> None:
         """Drop the statistics of passes whose gradients are about to be reset.
 
-        Many loops call ``zero_grad`` between the forward pass and ``loss.backward()``. So statistics of a loss whose
-        backward pass is still to come stay: those of sampled labels, and inputs of layers with A alone.
+        Those of sampled labels stay until the backward pass of the loss has come: many loops call ``zero_grad`` before.
         """
-        if not (self.reached or self.backward.passes or self.inside_transform or self.sampler is not None):
-            return  # nothing has been gathered, as on every ordinary step
-        if self.forward.before_reset(self.layers):
-            return
-        if self.sampler is None or self.sampler.trained:
+        if self._listening and (self.sampler is None or self.sampler.trained):
             self.discard()
-
-    def note_gradients(self) -> None:
-        """Record that gradients have been reset, for inputs whose backward pass is still to come."""
-        self.forward.after_reset(self.layers)
 
     def discard_stale(self) -> None:
         """Drop the statistics of sampled labels if the gradients of their loss have been reset without a step."""

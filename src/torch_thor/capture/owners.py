@@ -55,8 +55,9 @@ def owners_of(model: nn.Module) -> Owners:
     """
     owners: defaultdict[int, list[Owner]] = defaultdict(list)
     for module_name, module in model.named_modules():
-        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners[id(parameter)].append(Owner(module_name, attribute, module))
+        for attribute, parameter in module._parameters.items():  # modules may override named_parameters()
+            if parameter is not None:
+                owners[id(parameter)].append(Owner(module_name, attribute, module))
     return dict(owners)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.row_shards import RowShards, local
+from torch_thor.curvature.row_shards import RowShards
 
 State = MutableMapping[str, Any]
 
@@ -140,17 +140,6 @@ class ParameterView:
         if gradient is None or self.shards is not None:
             return gradient is not None
         return bool((gradient._values() if gradient.is_sparse else self.of(gradient)).any())
-
-    def gradient_is_zero(self) -> bool:
-        """Return whether the gradient of the rows that this process holds is zero or missing.
-
-        Returns:
-            Whether it is (a host–device synchronisation).
-        """
-        if self.shards is None:
-            return not self.has_gradient()
-        gradient = self.parameter.grad
-        return gradient is None or not bool(local(gradient).any())
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the rows of this view from a tensor in the shape of the parameter.

@@ -80,6 +80,18 @@ class Statistics:
                 rows = kind.add_inputs_(a_sum, x.detach(), output, keep, most)
             self.rows += rows if isinstance(rows, int) else self._count_groups(rows)
 
+    @torch.no_grad()
+    def add(self, other: "Statistics") -> None:
+        """Add the rows that were gathered for the same layer elsewhere."""
+        if other._sums is None:
+            return
+        for own, more in zip(self.sums(), other._sums, strict=True):
+            for part, its_part in zip(own.parts(), more.parts(), strict=True):
+                part.add_(its_part)
+        self.rows += other.rows
+        for group, rows in enumerate(other.group_rows):
+            self.group_rows[group] += rows
+
     def _count_groups(self, rows: list[int]) -> int:
         self.group_rows = [n + more for n, more in zip(self.group_rows, rows, strict=True)]
         return sum(rows)
@@ -118,14 +130,6 @@ class Statistics:
             The sums; None if there are no rows.
         """
         return self._sums if self.rows else None
-
-    def have_gradients(self) -> bool:
-        """Return whether a row of this step so far has a gradient other than zero; for a layer without G, an input.
-
-        Returns:
-            Whether there is one (a host–device synchronisation).
-        """
-        return self._sums is not None and any(bool(part.any()) for part in self._sums[-1].parts())
 
     def means(self) -> Sums | None:
         """Return A and G, the means over the rows of this step, and drop the rows.

@@ -34,7 +34,8 @@ class DecayPatterns:
     def __init__(self, patterns: Iterable[str], model: nn.Module) -> None:
         self.patterns = tuple(patterns)
         names: dict[int, list[str]] = {}  # a shared parameter has several
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        # nn.Module's own method, because modules may override it with fewer arguments
+        for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         every = [name for aliases in names.values() for name in aliases]
         for pattern in self.patterns:

@@ -40,8 +40,9 @@ def excluded_parameters(exclude: Exclude, model: nn.Module) -> set[int]:
         ValueError: a pattern matches no parameter, or a module is not in the model.
         TypeError: ``exclude`` is something else.
     """
-    # with duplicates, because a shared parameter may be selected by any of its names
-    named = list(model.named_parameters(remove_duplicate=False))
+    # with duplicates, because a shared parameter may be selected by any of its names; nn.Module's own method, because
+    # modules may override it with fewer arguments
+    named = list(nn.Module.named_parameters(model, remove_duplicate=False))
     if callable(exclude) and not isinstance(exclude, nn.Module):
         return {id(parameter) for name, parameter in named if exclude(name, parameter)}
     entries = [exclude] if isinstance(exclude, str | nn.Module) else exclude

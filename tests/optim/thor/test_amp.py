@@ -216,7 +216,7 @@ def test_skipped_step_leaves_no_trace(bad, with_scaler):
 
 @pytest.mark.parametrize("with_scaler", [False, True])
 def test_skipped_step_drops_its_statistics(with_scaler):
-    """Also where the loop zeroes the gradients by itself and tells the optimizer nothing."""
+    """Also where the loop drops the gradients by itself and tells the optimizer nothing."""
     model, optimizer, twin, plain = pair(update_interval=1)
     scaler = scaler_of()
     if with_scaler:
@@ -226,8 +226,7 @@ def test_skipped_step_drops_its_statistics(with_scaler):
     model[4].bias.grad[0] = torch.inf  # the rows are sound, the gradient is not
     scaler.step(optimizer)
     scaler.update()
-    for parameter in model.parameters():
-        parameter.grad.zero_()
+    model.zero_grad()
     scaled_step(model, optimizer, scaler, *STREAM[1])
     train(twin, plain, [STREAM[1]])
     assert_same(weights(model), weights(twin))
@@ -335,4 +334,27 @@ def test_scaler_and_plain_backward_in_turn():
         else:
             scaled_step(model, optimizer, scaler, x, labels)
     train(twin, plain, STREAM[:4])
+    assert_same(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("wrong", ["lr", "loss_terms"])
+def test_scale_goes_when_a_step_raises(wrong, unscaled):
+    """The steps after it, without a scaler, are those of an optimizer that has never had one."""
+    model, optimizer, twin, plain = pair(update_interval=2)
+    scaler, (x, labels) = scaler_of(), STREAM[0]
+    scaler.scale(cross_entropy(labels)(model(x))).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    sound = optimizer.param_groups[0]["lr"]
+    if wrong == "lr":
+        optimizer.param_groups[0]["lr"] = -1.0
+    else:
+        optimizer.loss_terms = 0
+    with pytest.raises(ValueError, match="must be"):
+        scaler.step(optimizer)
+    optimizer.param_groups[0]["lr"], optimizer.loss_terms = sound, None
+    optimizer.zero_grad()
+    train(model, optimizer, STREAM[:3])
+    train(twin, plain, STREAM[:3])
     assert_same(weights(model), weights(twin))

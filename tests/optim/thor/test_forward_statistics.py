@@ -40,32 +40,12 @@ def zeroed_by_optimizer(_, optimizer):
 RESETS = {"dropped": dropped_by_optimizer, "zeroed": zeroed_by_optimizer}
 
 
-def outputs_of(model, x):
-    """The output of every layer, as the layers after it get it."""
-    seen = []
-    handles = [m.register_forward_hook(lambda _, __, y: seen.append(y)) for m in model if isinstance(m, nn.Linear)]
-    model(x)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-def test_no_gradient_is_waited_for():
-    """THOR's own step hangs a hook on every output, the scale-free one on none."""
-    x = STREAM[0][0]
-    plain, model = mlp(), mlp()
-    THOR_of_plain, optimizer = THOR(plain), THOR(model, **OPTIONS)
-    assert all(y._backward_hooks for y in outputs_of(plain, x))
-    assert [y._backward_hooks for y in outputs_of(model, x)] == [None] * 3
-    assert all(
-        one._registry.capture.gathers(layer) for one in (THOR_of_plain, optimizer) for layer in one.curvature.values()
-    )
-
-
-def test_rows_are_there_before_any_backward_pass():
+def test_rows_count_when_their_backward_pass_comes():
     model = mlp()
     optimizer = THOR(model, **OPTIONS)
-    model(STREAM[0][0])
+    loss = loss_of(model, STREAM[0])
+    assert [layer.statistics.rows for layer in optimizer.curvature.values()] == [0, 0, 0]
+    loss.backward()
     assert [layer.statistics.rows for layer in optimizer.curvature.values()] == [8, 8, 8]
 
 
@@ -141,6 +121,65 @@ def test_micro_batches_give_A_of_all_rows(sizes):
         (loss_of(model, (x_part, labels_part)) * len(x_part) / len(x)).backward()
     optimizer.step()
     torch.testing.assert_close(A(optimizer), moment(x))
+
+
+@pytest.mark.parametrize("form", [{}, {"scaling": "spectral"}], ids=["natural", "spectral"])
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "non-reentrant", "compiled"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("reset", RESETS)
+def test_gradients_that_are_reset_before_the_next_backward_pass(form, mode, parts, reset):
+    """Two losses, of which the first is given up when the forward pass of the second has run: that is a step of the
+    second alone, whatever comes between (GAN, Lightning).
+    """
+    torch._dynamo.reset()
+    model = Recomputed().double()
+    twin = copy.deepcopy(model)
+    model.mode = twin.mode = None if mode == "compiled" else mode if mode != "plain" else None
+    run = torch.compile(model, backend="eager") if mode == "compiled" else model
+    optimizer, other = (THOR(one, **{**OPTIONS, "scaling": None} | form) for one in (model, twin))
+    for _ in range(3):
+        spoilt = torch.full((6, 4, 5), math.nan, dtype=torch.float64)
+        first, *rest = torch.randn(6, 4, 5).double().split(6 // parts)
+        run(spoilt).square().sum().backward()
+        loss = run(first).square().sum()
+        RESETS[reset](model, optimizer)
+        loss.backward()
+        twin(first).square().sum().backward()
+        for part in rest:
+            run(part).square().sum().backward()
+            twin(part).square().sum().backward()
+        optimizer.step()
+        other.step()
+        other.zero_grad()
+        for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
+    for name, layer in other.curvature.items():
+        assert optimizer.curvature[name].refreshes == layer.refreshes == 3
+        torch.testing.assert_close(A(optimizer, name), layer.factors()[0], rtol=1e-7, atol=1e-9)
+    torch._dynamo.reset()
+
+
+def test_two_forward_passes_before_the_gradients_of_the_first_are_reset():
+    """Rows of forward passes that no backward pass separates count together."""
+    model = mlp()
+    optimizer = THOR(model, **OPTIONS)
+    first, second = (loss_of(model, batch) for batch in STREAM[:2])
+    first.backward()
+    optimizer.zero_grad()
+    second.backward()
+    optimizer.step()
+    torch.testing.assert_close(A(optimizer), moment(torch.cat([x for x, _ in STREAM[:2]])))
+
+
+def test_gradients_that_the_model_drops():
+    """`model.zero_grad()` tells the optimizer nothing: that no weight has a gradient does."""
+    model = mlp()
+    optimizer = THOR(model, **OPTIONS)
+    loss_of(model, STREAM[0]).backward()
+    model.zero_grad()
+    loss_of(model, STREAM[1]).backward()
+    optimizer.step()
+    torch.testing.assert_close(A(optimizer), moment(STREAM[1][0]))
 
 
 def test_forward_passes_before_one_backward_pass():

@@ -5,10 +5,11 @@ import pytest
 import torch
 import transformers
 from test_hugging_face import gpt2
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tiny import assert_same, batches, cross_entropy, mlp, weights
-from torch_thor import THOR
+from tiny import assert_same, batches, cross_entropy, mlp, train, weights
+from torch_thor import AGCSGD, LAMB, THOR
 
 OPTIONS = {"update_interval": 3, "trace_thresholds": (0.0, 0.0)}
 
@@ -99,3 +100,54 @@ def test_the_trainer_accumulates_and_resumes(tmp_path):
     assert optimizer.param_groups[0]["last_loss_terms"] == 4
     resumed, _ = fit("other", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert_same(weights(resumed), weights(whole))
+
+
+class Loss(nn.Module):
+    """What torchrl's loss modules are: they hide parameters, by methods of fewer arguments, and hold some of dotted
+    names.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.target_net, self.held = mlp(), mlp(), nn.Module()
+        self.held._parameters["module.0.scale"] = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def named_parameters(self, prefix="", recurse=True):
+        for name, parameter in super().named_parameters(prefix=prefix, recurse=recurse):
+            if not name.startswith("target_"):
+                yield name, parameter
+
+    def parameters(self, recurse=True):
+        for _, parameter in self.named_parameters(recurse=recurse):
+            yield parameter
+
+    def forward(self, x):
+        return self.held._parameters["module.0.scale"] * self.net(x)
+
+
+class Open(Loss):
+    """The same with PyTorch's methods."""
+
+    named_parameters = nn.Module.named_parameters
+    parameters = nn.Module.parameters
+
+
+OPTIMIZERS = {
+    "THOR": lambda model: THOR(model, decay_filter="-*.0.*", weight_decay=0.1, **OPTIONS),
+    "spectral": lambda model: THOR(model, scaling="spectral", decay_filter="-*.0.*", weight_decay=0.1),
+    "AGCSGD": lambda model: AGCSGD(model, lr=0.1, exclude="*.0.*"),
+    "LAMB": lambda model: LAMB(model, lr=0.1, exclude="*.0.*"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_modules_that_override_the_lists_of_their_parameters(name):
+    model, plain = Loss(), Open()
+    plain.target_net.requires_grad_(False)
+    for one in (model, plain):
+        optimizer = OPTIMIZERS[name](one)
+        train(one, optimizer, batches(4))
+        optimizer.state_dict()
+    assert_same(model.state_dict(), plain.state_dict())
+    assert not torch.equal(model.held._parameters["module.0.scale"], torch.ones((), dtype=torch.float64))

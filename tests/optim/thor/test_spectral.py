@@ -99,10 +99,7 @@ def assert_steps_of_the_reference(model, stream, *, momentum=0.8, nesterov=True,
     )
     reference = Reference(twin, momentum=momentum, nesterov=nesterov, split_dim=split_dim)
     adamw = torch.optim.AdamW(
-        [m.bias for m in reference.layers],
-        lr=ADAMW_SHARE * OPTIONS["lr"] * math.sqrt(min(1, 10 / len(reference.layers))),
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
+        [m.bias for m in reference.layers], lr=ADAMW_SHARE * OPTIONS["lr"], betas=(0.9, 0.95), weight_decay=0.0
     )
     for x, labels in stream:
         train(model, optimizer, [(x, labels)])

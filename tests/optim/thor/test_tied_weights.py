@@ -6,7 +6,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from comparing import compare
-from tiny import cross_entropy
+from tiny import assert_same, cross_entropy, weights
 from torch_thor import THOR
 
 
@@ -220,3 +220,27 @@ def test_attention_that_shares_its_projections_is_plain():
     entries = covered(optimizer)
     assert "'two.in_proj_weight'" in entries["one.in_proj_weight"].reason
     assert not entries["one.in_proj_bias"].preconditioned
+
+
+@pytest.mark.parametrize("form", [{}, {"scaling": "spectral"}], ids=["natural", "spectral"])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("tied", ["linear", "embedding"])
+def test_tied_after_thor_was_made(tied, steps, form):
+    """An error before anything moves: its factors would be those of one layer alone."""
+    model = (Tied() if tied == "embedding" else ONE_GEOMETRY["linear"]()[0]).double()
+    first, second = ("embedding", "decoder") if tied == "embedding" else ("first", "second")
+    one, other = model.get_submodule(first), model.get_submodule(second)
+    other.weight = nn.Parameter(one.weight.detach().clone())
+    stream = tokens(3) if tied == "embedding" else features(3, 5)
+    optimizer = THOR(model, update_interval=1, **form)
+    for x, loss in stream[:steps]:
+        loss(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    other.weight = one.weight
+    before, (x, loss) = weights(model), stream[2]
+    loss(model(x)).backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'\w+.weight' and '\w+.weight' are one parameter.* then make THOR"):
+            optimizer.step()
+    assert_same(weights(model), before)

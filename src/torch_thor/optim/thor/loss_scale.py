@@ -70,6 +70,12 @@ class LossScale:
         return 1.0
 
 
+def remove_scale(optimizer: Any) -> None:
+    """Remove what GradScaler has set on the optimizer, so that the next step does not divide by it."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
+
+
 def _calling_scaler() -> torch.amp.GradScaler | None:
     """Return the GradScaler that is calling the optimizer's ``step``, by looking at the call stack.
 

@@ -22,6 +22,7 @@ from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.divided_curvature import DividedInverses
 from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
+from torch_thor.optim.thor.loss_scale import remove_scale
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
 from torch_thor.optim.thor.options import (
     AUTO,
@@ -93,8 +94,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             the inverse of A alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for
             every layer and task; decoupled weight decay; AdamW for parameters that are not matrices
-            (:mod:`torch_thor.optim.thor.scale_free`). λ is then relative to the mean diagonal of A, and statistics are
-            taken in the forward pass.
+            (:mod:`torch_thor.optim.thor.scale_free`). λ is then relative to the mean diagonal of A.
         fisher: the labels that the statistics use. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
         loss_terms: N, the number of terms that the loss of one step averages over, all micro-batches together: a
@@ -230,38 +230,38 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: a gradient holds NaN or inf (``nonfinite="raise"``); nothing has changed.
-            RuntimeError: the layers to refresh have gradients but no statistics, or the state no longer fits the model;
-                nothing has changed.
+            RuntimeError: layers to refresh have gradients but no statistics, or the state does not fit; no change.
         """
         self._last_refresh = ()
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        inputs = collect(self)
-        if inputs.skipped:
+        try:
+            loss = None if closure is None else torch.enable_grad()(closure)()
+            inputs = collect(self)
+            if inputs.skipped:
+                return loss
+            if inputs.due or not inputs.fits:
+                refresh_layers(self, inputs)
+            if not inputs.state_only:  # nothing raises from here on, so a step is taken completely or not at all
+                inverses = DividedInverses() if self.divide_curvature and self._is_divided() else None
+                self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying, inverses)
+                for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
+                    group.update(step=group["step"] + 1, next_refresh=next_refresh)
+                if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
+                    prepare_next_step(self, inputs)
+                if self._registry.warnings.pending:
+                    self._registry.warnings.issue()
             return loss
-        if inputs.due or not inputs.fits:
-            refresh_layers(self, inputs)
-        if not inputs.state_only:  # nothing raises from here on, so a step is taken completely or not at all
-            inverses = DividedInverses() if self.divide_curvature and self._is_divided() else None
-            self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying, inverses)
-            for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
-                group.update(step=group["step"] + 1, next_refresh=next_refresh)
-            if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
-                prepare_next_step(self, inputs)
-            if self._registry.warnings.pending:
-                self._registry.warnings.issue()
-        return loss
+        except BaseException:  # GradScaler removes what it has set only after a step that succeeds
+            remove_scale(self)
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and drop the statistics that were gathered with them.
+        """Reset the gradients, and drop their statistics; those of a backward pass that is still to come stay.
 
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        capture = self._registry.capture
-        capture.discard_with_gradients()
+        self._registry.capture.discard_with_gradients()
         super().zero_grad(set_to_none)
-        if capture.reached:  # statistics of a forward pass whose backward pass is still to come
-            capture.note_gradients()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from torch_thor.capture.owners import owners_of
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.parameter_view import ParameterView, State
@@ -56,10 +57,12 @@ class ParameterIndex:
         Args:
             model: the model, which may have new layers.
         """
-        self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_parameters()}
-        self.owner_ids = frozenset(map(id, self._owners.values()))
-        self.attributes = [(name, name.rpartition(".")[2], module) for name, module in self._owners.items()]
+        owners = owners_of(model)
+        self._owners = {name: owners[id(parameter)][0] for name, parameter in model.named_parameters()}
+        self.owner_ids = frozenset(id(owner.module) for owner in self._owners.values())
+        self.attributes = [(name, owner.attribute, owner.module) for name, owner in self._owners.items()]
         self.computed: list[str] = []  # the names of modules that compute a parameter since: pruned or parametrised
+        self.tied: list[tuple[str, str]] = []  # pairs of names that belong to one parameter since
         self.divided_since = False  # whether a parameter is divided among processes that was whole
         self._whole = {name for name, parameter in model.named_parameters() if not is_sharded(parameter)}
         self._groups: dict[int, Group] = {}
@@ -74,7 +77,7 @@ class ParameterIndex:
             matrices: the matrices of the parameters without factors, by the parameter's name.
         """
         # by identity, because a layer may use another name of a shared parameter than named_parameters()
-        names = {id(module._parameters[name.rpartition(".")[2]]): name for name, module in self._owners.items()}
+        names = {id(module._parameters[attribute]): name for name, attribute, module in self.attributes}
         self._shares, self._matrices = {}, dict(matrices)
         for layer in layers.values():
             for view in (layer.weight_view, *layer.biases):
@@ -93,7 +96,7 @@ class ParameterIndex:
             states: the optimizer's state.
         """
         self._names, self.shares_of, self.matrix_of = {}, {}, {}
-        self.computed = []
+        self.computed, self.tied = [], []
         self.depth = 0
         self._groups = {id(p): group for group in groups for p in group["params"]}
         for name, attribute, module in self.attributes:
@@ -102,6 +105,9 @@ class ParameterIndex:
                 self.computed.append(name.rpartition(".")[0])
                 continue
             parameter, shards = self._with_shards(name, parameter)
+            other = self._names.get(id(parameter))
+            if other is not None and (name in self._shares or other in self._shares):
+                self.tied.append((other, name))
             self._names[id(parameter)] = name
             if name in self._matrices:
                 self.matrix_of[id(parameter)] = self._matrices[name]
@@ -157,7 +163,7 @@ class ParameterIndex:
             The names of those modules that had parameters of their own.
         """
         present = {id(module) for module in model.modules()}
-        names = (name.rpartition(".")[0] for name, module in self._owners.items() if id(module) not in present)
+        names = (owner.module_name for owner in self._owners.values() if id(owner.module) not in present)
         return list(dict.fromkeys(names))
 
     def name(self, parameter: Tensor) -> str:

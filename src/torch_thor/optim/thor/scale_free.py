@@ -207,7 +207,7 @@ class ScaleFree:
                 if divided and index.first_shards is not None:
                     _step_whole_(divided, length, rows, index.first_shards, ratio)
             if others:
-                adamw_step_(others, length)
+                adamw_step_(others, lr)
 
 
 def step_norm(outputs: int, inputs: int) -> float:

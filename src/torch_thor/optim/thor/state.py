@@ -90,6 +90,11 @@ def conform(
     Raises:
         RuntimeError: a parameter was replaced or has another shape than its state, or the block size has changed.
     """
+    for first, second in index.tied:
+        raise RuntimeError(
+            f"{first!r} and {second!r} are one parameter: they were tied after THOR was made, which takes them for the "
+            f"weights of two layers. Tie the weights first, then make THOR"
+        )
     for group in groups:
         for parameter in group["params"]:
             for key in MOMENTS:

@@ -192,7 +192,7 @@ def _read(
     given = thor.loss_terms() if callable(thor.loss_terms) else thor.loss_terms
     if given is not None:
         terms = check_loss_terms(given)
-    elif due and (sampled or backward.passes):
+    elif due and "G" in registry.sides:
         if backward.first is None:
             _note_conflicting_terms(registry)
         terms = backward.loss_terms
