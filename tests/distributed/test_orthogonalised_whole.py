@@ -68,8 +68,12 @@ def both(rank, world, shape, options):
 @pytest.mark.parametrize("mesh", [(1,), (2,), (4,), (2, 2)], ids=["fsdp-1", "fsdp-2", "fsdp-4", "hsdp"])
 @pytest.mark.parametrize(
     "options",
-    [{"split_dim": 4}, {"split_dim": None, "nesterov": False}, {"split_dim": 4, "weight_decay": 0.1}],
-    ids=["blocks", "whole", "decay"],
+    [
+        {"split_dim": 4},
+        {"split_dim": None, "nesterov": False},
+        {"split_dim": 4, "weight_decay": 0.1, "skip": "attention.k_proj"},
+    ],
+    ids=["blocks", "whole", "decay-and-free-rows"],
 )
 def test_equals_one_process(run, mesh, options):
     """Rows that the shards do not divide evenly, shards without rows, tall and wide matrices, fused weights."""

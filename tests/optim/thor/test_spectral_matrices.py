@@ -157,6 +157,34 @@ def test_a_preconditioned_step_of_every_memory_layout(name, split_dim):
 
 
 @pytest.mark.filterwarnings("ignore:THOR preconditions")
+@pytest.mark.parametrize(
+    ("left_out", "runs"),
+    [
+        ({"skip": "q_proj"}, [slice(0, 8)]),
+        ({"skip": ["k_proj", "v_proj"]}, [slice(8, 24)]),
+        ({"only": ["k_proj", "out_proj"]}, [slice(0, 8), slice(16, 24)]),
+    ],
+    ids=["first", "two-neighbours", "both-ends"],
+)
+def test_rows_of_a_fused_weight_that_are_left_out(left_out, runs):
+    """Each run of them is a matrix without factors, with weight decay as the others; coverage says so."""
+    model = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    optimizer = THOR(model, lr=LR, scaling="spectral", split_dim=None, weight_decay=0.1, **left_out)
+    [entry] = [entry for entry in optimizer.coverage() if entry.name == "in_proj_weight"]
+    assert entry.note.count("orthogonalised momentum for") == 3 - entry.groups
+    before = model.in_proj_weight.detach().clone()
+    x = torch.randn(3, 5, 8).double()
+    model(x, x, x, need_weights=False)[0].square().mean().backward()
+    gradient = torch.randn_like(before)  # of full rank
+    model.in_proj_weight.grad = gradient.clone()
+    optimizer.step()
+    moved = (before * (1 - LR * 0.1) - model.in_proj_weight.detach()) / LR
+    for rows in runs:
+        expected = with_norm_of_a_step(polar_factors(gradient[rows]))
+        torch.testing.assert_close(moved[rows], expected, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:THOR preconditions")
 @pytest.mark.parametrize("name", NO_MATRIX)
 def test_what_is_no_matrix_takes_a_step_of_adamw(name):
     model, optimizer = one_step()
