@@ -56,8 +56,8 @@ class StepInputs:
 
     Args:
         due: the layers to refresh, the same on every process, also on one that has no rows of a layer.
-        processes: the processes that take their decisions together: on a refresh step all that train together,
-            otherwise this one alone, because averaged gradients are equal and no other decision is left.
+        processes: the processes that take their decisions together: all that train together on a refresh step and
+            where :func:`_needs_agreement`; otherwise this one alone, because no decision is left that others wait for.
         fits: whether the optimizer state is known to fit the current parameters (:func:`fingerprint`).
         state_only: whether torch.distributed.checkpoint takes this step to create the state, so that nothing may move.
         waiting: whether a layer gathers statistics that is trained and, as far as is known, called by the model.
@@ -150,7 +150,8 @@ def collect(thor: "THOR") -> StepInputs:
                 waiting = waiting or phase is Phase.REQUIRED or not layer.uncalled
     state_only = not states and creates_state_only(groups, states)
     processes: Processes = ALONE
-    if not state_only and (thor._group_handle.is_lost or (due and dist.is_available() and dist.is_initialized())):
+    together = (due or _needs_agreement(thor)) and dist.is_available() and dist.is_initialized()
+    if not state_only and (thor._group_handle.is_lost or together):
         processes = thor._group_handle.join(thor.model, registry.device)
     read_own = partial(_read, thor, due, processes, fits, state_only, waiting)
     try:
@@ -162,6 +163,19 @@ def collect(thor: "THOR") -> StepInputs:
         capture.discard()
         thor.skipped_steps += inputs.counted
     return inputs
+
+
+def _needs_agreement(thor: "THOR") -> bool:
+    """Return whether the processes must agree on every step, and not on refresh steps alone.
+
+    They must if the update sends something, because a process that raises or skips leaves the others waiting; and if a
+    step may be skipped, because the process that skips would come to its next refresh later than the others.
+    """
+    if thor.divide_curvature or thor.nonfinite == "skip":
+        return True
+    if thor._registry.index.first_shards is None:
+        return False
+    return thor.whole_matrices or any(group["kl_clip"] is not None for group in thor.param_groups)
 
 
 def _read(
@@ -207,11 +221,6 @@ def _read(
     if scale is not None:
         scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
     largest = _largest_gradient(groups, registry.index)
-    shards = registry.index.first_shards
-    if shards is not None and processes.count == 1 and (thor.nonfinite == "skip" or thor.divide_curvature):
-        # on refresh steps all processes exchange this anyway
-        others = shards.total(torch.tensor(0.0 if math.isfinite(largest) else 1.0))
-        largest = largest if float(others) == 0 else math.nan
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
             return StepInputs(*known, skipped=True, counted=True)
@@ -219,7 +228,7 @@ def _read(
     if due and registry.capture.row_mask is not None:
         check_row_mask(registry.layers.values(), registry.capture)
     output_scale = (terms if terms and thor.loss_reduction == "mean" and not sampled else 1) / captured
-    if shards is not None:
+    if registry.index.first_shards is not None:
         largest = 0.0  # every process has other rows, whose gradients differ
     return StepInputs(*known, terms, output_scale, largest, frozenset(decaying))
 
