@@ -185,7 +185,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self.process_group = process_group
         self.skipped_steps = 0
         self._reset()
-        defaults = {
+        self._given = {  # a group that is added later fills in its defaults by the same rule
             "lr": lr,
             "damping": damping,
             "momentum": momentum,
@@ -204,7 +204,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             "last_loss_terms": 0,  # N of the latest refresh, for information
             "loss_scale": 1.0,  # divides the gradients: N if loss_reduction is "mean" and the loss is found to be a sum
         }
-        defaults = with_defaults(defaults, scaling)
+        defaults = with_defaults(self._given, scaling)
         check_group(defaults)
         super().__init__(params, defaults)
         registry = self._registry
@@ -245,6 +245,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying, inverses)
             for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
                 group.update(step=group["step"] + 1, next_refresh=next_refresh)
+            self._whole = None  # what consolidate_state_dict() has collected is that of the step before
             if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
                 prepare_next_step(self, inputs)
             if self._registry.warnings.pending:

@@ -240,12 +240,12 @@ def _pieces_of(parameter: nn.Parameter, direction: Tensor, index: ParameterIndex
         yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None, id(parameter))
         return
     shares = index.shares_of[id(parameter)]
-    for rows in free_rows([share.view.rows for share in shares], len(parameter)):
-        kept = rows if shards is None else shards.own_of(rows)
+    for free in free_rows([share.view.rows for share in shares], len(parameter)):
+        kept = free if shards is None else shards.own_of(free)
         part, its_direction = own[kept], direction[kept]
-        whole = PlainMatrix(1, rows.stop - rows.start, part.shape[1:].numel())
+        whole = PlainMatrix(1, free.stop - free.start, part.shape[1:].numel())
         plain = PlainMatrix(1, len(part), whole.inputs)
-        its_bounds = None if bounds is None else bounds_within(bounds, rows)
+        its_bounds = None if bounds is None else bounds_within(bounds, free)
         yield _Piece(part, its_direction, plain, whole, None, its_bounds, id(parameter))
     for share in shares:
         rows, layer = share.view.local_rows, share.layer if share.layer.refreshes else None

@@ -33,7 +33,7 @@ from torch_thor.optim.thor.options import check_group, check_loss_terms
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.shared_inputs import read_together
 from torch_thor.optim.thor.state import conform, creates_state_only
-from torch_thor.optim.thor.statistics_checks import check_row_mask, conflicting_terms_message
+from torch_thor.optim.thor.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
@@ -189,10 +189,13 @@ def _read(
             thor._checked[id(group)] = {name: group[name] for name in _NOT_NUMBERS}
     if not fits:
         conform(groups, thor.state, registry.layers.values(), registry.index)
+    check_blocks(due)
     upcoming, refreshes_next = [], False
     for group in groups:
         step, due_at, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
-        if step >= due_at:
+        if step >= due_at and not _gathers(registry, group):
+            due_at = step + 1  # next_refresh was set back by hand: the next step has statistics
+        elif step >= due_at:
             due_at = step + (steps_until_next(interval, step) if callable(interval) else interval)
         upcoming.append(due_at)
         refreshes_next = refreshes_next or step + 1 >= due_at
@@ -233,6 +236,12 @@ def _read(
     return StepInputs(*known, terms, output_scale, largest, frozenset(decaying))
 
 
+def _gathers(registry: LayerRegistry, group: Group) -> bool:
+    """Return whether all layers of a group that have not stopped gather the statistics of this step."""
+    of_group = [layer for layer in registry.layers.values() if layer.weight_view.options is group]
+    return all(layer.stopped or registry.capture.gathers(layer) for layer in of_group)
+
+
 def _is_usual(thor: "THOR", group: Group) -> bool:
     """Return whether a group's numbers are Python numbers in range, and its other options have been checked before.
 
@@ -244,7 +253,7 @@ def _is_usual(thor: "THOR", group: Group) -> bool:
         if type(value) is not float and type(value) is not int:
             return False
     checked = thor._checked.get(id(group))
-    if checked is None:
+    if checked is None or type(group["trace_thresholds"]) is not tuple:  # a list may have been changed in place
         return False
     for name in _NOT_NUMBERS:
         if group[name] is not checked[name]:
