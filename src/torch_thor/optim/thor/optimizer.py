@@ -120,7 +120,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing
-            can be preconditioned.
+            can be preconditioned (with ``scaling="spectral"``: nothing is trained).
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
@@ -211,9 +211,10 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         registry.find(self.param_groups, self.state)
         check_whole(self.param_groups, registry.index)
         check_shards_fit(registry.index.divided(), process_group)
-        if not any(layer.weight.requires_grad for layer in registry.layers.values()):
+        preconditioned = any(layer.weight.requires_grad for layer in registry.layers.values())
+        if not preconditioned and (scaling is None or not any(one.trained for one in self.coverage())):
             raise ValueError(registry.nothing_found(self.coverage()))
-        if only is None:
+        if only is None or not preconditioned:
             warn_of_little(self.coverage(), stacklevel=2)
         if self._processes().count == 1:  # several processes agree on the split dimension in a step
             AutoSplit(self.param_groups, registry.layers).from_cache(ALONE)

@@ -77,7 +77,7 @@ class Persistence(Consolidation):
                     f"parameters of shape {some(unknown)} are not in the model, so THOR cannot see their layers run; "
                     f"pass the model that holds them, or give them an optimizer of their own"
                 )
-            if self._registry.layers:
+            if self._registry.is_found:
                 self._registry.find(self.param_groups, self.state)
         except BaseException:
             del self.param_groups[before:]
