@@ -114,6 +114,46 @@ class PerHeadKind(MatrixWeight):
         tensor.copy_(matrix.view_as(tensor))
 
 
+class Plain(nn.Module):
+    """A linear layer with other attributes than ``nn.Linear``, as that of PyTorch Geometric."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.weight = nn.Parameter(torch.randn(out_channels, in_channels) / 2)
+        self.bias = nn.Parameter(torch.randn(out_channels))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class OfGeometric(Plain):
+    """The same, which is known by its name."""
+
+
+class OfTimm(nn.Linear):
+    """timm's overrides the forward pass, and computes the same."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+for _class, _package in ((OfGeometric, "torch_geometric.nn.dense.linear"), (OfTimm, "timm.layers.linear")):
+    _class.__name__, _class.__module__ = "Linear", _package
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("layer", [Plain, OfGeometric, OfTimm], ids=["registered", "geometric", "timm"])
+def test_a_linear_layer_of_another_library_takes_the_steps_of_torchs(layer, scaling):
+    if layer is Plain:
+        register_kind(Plain, LinearKind)
+    model, twin = (nn.Sequential(one(5, 7), nn.Tanh(), one(7, 3)).double() for one in (layer, nn.Linear))
+    twin.load_state_dict(model.state_dict())
+    for one in (model, twin):
+        train(one, THOR(one, scaling=scaling, update_interval=2), STREAM[:4])
+    assert_same(weights(model), weights(twin))
+
+
 OWN_NAMES = {"weight": "kernel", "bias": "offset"}
 KINDS = {
     "transposed": (lambda i, o: InOut(i, o), InOut, InOutKind, {}),

@@ -9,9 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from joined import alone, assert_same_training, copies, digest, mean_loss, network, parallel, share, stream, train
+from sharded import mesh_of, sharded
 from tiny import assert_same
 from torch_thor import THOR, intervals
 from torch_thor.curvature import BlockDiagonal, inverse
+
+
+def sharded_network(rank, world, **options):
+    return sharded(mesh_of((world,)), **options)
+
+
+def own_rows(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def gradient_step(model, batch, rank, world):
@@ -112,7 +121,7 @@ FAULTS = {
     "other-damping": (other_damping, RuntimeError, "rank 0 has 'parameter group 0: damping=0.05', rank 1 has .*0.04"),
     "other-lr": (other_learning_rate, RuntimeError, r"lr=0.02', rank 1 has 'parameter group 0: lr=0.5'.*schedule it"),
     "row-mask": (wrong_mask, RuntimeError, r"row_mask of shape \(2, 9\) fits no layer"),
-    "due": (fewer_layers, RuntimeError, "rank 0 has \"layer 'rows': .*rank 1 has \"layer 'head'"),
+    "due": (fewer_layers, RuntimeError, "makes step 3 the next.*rank 1 has .*makes step 1"),
     "nan": (nan_gradient, FloatingPointError, "step 0: the gradients of head.weight hold NaN"),
     "gradients": (other_gradient, RuntimeError, "gradients differ between ranks.*DistributedDataParallel"),
     "no-gradient": (missing_gradient, RuntimeError, "gradient=True.*gradient=False"),
@@ -232,19 +241,24 @@ def test_statistics_that_never_came(run, ways, message):
 
 
 def skipping(rank, world):
-    """NaN on one rank with nonfinite="skip": through DDP on all of them, and by hand on one alone."""
-    batches = list(stream(5))
+    """NaN on one rank with nonfinite="skip": through DDP on all of them, and by hand on one alone.
+
+    First in a step that would refresh, then in an ordinary one.
+    """
+    batches, decisions = list(stream(5)), []
     model, optimizer = parallel(rank, world, nonfinite="skip")
-    for by_hand in (False, True):
-        inputs, labels = share(batches[4], rank, world)
-        loss = mean_loss(model(inputs), labels)
-        (loss * (torch.nan if rank == 1 and not by_hand else 1.0)).backward()
-        if by_hand and rank == 1:
-            model.module.head.bias.grad[0] = torch.inf
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.skipped_steps == 2
-    decisions = train(model, optimizer, [share(b, rank, world) for b in batches[:4]])
+    for ordinary in (False, True):
+        for by_hand in (False, True):
+            inputs, labels = share(batches[4], rank, world)
+            loss = mean_loss(model(inputs), labels)
+            (loss * (torch.nan if rank == 1 and not by_hand else 1.0)).backward()
+            if by_hand and rank == 1:
+                model.module.head.bias.grad[0] = torch.inf
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == (4 if ordinary else 2)
+        part = batches[2:4] if ordinary else batches[:2]
+        decisions += train(model, optimizer, [share(b, rank, world) for b in part])
     twin, its_optimizer = alone()
     assert_same_training((model, optimizer, decisions), (twin, its_optimizer, train(twin, its_optimizer, batches[:4])))
     return digest(model, optimizer)
@@ -253,6 +267,41 @@ def skipping(rank, world):
 def test_a_step_that_one_rank_skips_is_skipped_by_all(run):
     left, right = run(2, skipping)
     assert left == right
+
+
+# what an ordinary step sends: a sum over all rows, rows of matrices, inverses
+SENDING = {
+    "kl-clip": (sharded_network, {"kl_clip": 1e-3, "max_update_ratio": None}),
+    "whole-matrices": (sharded_network, {"scaling": "spectral", "whole_matrices": True, "damping": 0.1}),
+    "divided": (parallel, {"divide_curvature": True}),
+    "divided-shards": (sharded_network, {"divide_curvature": True}),
+}
+
+
+def nan_before_sending(rank, world, name):
+    """NaN on one rank in an ordinary step raises on all, and the training goes on as one without it."""
+    make, options = SENDING[name]
+    batches, results = [share(b, rank, world) for b in stream(5)], []
+    for spoilt in (True, False):
+        model, optimizer = make(rank, world, **options)
+        train(model, optimizer, batches[:1])
+        inputs, labels = batches[4]
+        mean_loss(model(inputs), labels).backward()
+        if rank == 1:
+            own_rows(next(model.parameters()).grad)[0] = torch.nan
+        if spoilt:
+            with pytest.raises(FloatingPointError, match=r"step 1: .* hold NaN"):
+                optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, batches[1:4])
+        results.append([own_rows(p.detach()) for p in model.parameters()])
+    assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.*returns a view")
+@pytest.mark.parametrize("name", SENDING)
+def test_nan_on_one_rank_before_an_update_that_sends(run, name):
+    run(2, nan_before_sending, name)
 
 
 def nan_statistics(rank, world):

@@ -26,17 +26,18 @@ class Reasons:
     of_modules: Mapping[str, str] = field(default_factory=dict)
     notes: dict[int, list[str]] = field(default_factory=dict)
 
-    def leave_out(self, layer: Layer, reason: str) -> None:
+    def leave_out(self, layer: Layer, reason: str, rest: str) -> None:
         """Record that the user has left out a layer.
 
         Args:
             layer: the layer.
             reason: which argument left it out.
+            rest: what trains its rows of a parameter of which other layers are preconditioned.
         """
         for view in (layer.weight, *layer.biases):
             key = id(view.parameter)
             self.of_parameters.setdefault(key, reason)
-            self.notes.setdefault(key, []).append(f"plain momentum for {layer.name!r}: {reason}")
+            self.notes.setdefault(key, []).append(f"{rest} for {layer.name!r}: {reason}")
 
 
 def entry_of(

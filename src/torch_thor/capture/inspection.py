@@ -83,8 +83,9 @@ def inspect_model(
     unwanted = left_out({name: layer.module for name, layer in layers.items()} | norms, skip, only)
     reasons.of_modules = unwanted
     removed = [layers.pop(name) for name in list(layers) if name in unwanted]
+    rest = "orthogonalised momentum" if matrices_alone else "plain momentum"
     for layer in removed:
-        reasons.leave_out(layer, unwanted[layer.name])
+        reasons.leave_out(layer, unwanted[layer.name], rest)
     leave_out_sharded(layers, plain)
     # A bias is no matrix, whatever its shape, unless it has one row per expert.
     vectors = {id(bias.parameter) for layer in layers.values() if not layer.kind.routed for bias in layer.biases}

@@ -68,10 +68,11 @@ class ParameterView:
     def split_dim(self) -> int | None:
         """The block size of the factors, from the parameter's group; None for factors that are not split.
 
-        While ``"auto"`` is undecided it is 8192, because the choice needs factors that are not split.
+        While ``"auto"`` is undecided it is 8192, because the choice needs factors that are not split. It is 8192 too
+        for a value that the next step refuses, so that the forward pass before that does not fail.
         """
         split_dim: int | str | None = self.options.get("split_dim")
-        return split_dim if split_dim is None or isinstance(split_dim, int) else LARGEST
+        return split_dim if split_dim is None or (isinstance(split_dim, int) and split_dim >= 1) else LARGEST
 
     @property
     def state(self) -> State:

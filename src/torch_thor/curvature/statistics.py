@@ -154,6 +154,15 @@ class Statistics:
 
     # ---- adapting to changes of the layer -----------------------------------------------------------------------
 
+    def are_cut_otherwise(self) -> bool:
+        """Return whether the sums have other blocks than the factors, after the split dimension was changed.
+
+        Returns:
+            Whether they have.
+        """
+        pairs = zip(self._sums or (), self._layouts().values(), strict=False)
+        return any(one.layout != layout for one, layout in pairs)
+
     def cut(self) -> None:
         """Split the sums into smaller blocks, after the split dimension has become smaller."""
         if self._sums is not None:

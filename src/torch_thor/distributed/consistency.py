@@ -15,7 +15,7 @@ _ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, Flo
 def agree(
     processes: Processes, error: Exception | None, facts: Sequence[str], numbers: Sequence[float]
 ) -> list[list[float]]:
-    """Exchange whether every process is ready for the same refresh, in one collective of a fixed size.
+    """Exchange whether every process is ready for the same step, in one collective of a fixed size.
 
     Args:
         processes: the processes that train together.

@@ -1,12 +1,13 @@
 """A wrong argument is refused at once, with the value, the rule and what to do instead."""
 
+import copy
 import re
 
 import pytest
 import torch
 from torch import nn
 
-from tiny import mlp
+from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
 
 WRONG = [
@@ -181,6 +182,83 @@ def test_what_bounds_the_step(options, kl_clip, ratio):
     """A kl_clip that is given takes the place of the default bound; the paper's step has none."""
     group = THOR(mlp(), **options).param_groups[0]
     assert (group["kl_clip"], group["max_update_ratio"]) == (kl_clip, ratio)
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize(
+    "options",
+    [{"momentum": 0.0}, {"kl_clip": None}, {"kl_clip": 1e-3}, {"kl_clip": 1e-3, "max_update_ratio": 0.1}, {"lr": None}],
+    ids=str,
+)
+@pytest.mark.parametrize("given", [{}, {"max_update_ratio": 0.01}, {"nesterov": False}], ids=str)
+def test_a_group_takes_its_defaults_as_an_optimizer_does(options, given, scaling):
+    """Given in a group, also in one that is added to a copy, an option has the effect that it has for the optimizer."""
+    if scaling and any({**given, **options}.get(bound) for bound in ("kl_clip", "max_update_ratio")):
+        pytest.skip("is refused")
+    model = mlp()
+    wanted = THOR(mlp(), scaling=scaling, **{**given, **options}).param_groups[0]
+    del wanted["params"]
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), **options}]
+    optimizer = copy.deepcopy(THOR(groups, model=model, scaling=scaling, **given))
+    optimizer.add_param_group({"params": list(optimizer.model[4].parameters()), **options})
+    for group in optimizer.param_groups[1:]:
+        assert {name: group[name] for name in wanted} == wanted
+
+
+def test_an_added_group_that_is_refused_is_not_kept():
+    model = mlp()
+    optimizer = THOR(model)
+    model.append(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="no shape yet"):
+        optimizer.add_param_group({"params": list(model[5].parameters())})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("split_dim", [0, -3, 2.5, "all"])
+def test_a_wrong_block_size_of_a_group_is_refused_by_the_step(split_dim, trained, scaling):
+    """The forward pass before it does not fail, and nothing has changed."""
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+    optimizer, other = (THOR(m, split_dim=4, update_interval=1, scaling=scaling) for m in (model, twin))
+    stream = batches(3)
+    train(model, optimizer, stream[:trained])
+    train(twin, other, stream[:trained])
+    optimizer.param_groups[0]["split_dim"] = split_dim
+    model(stream[1][0]).sum().backward()
+    with pytest.raises(ValueError, match=f"split_dim={split_dim!r}: .*whole number ≥ 1"):
+        optimizer.step()
+    optimizer.param_groups[0]["split_dim"] = 4
+    with pytest.raises(RuntimeError, match=r"split_dim=4: .*'0'.*call zero_grad\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, stream[1:])
+    train(twin, other, stream[1:])
+    assert_same(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_a_block_size_that_is_changed_between_the_first_forward_pass_and_the_step(scaling):
+    model = mlp()
+    optimizer = THOR(model, split_dim=4, scaling=scaling)
+    before = weights(model)
+    model(batches(1)[0][0]).sum().backward()
+    optimizer.param_groups[0]["split_dim"] = 2
+    with pytest.raises(RuntimeError, match=r"split_dim=2: .*'0'.*call zero_grad\(\)"):
+        optimizer.step()
+    assert_same(before, weights(model))
+    assert not optimizer.state
+
+
+def test_thresholds_that_are_changed_in_place_are_checked():
+    model, thresholds = mlp(), [0.01, 0.0]
+    optimizer = THOR(model, trace_thresholds=thresholds)
+    train(model, optimizer, batches(1))
+    thresholds[1] = 0.5
+    model(batches(1)[0][0]).sum().backward()
+    with pytest.raises(ValueError, match=r"trace_thresholds=\[0.01, 0.5\]: .*ω2 ≤ ω1"):
+        optimizer.step()
 
 
 def test_presets():

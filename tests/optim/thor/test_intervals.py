@@ -300,6 +300,17 @@ def test_changed_in_the_group_between_steps(old, new):
     assert first + refreshes(model, optimizer, STREAM[2:9]) == [0, 3, 5, 7]
 
 
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_a_refresh_that_is_brought_forward_by_hand(scaling):
+    """The forward pass of step 2 gathers nothing, so step 3 refreshes, then step 8; stopped layers change nothing."""
+    model = mlp()
+    optimizer = THOR(model, update_interval=5, scaling=scaling)
+    first = refreshes(model, optimizer, STREAM[:2])
+    optimizer.state[model[0].weight]["stopped"] = 1
+    optimizer.param_groups[0]["next_refresh"] = optimizer.param_groups[0]["step"]
+    assert first + refreshes(model, optimizer, STREAM[2:9]) == [0, 3, 8]
+
+
 # ----------------------------------------------------------------------------------------- presets
 
 

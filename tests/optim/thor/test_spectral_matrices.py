@@ -158,6 +158,76 @@ def test_a_preconditioned_step_of_every_memory_layout(name, split_dim):
 
 
 @pytest.mark.filterwarnings("ignore:THOR preconditions")
+@pytest.mark.parametrize(
+    ("left_out", "runs"),
+    [
+        ({"skip": "q_proj"}, [slice(0, 8)]),
+        ({"skip": ["k_proj", "v_proj"]}, [slice(8, 24)]),
+        ({"only": ["k_proj", "out_proj"]}, [slice(0, 8), slice(16, 24)]),
+    ],
+    ids=["first", "two-neighbours", "both-ends"],
+)
+def test_rows_of_a_fused_weight_that_are_left_out(left_out, runs):
+    """Each run of them is a matrix without factors, with weight decay as the others; coverage says so."""
+    model = nn.MultiheadAttention(8, 2, batch_first=True).double()
+    optimizer = THOR(model, lr=LR, scaling="spectral", split_dim=None, weight_decay=0.1, **left_out)
+    [entry] = [entry for entry in optimizer.coverage() if entry.name == "in_proj_weight"]
+    assert entry.note.count("orthogonalised momentum for") == 3 - entry.groups
+    before = model.in_proj_weight.detach().clone()
+    x = torch.randn(3, 5, 8).double()
+    model(x, x, x, need_weights=False)[0].square().mean().backward()
+    gradient = torch.randn_like(before)  # of full rank
+    model.in_proj_weight.grad = gradient.clone()
+    optimizer.step()
+    moved = (before * (1 - LR * 0.1) - model.in_proj_weight.detach()) / LR
+    for rows in runs:
+        expected = with_norm_of_a_step(polar_factors(gradient[rows]))
+        torch.testing.assert_close(moved[rows], expected, rtol=1e-7, atol=1e-8)
+
+
+class Bare(nn.Module):
+    """Two matrices and a vector, and no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(5, 7).double()), nn.Parameter(torch.randn(7, 3).double())
+        self.offset = nn.Parameter(torch.zeros(3).double())
+
+    def loss(self, x):
+        return (torch.tanh(x @ self.first) @ self.second + self.offset).square().mean()
+
+
+def test_a_model_without_a_layer():
+    """It is trained, with one warning, also by a copy with a loaded state; a group may be added."""
+    model, x = Bare(), batches(1)[0][0]
+    with pytest.warns(UserWarning, match=r"0 of 35 .*first \(5, 7\) \(orthogonalised momentum\)") as told:
+        optimizer = THOR([model.first], model=model, scaling="spectral", lr=LR, split_dim="auto")
+    optimizer.add_param_group({"params": [model.second, model.offset], "momentum": 0.0})
+    for _ in range(2):
+        model.loss(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(told) == 1
+    copied = copy.deepcopy(optimizer)
+    copied.load_state_dict(optimizer.state_dict())
+    copied.model.loss(x).backward()
+    copied.step()
+    expected = {}
+    model.loss(x).backward()
+    for parameter, momentum in ((model.first, 0.8), (model.second, 0.0)):
+        buffer, gradient = optimizer.state[parameter]["momentum_buffer"], parameter.grad
+        ahead = gradient + momentum * (gradient + momentum * buffer)
+        expected[parameter] = parameter.detach() - LR * with_norm_of_a_step(polar_factors(ahead[None]))[0]
+    optimizer.step()
+    for parameter, wanted in expected.items():
+        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-7, atol=1e-8)
+    assert_same(weights(copied.model), weights(model))
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no layer to precondition"):
+        THOR(model, scaling="spectral")
+
+
+@pytest.mark.filterwarnings("ignore:THOR preconditions")
 @pytest.mark.parametrize("name", NO_MATRIX)
 def test_what_is_no_matrix_takes_a_step_of_adamw(name):
     model, optimizer = one_step()

@@ -8,7 +8,12 @@ from torch import nn
 from torch_thor.curvature.kinds.base import Kind, MatrixWeight
 from torch_thor.curvature.kinds.convolution import ConvKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled, why_not_counted
-from torch_thor.curvature.kinds.linear import LinearKind, TransposedLinearKind, is_hugging_face_conv1d
+from torch_thor.curvature.kinds.linear import (
+    LinearKind,
+    TransposedLinearKind,
+    is_hugging_face_conv1d,
+    is_linear_of_a_library,
+)
 from torch_thor.curvature.kinds.lookup import class_of
 from torch_thor.curvature.kinds.projection import ProjectionKind, SequenceCall
 from torch_thor.curvature.kinds.registry import (
@@ -53,4 +58,5 @@ for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
 register_found(is_standardised, StandardisedConvKind)
 register_found(is_same_padded, SameConvKind)
 register_found(is_scaled, ScaledEmbeddingKind, why_not=why_not_counted)
+register_found(is_linear_of_a_library, LinearKind)
 register_found(is_hugging_face_conv1d, TransposedLinearKind)

@@ -1,4 +1,7 @@
-"""Linear layers, ``nn.Linear`` and Hugging Face's ``Conv1D`` (GPT-2): every leading index of the input is a row."""
+"""Linear layers: ``nn.Linear``, those of PyTorch Geometric and timm, and Hugging Face's ``Conv1D`` (GPT-2).
+
+Every leading index of the input is a row.
+"""
 
 import math
 
@@ -14,7 +17,7 @@ class LinearKind(MatrixWeight):
     """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight.
 
     Args:
-        module: the layer.
+        module: the layer, with a weight ``(out, in)``.
     """
 
     label = "Linear"
@@ -22,9 +25,10 @@ class LinearKind(MatrixWeight):
     diagonal_input = False
     transposed = False
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.inputs = module.in_features
-        self.outputs = module.out_features
+    def __init__(self, module: nn.Module) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self.outputs, self.inputs = weight.shape
 
     def loss_terms(self, x: Tensor) -> int:
         """Return the leading dimension of ``x``, 1 for a single vector.
@@ -101,6 +105,19 @@ class TransposedLinearKind(LinearKind):
         weight = module.weight
         assert isinstance(weight, Tensor)
         self.inputs, self.outputs = weight.shape
+
+
+def is_linear_of_a_library(module: nn.Module) -> bool:
+    """Return whether a module is ``Linear`` of PyTorch Geometric or timm, which computes what ``nn.Linear`` does.
+
+    Args:
+        module: any module.
+
+    Returns:
+        Whether it is.
+    """
+    own = class_of(module)
+    return own.__module__.partition(".")[0] in ("torch_geometric", "timm") and own.__name__ == "Linear"
 
 
 def is_hugging_face_conv1d(module: nn.Module) -> bool:

@@ -51,11 +51,18 @@ class LayerRegistry:
         self.replacement: Inspection | None = None  # the layers to use from the next step on
 
     @property
+    def is_found(self) -> bool:
+        """Whether the model has been inspected."""
+        return bool(self._found)
+
+    @property
     def device(self) -> torch.device:
         """The device of the first layer, for that of the model; of sharded parameters, the one for collectives."""
         for parameter, _ in self.index.sharded.values():
             return device_of_mesh(parameter)
-        return next(iter(self.layers.values())).weight.device
+        for layer in self.layers.values():
+            return layer.weight.device
+        return next(self.model.parameters()).device
 
     def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
         """Inspect the model, and capture the statistics of the layers that are found.
@@ -65,7 +72,7 @@ class LayerRegistry:
             states: the optimizer's state.
 
         Raises:
-            ValueError: no layer can be preconditioned.
+            ValueError: no layer can be preconditioned, and the step needs one.
         """
         self._watch(self._inspect_or_raise(groups), groups, states)
 
@@ -156,7 +163,7 @@ class LayerRegistry:
 
     def _inspect_or_raise(self, groups: list[Group]) -> Inspection:
         found = self._inspect(groups)
-        if not found.layers:
+        if not found.layers and "G" in self.sides:  # the scale-free step needs no layer
             raise ValueError(self.nothing_found(found.entries))
         return found
 

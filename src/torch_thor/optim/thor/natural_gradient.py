@@ -17,7 +17,7 @@ from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.row_shards import local
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.divided_curvature import ALL_AT_ONCE, DividedInverses
-from torch_thor.optim.thor.parameter_index import ParameterIndex, Share
+from torch_thor.optim.thor.parameter_index import ParameterIndex, Share, free_rows
 from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
 
 
@@ -248,7 +248,7 @@ def _accumulate_direction_(part: _Part, i: int, target: Tensor, decay: float) ->
     """Compute ``target ← decay * target + d``, where d is the natural gradient of the i-th parameter."""
     shares, gradient, scale = part.shares[i], part.gradients[i], part.scale
     if shares[0].view.local_rows is not None:
-        for free in _unpreconditioned_rows(shares, len(target)):
+        for free in free_rows([share.view.local_rows for share in shares], len(target)):
             scale_(target[free], decay).add_(gradient[free], alpha=scale)
     for share in shares:
         layer, rows = share.layer, share.view.local_rows
@@ -323,14 +323,6 @@ def _accumulate_natural_bias_gradient_(
     if layer.kind.routed:
         solved *= bias_scales(layer.state[layer.prefix + "group_rows_per_term"])[:, None, None]
     scale_(into, decay).add_(solved.reshape(into.shape), alpha=scale / layer.rows_per_term)
-
-
-def _unpreconditioned_rows(shares: Sequence[Share], length: int) -> list[slice]:
-    """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out."""
-    views = [share.view.local_rows for share in shares]
-    taken = sorted((rows.start, rows.stop) for rows in views if rows is not None and rows.start < rows.stop)
-    starts, stops = [0, *(stop for _, stop in taken)], [*(start for start, _ in taken), length]
-    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _add_weight_decay_(part: _Part, directions: list[Tensor]) -> None:

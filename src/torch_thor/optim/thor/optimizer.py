@@ -120,7 +120,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
 
     Raises:
         ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing
-            can be preconditioned.
+            can be preconditioned (with ``scaling="spectral"``: nothing is trained).
         TypeError: ``params`` are parameters and ``model`` is missing.
     """
 
@@ -185,7 +185,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         self.process_group = process_group
         self.skipped_steps = 0
         self._reset()
-        defaults = {
+        self._given = {  # a group that is added later fills in its defaults by the same rule
             "lr": lr,
             "damping": damping,
             "momentum": momentum,
@@ -204,16 +204,17 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             "last_loss_terms": 0,  # N of the latest refresh, for information
             "loss_scale": 1.0,  # divides the gradients: N if loss_reduction is "mean" and the loss is found to be a sum
         }
-        defaults = with_defaults(defaults, scaling)
+        defaults = with_defaults(self._given, scaling)
         check_group(defaults)
         super().__init__(params, defaults)
         registry = self._registry
         registry.find(self.param_groups, self.state)
         check_whole(self.param_groups, registry.index)
         check_shards_fit(registry.index.divided(), process_group)
-        if not any(layer.weight.requires_grad for layer in registry.layers.values()):
+        preconditioned = any(layer.weight.requires_grad for layer in registry.layers.values())
+        if not preconditioned and (scaling is None or not any(one.trained for one in self.coverage())):
             raise ValueError(registry.nothing_found(self.coverage()))
-        if only is None:
+        if only is None or not preconditioned:
             warn_of_little(self.coverage(), stacklevel=2)
         if self._processes().count == 1:  # several processes agree on the split dimension in a step
             AutoSplit(self.param_groups, registry.layers).from_cache(ALONE)
@@ -245,6 +246,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
                 self._rule.update(self.param_groups, self._registry.index, self.state, inputs.decaying, inverses)
                 for group, next_refresh in zip(self.param_groups, inputs.next_refreshes, strict=True):
                     group.update(step=group["step"] + 1, next_refresh=next_refresh)
+                self._whole = None  # what consolidate_state_dict() has collected is that of the step before
                 if inputs.waiting or inputs.refreshes_next or self._registry.replacement is not None:
                     prepare_next_step(self, inputs)
                 if self._registry.warnings.pending:

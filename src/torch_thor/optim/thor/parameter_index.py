@@ -5,7 +5,7 @@ names stay the same. So every step compares a fingerprint of them with that of t
 (:func:`torch_thor.optim.thor.step_inputs.fingerprint`), and updates the index if it differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -32,6 +32,22 @@ class Share:
     layer: LayerCurvature
     view: ParameterView
     is_weight: bool
+
+
+def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
+    """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out.
+
+    Args:
+        taken: the rows of each layer; None for all.
+        length: the number of rows of the parameter.
+
+    Returns:
+        The runs of free rows, ascending.
+    """
+    rows = sorted((0, length) if one is None else (one.start, one.stop) for one in taken)
+    rows = [(start, stop) for start, stop in rows if start < stop]
+    starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]
+    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 class ParameterIndex:

@@ -14,7 +14,7 @@ from torch_thor.optim.checkpoint import (
 )
 from torch_thor.optim.thor.consolidation import Consolidation
 from torch_thor.optim.thor.gradient_checks import some
-from torch_thor.optim.thor.options import check_group, check_scaling
+from torch_thor.optim.thor.options import check_group, check_scaling, with_defaults
 from torch_thor.optim.thor.saved_rows import fit_loaded_rows
 from torch_thor.optim.thor.state_dict_checks import check_factors, check_is_of_thor, check_selection
 from torch_thor.optim.thor.stored_intervals import loaded_interval, plain_group
@@ -37,6 +37,7 @@ _COPIED = (
     "skip",
     "only",
     "_group_handle",
+    "_given",
 )
 
 
@@ -45,6 +46,7 @@ class Persistence(Consolidation):
 
     model: nn.Module
     scaling: str | None
+    _given: dict[str, Any]
     _rule: UpdateRule
     _fitting: list[Any] | None
 
@@ -60,22 +62,26 @@ class Persistence(Consolidation):
         Raises:
             ValueError: an option is out of range, or a parameter is not in the model.
         """
-        complete = {**self.defaults, **param_group}
+        of_others = {"loss_scale": self.param_groups[0]["loss_scale"]} if self.param_groups else {}  # one loss for all
+        complete = with_defaults({**self._given, **of_others, **param_group}, self.scaling)
         check_scaling([complete], self.scaling)
         check_group(complete)
-        if self.param_groups:  # one loss trains them all
-            param_group.setdefault("loss_scale", self.param_groups[0]["loss_scale"])
+        param_group.update(complete)
+        before = len(self.param_groups)
         super().add_param_group(param_group)
-        known = {id(p) for p in self.model.parameters()}
-        unknown = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in known]
-        if unknown:
-            self.param_groups.pop()
-            raise ValueError(
-                f"parameters of shape {some(unknown)} are not in the model, so THOR cannot see their layers run; "
-                f"pass the model that holds them, or give them an optimizer of their own"
-            )
-        if self._registry.layers:
-            self._registry.find(self.param_groups, self.state)
+        try:
+            known = {id(p) for p in self.model.parameters()}
+            unknown = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in known]
+            if unknown:
+                raise ValueError(
+                    f"parameters of shape {some(unknown)} are not in the model, so THOR cannot see their layers run; "
+                    f"pass the model that holds them, or give them an optimizer of their own"
+                )
+            if self._registry.is_found:
+                self._registry.find(self.param_groups, self.state)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return state and options, as tensors, numbers and strings.

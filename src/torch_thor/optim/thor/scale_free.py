@@ -9,7 +9,8 @@ The step does not depend on the scale of the loss or on the width of the layer, 
 layer and task. A is the second moment of the input of the layer. It is the only curvature that is used, so no
 statistics of gradients are needed. ``orth`` returns polar factors of blocks of ``split_dim`` rows
 (:mod:`torch_thor.curvature.polar`). A matrix without factors, because THOR has no kind for its layer or has got no
-statistics, takes the same step with the identity in the place of A. Parameters that are not matrices (biases,
+statistics, takes the same step with the identity in the place of A; so do rows of a fused weight that belong to no
+layer, each run of neighbouring rows as one matrix. Parameters that are not matrices (biases,
 normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW` (:mod:`torch_thor.optim.thor.adamw`).
 """
 
@@ -31,7 +32,7 @@ from torch_thor.curvature.row_shards import RowShards, bounds_within, local
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.thor.adamw import adamw_step_
 from torch_thor.optim.thor.divided_curvature import DividedInverses
-from torch_thor.optim.thor.parameter_index import ParameterIndex
+from torch_thor.optim.thor.parameter_index import ParameterIndex, free_rows
 from torch_thor.optim.thor.step_bound import SMALLEST_SHARE
 from torch_thor.optim.thor.whole_matrices import DividedMatrix, orthogonalise_whole_
 
@@ -274,7 +275,15 @@ def _pieces_of(parameter: nn.Parameter, direction: Tensor, index: ParameterIndex
         assert plain is not None  # others were not found to be matrices
         yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None, id(parameter))
         return
-    for share in index.shares_of[id(parameter)]:
+    shares = index.shares_of[id(parameter)]
+    for free in free_rows([share.view.rows for share in shares], len(parameter)):
+        kept = free if shards is None else shards.own_of(free)
+        part, its_direction = own[kept], direction[kept]
+        whole = PlainMatrix(1, free.stop - free.start, part.shape[1:].numel())
+        plain = PlainMatrix(1, len(part), whole.inputs)
+        its_bounds = None if bounds is None else bounds_within(bounds, free)
+        yield _Piece(part, its_direction, plain, whole, None, its_bounds, id(parameter))
+    for share in shares:
         rows, layer = share.view.local_rows, share.layer if share.layer.refreshes else None
         part, its_direction = (own, direction) if rows is None else (own[rows], direction[rows])
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)

@@ -1,4 +1,4 @@
-"""Makes all processes take the same decisions on a refresh step, or raise the same error."""
+"""Makes all processes take the same decisions in a step, or raise the same error."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

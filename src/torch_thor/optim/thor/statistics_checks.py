@@ -8,6 +8,24 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.optim.thor.gradient_checks import some
 
 
+def check_blocks(layers: Collection[LayerCurvature]) -> None:
+    """Raise an error for statistics with other blocks than the group's ``split_dim``.
+
+    Args:
+        layers: the layers that are due.
+
+    Raises:
+        RuntimeError: the option was changed after a forward pass of this step.
+    """
+    for layer in layers:
+        if layer.statistics.are_cut_otherwise():
+            raise RuntimeError(
+                f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer {layer.name!r} were "
+                f"gathered with another, because the option was changed between a forward pass and step(); call "
+                f"zero_grad() and repeat the forward and backward passes. Weights and optimizer state are as before"
+            )
+
+
 def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None:
     """Raise an error for a row mask that fits no layer.
 

@@ -33,7 +33,7 @@ from torch_thor.optim.thor.options import check_group, check_loss_terms
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.shared_inputs import read_together
 from torch_thor.optim.thor.state import conform, creates_state_only
-from torch_thor.optim.thor.statistics_checks import check_row_mask, conflicting_terms_message
+from torch_thor.optim.thor.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor.optimizer import THOR
@@ -56,8 +56,8 @@ class StepInputs:
 
     Args:
         due: the layers to refresh, the same on every process, also on one that has no rows of a layer.
-        processes: the processes that take their decisions together: on a refresh step all that train together,
-            otherwise this one alone, because averaged gradients are equal and no other decision is left.
+        processes: the processes that take their decisions together: all that train together on a refresh step and
+            where :func:`_needs_agreement`; otherwise this one alone, because no decision is left that others wait for.
         fits: whether the optimizer state is known to fit the current parameters (:func:`fingerprint`).
         state_only: whether torch.distributed.checkpoint takes this step to create the state, so that nothing may move.
         waiting: whether a layer gathers statistics that is trained and, as far as is known, called by the model.
@@ -150,7 +150,8 @@ def collect(thor: "THOR") -> StepInputs:
                 waiting = waiting or phase is Phase.REQUIRED or not layer.uncalled
     state_only = not states and creates_state_only(groups, states)
     processes: Processes = ALONE
-    if not state_only and (thor._group_handle.is_lost or (due and dist.is_available() and dist.is_initialized())):
+    together = (due or _needs_agreement(thor)) and dist.is_available() and dist.is_initialized()
+    if not state_only and (thor._group_handle.is_lost or together):
         processes = thor._group_handle.join(thor.model, registry.device)
     read_own = partial(_read, thor, due, processes, fits, state_only, waiting)
     try:
@@ -164,6 +165,19 @@ def collect(thor: "THOR") -> StepInputs:
     return inputs
 
 
+def _needs_agreement(thor: "THOR") -> bool:
+    """Return whether the processes must agree on every step, and not on refresh steps alone.
+
+    They must if the update sends something, because a process that raises or skips leaves the others waiting; and if a
+    step may be skipped, because the process that skips would come to its next refresh later than the others.
+    """
+    if thor.divide_curvature or thor.nonfinite == "skip":
+        return True
+    if thor._registry.index.first_shards is None:
+        return False
+    return thor.whole_matrices or any(group["kl_clip"] is not None for group in thor.param_groups)
+
+
 def _read(
     thor: "THOR", due: list[LayerCurvature], processes: Processes, fits: bool, state_only: bool, waiting: bool
 ) -> StepInputs:
@@ -175,10 +189,13 @@ def _read(
             thor._checked[id(group)] = {name: group[name] for name in _NOT_NUMBERS}
     if not fits:
         conform(groups, thor.state, registry.layers.values(), registry.index)
+    check_blocks(due)
     upcoming, refreshes_next = [], False
     for group in groups:
         step, due_at, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
-        if step >= due_at:
+        if step >= due_at and not _gathers(registry, group):
+            due_at = step + 1  # next_refresh was set back by hand: the next step has statistics
+        elif step >= due_at:
             due_at = step + (steps_until_next(interval, step) if callable(interval) else interval)
         upcoming.append(due_at)
         refreshes_next = refreshes_next or step + 1 >= due_at
@@ -207,11 +224,6 @@ def _read(
     if scale is not None:
         scale.unscale_(gradient for _, _, gradient in parameters_with_gradient(groups))
     largest = _largest_gradient(groups, registry.index)
-    shards = registry.index.first_shards
-    if shards is not None and processes.count == 1 and (thor.nonfinite == "skip" or thor.divide_curvature):
-        # on refresh steps all processes exchange this anyway
-        others = shards.total(torch.tensor(0.0 if math.isfinite(largest) else 1.0))
-        largest = largest if float(others) == 0 else math.nan
     if not math.isfinite(largest):
         if thor.nonfinite == "skip":
             return StepInputs(*known, skipped=True, counted=True)
@@ -219,9 +231,15 @@ def _read(
     if due and registry.capture.row_mask is not None:
         check_row_mask(registry.layers.values(), registry.capture)
     output_scale = (terms if terms and thor.loss_reduction == "mean" and not sampled else 1) / captured
-    if shards is not None:
+    if registry.index.first_shards is not None:
         largest = 0.0  # every process has other rows, whose gradients differ
     return StepInputs(*known, terms, output_scale, largest, frozenset(decaying))
+
+
+def _gathers(registry: LayerRegistry, group: Group) -> bool:
+    """Return whether all layers of a group that have not stopped gather the statistics of this step."""
+    of_group = [layer for layer in registry.layers.values() if layer.weight_view.options is group]
+    return all(layer.stopped or registry.capture.gathers(layer) for layer in of_group)
 
 
 def _is_usual(thor: "THOR", group: Group) -> bool:
@@ -235,7 +253,7 @@ def _is_usual(thor: "THOR", group: Group) -> bool:
         if type(value) is not float and type(value) is not int:
             return False
     checked = thor._checked.get(id(group))
-    if checked is None:
+    if checked is None or type(group["trace_thresholds"]) is not tuple:  # a list may have been changed in place
         return False
     for name in _NOT_NUMBERS:
         if group[name] is not checked[name]:
