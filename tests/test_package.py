@@ -1,6 +1,8 @@
 """What is shipped, and which way the arrows point."""
 
 import ast
+import pkgutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -18,6 +20,7 @@ SOURCE = ROOT / "src" / "torch_thor"
 LAYERS = [
     "lazy",
     "files",
+    "intervals",
     "curvature",
     "distributed",
     "capture",
@@ -47,6 +50,32 @@ del torch_thor; from torch_thor import *
 extras = {"torchvision", "sklearn", "omegaconf", "typer", "rich", "matplotlib", "tensorboard", "safetensors"}
 assert not extras & {*sys.modules}, extras & {*sys.modules}
 """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def resolves(name):
+    try:
+        return pkgutil.resolve_name(name) is not None
+    except (ImportError, AttributeError):
+        return False
+
+
+def test_names_in_docstrings_resolve():
+    """The target of a Sphinx role is an absolute name, or a name of the module or of a class in the module."""
+    missing, checked = [], 0
+    for path in SOURCE.rglob("*.py"):
+        module, text = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts), path.read_text()
+        places = [module, *(f"{module}.{name}" for name in re.findall(r"^class (\w+)", text, re.MULTILINE))]
+        for role, target in re.findall(r":(mod|class|func|meth|attr|data|exc):`([^`]+)`", text):
+            checked += 1
+            names = [f"{place}.{target}" for place in places] + [target] * (role == "mod" or "." in target)
+            missing += [] if any(map(resolves, names)) else [f"{module}: {target}"]
+    assert not missing
+    assert checked > 20
+
+
+def test_schedules_of_refreshes_are_imported_as_docstrings_name_them_without_torch():
+    code = "import sys; from torch_thor.intervals import Geometric; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

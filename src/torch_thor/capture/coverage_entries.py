@@ -1,4 +1,4 @@
-"""The entry of :meth:`THOR.coverage` for one parameter, made from what the inspection of the model has found."""
+"""The entry of :meth:`torch_thor.THOR.coverage` for one parameter, from what the inspection has found."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -15,12 +15,12 @@ from torch_thor.capture.selection import Selection
 from torch_thor.curvature.processes import ALONE
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.sharded_parameters import check_shards_fit
+from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.parameters import parameters_of
 from torch_thor.optim.thor.auto_split import AutoSplit, check_whole
 from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.divided_curvature import DividedInverses
-from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
 from torch_thor.optim.thor.options import (

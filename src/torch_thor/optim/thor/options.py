@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from torch_thor.optim.checks import check_interval, in_range, number, require, whole
-from torch_thor.optim.thor.intervals import Geometric
+from torch_thor.intervals import Geometric, check_interval
+from torch_thor.optim.checks import in_range, number, require, whole
 
 FISHERS = ("empirical", "sampled")  # the labels of the statistics: those of the loss, or drawn from predictions
 AUTO = "auto"  # kl_clip or max_update_ratio is not given, see with_defaults

@@ -19,6 +19,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.row_shards import local
+from torch_thor.intervals import steps_until_next
 from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.thor.gradient_checks import (
     layout_message,
@@ -26,7 +27,6 @@ from torch_thor.optim.thor.gradient_checks import (
     nonfinite_names,
     real_elements,
 )
-from torch_thor.optim.thor.intervals import steps_until_next
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.loss_scale import LossScale
 from torch_thor.optim.thor.options import check_group, check_loss_terms

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_thor.optim.checks import check_interval
-
 UpdateInterval = int | Callable[[int], int]
 
 
@@ -31,6 +29,24 @@ class Schedule(Protocol):
             step: the step of the refresh, counted from 0.
         """
         ...
+
+
+def check_interval(name: str, value: Any) -> int:
+    """Check a number of steps, given by the user or by the user's callable.
+
+    Args:
+        name: its name in the message.
+        value: the number.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: it is not a whole number of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step")
+    return value
 
 
 def _number(name: str, value: Any) -> float:
