@@ -65,7 +65,7 @@ class StepInputs:
         refreshes_next: whether the next step refreshes a group.
         terms: N, the number of loss terms of all processes together; 0 if no layer has counted any.
         output_scale: multiplies the captured output gradients of this process, to make them gradients of one loss term.
-        largest: the largest Euclidean norm of a gradient; 0 if parameters are divided among processes.
+        largest: the largest Euclidean norm of a gradient; 0 without gradients, or if parameters are divided.
         decaying: the ``id`` of each parameter to which weight decay applies in this step.
         skipped: whether the step is skipped.
         counted: whether it is skipped because a gradient is not finite, so that ``skipped_steps`` counts it.
@@ -158,6 +158,8 @@ def collect(thor: "THOR") -> StepInputs:
     except FloatingPointError:
         capture.discard()
         raise
+    if not inputs.largest:
+        registry.report_nothing_trained(groups)
     if inputs.skipped:
         capture.discard()
         thor.skipped_steps += inputs.counted
