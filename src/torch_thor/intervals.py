@@ -51,7 +51,7 @@ def check_interval(name: str, value: Any) -> int:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: {name} must be a finite number")
+        raise ValueError(f"{name}={value!r}: {name} must be a finite number, such as 1.5")
     return value
 
 
@@ -120,7 +120,7 @@ class Piecewise:
             )
         edges = [0.0, *(_number("a boundary", b) for b in self.boundaries)]
         if any(later <= earlier for earlier, later in itertools.pairwise(edges)):
-            raise ValueError(f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise")
+            raise ValueError(f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise; sort them")
         for interval in self.intervals:
             check_interval("an interval", interval)
         if len(self.intervals) != len(self.boundaries) + 1:
