@@ -144,11 +144,12 @@ class LayerRegistry:
         Args:
             groups: the optimizer's parameter groups.
         """
-        now, own = dict(self.model.named_parameters()), {id(p) for group in groups for p in group["params"]}
         if any(p.grad is not None for group in groups for p in group["params"]):
             return
+        own = {id(p) for group in groups for p in group["params"]}
         known = {entry.name for entry in self._found if entry.reason == NOT_TRAINED}
-        new = [name for name, p in now.items() if p.requires_grad and id(p) not in own and name not in known]
+        trainable = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        new = [name for name, p in trainable if id(p) not in own and name not in known]
         if new:
             self.warnings.note("nothing trained", nothing_trained_message(groups[0]["step"], new))
 

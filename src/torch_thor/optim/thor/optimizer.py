@@ -161,9 +161,8 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         params, model = parameters_of(params, model, "THOR")
         if model is None:
             raise TypeError(
-                "model=None: THOR reads the inputs of layers, so it must know the model; pass THOR(model, ...) or "
-                "THOR(parameters, model=model, ...); to what makes optimizers from parameters alone, pass "
-                "functools.partial(THOR, model=model)"
+                "model=None: THOR reads the inputs of layers, so it must know the model; pass THOR(model, ...), "
+                "THOR(parameters, model=model, ...) or, to a factory, functools.partial(THOR, model=model)"
             )
         check_optimizer(
             loss_reduction=loss_reduction, nonfinite=nonfinite, scaling=scaling, fisher=fisher, loss_terms=loss_terms
