@@ -1,6 +1,9 @@
 """What is shipped, and which way the arrows point."""
 
 import ast
+import inspect
+import pkgutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -18,6 +21,7 @@ SOURCE = ROOT / "src" / "torch_thor"
 LAYERS = [
     "lazy",
     "files",
+    "intervals",
     "curvature",
     "distributed",
     "capture",
@@ -47,6 +51,55 @@ del torch_thor; from torch_thor import *
 extras = {"torchvision", "sklearn", "omegaconf", "typer", "rich", "matplotlib", "tensorboard", "safetensors"}
 assert not extras & {*sys.modules}, extras & {*sys.modules}
 """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def resolves(name):
+    try:
+        return pkgutil.resolve_name(name) is not None
+    except (ImportError, AttributeError):
+        return False
+
+
+def test_names_in_docstrings_resolve():
+    """The target of a Sphinx role is an absolute name, or a name of the module or of a class in the module."""
+    missing, checked = [], 0
+    for path in SOURCE.rglob("*.py"):
+        module, text = ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts), path.read_text()
+        places = [module, *(f"{module}.{name}" for name in re.findall(r"^class (\w+)", text, re.MULTILINE))]
+        for role, target in re.findall(r":(mod|class|func|meth|attr|data|exc):`([^`]+)`", text):
+            checked += 1
+            names = [f"{place}.{target}" for place in places] + [target] * (role == "mod" or "." in target)
+            missing += [] if any(map(resolves, names)) else [f"{module}: {target}"]
+    assert not missing
+    assert checked > 20
+
+
+def test_options_in_messages_exist():
+    """`word=` in a text of the optimizer half is an option of something public, or an attribute of a layer or kind."""
+    public = [getattr(torch_thor, name) for name in torch_thor.__all__]
+    public += [torch_thor.intervals.Geometric, torch_thor.intervals.Piecewise]
+    public += [torch_thor.THOR.sample_fisher, torch_thor.THOR.consolidate_state_dict]
+    known = {"d_in", "d_out", "gradient", "requires_grad", "sparse", "use_reentrant"}  # shapes, and arguments of torch
+    known |= {*dir(torch_thor.THOR), *dir(torch_thor.curvature.Kind), *dir(torch_thor.curvature.LayerCurvature)}
+    for one in filter(callable, public):
+        known |= {*inspect.signature(one).parameters}
+    unknown, checked = [], 0
+    parts = ("capture", "curvature", "distributed", "optim", "split")
+    for path in (path for part in parts for path in (SOURCE / part).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                words = re.findall(r"\b([a-z_]+)=(?!=)", node.value)
+                checked += len(words)
+                unknown += [f"{path.name}, line {node.lineno}: {word}=" for word in words if word not in known]
+    assert not unknown
+    assert checked > 50
+
+
+def test_schedules_of_refreshes_are_imported_as_docstrings_name_them_without_torch():
+    code = "import sys; from torch_thor.intervals import Geometric; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from torch_thor import intervals
     from torch_thor.curvature.kinds.registry import register_kind
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.lamb import LAMB
-    from torch_thor.optim.thor import intervals
     from torch_thor.optim.thor.optimizer import THOR
     from torch_thor.split.choice import SplitChoice, choose_split_dim
 
@@ -33,11 +33,10 @@ _MODULES = {
     "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
     "torch_thor.optim.agc_sgd": ("AGCSGD",),
     "torch_thor.optim.lamb": ("LAMB",),
-    "torch_thor.optim.thor": ("intervals",),
     "torch_thor.optim.thor.optimizer": ("THOR",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
 }
-_PACKAGES = ("capture", "curvature", "distributed", "optim", "split")
+_PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "split")
 
 if not TYPE_CHECKING:
     # importing torch takes seconds, and the command line must react to Ctrl-C during that time

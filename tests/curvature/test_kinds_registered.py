@@ -394,6 +394,24 @@ def test_what_is_no_kind(module, kind, error, match):
         register_kind(module, kind)
 
 
+def test_two_classes_of_one_name_are_told_apart():
+    """By the Python module of the one that is not registered, wherever it is named."""
+
+    def forward(self, x):
+        return x @ self.weight
+
+    foreign = type("Linear", (nn.Module,), {"__module__": "library.layers", "forward": forward})
+    derived = type("Linear", (nn.Linear,), {"__module__": "library.layers", "forward": forward})
+    other = foreign()
+    other.weight = nn.Parameter(torch.eye(3))
+    entries = {e.name: e for e in THOR(nn.Sequential(nn.Linear(3, 3), other, derived(3, 3))).coverage()}
+    assert [entries[f"{i}.weight"].kind for i in range(3)] == ["Linear", *["library.layers.Linear"] * 2]
+    assert entries["1.weight"].reason == "no curvature for library.layers.Linear"
+    assert entries["2.weight"].reason == "library.layers.Linear overrides the forward of Linear"
+    with pytest.raises(ValueError, match=r"torch\.nn\.modules\.linear\.Linear is registered already"):
+        register_kind(nn.Linear, InOutKind)
+
+
 def test_a_class_has_one_kind():
     register_kind(InOut, InOutKind)
     with pytest.raises(ValueError, match="InOut is registered already, with InOutKind"):

@@ -195,7 +195,7 @@ class BackwardPasses:
     def conflicting_loss_terms(self) -> tuple[int, int] | None:
         """N of a backward pass and the number that the layer nearest to the loss has seen, if they differ; else None.
 
-        This is meaningful only while :attr:`first` is None, when the calls of all layers are counted. Later, layers
+        This is meaningful only while ``first`` is None, when the calls of all layers are counted. Later, layers
         that have stopped may be missing.
         """
         for one in self.passes.values():

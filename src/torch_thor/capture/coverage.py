@@ -1,4 +1,4 @@
-"""What :meth:`THOR.coverage` lists: for each parameter its kind of curvature and factor sizes, or why it has none."""
+"""What :meth:`torch_thor.THOR.coverage` lists: for each parameter its kind and factor sizes, or why it has none."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

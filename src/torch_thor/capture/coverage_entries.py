@@ -1,4 +1,4 @@
-"""The entry of :meth:`THOR.coverage` for one parameter, made from what the inspection of the model has found."""
+"""The entry of :meth:`torch_thor.THOR.coverage` for one parameter, from what the inspection has found."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from torch_thor.capture.composites import composite_of
 from torch_thor.capture.coverage import NOT_TRAINED, Covered
 from torch_thor.capture.layers import Layer
 from torch_thor.capture.owners import Owner
-from torch_thor.curvature.kinds import class_of, parameter_names_of, why_not
+from torch_thor.curvature.kinds import class_name_of, parameter_names_of, why_not
 
 
 @dataclass
@@ -67,7 +67,7 @@ def entry_of(
         return Covered(name, shape, kind.label, sizes, kind.groups * len(found), note=note)
     reason = reasons.of_parameters.get(id(parameter)) or reasons.of_modules.get(owner.module_name)
     reason = reason or _why_tied(owners, layers) or _why_plain(owner, is_shared=bool(others))
-    return Covered(name, shape, class_of(owner.module).__name__, reason=reason, trained=reason != NOT_TRAINED)
+    return Covered(name, shape, class_name_of(owner.module), reason=reason, trained=reason != NOT_TRAINED)
 
 
 def _why_tied(owners: Sequence[Owner], layers: Iterable[Layer]) -> str | None:
@@ -83,7 +83,7 @@ def _why_tied(owners: Sequence[Owner], layers: Iterable[Layer]) -> str | None:
 
 def _why_plain(owner: Owner, *, is_shared: bool) -> str:
     """Return the reason for a parameter of which nothing more special is known."""
-    module, label = owner.module, class_of(owner.module).__name__
+    module, label = owner.module, class_name_of(owner.module)
     if isinstance(module, nn.utils.parametrize.ParametrizationList):
         return "the weight is computed from it (a parametrization): its gradient is not the weight's"
     if is_shared:

@@ -16,8 +16,8 @@ def count_rows(
     Args:
         processes: the processes that train together.
         layers: the layers to refresh, the same on every process, also on one that has no rows of a layer. Their output
-            gradients must be those of one loss term (:meth:`Statistics.scale_outputs_`), because ranks may have
-            different numbers of loss terms.
+            gradients must be those of one loss term (``scale_outputs_`` of their statistics), because ranks may
+            have different numbers of loss terms.
         reached: the layers that this process has reached in this step; extended by those of all processes.
         inside_transform: the names of the layers that ran under torch.func in this process; extended in the same way.
     """

@@ -67,23 +67,6 @@ def in_range(name: str, value: Any, test: Callable[[float], bool], rule: str, re
     require(name, value, found is not None and math.isfinite(found) and test(found), rule, remedy)
 
 
-def check_interval(name: str, value: Any) -> int:
-    """Check a number of steps, given by the user or by the user's callable.
-
-    Args:
-        name: its name in the message.
-        value: the number.
-
-    Returns:
-        The number.
-
-    Raises:
-        ValueError: it is not a whole number of at least 1.
-    """
-    require(name, value, whole(value) and value >= 1, "a whole number of steps ≥ 1", "1 refreshes every step")
-    return int(value)
-
-
 def check_flags(group: Mapping[str, Any], *names: str) -> None:
     """Check options that are True or False, and ``foreach``, which may also be None.
 

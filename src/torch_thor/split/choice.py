@@ -90,7 +90,9 @@ def choose_split_dim(
     """
     where = torch.device(device) if device is not None else next((p.device for p in model.parameters()), None)
     if where is None:
-        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to split")
+        raise ValueError(
+            f"{type(model).__name__} has no parameters, so there is nothing to split; give a model with layers"
+        )
     observer = Observer(model, where)
     split_dims = candidates(observer.layers.values())
     losses = observer.spectral_losses(sample_batch, loss_fn, split_dims)

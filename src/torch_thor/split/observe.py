@@ -76,7 +76,7 @@ class Observer:
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layer that THOR preconditions with Kronecker factors and trains, so "
-                f"there is nothing to split"
+                f"there is nothing to split; give a model with linear layers or convolutions that require gradients"
             )
         self.layers = {
             name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix) for name, one in found.items()
@@ -147,7 +147,10 @@ class Observer:
         for layer in self.layers.values():  # layers of which one of several calls has received no gradient
             self._finish(layer)
         if not self._losses:
-            raise ValueError("the loss of the sample batch has no gradient in any layer that THOR preconditions")
+            raise ValueError(
+                "the loss of the sample batch has no gradient in any layer that THOR preconditions; give sample_batch= "
+                "and loss_fn= with a loss that depends on the output of the model"
+            )
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
     def _finish(self, layer: LayerCurvature) -> None:

@@ -1,6 +1,7 @@
 """A wrong argument is refused at once, with the value, the rule and what to do instead."""
 
 import copy
+import functools
 import re
 
 import pytest
@@ -44,6 +45,14 @@ def test_wrong_argument(name, value):
     assert re.search(r"[a-z]{3,}.*\W.*(\d|[A-Za-z]{2,})", remedy), "no rule and remedy"
 
 
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("damping", 0.0), ("momentum", 1.0), ("nesterov", "yes")])
+def test_a_message_recommends_the_default_of_its_form(name, value, scaling):
+    default = THOR(mlp(), scaling=scaling).defaults[name]
+    with pytest.raises(ValueError, match=rf"\b{re.escape(str(default))}\b"):
+        THOR(mlp(), scaling=scaling, **{name: value})
+
+
 def test_nesterov_without_momentum():
     with pytest.raises(ValueError, match="momentum"):
         THOR(mlp(), nesterov=True, momentum=0.0)
@@ -69,8 +78,11 @@ def test_wrong_argument_of_an_added_group():
 
 
 def test_parameters_without_the_model():
-    with pytest.raises((TypeError, ValueError), match="model="):
+    """Also as a factory of optimizers hands them over: it is told how to bind the model."""
+    with pytest.raises(TypeError, match=r"model=None.*must know the model.*functools\.partial\(THOR, model=model\)"):
         THOR(mlp().parameters())
+    model = mlp()
+    assert set(functools.partial(THOR, model=model)(model.parameters(), lr=0.1).curvature) == {"0", "2", "4"}
 
 
 def test_two_different_models():

@@ -315,6 +315,19 @@ def test_a_head_that_was_replaced_is_said_once_and_no_longer_listed(steps):
     assert optimizer.curvature["body"].refreshes >= 3
 
 
+def test_modules_that_were_replaced_together_are_said_in_one_warning():
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(8)), nn.Linear(5, 3))
+    optimizer = THOR(model, update_interval=2)
+    for i in range(7):
+        model[i] = nn.Linear(5, 5)
+    with pytest.warns(RuntimeWarning) as caught:
+        train(model, optimizer, STREAM[:3])
+    (message,) = [str(w.message) for w in caught]
+    assert "module '0' (likewise '1', '2', '3', '4', '5' and 1 more) is no longer in the model" in message
+    assert "not trained, are 0.weight, 0.bias" in message
+    assert "add_param_group" in message
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("told", [False, True])
 def test_the_new_head_can_be_given(steps, told):

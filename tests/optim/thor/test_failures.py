@@ -315,6 +315,52 @@ def test_gradient_set_by_hand_on_a_refresh_step_is_an_error():
     assert [curvature.refreshes for curvature in optimizer.curvature.values()] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("mistake", ["step() twice", "no forward pass"])
+def test_a_step_without_a_backward_pass_of_its_own_is_told_the_mistake(mistake, scaling):
+    model, _ = model_and_twin()
+    optimizer = THOR(model, update_interval=1, scaling=scaling)
+    cross_entropy(STREAM[0][1])(model(STREAM[0][0])).backward()
+    optimizer.step()
+    if mistake == "no forward pass":
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"layers 0, 2, 4 have gradients and no statistics") as caught:
+        optimizer.step()
+    for words in ("step() was called again", "without a forward pass", "Call loss.backward()", "zero_grad()", "skip="):
+        assert words in str(caught.value)
+    assert_same(weights(model), before)
+
+
+def test_a_step_without_gradients_is_silent_where_the_others_belong_to_another_optimizer():
+    """As in the training of a GAN, whose optimizers take turns."""
+    model, _ = model_and_twin()
+    optimizer = THOR([*model[0].parameters(), *model[2].parameters()], model=model)
+    model[4](torch.randn(4, 6)).sum().backward()
+    before = weights(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert_same(weights(model), before)
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_flat_parameters_are_answered_with_what_to_use_in_the_place_of_zero(scaling):
+    """DeepSpeed's ZeRO and bf16 optimizers put one flat float32 tensor into each group, and set its gradient."""
+    model, _ = model_and_twin()
+    optimizer = THOR(model, scaling=scaling)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    optimizer.param_groups[0]["params"] = [flat]
+    cross_entropy(STREAM[0][1])(model(STREAM[0][0])).backward()
+    flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+    before = flat.detach().clone()
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*flat.*ZeRO.*fully_shard, then THOR.*DistributedDataParallel"):
+        optimizer.step()
+    assert torch.equal(flat, before)
+
+
 def test_zero_gradients_without_statistics_are_no_error():
     """What a layer that was not used has under zero_grad(set_to_none=False)."""
     model, _ = model_and_twin()

@@ -1,5 +1,7 @@
 """Models of transformers and peft, tiny and with random weights: what they get, and that it trains."""
 
+import warnings
+
 import peft
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from comparing import assert_same_weights, compare
 from reference import ReferenceTHOR
-from tiny import cross_entropy
+from tiny import assert_same, cross_entropy, mlp, weights
 from torch_thor import THOR
 
 SIZES = {"vocab_size": 19, "attn_implementation": "eager"}
@@ -181,6 +183,34 @@ def test_conv1d_steps_as_the_linear_layer_it_is(options):
 
 
 # ------------------------------------------------------------------------------------------- LoRA
+
+
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_adapters_made_after_thor_are_named_once_with_the_order(scaling):
+    """peft freezes all that the optimizer has, so that no step changes anything."""
+    model = mlp(dtype=torch.float32)
+    optimizer = THOR(model, scaling=scaling, update_interval=1)
+    adapted = lora(model, target_modules=["0", "2"])
+    before = weights(model)
+
+    def take_steps():
+        for _ in range(3):
+            adapted(torch.randn(4, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        take_steps()
+    (message,) = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    adapters = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(adapters) == 4
+    assert f"In no parameter group, and so not trained, are {', '.join(adapters)}" in message
+    assert "get_peft_model(model, ...), then THOR(model)" in message
+    assert_same(weights(model), before)
+    optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad]})  # the other remedy
+    take_steps()
+    assert all(not torch.equal(model.get_parameter(name), before[name]) for name in adapters)
 
 
 ADAPTED = {

@@ -582,7 +582,7 @@ MISUSES = {
     "twice": (RuntimeError, "twice.*once"),
     "late": (RuntimeError, "after loss.backward.*between"),
     "detached": (ValueError, "requires no gradient.*not detached"),
-    "empirical": (RuntimeError, 'empirical.*fisher="sampled"'),
+    "empirical": (RuntimeError, 'empirical.*leave the call out.*without scaling="spectral".*fisher="sampled"'),
     "unknown": (ValueError, "'softmax': must be one of 'categorical', 'bernoulli', 'normal', or a callable"),
     "no distribution": (ValueError, "callable that makes a torch.distributions.Distribution"),
     "which dimension": (ValueError, r"dim=None.*\(1, 8, 3\).*dim=1.*dim=-1"),

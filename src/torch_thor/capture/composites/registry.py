@@ -120,8 +120,8 @@ def register_composite(
             )
     if module_type in _classes or has_kind(module_type):
         raise ValueError(
-            f"register_composite: {module_type.__name__} is registered already, and a class is registered once; "
-            f"register a class derived from it"
+            f"register_composite: {module_type.__module__}.{module_type.__qualname__} is registered already, and a "
+            f"class is registered once; register a class derived from it"
         )
     _classes[module_type] = Composite(layers, hook, with_children, checked=True)
 

@@ -18,6 +18,7 @@ from torch_thor.curvature.kinds.lookup import class_of
 from torch_thor.curvature.kinds.projection import ProjectionKind, SequenceCall
 from torch_thor.curvature.kinds.registry import (
     check_weight,
+    class_name_of,
     has_kind,
     kind_of,
     parameter_names_of,
@@ -41,6 +42,7 @@ __all__ = [
     "ProjectionKind",
     "SequenceCall",
     "check_weight",
+    "class_name_of",
     "class_of",
     "has_kind",
     "kind_of",

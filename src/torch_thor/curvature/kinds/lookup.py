@@ -1,6 +1,6 @@
 """Finds what is registered for a module: for its class, for a parent class whose methods it runs, or by a test."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -37,6 +37,20 @@ def class_of(module: nn.Module) -> type:
     return own.__bases__[-1] if is_derived else own
 
 
+def class_name(own: type, registered: Iterable[type]) -> str:
+    """Return the name of a class, with its module if a registered class has the same name.
+
+    Args:
+        own: the class.
+        registered: the classes for which something is registered.
+
+    Returns:
+        ``Linear`` for the class of torch, ``library.layers.Linear`` for another one.
+    """
+    alike = any(cls is not own and cls.__name__ == own.__name__ for cls in registered)
+    return f"{own.__module__}.{own.__qualname__}" if alike else own.__name__
+
+
 def registered_for(
     module: nn.Module, classes: Mapping[type[nn.Module], _R], found: Sequence[tuple[Callable[[nn.Module], bool], _R]]
 ) -> tuple[_R | None, str | None]:
@@ -61,9 +75,10 @@ def registered_for(
     for passes, registration in found:
         if passes(module):
             return registration, registration.why_not(module)
+    name = class_name(class_of(module), classes)
     if parent is None:
-        return None, f"no curvature for {class_of(module).__name__}"
-    return classes[parent], f"{class_of(module).__name__} overrides the forward of {parent.__name__}"
+        return None, f"no curvature for {name}"
+    return classes[parent], f"{name} overrides the forward of {parent.__name__}"
 
 
 def _runs_methods_of(own: type, parent: type, names: Sequence[str]) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.kinds.checks import REMEDY, check_complete, check_fits
-from torch_thor.curvature.kinds.lookup import registered_for
+from torch_thor.curvature.kinds.lookup import class_name, class_of, registered_for
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def register_kind(
         check_complete(kind, f"register_kind: {kind.__name__}", TypeError)
     if module_type in _classes:
         raise ValueError(
-            f"register_kind: {module_type.__name__} is registered already, with "
+            f"register_kind: {module_type.__module__}.{module_type.__qualname__} is registered already, with "
             f"{_name(_classes[module_type].kind)}, and a class has one kind; register a class derived from it, "
             f"or change the kind that it has"
         )
@@ -162,6 +162,18 @@ def check_weight(module: nn.Module) -> None:
         )
 
 
+def class_name_of(module: nn.Module) -> str:
+    """Return the name of a module's class, with that of its Python module if a kind has a class of the same name.
+
+    Args:
+        module: any module.
+
+    Returns:
+        The name.
+    """
+    return class_name(class_of(module), _classes)
+
+
 def has_kind(module_type: type[nn.Module]) -> bool:
     """Return whether a kind is registered for a class itself, and not only for a parent of it.
 
@@ -196,4 +208,4 @@ def _name(kind: Any) -> str:
 
 
 def _who(registration: Registration, module: nn.Module) -> str:
-    return f"{_name(registration.kind)}, registered for {type(module).__name__},"
+    return f"{_name(registration.kind)}, registered for {class_name_of(module)},"

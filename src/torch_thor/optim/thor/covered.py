@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -84,33 +84,69 @@ def _size(entry: Covered) -> int:
     return math.prod(entry.shape)
 
 
-def removed_message(name: str, before: Iterable[Covered], now: Iterable[Covered], *, computed: bool = False) -> str:
-    """Return the text of the warning for a layer that was removed from the model, or whose weight is computed now.
+def new_parameters(before: Iterable[Covered], now: Iterable[Covered]) -> list[str]:
+    """Return the parameters that the model has got since, and that are in no parameter group.
 
     Args:
-        name: the name of the module.
-        before: one entry per parameter of the model before the change.
+        before: one entry per parameter of the model before a change.
         now: one entry per parameter of the model after it.
-        computed: whether the module is still there, and its weight is computed from other parameters.
+
+    Returns:
+        Their names.
+    """
+    known = {entry.name for entry in before if entry.reason == NOT_TRAINED}
+    return [entry.name for entry in now if entry.reason == NOT_TRAINED and entry.name not in known]
+
+
+def removed_message(new: Sequence[str]) -> str:
+    """Return the end of the warning for a module that was removed from the model, after its name.
+
+    Args:
+        new: the parameters that the model has got since.
+
+    Returns:
+        The text.
+    """
+    change = " is no longer in the model: it was replaced or removed after THOR was made"
+    return change + (f". {_untrained(new)}" if new else ", and its parameters are not trained any more")
+
+
+def computed_message(new: Sequence[str]) -> str:
+    """Return the end of the warning for a layer whose weight is computed from other parameters now, after its name.
+
+    Args:
+        new: the parameters that the model has got since.
+
+    Returns:
+        The text.
+    """
+    change = " is no parameter any more: it was pruned or parametrised after THOR was made"
+    if new:
+        return f"{change}. {_untrained(new)}"
+    return (
+        f"{change}, and the parameters that it is computed from are trained plainly; THOR preconditions it again when "
+        f"it is a parameter again"
+    )
+
+
+def nothing_trained_message(step: int, new: Sequence[str]) -> str:
+    """Return the text of the warning for a step in which no parameter of the groups has a gradient.
+
+    Args:
+        step: the number of the step.
+        new: the parameters that the model has got since THOR was made.
 
     Returns:
         The message.
     """
-    known = {entry.name for entry in before if entry.reason == NOT_TRAINED}
-    new = [entry.name for entry in now if entry.reason == NOT_TRAINED and entry.name not in known]
-    change = f"THOR: module {name!r} is no longer in the model: it was replaced or removed after THOR was made"
-    consequence = ", and its parameters are not trained any more"
-    if computed:
-        change = (
-            f"THOR: the weight of {name!r} is no parameter any more: it was pruned or parametrised after THOR was made"
-        )
-        consequence = (
-            ", and the parameters that it is computed from are trained plainly; THOR preconditions it again when it is "
-            "a parameter again"
-        )
-    if not new:
-        return change + consequence
     return (
-        f"{change}. In no parameter group, and so not trained, are {some(new)}: give them to "
+        f"THOR, step {step}: no parameter in its groups has a gradient, so nothing is trained. {_untrained(new)}. "
+        f"Where an adapter was added (LoRA), make it first: peft.get_peft_model(model, ...), then THOR(model)"
+    )
+
+
+def _untrained(new: Sequence[str]) -> str:
+    return (
+        f"In no parameter group, and so not trained, are {some(new)}: give them to "
         f"optimizer.add_param_group({{'params': [...]}}), or make THOR again"
     )

@@ -106,7 +106,7 @@ def whole_entries(layers: Sequence[LayerCurvature]) -> Iterator[tuple[LayerCurva
 
     Yields:
         A layer, and the entries that the state of its weight would have without division, but for the rows of a weight,
-        which are still blocks (:func:`torch_thor.optim.thor.saved_rows.join_rows`).
+        which are still blocks (:func:`torch_thor.optim.thor.saved_rows.join_blocks`).
     """
     for layer in layers:
         names = [f"{side}{end}" for side in layer.stored.owners for end in ("", "_inverse")]

@@ -47,7 +47,10 @@ def layout_message(name: str, layout: torch.layout) -> str:
     Returns:
         The message.
     """
-    return f"parameter {name!r} has a gradient of layout {layout}; THOR takes dense and sparse COO gradients"
+    return (
+        f"parameter {name!r} has a gradient of layout {layout}; THOR takes dense and sparse COO gradients: make the "
+        f"parameter dense, or leave it to another optimizer: THOR([p for p in ...], model=model)"
+    )
 
 
 def nonfinite_message(step: int, names: Sequence[str]) -> str:

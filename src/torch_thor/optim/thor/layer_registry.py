@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.capture import Capture
-from torch_thor.capture.coverage import Covered, table
+from torch_thor.capture.coverage import NOT_TRAINED, Covered, table
 from torch_thor.capture.inspection import Inspection, inspect_model
 from torch_thor.capture.layers import Layer
 from torch_thor.capture.module_hooks import hooks_of
@@ -15,7 +15,13 @@ from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.distributed.sharded_parameters import device_of_mesh
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.covered import current_coverage, removed_message
+from torch_thor.optim.thor.covered import (
+    computed_message,
+    current_coverage,
+    new_parameters,
+    nothing_trained_message,
+    removed_message,
+)
 from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.optim.thor.step_warnings import StepWarnings
 
@@ -94,10 +100,11 @@ class LayerRegistry:
         self.layers = {} if self.index.divided_since else self._still_there(found)
         if self.index.divided_since:
             self.warnings.note(("", "divided"), DIVIDED_SINCE)
+        untrained = new_parameters(self._found, found.entries)
         for name in removed:
-            self.warnings.note((name, "gone"), removed_message(name, self._found, found.entries))
+            self.warnings.note((name, "gone"), "THOR: module ", name, removed_message(untrained))
         for name in sorted(before - set(found.layers)) if computed else ():
-            self.warnings.note((name, "computed"), removed_message(name, self._found, found.entries, computed=True))
+            self.warnings.note((name, "computed"), "THOR: the weight of ", name, computed_message(untrained))
         self.index.read_modules(self.model)
         self.index.set_layers(self.layers, found.matrices)
         self.index.update(groups, states)
@@ -136,7 +143,22 @@ class LayerRegistry:
             what: a sentence that describes the problem.
         """
         step = layer.weight_view.options["step"]
-        self.warnings.note((layer.name, what), f"THOR, step {step}, layer {layer.name!r}: {what}")
+        self.warnings.note((layer.name, what), f"THOR, step {step}, layer ", layer.name, f": {what}")
+
+    def report_nothing_trained(self, groups: list[Group]) -> None:
+        """Warn once if no parameter of the groups has a gradient, and the model has got others since, as by LoRA.
+
+        Args:
+            groups: the optimizer's parameter groups.
+        """
+        if any(p.grad is not None for group in groups for p in group["params"]):
+            return
+        own = {id(p) for group in groups for p in group["params"]}
+        known = {entry.name for entry in self._found if entry.reason == NOT_TRAINED}
+        trainable = ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+        new = [name for name, p in trainable if id(p) not in own and name not in known]
+        if new:
+            self.warnings.note("nothing trained", nothing_trained_message(groups[0]["step"], new))
 
     def nothing_found(self, entries: list[Covered]) -> str:
         """Return the text of the error for a model without a layer to precondition.

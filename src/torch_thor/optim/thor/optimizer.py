@@ -15,12 +15,12 @@ from torch_thor.capture.selection import Selection
 from torch_thor.curvature.processes import ALONE
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.sharded_parameters import check_shards_fit
+from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
 from torch_thor.optim.parameters import parameters_of
 from torch_thor.optim.thor.auto_split import AutoSplit, check_whole
 from torch_thor.optim.thor.covered import warn_of_little
 from torch_thor.optim.thor.divided_curvature import DividedInverses
-from torch_thor.optim.thor.intervals import UpdateInterval
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.loss_scale import remove_scale
 from torch_thor.optim.thor.natural_gradient import NaturalGradient
@@ -162,7 +162,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         if model is None:
             raise TypeError(
                 "model=None: THOR reads the inputs of layers, so it must know the model; pass THOR(model, ...), "
-                "or THOR(parameters, model=model, ...)"
+                "THOR(parameters, model=model, ...) or, to a factory, functools.partial(THOR, model=model)"
             )
         check_optimizer(
             loss_reduction=loss_reduction, nonfinite=nonfinite, scaling=scaling, fisher=fisher, loss_terms=loss_terms

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from torch_thor.optim.checks import check_interval, in_range, number, require, whole
-from torch_thor.optim.thor.intervals import Geometric
+from torch_thor.intervals import Geometric, check_interval
+from torch_thor.optim.checks import in_range, number, require, whole
 
 FISHERS = ("empirical", "sampled")  # the labels of the statistics: those of the loss, or drawn from predictions
 AUTO = "auto"  # kl_clip or max_update_ratio is not given, see with_defaults
@@ -116,15 +116,17 @@ def check_group(group: Mapping[str, Any]) -> None:
     Raises:
         ValueError: an option is out of range.
     """
-    in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", "start from 0.05")
+    usual = SCALED_DEFAULTS["spectral" if group["scaling"] else None]  # the numbers that the messages recommend
+    in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", f"start from {usual['lr']}")
     in_range(
         "damping",
         group["damping"],
         lambda v: v > 0,
         "a finite number > 0",
-        "it keeps the factors invertible: start from 0.03, and schedule it down, not to zero",
+        f"it keeps the factors invertible: start from {usual['damping']}, and schedule it down, not to zero",
     )
-    in_range("momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", "0.9 is usual, 0 switches it off")
+    switch_off = f"{usual['momentum']} is usual, 0 switches it off"
+    in_range("momentum", group["momentum"], lambda v: 0 <= v < 1, "in [0, 1)", switch_off)
     in_range("weight_decay", group["weight_decay"], lambda v: v >= 0, "a finite number ≥ 0", "0 switches it off")
     in_range(
         "factor_decay",
@@ -134,7 +136,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         "0 takes the latest factors only",
     )
     nesterov, momentum = group["nesterov"], number(group["momentum"])
-    require("nesterov", nesterov, isinstance(nesterov, bool), "True or False", "leave it out for False")
+    require("nesterov", nesterov, isinstance(nesterov, bool), "True or False", f"leave it out for {usual['nesterov']}")
     require(
         "nesterov",
         nesterov,

@@ -203,9 +203,17 @@ class ParameterIndex:
             The group.
 
         Raises:
-            RuntimeError: it is in none, because the parameter of a module was replaced after the optimizer was created.
+            RuntimeError: it is in none, because the parameter of a module, or what the groups have, was replaced.
         """
         if id(parameter) not in self._groups:
+            trained = [p for group in {id(g): g for g in self._groups.values()}.values() for p in group["params"]]
+            if all(p.dim() == 1 and id(p) not in self._names for p in trained):
+                raise RuntimeError(
+                    f"parameter {self.name(parameter)!r} is in none of the optimizer's parameter groups: they have "
+                    f"flat tensors in the place of the model's parameters, as DeepSpeed's ZeRO and bf16 optimizers "
+                    f"make them. THOR needs the matrices, and cannot work with such partitioned parameters; use FSDP2 "
+                    f"(fully_shard, then THOR) or DistributedDataParallel in the place of ZeRO"
+                )
             raise RuntimeError(
                 f"parameter {self.name(parameter)!r} is in none of the optimizer's parameter groups: it was replaced "
                 f"after THOR was made. Make THOR after that (after fully_shard, which replaces all parameters), or "

@@ -60,7 +60,7 @@ class SampledFisher(JointTraining):
         if sampler is None:
             raise RuntimeError(
                 'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
-                'make the optimizer with THOR(..., fisher="sampled")'
+                'leave the call out or, without scaling="spectral", make the optimizer with THOR(..., fisher="sampled")'
             )
         if not capture.watching or not torch.is_grad_enabled():
             return

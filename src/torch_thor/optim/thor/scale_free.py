@@ -230,8 +230,8 @@ def step_norm(outputs: int, inputs: int) -> float:
 def depth_scale(matrices: int) -> float:
     """Return the factor by which the learning rate of a matrix is multiplied in a deep network, ``√min(1, 10 / L)``.
 
-    The changes of L matrices add up in the output, so a network that is n times as deep takes a learning rate that is √n
-    times smaller (η ∝ √(d₀ / depth): HyperP, arXiv 2603.28743).
+    The changes of L matrices add up in the output, so a network that is n times as deep takes a √n times smaller
+    learning rate (η ∝ √(d₀ / depth): HyperP, arXiv 2603.28743).
 
     Args:
         matrices: L, the number of trained matrices that are orthogonalised: each weight counts once, whatever the

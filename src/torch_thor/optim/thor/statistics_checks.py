@@ -81,9 +81,11 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
         raise RuntimeError(_no_samples_message(called, nonfinite))
     raise RuntimeError(
         f"layers {some([layer.name for layer in silent])} have gradients and no statistics, and so has every other "
-        f"layer, because their forward was not seen: the gradients were not made by loss.backward() (or before THOR "
-        f"was made), a compiled or copied model ran in the place of the one that THOR has, or the weights were used "
-        f"without calling the modules. Call the modules, or leave the layers out with skip="
+        f"layer, because no forward and backward pass through them was seen since the last step: step() was called "
+        f"again without another loss.backward(), the gradients were set without a forward pass or made before THOR "
+        f"was, a compiled or copied model ran in the place of the one that THOR has, or the weights were used without "
+        f"calling the modules. Call loss.backward() on what this model returns before each step(), and zero_grad() "
+        f"after it; or leave the layers out with skip="
     )
 
 

@@ -19,6 +19,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.row_shards import local
+from torch_thor.intervals import steps_until_next
 from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.thor.gradient_checks import (
     layout_message,
@@ -26,7 +27,6 @@ from torch_thor.optim.thor.gradient_checks import (
     nonfinite_names,
     real_elements,
 )
-from torch_thor.optim.thor.intervals import steps_until_next
 from torch_thor.optim.thor.layer_registry import LayerRegistry
 from torch_thor.optim.thor.loss_scale import LossScale
 from torch_thor.optim.thor.options import check_group, check_loss_terms
@@ -65,7 +65,7 @@ class StepInputs:
         refreshes_next: whether the next step refreshes a group.
         terms: N, the number of loss terms of all processes together; 0 if no layer has counted any.
         output_scale: multiplies the captured output gradients of this process, to make them gradients of one loss term.
-        largest: the largest Euclidean norm of a gradient; 0 if parameters are divided among processes.
+        largest: the largest Euclidean norm of a gradient; 0 without gradients, or if parameters are divided.
         decaying: the ``id`` of each parameter to which weight decay applies in this step.
         skipped: whether the step is skipped.
         counted: whether it is skipped because a gradient is not finite, so that ``skipped_steps`` counts it.
@@ -159,6 +159,8 @@ def collect(thor: "THOR") -> StepInputs:
     except FloatingPointError:
         capture.discard()
         raise
+    if not inputs.largest:
+        registry.report_nothing_trained(groups)
     if inputs.skipped:
         capture.discard()
         thor.skipped_steps += inputs.counted

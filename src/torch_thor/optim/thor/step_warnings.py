@@ -3,27 +3,34 @@
 import warnings
 from collections.abc import Hashable
 
+from torch_thor.optim.thor.gradient_checks import some
+
 
 class StepWarnings:
     """The warnings to issue when the step is complete."""
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
-        self.pending: list[str] = []
+        self.pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
 
-    def note(self, about: Hashable, message: str) -> None:
+    def note(self, about: Hashable, message: str, name: str | None = None, then: str = "") -> None:
         """Add a warning, unless one about the same problem has been added before.
 
         Args:
             about: a key that identifies the problem; the message may differ.
             message: the text of the warning.
+            name: the layer or module that it is about, which follows; one warning names all that share its text.
+            then: the text after the name.
         """
         if about not in self._known:
             self._known.add(about)
-            self.pending.append(message)
+            names = self.pending.setdefault((message, then), [])
+            names += [] if name is None else [repr(name)]
 
     def issue(self) -> None:
         """Issue the warnings that have been added. Must be called by the optimizer's ``step``."""
-        pending, self.pending = self.pending, []
-        for message in pending:
-            warnings.warn(message, RuntimeWarning, stacklevel=5)  # the caller of step, outside torch's wrappers
+        pending, self.pending = self.pending, {}
+        for (message, then), names in pending.items():
+            others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
+            text = f"{message}{''.join(names[:1])}{others}{then}"
+            warnings.warn(text, RuntimeWarning, stacklevel=5)  # the caller of step, outside torch's wrappers

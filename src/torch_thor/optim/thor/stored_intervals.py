@@ -8,8 +8,8 @@ import ast
 from collections.abc import Callable
 from typing import Any
 
+from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
 
 CALLABLE = "callable"  # stored for a callable that is not a schedule of this package
 

@@ -3,9 +3,8 @@
 from dataclasses import asdict, fields
 from typing import Any
 
+from torch_thor import intervals
 from torch_thor.optim import THOR
-from torch_thor.optim.checks import check_interval
-from torch_thor.optim.thor import intervals
 from torch_thor.optim.thor.options import FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizers.settings import OptimizerSettings, settings_of
@@ -125,7 +124,7 @@ def interval_of(value: Any) -> Any:
     """
     if not isinstance(value, dict):
         try:
-            return check_interval("update_interval", value)
+            return intervals.check_interval("update_interval", value)
         except ValueError as error:
             raise UserError(f"{error}; a schedule is a mapping such as {EXAMPLE}") from error
     arguments = {str(key): item for key, item in value.items() if key != "kind"}

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_thor.optim.checks import check_interval
-
 UpdateInterval = int | Callable[[int], int]
 
 
@@ -33,9 +31,27 @@ class Schedule(Protocol):
         ...
 
 
+def check_interval(name: str, value: Any) -> int:
+    """Check a number of steps, given by the user or by the user's callable.
+
+    Args:
+        name: its name in the message.
+        value: the number.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: it is not a whole number of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: {name} must be a whole number of steps ≥ 1; 1 refreshes every step")
+    return value
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name}={value!r}: {name} must be a finite number")
+        raise ValueError(f"{name}={value!r}: {name} must be a finite number, such as 1.5")
     return value
 
 
@@ -104,7 +120,7 @@ class Piecewise:
             )
         edges = [0.0, *(_number("a boundary", b) for b in self.boundaries)]
         if any(later <= earlier for earlier, later in itertools.pairwise(edges)):
-            raise ValueError(f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise")
+            raise ValueError(f"boundaries={self.boundaries!r}: boundaries must be above 0 and rise; sort them")
         for interval in self.intervals:
             check_interval("an interval", interval)
         if len(self.intervals) != len(self.boundaries) + 1:
