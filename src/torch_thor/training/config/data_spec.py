@@ -46,8 +46,8 @@ class ImageTransform:
         require(self.size >= 1, f"data.transform.size={self.size} must be 1 pixel or more")
         require(
             self.resize >= self.size,
-            f"data.transform.resize={self.resize} must be data.transform.size={self.size} or more: the centre is cropped "
-            "from it",
+            f"data.transform.resize={self.resize} must be data.transform.size={self.size} or more: the centre is "
+            "cropped from it",
         )
         require(
             0 < self.scale[0] <= self.scale[1] <= 1,

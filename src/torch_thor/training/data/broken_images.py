@@ -23,7 +23,9 @@ class BrokenImages:
     """
 
     def __init__(self, max_share: float, say: Callable[[str], None]) -> None:
-        require(0 <= max_share < 1, f"data.max_broken={max_share} must be a fraction in [0, 1); 0 allows no broken image")
+        require(
+            0 <= max_share < 1, f"data.max_broken={max_share} must be a fraction in [0, 1); 0 allows no broken image"
+        )
         self.max_share, self.say = max_share, say
         self.named: set[int] = set()
         self.epoch = -1
