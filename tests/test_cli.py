@@ -1,9 +1,14 @@
 """The command line as a user meets it: results, one-line errors with exit code 2, and Ctrl-C."""
 
 import gzip
+import importlib.metadata
+import importlib.util
 import json
+import re
 import struct
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +18,8 @@ from safetensors.torch import load_file
 import signalled_script
 from command_line import assert_refused, checkpoints, command, contents
 from fake_times import fake_times
-from torch_thor import __version__
+from torch_thor import __version__, cli
+from torch_thor.cli import EXTRAS
 
 QUICK = ["train", "digits", "epochs=1", "optimizer=sgd", "device=cpu"]
 
@@ -364,4 +370,41 @@ def test_split_dim_mistakes_are_one_line_and_leave_nothing_behind(run, mine, wor
 
 def test_a_name_that_timm_may_know_without_timm(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)  # as where it is not installed
-    assert_refused(run("split-dim", "convnextv2_atto"), "pip install 'torch-thor[timm]'")
+    assert_refused(
+        run("split-dim", "convnextv2_atto"), "which may have it, is not installed", "pip install 'torch-thor[timm]'"
+    )
+
+
+def test_the_extras_are_those_of_the_project():
+    """The modules that the command line knows belong to the requirements of each extra, one to each."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    owners = importlib.metadata.packages_distributions()
+    for extra, modules in EXTRAS.items():
+        names = [re.match(r"[\w-]+", one)[0] for one in project["optional-dependencies"][extra]]
+        wanted = sorted(name.lower() for name in names if name != project["name"])
+        assert sorted(name.lower() for module in modules for name in owners[module]) == wanted
+
+
+@pytest.mark.parametrize(("module", "extra"), [("typer", "train"), ("typer.core", None)])
+def test_a_module_that_is_missing_at_the_start(monkeypatch, module, extra):
+    """Another one than those that an extra installs is told as Python tells it."""
+    monkeypatch.setitem(sys.modules, module, None)  # as where it is not installed
+    spec = importlib.util.spec_from_file_location("started_again", cli.__file__)
+    with pytest.raises(ModuleNotFoundError if extra is None else SystemExit) as error:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    if extra is not None:
+        assert f"{module} is missing" in str(error.value)
+        assert f"pip install 'torch-thor[{extra}]'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "extra"),
+    [(["prepare", "python", "--out", "out"], "tokenizers", "text"), (QUICK, "sklearn.datasets", None)],
+)
+def test_a_module_that_is_missing_in_a_command(run, monkeypatch, words, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    if extra is not None:
+        assert_refused(run(*words), f"{module} is missing", f"pip install 'torch-thor[{extra}]'")
+    else:
+        with pytest.raises(ModuleNotFoundError, match=module):
+            run(*words)

@@ -9,6 +9,25 @@ from typing import Annotated, Any
 from torch_thor import __version__
 from torch_thor.training.errors import CTRL_C, INTERRUPTED, USER_ERROR, ElsewhereError, StoppedError, UserError
 
+# The modules that the extras of pyproject.toml install
+EXTRAS = {
+    "train": (
+        "torchvision", "PIL", "sklearn", "safetensors", "omegaconf", "yaml", "filelock", "typer", "rich", "matplotlib",
+        "tensorboard",
+    ),
+    "text": ("transformers", "tokenizers", "pyarrow", "mwxml", "mwparserfromhell", "bs4", "sentencex"),
+    "timm": ("timm",),
+}  # fmt: skip
+
+
+def _to_install(error: ModuleNotFoundError) -> str:
+    """Return which extra has the missing module; raise the error again if none has it, such as one of the user's."""
+    extra = next((extra for extra, modules in EXTRAS.items() if error.name in modules), None)
+    if extra is None:
+        raise error
+    return f"{error.name} is missing: install it with `pip install 'torch-thor[{extra}]'`"
+
+
 try:
     import typer
     from typer.core import TyperGroup
@@ -16,9 +35,7 @@ try:
     from torch_thor.commands import evaluate, export, figures, plan, prepare, split_dim, train
     from torch_thor.commands.messages import is_first_rank, print_message
 except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"torch-thor: {error.name} is missing: install it with `pip install 'torch-thor[train]'`"
-    ) from error
+    raise SystemExit(f"torch-thor: {_to_install(error)}") from error
 except KeyboardInterrupt:
     sys.stderr.write(f"torch-thor: {CTRL_C}\n")
     raise SystemExit(INTERRUPTED) from None
@@ -76,6 +93,7 @@ def main() -> None:
 
     Raises:
         SystemExit: At the end of every command.
+        ModuleNotFoundError: If none of the extras installs the module.
         OSError: If it does not concern a file or a disk, and so is a bug of this program.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -86,6 +104,9 @@ def main() -> None:
     except UserError as error:
         if not isinstance(error, ElsewhereError):
             print_message(str(error))
+        raise SystemExit(USER_ERROR) from error
+    except ModuleNotFoundError as error:  # commands import what they need when they run
+        print_message(_to_install(error))
         raise SystemExit(USER_ERROR) from error
     except StoppedError as stop:
         if is_first_rank():  # all processes stop at the same step

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,6 +46,19 @@ def little(monkeypatch):
 
     monkeypatch.setattr(Autoencoder, "open", some_images)
     monkeypatch.setattr(CharLM, "open", lambda recipe, *_: CharLM(train[:6_400], held_out[:1500], recipe))
+
+
+def test_a_thread_trains_as_the_main_thread_does(tmp_path):
+    recipe = load_recipe("digits", ["steps=6", "batch_size=32", "threads=1", "device=cpu"])
+
+    def run(name):
+        return run_recipe(recipe, RunFolder(tmp_path / name), SILENT)
+
+    run("main")
+    with ThreadPoolExecutor(1) as pool:
+        assert [summary.name for summary in pool.submit(run, "thread").result()] == ["thor", "sgd"]
+    for name in ("thor", "sgd"):
+        assert lines(tmp_path / "main", name) == lines(tmp_path / "thread", name)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from sums import add_checksum, sha256
@@ -33,6 +34,20 @@ def test_round_trip(tmp_path):
     assert torch.equal(other.weight, model.weight)
 
 
+def test_shared_weights_are_written_once_and_always_as_the_same_bytes(tmp_path):
+    layer = nn.Linear(3, 3)
+    model = nn.Sequential(*[layer] * 8, nn.Linear(3, 2))
+    about = {"step": 1, "optimizer": "sgd", "recipe": "seed: 1\n", "keep": 1}
+    paths = [checkpoint.save(tmp_path / name, model, {}, average=model, **about) for name in ("one", "other")]
+    for file in (checkpoint.WEIGHTS, checkpoint.AVERAGED):
+        one, other = [(path / file).read_bytes() for path in paths]
+        assert one == other
+        assert load_file(paths[0] / file).keys() == {"0.weight", "0.bias", "8.weight", "8.bias"}
+    loaded = nn.Sequential(*[nn.Linear(3, 3)] * 8, nn.Linear(3, 2))
+    open_checkpoint(paths[0]).load_weights(loaded)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
 def test_no_checkpoint_is_none(tmp_path):
     assert newest_whole(tmp_path, pytest.fail) is None
     assert newest_whole(tmp_path / "nothing", pytest.fail) is None
@@ -53,7 +68,7 @@ def test_killed_while_writing_leaves_the_old_one_whole(tmp_path, monkeypatch, mo
     old, _ = save(tmp_path, 1)
     with monkeypatch.context() as patch:
         if moment == "weights":
-            patch.setattr(checkpoint, "save_model", die)
+            patch.setattr(checkpoint, "save_file", die)
         elif moment == "state":
             patch.setattr(torch, "save", die)
         elif moment == "manifest":

@@ -53,7 +53,7 @@ def on_call(number, really, instead):
 def break_writer(patch, writer):
     kind, number = writer.rsplit(" ", 1)
     target, name, instead = {
-        "weights": (checkpoint, "save_model", full_for_safetensors),
+        "weights": (checkpoint, "save_file", full_for_safetensors),
         "state": (torch, "save", full_for_torch),
         "text": (Path, "write_text", full),
         "flush": (os, "fsync", full),

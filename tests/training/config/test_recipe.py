@@ -100,6 +100,31 @@ def test_wrong_overrides_name_key_and_remedy_in_one_line(word, said):
     assert "\n" not in str(caught.value)
 
 
+KEYS = [
+    "data.name=mnist", "data.max_broken=1", "data.workers.count=-1", "data.workers.prefetch=0", "data.text.length=3",
+    "data.transform.size=0", "data.transform.resize=1", "data.transform.scale=[0,1]", "data.transform.ratio=[2,1]",
+    "data.transform.flip=2", "data.transform.padding=-1", "data.transform.std=[0,1,1]",
+    *(
+        f"{schedule}.{rest}"
+        for schedule in ("schedule", "damping_schedule")
+        for rest in (
+            "kind=stpe", "kind=step", "warmup_epochs=-1", "warmup_steps=-1", "final=2", "rate=0", "end=-1", "power=0",
+            "gamma=0", "milestones=[2,1]", "decay=0", "decay_epochs=-1", "horizon_epochs=0", "horizon_steps=0",
+        )
+    ),
+    "phases=[{steps: 4, schedule: {kind: linnear}}]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", KEYS)
+def test_a_message_begins_with_the_key_as_it_is_given(word):
+    key = word.partition("=")[0] if "phases" not in word else "phases[0].schedule.kind"
+    recipe = "digits" if "transform" not in word else "resnet18-cifar10-thor"
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe, [word])
+    assert str(caught.value).startswith(f"{key}=")
+
+
 def test_unknown_recipe_names_the_nearest():
     with pytest.raises(UserError, match=r"no recipe digit \(did you mean digits\?\).*fashion-mnist"):
         load_recipe("digit")

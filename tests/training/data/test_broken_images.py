@@ -19,5 +19,5 @@ def test_the_share_is_that_of_an_epoch_not_of_the_run():
 
 
 def test_a_share_is_less_than_one():
-    with pytest.raises(UserError, match="max_broken=1 must be a fraction"):
+    with pytest.raises(UserError, match=r"data\.max_broken=1 must be a fraction"):
         BrokenImages(1, print)

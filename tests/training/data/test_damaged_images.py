@@ -78,8 +78,8 @@ def test_too_many_are_one_line(tmp_path, workers):
     code, _, err = command(tmp_path, *WORDS, f"data.workers.count={workers}", "data.max_broken=0.1", "--out", "run")
     assert code == 2
     assert err.count("\n") == 1
-    assert "more than max_broken=0.1 allows" in err
-    assert "repair or remove them, or raise max_broken" in err
+    assert "more than data.max_broken=0.1 allows" in err
+    assert "repair or remove them, or raise data.max_broken" in err
 
 
 def test_a_link_in_a_circle_is_one_line(tmp_path):

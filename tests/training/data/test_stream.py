@@ -175,7 +175,7 @@ def test_a_resumed_run_names_no_image_twice(imagenet):
 def test_too_many_broken_images_are_an_error(imagenet):
     # 2 of 18: 11.1 %
     assert len(list(opened(imagenet, batch_size=6, max_broken=0.112).train)) == 3
-    with pytest.raises(UserError, match=r"2 of an epoch's 18 images .* max_broken=0.11 .*_2.JPEG") as caught:
+    with pytest.raises(UserError, match=r"2 of an epoch's 18 images .* data\.max_broken=0.11 .*_2.JPEG") as caught:
         list(opened(imagenet, batch_size=6, max_broken=0.11).train)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="1 of an epoch's 18 images"):
@@ -201,9 +201,9 @@ def test_a_training_batch_without_any_image_is_an_error(imagenet):
 
 
 def test_bad_options(imagenet):
-    with pytest.raises(UserError, match="workers=-1"):
+    with pytest.raises(UserError, match=r"data\.workers\.count=-1"):
         Workers(count=-1)
-    with pytest.raises(UserError, match="prefetch=0"):
+    with pytest.raises(UserError, match=r"data\.workers\.prefetch=0"):
         Workers(prefetch=0)
     with pytest.raises(UserError, match=r"data.name=mnist .* cifar10, cifar100, image-folder"):
         DataSpec(name="mnist")

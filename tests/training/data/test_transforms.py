@@ -113,7 +113,7 @@ def test_normalize_against_the_formula_in_float64():
     ("options", "match"),
     [
         ({"size": 0, "resize": 10}, "size=0"),
-        ({"size": 288}, "resize=256 must be transform.size=288 or more"),
+        ({"size": 288}, "resize=256 must be data.transform.size=288 or more"),
         ({"scale": (0.0, 1.0)}, "scale"),
         ({"scale": (0.5, 0.1)}, "scale"),
         ({"ratio": (2.0, 1.0)}, "ratio"),

@@ -14,6 +14,7 @@ def test_more_workers_than_cores_are_a_warning(monkeypatch):
     check_workers(Workers(count=9), 1, said.append)
     check_workers(Workers(count=5), 2, said.append)
     assert said == [
-        "workers=9: 9 worker processes share 8 cores; workers=8 would be enough",
-        "workers=5 on each of 2 processes: 10 worker processes share 8 cores; workers=4 would be enough",
+        "data.workers.count=9: 9 worker processes share 8 cores; data.workers.count=8 would be enough",
+        "data.workers.count=5 on each of 2 processes: 10 worker processes share 8 cores; data.workers.count=4 would be "
+        "enough",
     ]

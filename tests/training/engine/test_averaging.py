@@ -1,6 +1,7 @@
 """The average is the recurrence written out; it is evaluated, saved, and goes on bit for bit; when training ends."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -60,6 +61,29 @@ def test_equals_the_recurrence(recipe, data, optimizer, decay):
             torch.testing.assert_close(value.double(), wanted[name], rtol=1e-5, atol=1e-6)
     assert not torch.equal(average["head.weight"], run.model.state_dict()["head.weight"]) or decay == 0
     assert not any(module._forward_hooks for module in run.average.module.modules())  # THOR's stay on the network
+
+
+@pytest.mark.parametrize(("precision", "spoiled", "count"), [("fp16", 1e5, None), ("fp32", math.inf, 4)])
+def test_a_skipped_step_leaves_the_average_as_it_is(recipe, data, precision, spoiled, count):
+    """Of `precision=fp16`, and of `THOR(nonfinite="skip")`: one image is spoiled, once in each epoch."""
+    images = data.train_images.clone()
+    images[5] = spoiled
+    run = new_run(
+        recipe("ema_decay=0.9", f"precision={precision}"),
+        "thor",
+        DataBundle(images, *[getattr(data, key) for key in KEYS], 10),
+    )
+    run.optimizer.nonfinite = "skip"
+    record = train(run, [keeper := Keeper()])
+    skipped = [point.skipped for point in record.steps]
+    assert 0 < sum(skipped) < len(skipped)
+    assert count is None or sum(skipped) == count
+    first, *rest = [weights for weights, skip in zip(keeper.states, skipped, strict=True) if not skip]
+    for name, average in run.average.module.named_parameters():
+        wanted = first[name].double()
+        for weights in rest:
+            wanted = 0.9 * wanted + 0.1 * weights[name].double()
+        torch.testing.assert_close(average.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_the_average_leaves_training_alone(recipe, data):

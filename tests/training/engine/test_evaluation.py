@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training import RunConfig
+from torch_thor.training import RunConfig, UserError
 from torch_thor.training.data import DataBundle
 from torch_thor.training.engine import evaluation
 from torch_thor.training.tasks import ImageClassification
@@ -52,6 +52,22 @@ def test_three_images_worked_out():
 
 def test_with_few_classes_top5_is_certain():
     assert evaluate(nn.Identity(), [(torch.randn(20, 3), torch.randint(3, (20,)))], 3).top5 == 1.0
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("where", ["data", "model"])
+def test_the_mode_is_restored_after_an_error(training, where):
+    def batches():
+        yield torch.randn(4, 10), torch.randint(10, (4,))
+        if where == "data":
+            raise UserError("a file is gone")
+        yield torch.randn(4, 9), torch.randint(10, (4,))
+
+    model = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.5)).train(training)
+    task = ImageClassification(DataBundle(*next(batches()), *next(batches()), 10), RunConfig())
+    with pytest.raises((UserError, RuntimeError)):
+        evaluation.evaluate(task, model, batches())
+    assert [module.training for module in model.modules()] == [training] * 3
 
 
 @pytest.mark.parametrize("training", [True, False])

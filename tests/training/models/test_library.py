@@ -110,3 +110,11 @@ def test_a_network_that_cannot_be_built_is_one_line(monkeypatch):
     monkeypatch.setattr("torchvision.models.get_model", broken)
     with pytest.raises(UserError, match=r"^resnet18 could not be built: no such thing$"):
         find("resnet18").build()
+
+
+def test_a_module_that_timm_lacks_is_not_taken_for_timm(tmp_path, monkeypatch):
+    (tmp_path / "timm.py").write_text("import nobody_has_this\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
+        find("timm:resnet10t")

@@ -11,6 +11,7 @@ from torch_thor import THOR
 from torch_thor.training import UserError, evaluate, load_recipe
 from torch_thor.training.data import Shard
 from torch_thor.training.tasks import MaskedLM
+from word_corpus import PIECES, write_corpus, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,25 @@ def test_the_python_corpus_is_prepared_once(words, task):
     again, said = opened(words)
     assert said == []
     assert len(again.train[32].corpus) == len(task.train[32].corpus) > 1000
+
+
+def test_a_bit_that_flipped_in_the_corpus_is_refused_by_training_and_evaluation(tmp_path):
+    corpus = tmp_path / "corpus"
+    write_corpus(corpus, write_texts(tmp_path / "texts"), pieces=PIECES)
+    recipe = load_recipe("bert-tiny", ["data.name=corpus", f"data.root={corpus}", "data.text.length=16"])
+
+    def flip(name):
+        content = bytearray((corpus / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (corpus / name).write_bytes(content)
+
+    flip("train-000000.arrow")
+    MaskedLM.open_saved(recipe, torch.device("cpu"), pytest.fail, set())  # it reads only the held-out part
+    with pytest.raises(UserError, match=r"train-000000\.arrow .*changed.* SHA-256 .*: delete .* prepare"):
+        MaskedLM.open(recipe, torch.device("cpu"), pytest.fail, pytest.fail)
+    flip("held-out-000000.arrow")
+    with pytest.raises(UserError, match=r"held-out-000000\.arrow .*changed.* SHA-256 .*: delete .* prepare"):
+        MaskedLM.open_saved(recipe, torch.device("cpu"), pytest.fail, set())
 
 
 def test_the_network_is_that_of_transformers(model):

@@ -1,9 +1,11 @@
 """Pairs and masks: functions of (seed, epoch, example), with the shares that BERT has."""
 
+import hashlib
 import pickle
 import shutil
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -292,15 +294,34 @@ def test_a_length_that_was_not_prepared_is_refused(folder):
         Corpus(folder, "train", 128)
 
 
-def test_missing_and_damaged_shards_are_named(folder, tmp_path):
+FILES = ["train-000000.arrow", f"train-000000.{LENGTH}.arrow", "tokenizer.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "missing"])
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_are_refused_when_the_corpus_is_opened(folder, tmp_path, name, damage):
+    """Any bit of a file, also one whose change gives another valid token, as the lowest of an id does."""
     copy = shutil.copytree(folder, tmp_path / "corpus")
-    shard = copy / f"train-000000.{LENGTH}.arrow"
-    whole = shard.read_bytes()
-    for cut in (len(whole) - 8, 3, 0):
-        shard.write_bytes(whole[:cut])
-        with pytest.raises(UserError, match=rf"train-000000.{LENGTH}.arrow cannot be read .*: prepare"):
-            Corpus(copy, "train", LENGTH).passage(0)
-        Corpus(copy, "train", 32).passage(0)  # the other length is whole
-    shard.unlink()
-    with pytest.raises(UserError, match=rf"train-000000.{LENGTH}.arrow is missing: prepare the corpus again"):
+    file = copy / name
+    spoiled = bytearray(file.read_bytes())
+    spoiled[len(spoiled) // 2] ^= 1
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(spoiled if damage == "bit" else spoiled[:-8])
+    rule = f"{name} (is missing|was cut short or changed)|no {name}"
+    with pytest.raises(UserError, match=rf"{copy}.*({rule}).*(prepare the corpus again|torch-thor prepare)"):
         Corpus(copy, "train", LENGTH)
+    if name == FILES[1]:
+        assert Corpus(copy, "train", 32).passage(0).tokens.size  # the files of the other length are whole
+
+
+def test_each_file_is_read_once_for_its_checksum(folder, tmp_path, monkeypatch):
+    read = []
+    copy = shutil.copytree(folder, tmp_path / "corpus")
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(Path(file.name)) or digest(file, kind))
+    for side, length in [("train", 32), ("held-out", LENGTH), ("train", LENGTH), ("train", 32)]:
+        Corpus(copy, side, length)
+    unused = {*copy.glob("held-out-*.32.arrow")}
+    assert sorted(read) == sorted({*copy.glob("*.arrow"), copy / "tokenizer.json"} - unused)

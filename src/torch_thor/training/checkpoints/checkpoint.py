@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, load_model, save_model
+from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
 from torch_thor.distributed.sharded_parameters import is_sharded
@@ -244,9 +244,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _write_weights(folder: Path, model: nn.Module, average: nn.Module | None) -> None:
-    save_model(model, str(folder / WEIGHTS))
-    if average is not None:
-        save_model(average, str(folder / AVERAGED))
+    for file, network in [(WEIGHTS, model), *([] if average is None else [(AVERAGED, average)])]:
+        # not `save_model`, which adds the other names of shared weights in an order that differs between processes
+        weights: dict[str, Tensor] = {}
+        places: set[Any] = set()
+        for name, tensor in sorted(network.state_dict().items()):
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+            if place not in places:
+                weights[name] = tensor.contiguous()
+            places.add(place)
+        save_file(weights, folder / file)
 
 
 def write_values(folder: Path, state: dict[str, Any], recipe: str, metrics: bytes | None) -> None:

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
@@ -31,12 +32,13 @@ class StopSignal:
 
     @contextmanager
     def listening(self) -> Iterator["StopSignal"]:
-        """Handle the signals while the block runs.
+        """Handle the signals while the block runs; outside of the main thread Python lets nobody handle any.
 
         Yields:
             This object.
         """
-        before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM) if current_thread() is main_thread() else ()
+        before: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
 
         def handle(number: int, frame: FrameType | None) -> None:
             self.received = True

@@ -43,25 +43,26 @@ class ImageTransform:
     std: tuple[float, float, float] = IMAGENET_STD
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, f"transform.size={self.size} must be 1 pixel or more")
+        require(self.size >= 1, f"data.transform.size={self.size} must be 1 pixel or more")
         require(
             self.resize >= self.size,
-            f"transform.resize={self.resize} must be transform.size={self.size} or more: the centre is cropped from it",
+            f"data.transform.resize={self.resize} must be data.transform.size={self.size} or more: the centre is "
+            "cropped from it",
         )
         require(
             0 < self.scale[0] <= self.scale[1] <= 1,
-            f"transform.scale={list(self.scale)} must be two fractions of the area, 0 < smallest <= largest <= 1",
+            f"data.transform.scale={list(self.scale)} must be two fractions of the area, 0 < smallest <= largest <= 1",
         )
         require(
             0 < self.ratio[0] <= self.ratio[1],
-            f"transform.ratio={list(self.ratio)} must be two ratios of width to height, 0 < smallest <= largest",
+            f"data.transform.ratio={list(self.ratio)} must be two ratios of width to height, 0 < smallest <= largest",
         )
-        require(0 <= self.flip <= 1, f"transform.flip={self.flip} must be a probability in [0, 1]")
+        require(0 <= self.flip <= 1, f"data.transform.flip={self.flip} must be a probability in [0, 1]")
         require(
             self.padding is None or self.padding >= 0,
-            f"transform.padding={self.padding} must be 0 pixels or more; null uses random resized crops",
+            f"data.transform.padding={self.padding} must be 0 pixels or more; null uses random resized crops",
         )
-        require(all(value > 0 for value in self.std), f"transform.std={list(self.std)} must be above 0")
+        require(all(value > 0 for value in self.std), f"data.transform.std={list(self.std)} must be above 0")
 
 
 IMAGENET = ImageTransform()
@@ -82,8 +83,8 @@ class Workers:
     prefetch: int = 2
 
     def __post_init__(self) -> None:
-        require(self.count >= 0, f"workers={self.count} must be 0 or more; 0 reads in the training process")
-        require(self.prefetch >= 1, f"prefetch={self.prefetch} must be 1 batch or more")
+        require(self.count >= 0, f"data.workers.count={self.count} must be 0 or more; 0 reads in the training process")
+        require(self.prefetch >= 1, f"data.workers.prefetch={self.prefetch} must be 1 batch or more")
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,23 @@ def parse_recipe(text: str, name: str, overrides: list[str]) -> Recipe:
 
 def _to_recipe(config: DictConfig) -> Recipe:
     try:
+        _check_schedules(config)
         recipe = cast(Recipe, OmegaConf.to_object(config))
         texts = flat(OmegaConf.to_container(config))
         return replace(recipe, written={key: text for key, text in texts.items() if _interpolates(text)})
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {first_line(error)}") from error
+
+
+def _check_schedules(config: DictConfig) -> None:
+    """Make each schedule on its own, because it does not know its key, which its errors have to name."""
+    keys = ["schedule", "damping_schedule", *(f"phases[{number}].schedule" for number in range(len(config.phases)))]
+    for key in keys:
+        try:
+            if (node := OmegaConf.select(config, key)) is not None:
+                OmegaConf.to_object(node)
+        except UserError as error:
+            raise UserError(f"{key}.{error}") from error
 
 
 def override(recipe: Recipe, overrides: list[str]) -> Recipe:

@@ -23,7 +23,9 @@ class BrokenImages:
     """
 
     def __init__(self, max_share: float, say: Callable[[str], None]) -> None:
-        require(0 <= max_share < 1, f"max_broken={max_share} must be a fraction in [0, 1); 0 allows no broken image")
+        require(
+            0 <= max_share < 1, f"data.max_broken={max_share} must be a fraction in [0, 1); 0 allows no broken image"
+        )
         self.max_share, self.say = max_share, say
         self.named: set[int] = set()
         self.epoch = -1
@@ -63,8 +65,8 @@ class BrokenImages:
         if len(self.in_epoch) > self.max_share * images:
             raise UserError(
                 f"{len(self.in_epoch)} of an epoch's {images} images cannot be read, more than "
-                f"max_broken={self.max_share:g} allows; the latest is {path} ({reason}): repair or "
-                "remove them, or raise max_broken"
+                f"data.max_broken={self.max_share:g} allows; the latest is {path} ({reason}): repair or "
+                "remove them, or raise data.max_broken"
             )
 
     def state_dict(self) -> dict[str, Any]:

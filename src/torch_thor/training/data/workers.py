@@ -38,8 +38,9 @@ def check_workers(workers: Workers, processes: int, say: Callable[[str], None]) 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     total = workers.count * processes
     if total > cores:
-        each = f"workers={workers.count}" + (f" on each of {processes} processes" if processes > 1 else "")
-        say(f"{each}: {total} worker processes share {cores} cores; workers={cores // processes} would be enough")
+        each = f"data.workers.count={workers.count}" + (f" on each of {processes} processes" if processes > 1 else "")
+        enough = f"data.workers.count={cores // processes} would be enough"
+        say(f"{each}: {total} worker processes share {cores} cores; {enough}")
 
 
 class DeathWatch:

@@ -45,15 +45,17 @@ def evaluate(task: EvaluationTask, model: nn.Module, batches: Iterable[Batch]) -
     was_training = model.training
     model.eval()
     full = (batch for batch in batches if task.terms(batch).number)
-    for batch, counts in _in_step(full, task.device) if sharding.is_divided(model) else ((one, True) for one in full):
-        number = task.terms(batch).number
-        measured = task.measure(model, batch)
-        if not counts:
-            continue
-        for name in names:
-            sums[name].append(measured[name].double())
-        terms += number
-    model.train(was_training)
+    shares = _in_step(full, task.device) if sharding.is_divided(model) else ((one, True) for one in full)
+    try:
+        for batch, counts in shares:
+            measured = task.measure(model, batch)
+            if not counts:
+                continue
+            for name in names:
+                sums[name].append(measured[name].double())
+            terms += task.terms(batch).number
+    finally:  # a caller may go on with the training after an error of the data or the task
+        model.train(was_training)
     own = {name: torch.stack(values).tolist() if values else [] for name, values in sums.items()}
     everywhere = parallel.gathered((own, terms))
     total = sum(number for _, number in everywhere)

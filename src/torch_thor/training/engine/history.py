@@ -28,7 +28,7 @@ class StepPoint:
         terms: Number of loss terms, such as images; 0 in files of older versions, which did not count them.
         waited: Time of waiting for data, in seconds.
         damping: The damping; `None` for optimizers without damping.
-        skipped: Whether a float16 gradient overflowed, so that the weights were not changed.
+        skipped: Whether a gradient was not finite (an overflow of float16), so that the weights were not changed.
     """
 
     step: int

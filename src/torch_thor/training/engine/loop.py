@@ -167,7 +167,7 @@ def _step(run: Run, batches: Iterator[Batch]) -> StepPoint:
     batch = next(batches)
     waited = time.perf_counter() - started
     result = run.stepper.take(batch, run.step + 1)
-    if run.average is not None:
+    if run.average is not None and not result.skipped:
         run.average.update_parameters(run.model)
     duration = time.perf_counter() - started
     run.step += 1

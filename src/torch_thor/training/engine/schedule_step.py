@@ -181,6 +181,6 @@ def check(
         last = factor(spec, total_steps - 1, steps_per_epoch, total_steps, final)
         require(
             key == "lr" or last > 0,
-            f"{name}: {spec.kind} sets {key} to 0 in the last step, but it must stay above 0: give horizon_epochs or "
-            "horizon_steps above the length of the training",
+            f"{name}: {spec.kind} sets {key} to 0 in the last step, but it must stay above 0: give "
+            f"{name}.horizon_epochs or {name}.horizon_steps above the length of the training",
         )

@@ -23,7 +23,7 @@ class StepResult:
     Args:
         loss: The training loss, a mean over the loss terms.
         terms: The number of loss terms.
-        skipped: Whether the optimizer's step was skipped because a float16 gradient overflowed.
+        skipped: Whether the optimizer's step was skipped because a gradient was not finite.
     """
 
     loss: float
@@ -95,10 +95,12 @@ class Stepper:
             loss += share.detach()
         if self.config.clip_norm is not None:
             self.precision.clip(self.optimizer, self.config.clip_norm)
+        skips = getattr(self.optimizer, "skipped_steps", 0)  # THOR with nonfinite="skip" counts its own
         try:
             taken = self.precision.step(self.optimizer)
         except FloatingPointError as error:  # THOR refuses a gradient that is not finite
             raise DivergedError(f"step {step}: {error}") from error
+        taken = taken and getattr(self.optimizer, "skipped_steps", 0) == skips
         self.optimizer.zero_grad()
         # host-device synchronisation, because the step is timed and its loss recorded
         weighted, count = parallel.total([loss.item() * whole, float(whole)], self.task.device)

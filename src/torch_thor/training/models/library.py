@@ -111,6 +111,7 @@ def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
 
     Raises:
         UserError: If there is no such network, or timm, which might have it, is not installed.
+        ModuleNotFoundError: If timm is installed without a module that it needs.
     """
     known = list(own)
     if not word.startswith(TIMM):
@@ -129,6 +130,8 @@ def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
     try:
         import timm
     except ModuleNotFoundError as error:
+        if error.name != "timm":  # but a module that timm needs
+            raise
         raise UserError(
             f"{word} is not a torchvision model{nearest(name, known)}, and timm, which may have it, is not installed: "
             "install it with `pip install 'torch-thor[timm]'`"

@@ -7,7 +7,7 @@ from torch_thor.files import whole_file
 from torch_thor.training.errors import UserError, first_line
 from torch_thor.training.output_files import writing
 
-AGAIN = "prepare the corpus again, in another folder"
+AGAIN = "delete its folder, then prepare the corpus again"  # `prepare` leaves a finished corpus as it is
 REMEDY = "make room for it, then give the same command again: what is finished stays"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_thor.training.errors import require
-from torch_thor.training.text.arrow_files import AGAIN, read_table
+from torch_thor.training.text.arrow_files import read_table
 from torch_thor.training.text.manifest import TOKENIZER, Manifest
 from torch_thor.training.text.wordpiece import load_tokenizer
 
@@ -57,8 +57,8 @@ class Corpus:
             for.
 
     Raises:
-        UserError: If the folder is not a complete corpus, or has no examples of that side and length. A shard that was
-            cut short is found when it is first read.
+        UserError: If the folder is not a complete corpus, one of the files of the side and length has changed, or there
+            are no such examples.
     """
 
     def __init__(self, folder: Path, side: str, length: int) -> None:
@@ -75,9 +75,8 @@ class Corpus:
         self._firsts = list(itertools.accumulate(counts, initial=0))
         self._open = lru_cache(_OPEN_SHARDS)(self._map)
         require(len(self) > 0, f"{folder} has no {side} examples: prepare a larger corpus")
-        for name in self._names:
-            for file in (folder / f"{name}.arrow", folder / f"{name}.{length}.arrow"):
-                require(file.is_file(), f"{file} is missing: {AGAIN}")
+        files = [f"{name}{end}" for name in self._names for end in (".arrow", f".{length}.arrow")]
+        manifest.check_files(folder, [TOKENIZER, *files])
 
     def __len__(self) -> int:
         """Return the number of examples."""

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch_thor.training.checksums import add_checksum, checksum_matches, sha256
 from torch_thor.training.errors import require
 from torch_thor.training.output_files import write_whole
-from torch_thor.training.text.arrow_files import REMEDY
+from torch_thor.training.text.arrow_files import AGAIN, REMEDY
 from torch_thor.training.text.encoding import ShardReport
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
@@ -101,14 +102,13 @@ class Manifest:
         """
         file = folder / MANIFEST
         require(file.is_file(), f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare")
-        again = "prepare the corpus again"
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
             values = {}
-        require(isinstance(values, dict) and checksum_matches(values), f"{file} was cut short or changed: {again}")
+        require(isinstance(values, dict) and checksum_matches(values), f"{file} was cut short or changed: {AGAIN}")
         require(
-            values["format"] == FORMAT, f"{file} has format {values['format']}, this version reads {FORMAT}: {again}"
+            values["format"] == FORMAT, f"{file} has format {values['format']}, this version reads {FORMAT}: {AGAIN}"
         )
         settings = Settings(**{**values["settings"], "lengths": tuple(values["settings"]["lengths"])})
         shards = [
@@ -118,11 +118,12 @@ class Manifest:
         rest = {key: values[key] for key in ("sources", "vocab_size", "tokenizer_checksum", "faults", "versions")}
         return cls(settings=settings, shards=shards, **rest)
 
-    def check_files(self, folder: Path) -> None:
-        """Compare each file of the corpus with its checksum.
+    def check_files(self, folder: Path, names: Sequence[str] | None = None) -> None:
+        """Compare files of the corpus with their checksums.
 
         Args:
             folder: The folder of the corpus.
+            names: The names of the files; `None` stands for all.
 
         Raises:
             UserError: If a file is missing or has changed.
@@ -130,10 +131,20 @@ class Manifest:
         files = {TOKENIZER: self.tokenizer_checksum}
         for shard in self.shards:
             files |= shard.checksums
-        for name, checksum in files.items():
+        for name in files if names is None else names:
             file = folder / name
-            require(file.is_file(), f"{file} is missing: prepare the corpus again")
-            require(sha256(file) == checksum, f"{file} was cut short or changed: prepare the corpus again")
+            require(file.is_file(), f"{file} is missing: {AGAIN}")
+            found = file.stat()
+            require(
+                _sha256(file, found.st_size, found.st_mtime_ns) == files[name],
+                f"{file} was cut short or changed, because its SHA-256 is not that of {MANIFEST}: {AGAIN}",
+            )
+
+
+@cache
+def _sha256(file: Path, size: int, modified: int) -> str:
+    """Read a file once per process: the examples of all lengths share the files of the tokens."""
+    return sha256(file)
 
 
 def totals(shards: Sequence[ShardReport]) -> dict[str, dict[str, Any]]:
