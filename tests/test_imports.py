@@ -49,8 +49,8 @@ EXCEPTIONS = {
     "warm.py": ("cli training.experiment", "imports in advance what the command line imports"),
     "signalled_script.py": ("training.engine.step", "sends itself a signal in a step of the test's choice"),
     "killed_script.py": (
-        "training.checkpoints.divided training.checkpoints.saving training.engine.loop training.engine.precision "
-        "training.experiment",
+        "training.checkpoints.checkpoint training.checkpoints.divided training.checkpoints.saving "
+        "training.engine.loop training.engine.precision training.experiment",
         "kills itself at a moment of the test's choice",
     ),
     "rank_script.py": ("training.engine.parallel", "is the program of each rank in training/engine/test_parallel.py"),

@@ -12,12 +12,13 @@ import os
 import runpy
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+
+from torch import distributed as dist
 
 # torch._dynamo is what the first optimizer imports, the others are what training and its reports need
 PRELOADED = (
@@ -33,7 +34,7 @@ PRELOADED = (
     "pydantic.type_adapter",
 )
 AVAILABLE = sys.platform == "linux"  # elsewhere libraries do not bear a fork
-GRACE = 60  # seconds that the other ranks have to end when one has failed
+GRACE = 300  # seconds that the other ranks have to end when one has failed
 
 
 def context():
@@ -142,13 +143,12 @@ class WarmRanks:
     """`torchrun --nproc-per-node` for warm processes: the environment of its ranks, and one that fails ends all."""
 
     def __init__(self, words, folder, environment, count):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port of its own
         environment = {
             **environment,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "warm",
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         }

@@ -96,7 +96,7 @@ def test_the_end_of_other_processes_is_none_of_its_business():
 
 
 def other_process():
-    subprocess.run([sys.executable, "-S", "-c", ""], check=True, timeout=60)
+    subprocess.run([sys.executable, "-S", "-c", ""], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -130,10 +130,14 @@ torch.UntypedStorage._share_fd_cpu_ = torch.UntypedStorage._share_filename_cpu_ 
 main()
 """
 STUCK = """
-import time
+import os, time
+from pathlib import Path
 from torch_thor.cli import main
 from torch_thor.training.data import FolderSource
-FolderSource.load = lambda self, index: time.sleep(10**6)
+def load(self, index):
+    Path(f"reading-{os.getpid()}").touch()
+    time.sleep(10**6)
+FolderSource.load = load
 main()
 """
 
@@ -171,7 +175,7 @@ def test_shared_memory_that_is_full_is_one_line_and_no_hang(tmp_path):
 def own_mounts():
     probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
     try:
-        return subprocess.run(probe, capture_output=True, check=False, timeout=60).returncode == 0
+        return subprocess.run(probe, capture_output=True, check=False, timeout=600).returncode == 0
     except OSError:
         return False
 
@@ -222,9 +226,9 @@ def test_a_worker_that_the_system_kills_ends_training_with_one_line(tmp_path, co
 def test_workers_that_wait_for_a_disk_end_with_training_that_was_killed(tmp_path):
     write_tree(tmp_path / "data")
     process = start(tmp_path, *WORDS, "data.workers.count=2", script=script(tmp_path, STUCK))
-    wait_for(process, lambda: len(workers_of(process)) == 2, "workers")
-    time.sleep(0.5)  # for most of the time a worker has begun to read by now
+    wait_for(process, lambda: len(list(tmp_path.glob("reading-*"))) == 2, "workers that read")
     workers = workers_of(process)
+    assert {f"reading-{pid}" for pid in workers} == {path.name for path in tmp_path.glob("reading-*")}
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=PATIENCE)
     assert_all_end(workers)
