@@ -168,7 +168,10 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_killed_process_leaves_what_goes_on_and_no_process(wiki, tmp_path):
     """The real command with processes of its own, killed in two stages."""
-    script, given = tmp_path / "killed.py", ("prepare", wiki, "--vocab-size", "300", "--seq-len", "32", "--out")
+    script, given = (
+        tmp_path / "killed.py",
+        ("prepare", wiki, "--vocab-size", "300", "--seq-len", "32", "--held-out", "0.1", "--out"),
+    )
     script.write_text(KILLED)
     succeed(tmp_path, "none", "0", *given, "whole", script=script)
     for stage in ("clean_unit", "encode_unit"):
