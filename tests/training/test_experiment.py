@@ -47,6 +47,7 @@ def little(monkeypatch):
     monkeypatch.setattr(CharLM, "open", lambda recipe, *_: CharLM(train[:6_400], held_out[:1500], recipe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "metrics", "unit"),
     [("autoencoder", ["loss", "squared_error"], "images"), ("char-lm", ["loss", "perplexity"], "characters")],
@@ -157,6 +158,7 @@ def test_a_recipe_that_cannot_start_leaves_the_folder_alone(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_reading_recipes_imports_no_library_of_models_or_images():
     script = f"""
 import sys
@@ -177,6 +179,7 @@ print([name for name in libraries if name in sys.modules])
 # ---- runs of before there were tasks --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_goes_on_bit_for_bit(printed, tmp_path):
     words = ("train", "digits", "optimizer=thor", "schedule.kind=constant", "update_interval=5", "ema_decay=0.5")
     words += ("checkpoint_interval=11", "device=cpu")
@@ -193,6 +196,7 @@ def test_a_run_of_an_older_version_goes_on_bit_for_bit(printed, tmp_path):
     assert_same_runs(tmp_path / "old", tmp_path / "whole", "thor")
 
 
+@pytest.mark.slow
 def test_lines_that_were_written_anew_are_no_damage(printed, tmp_path):
     """A resumed run writes the lines of an older one in its own form; the old checkpoint's copy still fits."""
     words = ("train", "digits", "optimizer=sgd", "schedule.kind=constant", "checkpoint_interval=22", "device=cpu")
