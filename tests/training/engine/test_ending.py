@@ -53,12 +53,12 @@ def heard(world, errors, store=None):
         except UserError as message:
             found[rank] = message
 
-    threads = [threading.Thread(target=one, args=item) for item in errors.items()]
+    threads = [threading.Thread(target=one, args=item, daemon=True) for item in errors.items()]
     with clock(store, *map(str, errors)):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            thread.join(PATIENCE)
     return found
 
 
@@ -79,9 +79,9 @@ def test_a_rank_that_still_waits_in_a_collective_is_not_named():
     """Rank 1 has heard nothing yet, because its own connections are whole; its thread answers for it."""
     store, found = dist.HashStore(), []
     with Answers(store, 1, 3), clock(store, "0", "alive/1"):
-        thread = threading.Thread(target=lambda: found.append(_error_of(store)))
+        thread = threading.Thread(target=lambda: found.append(_error_of(store)), daemon=True)
         thread.start()
-        thread.join()
+        thread.join(PATIENCE)
     assert "rank 2 of 3 processes no longer answers" in str(found[0])
 
 
