@@ -5,6 +5,7 @@ is its imports; where it is (`cold=True` in command_line.py), and where a system
 """
 
 import atexit
+import base64
 import contextlib
 import io
 import multiprocessing
@@ -18,6 +19,7 @@ import time
 from multiprocessing import forkserver
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from torch import distributed as dist
 
 # torch._dynamo is what the first optimizer imports, the others are what training and its reports need
@@ -34,6 +36,9 @@ PRELOADED = (
     "pydantic.type_adapter",
 )
 AVAILABLE = sys.platform == "linux"  # elsewhere libraries do not bear a fork
+BLANK = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
+)  # a PNG of one pixel
 GRACE = 300  # seconds that the other ranks have to end when one has failed
 
 
@@ -51,6 +56,11 @@ def context():
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
     return found
+
+
+def save_blank(figure, path, **options):
+    """In the place of `Figure.savefig`: to draw takes longer than a small training."""
+    Path(path).write_bytes(BLANK)
 
 
 def _become(folder, environment, words, out, err):
@@ -71,6 +81,7 @@ def _become(folder, environment, words, out, err):
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    Figure.savefig = save_blank
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
