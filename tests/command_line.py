@@ -141,7 +141,7 @@ def alive(pid):
         return False
 
 
-def assert_ends(pid, timeout=20):
+def assert_ends(pid, timeout=PATIENCE):
     """A process ends by itself; it closes its files a moment before it counts as ended."""
     deadline = time.monotonic() + timeout
     while alive(pid):

@@ -1,8 +1,6 @@
 """Shared by all tests: one thread (two cores serve many processes), a fixed seed, the command line, pictures."""
 
-import base64
 import functools
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -10,14 +8,11 @@ import torch
 from matplotlib.figure import Figure
 
 from command_line import call
+from warm import save_blank
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("torch_thor", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("torch_thor")
-
-BLANK = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
-)  # a PNG of one pixel
 
 
 # These take minutes, in which processes mostly start or wait: they begin first, so that the others run beside them.
@@ -32,7 +27,7 @@ def pytest_collection_modifyitems(items):
 def blank_pictures(request, monkeypatch):
     """Saved pictures are blank, unless a test is marked `pictures`: drawing takes longer than a small training."""
     if "pictures" not in request.keywords:
-        monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(BLANK))
+        monkeypatch.setattr(Figure, "savefig", save_blank)
 
 
 @pytest.fixture(autouse=True)

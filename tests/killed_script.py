@@ -3,7 +3,7 @@
 KILLS are separated by commas, such as `2:step:5` (rank 2, in an ordinary or refresh step 5), `0:checkpoint:12` (before
 the checkpoint of step 12 is written), `3:writing:12` (when it has written its part of that, and nobody the manifest),
 `1:evaluation:9`, `1:claim:0` (before the run folder is changed), and `1:error:5` (an error of the user instead of a
-kill); `none` kills nobody.
+kill); `none` kills nobody. Without `torchrun` there is one start, of rank 0.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 
 from torch_thor.cli import main
 from torch_thor.training import UserError
-from torch_thor.training.checkpoints import divided, saving
+from torch_thor.training.checkpoints import checkpoint, divided, saving
 from torch_thor.training.engine import loop
 from torch_thor.training.engine.precision import Precision
 
@@ -29,7 +29,7 @@ def watch():
     """Let the moments of a training call `end`: before the optimizer's step, and where all processes communicate."""
     steps = [None]
     step, capture, evaluate, train = Precision.step, saving.capture_state, loop.evaluate, loop.train
-    write = divided.write_parts
+    write, seal = divided.write_parts, checkpoint.write_manifest
 
     def stepped(precision, optimizer):
         end("step", steps[0].step + 1)
@@ -40,6 +40,10 @@ def watch():
     def written(*words):
         write(*words)
         end("writing", steps[0].step)
+
+    def sealed(*words, **options):
+        end("writing", steps[0].step)
+        return seal(*words, **options)
 
     def captured(run):
         end("checkpoint", run.step)
@@ -57,7 +61,7 @@ def watch():
         return train(run, [Watch(), *callbacks])
 
     Precision.step, saving.capture_state, loop.evaluate = stepped, captured, evaluated
-    divided.write_parts = written
+    divided.write_parts, checkpoint.write_manifest = written, sealed
     import torch_thor.training.experiment as experiment
 
     begin = experiment._begin
@@ -75,7 +79,7 @@ if __name__ == "__main__":
     planned = kills.split(",")
     if start < len(planned) and kills != "none":
         rank, moment, at = planned[start].split(":")
-        if rank == os.environ["RANK"]:
+        if rank == os.environ.get("RANK", "0"):
             KILLED = (moment, int(at))
     watch()
     main()

@@ -49,8 +49,8 @@ EXCEPTIONS = {
     "warm.py": ("cli training.experiment", "imports in advance what the command line imports"),
     "signalled_script.py": ("training.engine.step", "sends itself a signal in a step of the test's choice"),
     "killed_script.py": (
-        "training.checkpoints.divided training.checkpoints.saving training.engine.loop training.engine.precision "
-        "training.experiment",
+        "training.checkpoints.checkpoint training.checkpoints.divided training.checkpoints.saving "
+        "training.engine.loop training.engine.precision training.experiment",
         "kills itself at a moment of the test's choice",
     ),
     "rank_script.py": ("training.engine.parallel", "is the program of each rank in training/engine/test_parallel.py"),
@@ -70,6 +70,7 @@ EXCEPTIONS = {
     ),
     "training/text/test_word_counts.py": ("training.text.wordpiece", "compares counted words with a tokenizer's"),
     "training/text/dumps.py": ("training.text.sources", "lowers the size of a work unit"),
+    "training/text/test_preparing.py": ("training.text.sources", "lowers it in the processes of the command too"),
 }
 
 

@@ -5,6 +5,7 @@ is its imports; where it is (`cold=True` in command_line.py), and where a system
 """
 
 import atexit
+import base64
 import contextlib
 import io
 import multiprocessing
@@ -12,12 +13,14 @@ import os
 import runpy
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+
+from matplotlib.figure import Figure
+from torch import distributed as dist
 
 # torch._dynamo is what the first optimizer imports, the others are what training and its reports need
 PRELOADED = (
@@ -33,7 +36,10 @@ PRELOADED = (
     "pydantic.type_adapter",
 )
 AVAILABLE = sys.platform == "linux"  # elsewhere libraries do not bear a fork
-GRACE = 60  # seconds that the other ranks have to end when one has failed
+BLANK = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
+)  # a PNG of one pixel
+GRACE = 300  # seconds that the other ranks have to end when one has failed
 
 
 def context():
@@ -50,6 +56,11 @@ def context():
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
     return found
+
+
+def save_blank(figure, path, **options):
+    """In the place of `Figure.savefig`: to draw takes longer than a small training."""
+    Path(path).write_bytes(BLANK)
 
 
 def _become(folder, environment, words, out, err):
@@ -70,6 +81,7 @@ def _become(folder, environment, words, out, err):
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    Figure.savefig = save_blank
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -142,13 +154,12 @@ class WarmRanks:
     """`torchrun --nproc-per-node` for warm processes: the environment of its ranks, and one that fails ends all."""
 
     def __init__(self, words, folder, environment, count):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # at a port of its own
         environment = {
             **environment,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": "warm",
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         }

@@ -61,14 +61,3 @@ def test_the_memory_of_a_process_and_of_those_that_it_starts_is_seen(opened):
     assert len(tree) == 2
     assert sizes[1] > 40_000_000 > sizes[0] > 1_000_000
     assert memory.proportional_set_size(process.pid) == 0
-
-
-def test_stages_are_told_apart_by_what_the_command_says(opened):
-    memory = opened("prepare_memory")
-    script = "import time\nfor stage in ('cleaning', 'tokenizer', 'encoding'):\n time.sleep(0.3); print(stage + ': x')"
-    found = memory.watch([sys.executable, "-c", script])
-    assert list(found["stages"]) == ["cleaning", "tokenizer", "encoding"]
-    assert all(0.2 < stage["seconds"] < 3 and stage["peak"] > 1_000_000 for stage in found["stages"].values())
-    assert found["peak"] == max(size for _, size in found["samples"])
-    with pytest.raises(SystemExit, match="no such stage"):
-        memory.watch([sys.executable, "-c", "print('no such stage')"])

@@ -57,6 +57,7 @@ def kept(folder):
     return sorted(path.name for path in (folder / "results").iterdir())
 
 
+@pytest.mark.slow
 def test_later_stages_see_the_results_of_those_before(comparison, tmp_path):
     code, out, err = finish(start(tmp_path, script=comparison))
     assert (code, err) == (0, "")

@@ -29,7 +29,9 @@ def in_bfloat16(rank, world, mesh, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"scaling": "spectral"}, {"divide_curvature": True}], ids=str)
-@pytest.mark.parametrize("mesh", [None, (2,), (2, 2)], ids=["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "mesh", [None, (2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=["ddp", "fsdp", "hsdp"]
+)
 def test_steps_differ_by_the_rounding_of_bfloat16(run, mesh, options):
     """Its relative rounding is 2⁻⁹; that of float32, 2⁻²⁴, beside factors of float64."""
     found = run(2 if mesh is None else torch.Size(mesh).numel(), in_bfloat16, mesh, options)

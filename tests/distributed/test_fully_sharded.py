@@ -84,8 +84,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", CASES)
+# every mesh with the plain options, every case on two shards, and what replicas could spoil on two by two
+MET = [("plain", mesh) for mesh in MESHES] + [(name, "fsdp-2") for name in CASES if name != "plain"]
+MET += [("accumulation", "hsdp"), ("spectral", "hsdp")]
+
+
+@pytest.mark.parametrize(("name", "mesh"), MET)
 def test_equals_one_process_and_sends_nothing_on_ordinary_steps(run, mesh, name):
     shape = MESHES[mesh]
     case = {"micro": 1, "fsdp": None, **CASES[name]}
@@ -96,7 +100,7 @@ def test_equals_one_process_and_sends_nothing_on_ordinary_steps(run, mesh, name)
             assert kinds == {"UPDATE", "KEEP", "STOP"}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["fsdp-2", "hsdp"])
 def test_the_global_bound_sends_one_number(run, mesh):
     """After all have agreed that they take the step."""
     shape = MESHES[mesh]

@@ -66,6 +66,7 @@ def counted(rank, world, make, options, mesh=None):
     return found, computed + collectives_of_step(model.parameters(), layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"split_dim": None}, {"scaling": "spectral"}], ids=["split", "whole", "spectral"]
 )
@@ -77,6 +78,7 @@ def test_bytes_of_a_refresh(run, options, divided):
             assert found == computed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elements", [200, 2**23], ids=["in-turns", "at-once"])
 def test_a_plan_of_divided_curvature_is_what_is_sent(run, elements):
     """Planned in one process, whose layers are not divided."""
@@ -109,6 +111,7 @@ def kept_bytes(model, optimizer, rank, world):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [routed, TwoDtypes], ids=["experts", "two-dtypes"])
 def test_bytes_of_other_layers(run, make):
     for world in (2, 4):
@@ -116,6 +119,7 @@ def test_bytes_of_other_layers(run, make):
             assert found == computed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*returns a view")
 @pytest.mark.parametrize(
     "options",

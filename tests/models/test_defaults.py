@@ -75,6 +75,7 @@ def test_the_defaults_train(name, setting):
     assert last < 0.9 * losses[0] or last <= sum(losses_of_adamw(name, 0, steps, fresh=False)[-3:]) / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), cases(FRESH))
 def test_the_defaults_train_on_fresh_batches(name, setting):
     # how hard a batch is differs, so the mean of the last eight counts, none of which was seen before

@@ -61,6 +61,7 @@ def test_a_thread_trains_as_the_main_thread_does(tmp_path):
         assert lines(tmp_path / "main", name) == lines(tmp_path / "thread", name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "metrics", "unit"),
     [("autoencoder", ["loss", "squared_error"], "images"), ("char-lm", ["loss", "perplexity"], "characters")],
@@ -171,6 +172,7 @@ def test_a_recipe_that_cannot_start_leaves_the_folder_alone(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_reading_recipes_imports_no_library_of_models_or_images():
     script = f"""
 import sys
@@ -191,6 +193,7 @@ print([name for name in libraries if name in sys.modules])
 # ---- runs of before there were tasks --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_of_an_older_version_goes_on_bit_for_bit(printed, tmp_path):
     words = ("train", "digits", "optimizer=thor", "schedule.kind=constant", "update_interval=5", "ema_decay=0.5")
     words += ("checkpoint_interval=11", "device=cpu")
@@ -207,6 +210,7 @@ def test_a_run_of_an_older_version_goes_on_bit_for_bit(printed, tmp_path):
     assert_same_runs(tmp_path / "old", tmp_path / "whole", "thor")
 
 
+@pytest.mark.slow
 def test_lines_that_were_written_anew_are_no_damage(printed, tmp_path):
     """A resumed run writes the lines of an older one in its own form; the old checkpoint's copy still fits."""
     words = ("train", "digits", "optimizer=sgd", "schedule.kind=constant", "checkpoint_interval=22", "device=cpu")

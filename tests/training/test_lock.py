@@ -10,7 +10,7 @@ from command_line import PATIENCE, checkpoints, command, contents, finish, start
 from torch_thor.training import UserError
 from torch_thor.training.lock import Lock
 
-WORDS = ("train", "digits", "optimizer=sgd", "batch_size=8", "checkpoint_interval=10", "device=cpu", "--out", "run")
+WORDS = ("train", "digits", "optimizer=sgd", "batch_size=64", "checkpoint_interval=10", "device=cpu", "--out", "run")
 
 
 def complaints(err):
@@ -39,13 +39,13 @@ def test_a_second_process_gets_one_line_and_a_killed_one_holds_nothing(tmp_path)
 
 
 def test_the_faster_of_two_that_find_nothing_there_gets_the_folder(tmp_path):
-    both = [start(tmp_path, *WORDS, "epochs=3") for _ in range(2)]
+    both = [start(tmp_path, *WORDS, "epochs=1") for _ in range(2)]
     codes = {process.pid: finish(process) for process in both}
     assert sorted(code for code, _, _ in codes.values()) == [0, 2]
     [(_, _, err)] = [result for result in codes.values() if result[0] == 2]
     [said] = complaints(err)
     assert "in use by" in said or "contains a run already" in said  # it came when the other was done
-    assert checkpoints(tmp_path / "run", "sgd")[-1] == 3 * 179
+    assert checkpoints(tmp_path / "run", "sgd")[-1] == 22
 
 
 @pytest.mark.slow

@@ -207,6 +207,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs signals")
 @pytest.mark.parametrize("importing", ["typer", "torch", "sklearn.datasets"])
 def test_ctrl_c_in_the_first_seconds_is_one_line(tmp_path, importing):

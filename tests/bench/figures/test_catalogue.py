@@ -16,6 +16,7 @@ from torch_thor.bench.figures.measuring import ProcessorClock, from_columns, to_
 from torch_thor.bench.figures.raw import plain
 from torch_thor.training import History, RefreshPoint, StepPoint, UserError
 
+pytestmark = pytest.mark.slow  # every figure is measured, with trainings of its own
 CLASSIFIED = ("loss", "top1", "top5")
 QUICK = Options(data="digits", epochs=1, seeds=(0,))
 NETWORK = """

@@ -112,6 +112,7 @@ def test_compiled_equals_eager_with_one_graph(how):
     assert refreshes == {3}
 
 
+@pytest.mark.slow
 def test_inductor_has_no_hook_of_ours():
     """The real compiler: what it compiled for an ordinary step is what it compiles without THOR."""
     model = Model()

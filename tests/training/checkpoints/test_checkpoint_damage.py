@@ -77,7 +77,7 @@ def assert_same_end(run, whole):
     assert open_checkpoint(run / NEWEST).step == 9
 
 
-END_TO_END = [(file, "middle byte") for file in FILES] + [(file, "missing") for file in FILES[:2]]
+END_TO_END = [(file, "middle byte") for file in FILES[:3]] + [(file, "missing") for file in FILES[:2]]
 
 
 @pytest.mark.parametrize(("file", "damage"), END_TO_END)

@@ -22,7 +22,6 @@ WAYS = {
     "alone": (None, ()),
     "ddp": (2, ("parallel=ddp",)),
     "fsdp-2": (2, ("parallel=fsdp", "shards=null")),
-    "fsdp-4": (4, ("parallel=fsdp", "shards=null")),
     "hsdp": (4, ("parallel=hsdp", "shards=2")),
 }
 
@@ -58,7 +57,7 @@ def whole(run, optimizer="thor"):
     return open_checkpoint(newest(run, optimizer)).whole_weights()
 
 
-@pytest.mark.parametrize("way", ["fsdp-2", "fsdp-4", "hsdp"])
+@pytest.mark.parametrize("way", ["fsdp-2", "hsdp"])
 def test_the_same_processes_go_on_bit_for_bit(runs, tmp_path, way):
     again = interrupted(runs(way), tmp_path / "again", after=6)
     train(tmp_path, way, "train", "digits", "--resume", out=again)
@@ -71,8 +70,7 @@ def test_the_same_processes_go_on_bit_for_bit(runs, tmp_path, way):
     assert lines(again, "thor") == lines(runs(way), "thor")
 
 
-CHANGES = [("fsdp-2", "alone"), ("alone", "fsdp-4"), ("fsdp-2", "fsdp-4"), ("fsdp-4", "ddp"), ("ddp", "hsdp")]
-CHANGES += [("hsdp", "fsdp-2")]
+CHANGES = [("fsdp-2", "alone"), ("ddp", "hsdp"), ("hsdp", "fsdp-2")]
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
@@ -126,7 +124,7 @@ def test_a_part_that_is_missing_is_named(runs, tmp_path):
     assert_refused(command(tmp_path, "eval", path), ".metadata is missing")
 
 
-@pytest.mark.parametrize("optimizer", ["thor-spectral", "sgd", "adam", "lamb", "agc-sgd"])
+@pytest.mark.parametrize("optimizer", ["thor-spectral", "adam", "lamb"])
 def test_other_optimizers_go_on_bit_for_bit(tmp_path, optimizer):
     words = (*DIGITS, f"optimizer={optimizer}", "parallel=fsdp", "schedule.kind=linear")
     succeed(tmp_path, *words, "--out", tmp_path / "whole", ranks=2)

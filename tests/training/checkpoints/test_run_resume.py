@@ -100,6 +100,7 @@ def test_killed_without_warning_goes_on_from_the_checkpoint_before(tmp_path, rec
     assert untimed(read_metrics(metrics.path)) == untimed(whole.record)
 
 
+@pytest.mark.slow
 def test_what_changes_no_step_may_change_on_resume(run, tmp_path):
     words = ["train", "digits", "optimizer=thor", "epochs=2", "batch_size=128"]
     assert run(*words, "--out", "whole")[0] == 0

@@ -43,6 +43,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_longer_run_is_the_one_that_was_longer_from_the_start(train, tmp_path, name):
     words = ["digits", "optimizer=thor", "lr=0.01", "ema_decay=0.5", *WORDS, *ALLOWED[name]]
@@ -64,6 +65,7 @@ def test_a_longer_run_is_the_one_that_was_longer_from_the_start(train, tmp_path,
     assert evaluated == [[7, 14, 21, 28, 33], [7, 14, 21, 22, 28, 33]]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_on_its_way_may_be_lengthened(train, tmp_path):
     words = ["digits", "optimizer=sgd", "schedule.kind=constant", *WORDS]
     train(*words, "epochs=3", "--out", "whole")

@@ -118,13 +118,13 @@ def photographs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if load_recipe(name).task == "image-classification"])
 def test_every_recipe_of_images_trains(name, photographs):
-    """On a few photographs of 32 pixels, with a small network in the place of ResNet-50: data, precision, schedules."""
-    small = {"resnet50": "small-resnet", "nf_resnet50": "timm:test_nfnet"}
+    """On a few photographs of 32 pixels, with a small network in the place of a ResNet: data, precision, schedules."""
+    small = {"resnet50": "small-resnet", "cifar-resnet18": "small-resnet", "nf_resnet50": "timm:test_nfnet"}
     model = load_recipe(name).model
     words = [
         "data.name=image-folder", f"data.root={photographs}", "data.transform.size=32", "data.transform.resize=36",
         "data.workers.count=0", "data.max_broken=0.2", "batch_size=9", "epochs=2",
-        f"model={small.get(model.partition(':')[2], model)}",
+        f"model={small.get(model.rpartition(':')[2], model)}",
         "schedule.horizon_epochs=null", "schedule.warmup_epochs=0.5", "schedule.milestones=[1]",
         "optimizers.thor.update_interval=2",
     ]  # fmt: skip

@@ -38,6 +38,7 @@ def spoil(data):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 def test_each_is_named_once_and_left_out_whatever_reads_it(tmp_path):
     write_tree(tmp_path / "data")

@@ -147,6 +147,7 @@ def test_a_header_that_claims_gigabytes_is_damage(name, monkeypatch):
         decode_rgb(BOMBS[name])
 
 
+@pytest.mark.slow
 def test_large_and_transparent_images_are_read_without_a_word(tmp_path):
     # more than the 89 million pixels that Pillow warns of, and a palette with many shades of transparency
     large = "here.decode_rgb(here.encoded(here.Image.new('L', (10_000, 9_000)), 'PNG'))"

@@ -69,6 +69,7 @@ next(left)
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_quietly_with_its_workers_alive():
     # the interpreter ends the workers with SIGTERM, which neither a handler of ours may stop nor be an error
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}

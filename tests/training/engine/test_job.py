@@ -11,7 +11,6 @@ from torch_thor.training.engine.job import Job
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 DIGITS = ("train", "digits", "optimizer=sgd", "batch_size=64", "device=cpu", "threads=1", "targets=[]", "steps=4")
 DIGITS += ("eval_interval=4", "checkpoint_interval=2")
-LIMIT = 300  # seconds
 
 
 def joined(store, path):
@@ -38,8 +37,9 @@ def test_one_process_without_torchrun_has_no_earlier_start(tmp_path):
 
 
 def restarted(folder, *words):
-    command = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", killed_script.__file__, *words)
-    return finish(start(folder, *command, script=torchrun.__file__, cold=True), LIMIT)
+    """One process that `torchrun` starts twice."""
+    command = ("--standalone", "--nproc-per-node=1", "--max-restarts=1", killed_script.__file__, *words)
+    return finish(start(folder, *command, script=torchrun.__file__, cold=True))
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_a_start_that_was_refused_does_not_continue_the_run_of_another_job(tmp_p
 def test_a_start_that_was_killed_before_it_overwrote_a_run_is_repeated(tmp_path):
     succeed(tmp_path, *DIGITS, "lr=1e-9", "--out", tmp_path / "run")
     before = lines(tmp_path / "run", "sgd")
-    kills = "1:claim:0"
+    kills = "0:claim:0"
     code, out, err = restarted(tmp_path, kills, *DIGITS, "lr=1e-9", "--overwrite", "--out", tmp_path / "run")
     assert code == 0, err
     assert "continues" not in out

@@ -1,12 +1,9 @@
 """Preparing a corpus: the same files whoever works on it and however often it is stopped; faults are counted."""
 
-import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
-import time
+import signal
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 from filelock import FileLock
 from rich.console import Console
 
+from command_line import command, succeed
 from dumps import dump, plain, small_units, write_dump
 from sums import sha256
 from torch_thor.training import UserError
@@ -145,44 +143,44 @@ def test_a_preparation_that_was_stopped_goes_on(wiki, tmp_path, monkeypatch, sta
     assert calls.count("encode_unit") + done.count("encode_unit") - (stage == "encode_unit") == units  # nothing twice
 
 
+# The command, which kills itself when so many units of a stage are finished; its processes import this file too.
+KILLED = """
+import os, signal, sys
+from torch_thor.cli import main
+from torch_thor.training.text import sources, stages
+
+sources.UNIT = 20_000
+if __name__ == "__main__":
+    stage, after, *sys.argv[1:] = sys.argv[1:]
+    results = stages.results
+
+    def watched(work, jobs, workers):
+        for number, found in enumerate(results(work, jobs, workers)):
+            yield found
+            if (work.__name__, str(number)) == (stage, after):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    stages.results = watched
+    main()
+"""
+
+
 @pytest.mark.slow
-def test_a_process_killed_at_any_moment_leaves_what_goes_on(wiki, tmp_path):
-    """The real command, killed again and again."""
-    big = write_dump(tmp_path / "big.xml", dump(1500))
-    words = [
-        sys.executable,
-        "-m",
-        "torch_thor",
-        "prepare",
-        str(big),
-        "--workers",
-        "2",
-        "--vocab-size",
-        "300",
-        "--seq-len",
-        "32",
-    ]
-    started = time.monotonic()
-    subprocess.run([*words, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
-    whole = time.monotonic() - started
-    for share in (0.5, 0.8):
-        process = subprocess.Popen(
-            [*words, "--out", str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=share * whole)
-        process.kill()
-        process.wait()
-    subprocess.run([*words, "--out", str(tmp_path / "killed")], check=True, capture_output=True)
+def test_a_killed_process_leaves_what_goes_on_and_no_process(wiki, tmp_path):
+    """The real command with processes of its own, killed in two stages."""
+    script, given = (
+        tmp_path / "killed.py",
+        ("prepare", wiki, "--vocab-size", "300", "--seq-len", "32", "--held-out", "0.1", "--out"),
+    )
+    script.write_text(KILLED)
+    succeed(tmp_path, "none", "0", *given, "whole", script=script)
+    for stage in ("clean_unit", "encode_unit"):
+        # its output ends when the last of its processes has ended
+        code, _, _ = command(tmp_path, stage, "1", *given, "killed", "--workers", "2", script=script)
+        assert code == -signal.SIGKILL
+        assert not (tmp_path / "killed" / "manifest.json").exists()
+    succeed(tmp_path, "none", "0", *given, "killed", script=script)
     assert checksums(tmp_path / "killed") == checksums(tmp_path / "whole")
-    deadline = time.monotonic() + 20
-    while str(tmp_path / "killed") in _command_lines() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert str(tmp_path / "killed") not in _command_lines()  # the killed command's processes have ended too
-
-
-def _command_lines():
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
 
 
 def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, tmp_path):
