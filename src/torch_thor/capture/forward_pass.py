@@ -8,11 +8,11 @@ import enum
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.torch_internals import backward_id, saves_through_hooks
 
 if TYPE_CHECKING:
     from torch_thor.capture.capture import Capture
@@ -57,8 +57,7 @@ class ForwardPasses:
             x: the input of the module.
             output: the output of the module.
         """
-        running = torch._C._current_graph_task_id() >= 0  # in a backward pass
-        if running and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if backward_id() >= 0 and saves_through_hooks():
             return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
         if self.phase is not InputPhase.GATHERED:
             gradients = _gradients(capture.layers)
