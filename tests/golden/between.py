@@ -1,7 +1,8 @@
-"""Compare the golden runs of two commits on this machine, bit for bit: `python tests/golden/between.py OLD NEW [RUN ...]`.
+"""Compare the golden runs of two commits on this machine, bit for bit: `python tests/golden/between.py OLD NEW [RUN]*`.
 
-Each commit trains with its own tests and its own `src`, in a worktree of its own that is removed afterwards. `HEAD` may
-be a commit, so commit first. Nothing recorded is read or written. The exit status is 1 where a run differs.
+Each commit trains with its own tests and its own `src`, in a worktree of its own that is removed afterwards. Changes
+that are not committed are in none: name `$(git stash create)` for them. Nothing recorded is read or written. The exit
+status is 1 where a run differs.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from golden.compare import differences
+from golden.compare import differences  # noqa: E402
 
 TRAIN = """
 import json, sys
@@ -23,13 +24,13 @@ from golden.compare import content_of
 from golden.runs import RUNS, UnavailableError, end_ranks, settled
 found = {}
 for name in sys.argv[2:] or RUNS:
+    if name not in RUNS:
+        continue
     try:
         with settled():
             found[name] = content_of(RUNS[name]())
     except UnavailableError as error:
         print(f"{name}: left out: {error}", flush=True)
-    except KeyError:
-        print(f"{name}: there is no such run in this commit", flush=True)
 end_ranks()
 json.dump(found, open(sys.argv[1], "w"))
 """
@@ -53,9 +54,9 @@ def main(old, new, *names):
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         before, after = runs_of(old, names, Path(one)), runs_of(new, names, Path(two))
     code = 0
-    for name in {**before, **after}:
-        if name not in before or name not in after:
-            print(f"{name}: only in {old if name in before else new}")
+    for name in names or {**before, **after}:
+        if missing := [commit for commit, runs in ((old, before), (new, after)) if name not in runs]:
+            print(f"{name}: no such run in {' and '.join(missing)}")
             code = 1
             continue
         lines = differences(name, before[name], {**after[name], "settings": before[name]["settings"]})
