@@ -97,9 +97,9 @@ def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
     assert other_machine(golden, elsewhere) == [
         f"processor {golden['fingerprint']['processor']} there, another here",
     ]
-    assert differences("digits", golden, nudged(nudged(elsewhere, 10, 5e-4), 11, 0.1)) == []
-    (line,) = differences("digits", golden, nudged(elsewhere, 10, 2e-3))
-    assert "step 10 of 44" in line
+    assert differences("digits", golden, nudged(nudged(elsewhere, FIRST_STEPS, 5e-4), FIRST_STEPS + 1, 0.1)) == []
+    (line,) = differences("digits", golden, nudged(elsewhere, FIRST_STEPS, 2e-3))
+    assert f"step {FIRST_STEPS} of 44" in line
     assert "0.001 is allowed on another machine" in line
     found = copy.deepcopy(elsewhere)
     state = found["optimizer"]

@@ -20,6 +20,7 @@ SOURCE = ROOT / "src" / "torch_thor"
 # Each package may import itself and those below it.
 LAYERS = [
     "lazy",
+    "torch_internals",
     "files",
     "intervals",
     "curvature",

@@ -64,7 +64,10 @@ def test_autocast(name):
     """The same precision comes out as from the fused function."""
     module, x = KINDS[name](num_layers=2), torch.randn(5, 2, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        wanted = module(x)[0]
+        try:
+            wanted = module(x)[0]
+        except RuntimeError as error:
+            pytest.skip(f"without THOR, too, this processor has no {name} in bfloat16: {error}")
         with RecurrenceMode(module._flat_weights_names, lambda *_: None):
             found = module(x)[0]
     assert found.dtype == wanted.dtype

@@ -1,7 +1,8 @@
-"""With `divide_curvature=True` each process keeps its own blocks, and the steps are the same.
+"""With `divide_curvature=True` each process keeps its own blocks, and the steps are the same but for rounding.
 
-On two processes all bits are the same. On more, the order of a sum depends on who owns a block, and owners are dealt
-out once for all layers, and otherwise in each refresh for those that take new factors.
+The order of a sum depends on who owns a block, and owners are dealt out once for all layers, and otherwise in each
+refresh for those that take new factors. On two processes a sum has one order only, but a product's kernel may still
+round in another way where its operands lie elsewhere in memory. All is float64, so what rounds alone stays below 1e-10.
 """
 
 import copy
@@ -35,15 +36,12 @@ def weights_of(model, way):
     return dict(model.module.named_parameters()) if way == "ddp" else whole_weights(model)
 
 
-def assert_same(ours, theirs, at, world):
+def assert_same(ours, theirs, at):
     ours, theirs = (one.to_local() if hasattr(one, "to_local") else one for one in (ours, theirs))
-    if world == 2:
-        assert torch.equal(ours, theirs), at
-    else:
-        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10, msg=lambda m: f"{at}: {m}")
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10, msg=lambda m: f"{at}: {m}")
 
 
-def assert_same_state(ours, theirs, world):
+def assert_same_state(ours, theirs):
     assert ours["param_groups"] == theirs["param_groups"]
     assert ours["state"].keys() == theirs["state"].keys()
     for key, entries in ours["state"].items():
@@ -52,7 +50,7 @@ def assert_same_state(ours, theirs, world):
         for name, value in entries.items():
             other = its[name]
             if torch.is_tensor(value):
-                assert_same(value, other, (key, name), world)
+                assert_same(value, other, (key, name))
             else:
                 assert value == pytest.approx(other, rel=1e-9), (key, name)
 
@@ -67,15 +65,15 @@ def both(rank, world, way, make, options, micro):
     ]
     theirs = weights_of(twin, way)
     for name, ours in weights_of(model, way).items():
-        assert_same(ours, theirs[name], name, world)
+        assert_same(ours, theirs[name], name)
     for layer, its in zip(optimizer.curvature.values(), other.curvature.values(), strict=True):
         for one, two in zip(layer.factors() + layer.inverses(), its.factors() + its.inverses(), strict=True):
             if one is None:
                 assert two is None
             else:
-                assert_same(torch.stack([*one]), torch.stack([*two]), layer.name, world)
+                assert_same(torch.stack([*one]), torch.stack([*two]), layer.name)
     optimizer.consolidate_state_dict(to=None)
-    assert_same_state(optimizer.state_dict(), other.state_dict(), world)
+    assert_same_state(optimizer.state_dict(), other.state_dict())
     return {event.decision.name for step in decisions for event in step.values()}
 
 
@@ -126,7 +124,7 @@ def in_small_turns(rank, world, way):
     # all agree that they take the step; then one for each group that needs inverses of others (FSDP2: not for biases)
     assert few == (3 if way == "ddp" else 2)
     for name, weight in ours.items():
-        assert torch.equal(weight, theirs[name]), name
+        assert_same(weight, theirs[name], name)
     return many
 
 
@@ -194,16 +192,16 @@ def from_one_to_another(rank, world, before, after, path):
         other.load_state_dict({"state": {}, "param_groups": []})
     train(model, optimizer, batches[4:])
     train(twin, other, batches[4:])
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_same(p, q, name)
     # the loaded state can be replaced again, also after its curvature was divided
     twin.load_state_dict(weights)
     with pytest.raises(ValueError, match="state dict"):
         other.load_state_dict({"state": {}, "param_groups": []})
     other.load_state_dict(state)
     train(twin, other, batches[4:])
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert_same(p, q, name)
 
 
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
@@ -262,9 +260,9 @@ def replaced(rank, world):
         train(DDP(model), optimizer, batches[2:])
         assert optimizer.curvature["head"].refreshes
         assert bool(optimizer.curvature["head"].stored.owners) is divided
-        found.append([p.detach().clone() for p in model.parameters()])
-    for p, q in zip(*found, strict=True):
-        assert torch.equal(p, q)
+        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    for name, p in found[0].items():
+        assert_same(p, found[1][name], name)
 
 
 def test_a_replaced_layer_is_divided_too(run):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -162,4 +163,4 @@ def test_two_processes_print_what_one_prints(trained):
     assert code == 0, err
     code, out, err = command(trained, *words, ranks=2)
     assert code == 0, err
-    assert out == alone
+    assert re.sub(r"^\[Gloo\] Rank .*\n", "", out, flags=re.MULTILINE) == alone  # lines of torch 2.9's own

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -24,6 +23,7 @@ from torch_thor.capture.sampling import Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.statistics import Statistics
+from torch_thor.torch_internals import backward_id, backward_keeps_graph, backward_reaches, saves_through_hooks
 
 if TYPE_CHECKING:
     from torch_thor.capture.capture import Capture
@@ -75,7 +75,7 @@ class BackwardPasses:
         """
         sampler, reference = self._sampler, weakref.ref(capture)
         # at least 0 in a forward pass inside a backward pass, which activation checkpointing runs
-        outer = torch._C._current_graph_task_id()
+        outer = backward_id()
         x = x.detach()  # shares storage and version counter
         version = x._version
         weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
@@ -113,7 +113,7 @@ class BackwardPasses:
             into.repeated |= again
             total = g.detach() if before is None or not again else g.detach() + before
             # kept if another pass may follow (retain_graph), because G is that of the sum of all losses
-            graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
+            graph_stays = backward_keeps_graph()
             earlier = self._generation, total if graph_stays else None
             # no row_shape: rows are patches, as in a convolution; registered kinds may lack batch_first
             certain = not row_shape or bool(getattr(kind, "batch_first", False))
@@ -138,8 +138,8 @@ class BackwardPasses:
             x: the input of the module.
             output: the output of the module.
         """
-        outer = torch._C._current_graph_task_id()
-        if outer >= 0 and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        outer = backward_id()
+        if outer >= 0 and saves_through_hooks():
             return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
         if layer not in self._waiting:
             self._waiting[layer] = _Waiting(Statistics(layer.kind, layer.weight_view, layer.layouts))
@@ -166,7 +166,7 @@ class BackwardPasses:
 
     def _running_pass(self, capture: "Capture", outer: int) -> Pass:
         """Return the backward pass that is running, and forget earlier ones whose gradients have been dropped."""
-        current = torch._C._current_graph_task_id()
+        current = backward_id()
         if outer >= 0 and outer != current:  # a nested backward pass belongs to the one that started it
             self._parents[current] = outer
         while current in self._parents:
@@ -227,6 +227,6 @@ def _terms_of(calls: Sequence[Call]) -> LossTerms:
 def _accumulates(weight_node: Node | None) -> bool:
     """Return whether the running backward pass adds to the weight's gradient; a gradient penalty's pass does not."""
     try:
-        return weight_node is None or bool(torch._C._will_engine_execute_node(weight_node))
+        return weight_node is None or backward_reaches(weight_node)
     except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
         return False

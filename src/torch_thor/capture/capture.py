@@ -20,6 +20,7 @@ from torch_thor.capture.sampling import Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Decision, RefreshEvent
+from torch_thor.torch_internals import inside_functorch
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class Capture:
         phase = self.phases.get(layer, Phase.OFF)
         if phase is Phase.OFF or not torch.is_grad_enabled():
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if inside_functorch():
             self.inside_transform.add(layer.name)
             return
         if not (isinstance(output, Tensor) and output.requires_grad):

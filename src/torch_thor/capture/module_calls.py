@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
+from torch_thor.torch_internals import compile_stance, is_tracing, set_compile_stance
+
 # torch.compile warns on every call of a compiled model while there are global hooks, because they see the call of the
 # wrapper too. The hooks here only handle the modules of subscribers, so the warning does not apply to them.
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -89,10 +91,8 @@ class ModuleCalls:
 
     def _open(self) -> None:
         """Register the global hooks and make compiled code run eagerly, unless both has been done."""
-        from torch._dynamo import eval_frame
-
         if self._handles:
-            if eval_frame._stance is self._stance and self._filter in warnings.filters:
+            if compile_stance() is self._stance and self._filter in warnings.filters:
                 return
             self._close()  # the user has set a stance since: it is replaced here, and restored by the next _close()
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
@@ -102,14 +102,12 @@ class ModuleCalls:
         # first, because other global hooks may replace the output
         torch_module._global_forward_hooks.move_to_end(leave.id, last=False)  # type: ignore[attr-defined]
         self._handles = [enter, leave]
-        self._stance_before = eval_frame._stance
+        self._stance_before = compile_stance()
         torch.compiler.set_stance("force_eager")
-        self._stance = eval_frame._stance
+        self._stance = compile_stance()
 
     def _close(self) -> None:
         """Remove the global hooks, and allow compiled code to run again."""
-        from torch._dynamo import eval_frame
-
         for handle in self._handles:
             handle.remove()
             # handle.remove() leaves this entry behind, with which torch takes the hook for registered
@@ -118,13 +116,13 @@ class ModuleCalls:
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
         own, before = self._stance, self._stance_before
-        if eval_frame._stance is own:  # otherwise the user has set another stance since, which stays
-            eval_frame._set_stance(before)
+        if compile_stance() is own:  # otherwise the user has set another stance since, which stays
+            set_compile_stance(before)
         for field in fields(before):  # a context manager that was entered meanwhile restores this object on exit
             setattr(own, field.name, getattr(before, field.name))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
+        if torch.compiler.is_compiling() or is_tracing():
             return
         for reference, modules in tuple(self.subscribers.values()):
             handler, subscriber = modules.get(id(module)), reference()
@@ -132,7 +130,7 @@ class ModuleCalls:
                 handler.enter(subscriber, args)
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
+        if torch.compiler.is_compiling() or is_tracing():
             return
         for reference, modules in tuple(self.subscribers.values()):
             handler, subscriber = modules.get(id(module)), reference()

@@ -17,6 +17,8 @@ from typing import Any
 from torch import distributed as dist
 from torch import nn
 
+from torch_thor.torch_internals import default_store
+
 ALONE = "alone"
 
 # How long a rank waits for the announcements of ranks outside of its group, which may want to train with it. Such ranks
@@ -153,6 +155,6 @@ def announce(group: Any, model: nn.Module) -> None:
     members = None
     if group is not False:
         members = list(range(world)) if group is None else sorted(dist.get_process_group_ranks(group))
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if store is not None:  # MPI has none
         Announcement(store, dist.get_rank(), world, members, fingerprint(model)).settle()

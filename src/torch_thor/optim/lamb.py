@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.precision import factor_dtype
+from torch_thor.curvature.row_shards import local
 from torch_thor.optim.checkpoint import check_origin
 from torch_thor.optim.checks import check_flags, in_range, require
 from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer
@@ -217,7 +218,12 @@ def _update(part: _Part, group: dict[str, Any], *, adapted: bool) -> None:
     weights = [parameter.to(wide) for parameter in part.params]
     if weight_decay:
         torch._foreach_add_(updates, weights, alpha=weight_decay)
-    of_weights, of_updates = (torch.stack(list(torch._foreach_norm(x, 2))) for x in (weights, updates))
+    of_weights, of_updates = (torch.stack([_whole(n) for n in torch._foreach_norm(x, 2)]) for x in (weights, updates))
     ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
-    torch._foreach_mul_(updates, list(ratios.unbind()))
+    torch._foreach_mul_([local(update) for update in updates], list(ratios.unbind()))
     torch._foreach_add_(part.params, updates, alpha=-lr)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Return the norm over all ranks; torch 2.9 can neither stack such norms of DTensors nor unbind them."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -5,11 +5,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.watcher import ModuleHook, Watcher, first_argument
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.torch_internals import function_mode
 
 
 class Report(Protocol):
@@ -87,7 +88,7 @@ class CompositeHook(ModuleHook):
             return
         while self._active:  # Ctrl-C inside the forward: torch then calls no hook, and the mode is still active.
             stale = self._active.pop()
-            if _get_current_function_mode() is stale:
+            if function_mode() is stale:
                 stale.__exit__(None, None, None)
         mode = self.mode(self._report_to(subscriber))
         mode.__enter__()

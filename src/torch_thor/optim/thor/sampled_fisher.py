@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
-from torch.utils._pytree import tree_leaves
 
 from torch_thor.optim.thor.joint_training import JointTraining
+from torch_thor.torch_internals import tree_leaves
 
 Predicts = str | Callable[[Any], Distribution]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from torch._C._autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch has no __all__ there
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, supported_activities
 

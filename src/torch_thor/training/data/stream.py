@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_thor.torch_internals import tree_leaves, tree_map
 from torch_thor.training.data.shards import BatchOrder, Shard, TrainingOrder
 from torch_thor.training.errors import UserError
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+from torch_thor.torch_internals import tree_leaves
 from torch_thor.training.config.data_spec import Workers
 from torch_thor.training.data.shards import BatchOrder
 from torch_thor.training.data.workers import MORE_SHARED_MEMORY, DeathWatch, start_worker

@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from torch_thor.torch_internals import tree_flatten, tree_map, tree_unflatten
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:

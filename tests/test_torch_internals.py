@@ -1,0 +1,156 @@
+"""What torch does not document does what the package needs of it, and is used through one module only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from torch_thor import torch_internals
+from torch_thor.torch_internals import (
+    backward_id,
+    backward_keeps_graph,
+    backward_reaches,
+    compile_stance,
+    default_store,
+    function_mode,
+    inside_functorch,
+    is_tracing,
+    saves_through_hooks,
+    set_compile_stance,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+SOURCE = Path(torch_internals.__file__).parent
+
+
+def in_backward(ask, *, run=lambda y: y.backward()):
+    """What is answered in the middle of a backward pass by x."""
+    answers, x = [], torch.ones(2, requires_grad=True)
+    with torch.enable_grad():  # also inside another backward pass
+        y = x * 2
+        y.register_hook(lambda _: answers.append(ask(x)))
+        run(y.sum())
+    return answers
+
+
+def test_backward_passes_are_told_apart():
+    def nested(x):
+        return [backward_id(), *in_backward(lambda _: backward_id()), backward_id()]
+
+    assert backward_id() == -1
+    [[outer, inner, again]] = in_backward(nested)
+    assert outer == again >= 0
+    assert inner not in (outer, -1)
+
+
+def test_whether_a_graph_stays():
+    assert in_backward(lambda _: backward_keeps_graph()) == [False]
+    assert in_backward(lambda _: backward_keeps_graph(), run=lambda y: y.backward(retain_graph=True)) == [True]
+
+
+def test_whether_a_weight_is_reached():
+    other = torch.ones(1, requires_grad=True)
+    reached = in_backward(lambda x: [backward_reaches(get_gradient_edge(one).node) for one in (x, other)])
+    assert reached == [[True, False]]
+
+
+def test_a_leaf_of_autograd_grad_is_an_error():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: backward_reaches(get_gradient_edge(x).node))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(y.sum(), x)
+
+
+def test_a_checkpoint_recomputes_through_hooks():
+    found = []
+
+    def forward(x):
+        found.append((backward_id() >= 0, saves_through_hooks()))
+        return x.sin()
+
+    assert not saves_through_hooks()
+    for reentrant in (False, True):
+        checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant).sum().backward()
+    assert found == [(False, True), (True, True), (False, False), (True, False)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated")
+def test_transforms_and_traces():
+    found = []
+
+    def forward(x):
+        found.append((inside_functorch(), is_tracing()))
+        return x * 2
+
+    forward(torch.ones(2))
+    torch.func.vmap(forward)(torch.ones(2))
+    torch.jit.trace(forward, torch.ones(2), check_trace=False)
+    assert found == [(False, False), (True, False), (False, True)]
+
+
+def test_the_stance_of_the_compiler():
+    before = compile_stance()
+    with torch.compiler.set_stance("force_eager"):
+        inside = compile_stance()
+        assert inside.stance == "force_eager"
+        set_compile_stance(before)
+        assert compile_stance() is before
+        set_compile_stance(inside)
+    assert compile_stance() is before
+
+
+def test_the_innermost_mode():
+    outer, inner = TorchFunctionMode(), TorchFunctionMode()
+    with outer:
+        with inner:
+            assert function_mode() is inner
+        assert function_mode() is outer
+
+
+def test_the_default_store():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        default_store().set("word", "said")
+        assert default_store().get("word") == b"said"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_trees():
+    tree = {"a": [torch.ones(1), 2], "b": (3,)}
+    leaves, shape = tree_flatten(tree)
+    assert leaves == tree_leaves(tree) == [torch.ones(1), 2, 3]
+    assert tree_unflatten([x * 2 for x in leaves], shape) == tree_map(lambda x: x * 2, tree) == {"a": [2, 4], "b": (6,)}
+
+
+def private_names(path):
+    """Dotted names of torch's that have a private part, as `torch._C._is_tracing`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            names = [name] if name.split(".")[0] in ("torch", "dist") else []
+        else:
+            continue
+        for name in names:
+            parts = [part for part in name.split(".") if part.startswith("_")]
+            if parts and not parts[0].startswith(("_foreach", "__")):
+                yield name
+
+
+def test_private_names_are_in_one_module():
+    found = {str(path.relative_to(SOURCE)): [*private_names(path)] for path in SOURCE.rglob("*.py")}
+    assert found.pop("torch_internals.py")
+    assert not {path: names for path, names in found.items() if names}
