@@ -2,8 +2,8 @@
 
 The bar is low on purpose: after twelve steps (five of the largest models) the loss is below 0.9 of the first step's, or
 as low as AdamW(1e-3) brings it from the same weights, on the same data. The loss is the median of the last three,
-because EfficientNet's, with batch normalisation over few examples, doubles or halves from one step to the next. Its five
-steps went either way with the last bits of a sum, so it takes twelve. benchmarks/models.py has the figures.
+because EfficientNet's, with batch normalisation over few examples, doubles or halves from one step to the next. Its
+five steps went either way with the last bits of a sum, so it takes twelve. benchmarks/models.py has the figures.
 """
 
 import functools
