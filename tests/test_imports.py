@@ -32,6 +32,10 @@ EXCEPTIONS = {
     "capture/test_module_hooks.py": ("capture.module_calls", "calls the hooks as in a forward pass"),
     "capture/test_composites.py": ("curvature.kinds.registry", "removes the kinds that a test has registered"),
     "optim/thor/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
+    "optim/thor/test_natural_gradient_bound.py": (
+        "optim.thor.step_bound",
+        "tests the bound as the natural gradient applies it",
+    ),
     "distributed/test_disagreement.py": ("curvature.inverse", "simulates ranks that compute different numbers"),
     "distributed/test_divided_curvature.py": (
         "optim.thor.divided_curvature",

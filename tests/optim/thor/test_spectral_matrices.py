@@ -170,7 +170,8 @@ def test_a_preconditioned_step_of_every_memory_layout(name, split_dim):
 def test_rows_of_a_fused_weight_that_are_left_out(left_out, runs):
     """Each run of them is a matrix without factors, with weight decay as the others; coverage says so."""
     model = nn.MultiheadAttention(8, 2, batch_first=True).double()
-    optimizer = THOR(model, lr=LR, scaling="spectral", split_dim=None, weight_decay=0.1, **left_out)
+    options = {"split_dim": None, "weight_decay": 0.1, "max_update_ratio": None}
+    optimizer = THOR(model, lr=LR, scaling="spectral", **options, **left_out)
     [entry] = [entry for entry in optimizer.coverage() if entry.name == "in_proj_weight"]
     assert entry.note.count("orthogonalised momentum for") == 3 - entry.groups
     before = model.in_proj_weight.detach().clone()

@@ -1,8 +1,7 @@
 """THOR: the trace-based, layer-wise natural-gradient optimizer (Chen et al., AAAI 2021), for any PyTorch model.
 
 :meth:`THOR.step` follows the algorithm: statistics have been captured in the forward and backward pass; it refreshes
-the layers that are due, preconditions the gradients and updates the weights. The mathematics of one layer is in
-:mod:`torch_thor.curvature`.
+the layers that are due, preconditions the gradients and updates the weights (layers: :mod:`torch_thor.curvature`).
 """
 
 from collections.abc import Callable, Iterable
@@ -82,19 +81,18 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             With ``scaling="spectral"`` it is also the number of rows that are orthogonalised together.
         factor_decay: weight of the old factors in a running average; 0, as in the paper, uses the latest only.
             None: 0 (spectral: 0.5).
-        kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al., ICLR
-            2017). If it is not given, ``max_update_ratio`` bounds the step instead. None: no bound, as in the paper,
-            unless ``max_update_ratio`` is given.
+        kl_clip: κ; scales the step of the preconditioned layers by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` (Ba et al. 2017), in
+            the place of ``max_update_ratio``. None: no bound, as in the paper.
         loss_reduction: ``"mean"`` if the loss is the mean over the loss terms of the mini-batch, ``"sum"`` if it is
             their sum.
-        max_update_ratio: r; before momentum, the step ``lr · d`` of a parameter is at most r times as long as the
-            parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`). Default:
-            0.01, or None if ``kl_clip`` is given or the scaling is spectral (which fixes the length of each step).
-            None: no bound. Under FSDP2 it bounds the rows of each process on their own.
+        max_update_ratio: r; the step ``lr · d`` of a parameter, before momentum, is at most r times as long as the
+            parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`); with
+            ``scaling="spectral"``, each step of a matrix. Default: 0.01 (spectral: 0.07), or None if ``kl_clip`` is
+            given. None: no bound. Under FSDP2 it bounds the rows of each process on their own.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
-            the inverse of A alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for
-            every layer and task; decoupled weight decay; AdamW for parameters that are not matrices
-            (:mod:`torch_thor.optim.thor.scale_free`). λ is then relative to the mean diagonal of A.
+            A⁻¹ alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for every layer and
+            task (deep networks take ``lr · √(10 / number of matrices)``); decoupled weight decay; AdamW for what is no
+            matrix (:mod:`torch_thor.optim.thor.scale_free`).
         fisher: the labels that the statistics use. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
         loss_terms: N, the number of terms that the loss of one step averages over, all micro-batches together: a
@@ -202,7 +200,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             "step": 0,
             "next_refresh": 0,  # the step of the next refresh
             "last_loss_terms": 0,  # N of the latest refresh, for information
-            "loss_scale": 1.0,  # divides the gradients: N if loss_reduction is "mean" and the loss is found to be a sum
+            "loss_scale": 1.0,  # divides the gradients: N if the loss of loss_reduction="mean" is found to be a sum
         }
         defaults = with_defaults(self._given, scaling)
         check_group(defaults)
@@ -252,8 +250,8 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
                 if self._registry.warnings.pending:
                     self._registry.warnings.issue()
             return loss
-        except BaseException:  # GradScaler removes what it has set only after a step that succeeds
-            remove_scale(self)
+        except BaseException:
+            remove_scale(self)  # GradScaler removes it only after a step that succeeds
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:

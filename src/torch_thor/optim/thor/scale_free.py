@@ -3,7 +3,10 @@
 For a matrix W (``d_out × d_in``) with momentum ``v ← μ v + ∇W`` (Nesterov: ``u = ∇W + μ v``, else ``u = v``)
 
     d = orth( u (A + λ tr(A)/d_in I)⁻¹ ),    scaled to ‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)
-    W ← (1 − lr · weight_decay) W − lr · d
+    W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d
+
+for L trained matrices (:func:`depth_scale`). The last term is at most ``r · max(‖W‖_F, 0.03 √d_out)`` long
+(``max_update_ratio``), of each group of a convolution and each expert on its own.
 
 The step does not depend on the scale of the loss or on the width of the layer, so lr has the same meaning for every
 layer and task. A is the second moment of the input of the layer. It is the only curvature that is used, so no
