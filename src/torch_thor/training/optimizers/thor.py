@@ -41,8 +41,7 @@ MEANINGS: dict[str | None, dict[str, str]] = {
     },
     "spectral": {
         **BOTH,
-        "lr": "Learning rate, above 0. It alone determines the length of a step, and has the same meaning for every "
-        "layer.",
+        "lr": "Learning rate, above 0. It determines the length of a step, and has the same meaning for every layer.",
         "weight_decay": "Coefficient of the decoupled weight decay: each step multiplies a weight by "
         "1 - lr · weight_decay.",
         "damping": "λ > 0, relative to the mean diagonal of the factor A of the layer's inputs: λ tr(A)/d_in is added "
@@ -50,8 +49,10 @@ MEANINGS: dict[str | None, dict[str, str]] = {
         "split_dim": "Block size of the factor A, and the number of rows that are orthogonalised together; `None` uses "
         "full matrices, and `auto` measures the best size for this model and device in the first step.",
         "factor_decay": "Weight of the old factor A in a running average; 0 uses the latest only.",
-        "kl_clip": "Has no use here, because lr fixes the length of a step: leave it at `auto` or set `None`.",
-        "max_update_ratio": "Has no use here, because lr fixes the length of a step: leave it at `auto` or set `None`.",
+        "kl_clip": "Has no use here, because the length of a step does not depend on that of the gradient: leave it at "
+        "`auto` or set `None`.",
+        "max_update_ratio": "Largest ratio of the length of a matrix's step to the norm of the matrix. `auto` is 0.07. "
+        "`None` sets no bound.",
         "fisher": "Has no use here, because the factor A does not depend on labels: leave it at `empirical`.",
         "skip": 'Layers that AdamW trains instead, by name or pattern: `[head, "*norm*"]`.',
     },
