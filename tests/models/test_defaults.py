@@ -23,7 +23,8 @@ SLOW = {"resnet18", "efficientnet", "nf_resnet26"}  # half a second a step of pr
 FRESH = ("mnist", "vae", "bert", "gpt2", "t5")
 
 UNCALLED = r"layer '{}': it has a gradient and no statistics: its weight is used without calling the module"
-MAMBA = {UNCALLED.format(rf"backbone\.layers\.{i}\.mixer\.{part}") for i in (0, 1) for part in ("conv1d", "dt_proj")}
+# one message for all of them
+MAMBA = {UNCALLED.format(r"backbone\.layers\.0\.mixer\.conv1d").replace("':", r"' \(likewise '.*mixer\.dt_proj'.*\):")}
 # All that THOR has to say about these models; each message once, and of each of them the line of the user's step.
 WARNINGS = {
     ("vae", "plain"): {r"the loss looks like a sum over the 128 loss terms of the batch"},

@@ -30,7 +30,7 @@ class RowShards:
             r + 1 of this list. If several processes hold the same rows (HSDP), only the first of them inverts.
         own: the rows that this process holds.
         source: the process that inverts the blocks of these rows: this one, or another that holds the same rows.
-        total: sums a number over the processes that hold the other rows; None counts as 0. All of them must call it.
+        total: sums numbers over the processes that hold the other rows; None counts as one 0. All of them must call it.
         exchange: sends pieces of a flat tensor to the processes that hold the shards, in their order, and returns the
             pieces that they send to this one: ``exchange(tensor, sizes to send, sizes to receive)``. All must call it.
         wrap: makes a tensor in the state from the rows of it that this process holds, ``(own rows, columns)``.

@@ -91,7 +91,7 @@ def row_shards_of(parameter: Any) -> RowShards | None:
         return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def total(own: Tensor | None) -> Tensor:
-        found = torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+        found = torch.zeros(() if own is None else own.shape, dtype=torch.float64, device=mesh.device_type)
         if own is not None:
             found += own
         dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))

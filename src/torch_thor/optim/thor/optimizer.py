@@ -110,7 +110,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             statistics are averaged on refresh steps. None: the default group, if ``torch.distributed`` is initialised
             by the time of a step; False: none, so that every process trains a model of its own.
         whole_matrices: with ``scaling="spectral"`` under FSDP2, whether one process orthogonalises each matrix as a
-            whole (two all-to-all collectives in every step), or every process its own rows (nothing is sent).
+            whole (two all-to-all and an all-reduce in every step), or every process its own rows (nothing is sent).
         divide_curvature: with several processes, whether only the process that inverts a block keeps it and its inverse
             (1 / n of the memory), and every step collects the inverses; else all keep all, and ordinary steps send
             nothing. The steps are the same. State dicts then need :meth:`consolidate_state_dict` first.

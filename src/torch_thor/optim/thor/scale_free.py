@@ -279,7 +279,8 @@ def _pieces_of(parameter: nn.Parameter, direction: Tensor, index: ParameterIndex
         yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None, id(parameter))
         return
     shares = index.shares_of[id(parameter)]
-    for free in free_rows([share.view.rows for share in shares], len(parameter)):
+    fused = shares[0].view.rows is not None
+    for free in free_rows([share.view.rows for share in shares], len(parameter)) if fused else ():
         kept = free if shards is None else shards.own_of(free)
         part, its_direction = own[kept], direction[kept]
         whole = PlainMatrix(1, free.stop - free.start, part.shape[1:].numel())
@@ -340,7 +341,7 @@ def _step_whole_(pieces: list[_Piece], lr: float, rows: int | None, shards: RowS
             squares = torch.stack(
                 [_norms(p.parameter, 1, m.own.dtype)[0] for p, m in zip(members, matrices, strict=True)]
             )
-            norms = list(shards.total(squares.square_()).sqrt_().unbind())
+            norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
             scales = _bounded_(norms, [piece.whole.outputs for piece in members], lengths, ratio)
             for matrix, scale in zip(matrices, scales, strict=True):
                 matrix.own.mul_(scale)
