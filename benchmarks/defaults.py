@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.bench import Folder, describe, markdown, script, write_tables
+from torch_thor.bench import Folder, describe, markdown, missing, script, write_tables
 from torch_thor.files import write_text
 from torch_thor.training.data import DataSpec, characters, load_data
 from torch_thor.training.models.classifiers import BasicBlock
@@ -59,9 +59,6 @@ def descend(model: nn.Module, make: Make, loss_of: Callable[[], Tensor], steps: 
         schedule.step()
         losses.append(loss.item())
     return losses
-
-
-# ---- cases ----------------------------------------------------------------------------------------------------------
 
 
 class Sine(nn.Linear):
@@ -211,9 +208,6 @@ def frechet(one: Tensor, other: Tensor) -> float:
     return float((one.mean(0) - other.mean(0)).square().sum() + one.var(0).sum() + other.var(0).sum() - 2 * roots)
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------
-
-
 class Transformer(nn.Module):
     """A causal pre-norm transformer on characters, heads of 16 columns."""
 
@@ -249,14 +243,6 @@ def transformer(make: Make, blocks: int, width: int) -> Result:
         return {"first": losses[0], "value": loss_of(held_out, torch.arange(256) * CONTEXT).item()}
 
 
-@cache
-def images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return Fashion-MNIST at half the resolution: training images and labels, 5,000 test images and labels."""
-    data = load_data(DataSpec("fashion-mnist"))
-    train, test = functional.avg_pool2d(data.train_images, 2), functional.avg_pool2d(data.test_images[:5000], 2)
-    return train, data.train_labels, test, data.test_labels[:5000]
-
-
 def resnet(make: Make, blocks: int, width: int) -> Result:
     """Train a ResNet of 3 stages with so many blocks each, ``width`` to ``4 width`` channels wide, batch 256."""
     widths = [width] * (blocks + 1) + [2 * width] * blocks + [4 * width] * blocks
@@ -264,20 +250,19 @@ def resnet(make: Make, blocks: int, width: int) -> Result:
     stem = [nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
     model = nn.Sequential(*stem, *stages, *pool).to(memory_format=torch.channels_last)
-    train, labels, test, test_labels = images()
+    data = load_data(DataSpec("fashion-mnist"))
+    train, test = functional.avg_pool2d(data.train_images, 2), functional.avg_pool2d(data.test_images[:5000], 2)
 
     def loss_of() -> Tensor:
         chosen = torch.randint(len(train), (256,))
-        return functional.cross_entropy(model(train[chosen]), labels[chosen])
+        return functional.cross_entropy(model(train[chosen]), data.train_labels[chosen])
 
     losses = descend(model, make, loss_of, STEPS, True)
     model.eval()
     with torch.no_grad():
         scores = torch.cat([model(part) for part in test.split(500)])
-    return {"first": losses[0], "value": functional.cross_entropy(scores, test_labels).item()}
+    return {"first": losses[0], "value": functional.cross_entropy(scores, data.test_labels[:5000]).item()}
 
-
-# ---- jobs and tables ------------------------------------------------------------------------------------------------
 
 CASES: dict[str, Callable[[Make], Result]] = {
     "siren": partial(siren, steps=100, decay=False),
@@ -342,16 +327,17 @@ def _cell(case: str, optimizer: str, entry: str, form: str, higher: bool) -> str
 
 
 def tables() -> str:
-    """Return the results as Markdown."""
+    """Return the results as Markdown; what was not measured is left out."""
+    there = {job.case for job in jobs()} - {job.case for job in missing(jobs(), STORE)}
     rows = []
-    for title, case, entry, form, higher in LINES:
+    for title, case, entry, form, higher in [line for line in LINES if line[1] in there]:
         cells = [_cell(case, name, entry, form, higher) for name in list(OPTIMIZERS)[:3]]
         first = statistics.median(run["first"] for run in STORE.read(f"{case}-adamw")["runs"])
         rows.append([title, format(first, form) if entry == "value" else "", *cells])
     heads = ("case", "at first", "AdamW(1e-3)", "scale-free, defaults", "… without a bound")
     first = markdown.table(heads, rows)
     rows = []
-    for name, blocks, width in SIZES:
+    for name, blocks, width in [(n, b, w) for n, b, w in SIZES if f"{n}-{b}x{w}" in there]:
         losses = [STORE.read(f"{name}-{blocks}x{width}-lr{lr:g}")["runs"][0].get("value", math.inf) for lr in LRS]
         title, matrices = f"transformer, {blocks} blocks", 6 * blocks + 1
         if name == "resnet":
