@@ -184,7 +184,7 @@ def test_right_arguments(options):
         ({"max_update_ratio": 0.1}, None, 0.1),
         ({"kl_clip": 1e-3, "max_update_ratio": 0.1}, 1e-3, 0.1),
         ({"kl_clip": None, "max_update_ratio": 0.1}, None, 0.1),
-        ({"scaling": "spectral"}, None, 0.07),
+        ({"scaling": "spectral"}, None, 0.15),
         (THOR.preset("paper"), None, None),
         (THOR.preset("thor_stop"), None, 0.01),
     ],

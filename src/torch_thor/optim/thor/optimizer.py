@@ -87,7 +87,7 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
             their sum.
         max_update_ratio: r; the step ``lr · d`` of a parameter, before momentum, is at most r times as long as the
             parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`); with
-            ``scaling="spectral"``, each step of a matrix. Default: 0.01 (spectral: 0.07), or None if ``kl_clip`` is
+            ``scaling="spectral"``, each step of a matrix. Default: 0.01 (spectral: 0.15), or None if ``kl_clip`` is
             given. None: no bound. Under FSDP2 it bounds the rows of each process on their own.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             A⁻¹ alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for every layer and

@@ -56,7 +56,7 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
         # factors change fastest at first: they are refreshed in every step at first, and every 50 from step 98 on
         "update_interval": Geometric(1, 50, factor=1.5),
         "factor_decay": 0.5,
-        "max_update_ratio": 0.07,
+        "max_update_ratio": 0.15,
     },
 }
 

@@ -51,7 +51,7 @@ MEANINGS: dict[str | None, dict[str, str]] = {
         "factor_decay": "Weight of the old factor A in a running average; 0 uses the latest only.",
         "kl_clip": "Has no use here, because the length of a step does not depend on that of the gradient: leave it at "
         "`auto` or set `None`.",
-        "max_update_ratio": "Largest ratio of the length of a matrix's step to the norm of the matrix. `auto` is 0.07. "
+        "max_update_ratio": "Largest ratio of the length of a matrix's step to the norm of the matrix. `auto` is 0.15. "
         "`None` sets no bound.",
         "fisher": "Has no use here, because the factor A does not depend on labels: leave it at `empirical`.",
         "skip": 'Layers that AdamW trains instead, by name or pattern: `[head, "*norm*"]`.',
