@@ -44,11 +44,7 @@ class _Waiting:
 
 
 class BackwardPasses:
-    """Gathers the rows of all backward passes of a step, and counts their loss terms.
-
-    Args:
-        sampler: runs the backward passes of sampled labels, if rows come from these; None if they come from the loss.
-    """
+    """Gathers the rows of all backward passes of a step, and counts their loss terms."""
 
     def __init__(self, sampler: Sampler | None) -> None:
         self._sampler = sampler
@@ -63,16 +59,7 @@ class BackwardPasses:
     def watch(
         self, capture: "Capture", layer: LayerCurvature, weight: Tensor, kind: Kind, x: Tensor, output: Tensor
     ) -> None:
-        """Gather a layer's rows when the gradient of its output has been computed.
-
-        Args:
-            capture: knows the phase of each layer; the graph does not keep it alive.
-            layer: the layer.
-            weight: its weight, as its module holds it now.
-            kind: the kind of the module that has just run.
-            x: the input of the module.
-            output: the output of the module.
-        """
+        """Gather a layer's rows when the gradient of its output has been computed."""
         sampler, reference = self._sampler, weakref.ref(capture)
         # at least 0 in a forward pass inside a backward pass, which activation checkpointing runs
         outer = backward_id()
@@ -128,16 +115,7 @@ class BackwardPasses:
     def gather_inputs(
         self, capture: "Capture", layer: LayerCurvature, weight: Tensor, kind: Kind, x: Tensor, output: Tensor
     ) -> None:
-        """Sum the rows of a layer that has A alone, and count them when the gradient of its output has been computed.
-
-        Args:
-            capture: as in :meth:`watch`, and so are the others.
-            layer: the layer.
-            weight: its weight, as its module holds it now.
-            kind: the kind of the module that has just run.
-            x: the input of the module.
-            output: the output of the module.
-        """
+        """Sum the rows of a layer that has A alone; they count once the gradient of its output has been computed."""
         outer = backward_id()
         if outer >= 0 and saves_through_hooks():
             return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
@@ -193,11 +171,7 @@ class BackwardPasses:
 
     @property
     def conflicting_loss_terms(self) -> tuple[int, int] | None:
-        """N of a backward pass and the number that the layer nearest to the loss has seen, if they differ; else None.
-
-        This is meaningful only while ``first`` is None, when the calls of all layers are counted. Later, layers
-        that have stopped may be missing.
-        """
+        """N of a backward pass and the number seen by the layer nearest to the loss, if they differ; else None."""
         for one in self.passes.values():
             found = _terms_of(one.calls)
             if found.number != found.last:

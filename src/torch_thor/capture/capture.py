@@ -25,28 +25,14 @@ from torch_thor.torch_internals import inside_functorch
 
 @dataclass(frozen=True)
 class Absence:
-    """The layers without statistics on a refresh step.
+    """The layers without statistics on a refresh step."""
 
-    Args:
-        idle: the layers that the loss has not reached.
-        uncalled: the layers whose weights have a gradient although their modules were not called.
-    """
-
-    idle: Collection[LayerCurvature] = ()
+    idle: Collection[LayerCurvature] = ()  # the layers that the loss has not reached
     uncalled: Collection[LayerCurvature] = ()
 
 
 class Capture:
-    """Gathers the statistics of all layers, and counts the loss terms of the step.
-
-    Each layer is in one :class:`Phase`, which only the methods of this class change: :meth:`resume` derives it from the
-    state, :meth:`want` begins gathering, :meth:`finish_refresh` ends it, and :meth:`listen` decides which statistics
-    are required and which layers count loss terms, and registers the necessary hooks.
-
-    Args:
-        hooks: the hooks on the modules whose calls give rows to layers.
-        sampled: whether rows come from the backward passes of sampled labels; otherwise from those of the loss.
-    """
+    """Gathers the statistics of all layers, and counts the loss terms of the step."""
 
     def __init__(self, hooks: Sequence[ModuleHook] = (), *, sampled: bool = False) -> None:
         self.sampler = Sampler() if sampled else None
@@ -60,11 +46,7 @@ class Capture:
         self.follow(hooks)
 
     def follow(self, hooks: Sequence[ModuleHook]) -> None:
-        """Replace the hooks; statistics that have been gathered stay.
-
-        Args:
-            hooks: the hooks on the modules whose calls give rows to layers.
-        """
+        """Replace the hooks; statistics that have been gathered stay."""
         self._hooks = list(hooks)
         self.layers = list(dict.fromkeys(layer for hook in hooks for layer in hook.layers))
         self.phases = {layer: self.phases.get(layer, Phase.OPTIONAL) for layer in self.layers}
@@ -73,25 +55,11 @@ class Capture:
     # ---- phases -------------------------------------------------------------------------------------------------
 
     def phase(self, layer: LayerCurvature) -> Phase:
-        """Return the phase of a layer.
-
-        Args:
-            layer: the layer.
-
-        Returns:
-            Its phase; OFF for a layer without a hook.
-        """
+        """Return the phase of a layer."""
         return self.phases.get(layer, Phase.OFF)
 
     def gathers(self, layer: LayerCurvature) -> bool:
-        """Return whether a layer's statistics are gathered.
-
-        Args:
-            layer: the layer.
-
-        Returns:
-            Whether they are.
-        """
+        """Return whether a layer's statistics are gathered."""
         return self.phases.get(layer) in GATHERING
 
     @property
@@ -115,28 +83,18 @@ class Capture:
         self.listen()
 
     def want(self, layers: Iterable[LayerCurvature]) -> None:
-        """Gather statistics of layers from the next step on; :meth:`listen` must be called next.
-
-        Args:
-            layers: the layers that are due; those that have stopped gather nothing.
-        """
+        """Gather statistics of layers from the next step on; :meth:`listen` must be called next."""
         for layer in layers:
             self._set_due(layer, not layer.stopped)
 
     def release(self, layer: LayerCurvature) -> None:
-        """Gather no more statistics of a layer until :meth:`want`; :meth:`listen` must be called next.
-
-        Args:
-            layer: the layer.
-        """
+        """Gather no more statistics of a layer until :meth:`want`; :meth:`listen` must be called next."""
         self._set_due(layer, False)
 
     def listen(self) -> None:
-        """Register the hooks that the current phases need, and remove all others. Must be called after each change.
-
-        If the layer that gives N gathers no statistics while others do, because it has stopped or has another interval,
-        it counts loss terms. As long as that layer is not known, all layers count.
-        """
+        """Register the hooks that the current phases need, and remove all others. Must be called after each change."""
+        # If the layer that gives N gathers no statistics while others do, because it has stopped or has another
+        # interval, it counts loss terms. As long as that layer is not known, all layers count.
         watching, first = False, self.backward.first
         for layer, phase in self.phases.items():
             if phase in GATHERING:
@@ -172,14 +130,7 @@ class Capture:
     # ---- what has been gathered ---------------------------------------------------------------------------------
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
-        """Handle a call of a layer.
-
-        Args:
-            layer: the layer.
-            kind: the kind of the module that has just run.
-            x: the input of the module.
-            output: the output of the module.
-        """
+        """Handle a call of a layer."""
         phase = self.phases.get(layer, Phase.OFF)
         if phase is Phase.OFF or not torch.is_grad_enabled():
             return
@@ -197,24 +148,13 @@ class Capture:
             self.backward.gather_inputs(self, layer, weight, kind, x, output)
 
     def gradients_dropped(self) -> bool:
-        """Return whether no weight that a loss has reached in this step has a gradient any more.
-
-        Under FSDP2 that proves nothing: it may keep the sum of micro-batches until it reduces it.
-        """
+        """Return whether no weight that a loss has reached in this step has a gradient any more."""
         counted = {call.layer for one in self.backward.passes.values() for call in one.calls}
         views = [layer.weight_view for layer in self.reached | counted]
         return all(view.shards is None and view.present is not None and view.present.grad is None for view in views)
 
     def absence(self, refreshing: Iterable[LayerCurvature], silent: Collection[LayerCurvature]) -> Absence:
-        """Find the layers without statistics; must be called before the refresh uses the statistics.
-
-        Args:
-            refreshing: the layers that are due.
-            silent: those of them that are known to have a gradient and no statistics.
-
-        Returns:
-            The idle and the uncalled layers (a host–device synchronisation for each layer without statistics).
-        """
+        """Find the layers without statistics; must be called before the refresh uses the statistics."""
         without = [layer for layer in refreshing if layer not in self.reached]
         return Absence(
             idle={layer for layer in without if not layer.weight_view.has_gradient()},
@@ -224,14 +164,7 @@ class Capture:
     def finish_refresh(
         self, refreshing: Iterable[LayerCurvature], events: Iterable[RefreshEvent], absence: Absence
     ) -> None:
-        """Stop gathering for the layers that a refresh has decided on.
-
-        Args:
-            refreshing: the layers that were due. A layer without a decision stays due, and so does one whose first
-                factors could not be inverted.
-            events: the decisions.
-            absence: the layers without statistics.
-        """
+        """Stop gathering for the layers that a refresh has decided on."""
         decisions: dict[str, Decision] = {}
         for event in events:
             decisions[event.layer] = event.decision
@@ -244,10 +177,8 @@ class Capture:
         self.discard()
 
     def finish_step(self) -> None:
-        """Drop the statistics of a step that was no refresh.
-
-        Idle layers that the loss has reached in this step are no longer idle, so that the next step can refresh them.
-        """
+        """Drop the statistics of a step that was no refresh."""
+        # Idle layers that the loss has reached in this step are no longer idle, so that the next step can refresh them.
         for layer, phase in self.phases.items():
             if phase in GATHERING and layer.idle:
                 layer.record(idle=not layer.weight_view.has_gradient())
@@ -265,10 +196,7 @@ class Capture:
             layer.statistics.forget()
 
     def discard_with_gradients(self) -> None:
-        """Drop the statistics of passes whose gradients are about to be reset.
-
-        Those of sampled labels stay until the backward pass of the loss has come: many loops call ``zero_grad`` before.
-        """
+        """Drop the statistics of passes whose gradients are about to be reset."""
         if self._listening and (self.sampler is None or self.sampler.trained):
             self.discard()
 

@@ -45,15 +45,7 @@ class Covered:
 
 
 def table(entries: Iterable[Covered], split_dim: str) -> str:
-    """Return the entries as a table for people to read.
-
-    Args:
-        entries: one per parameter, as :func:`torch_thor.capture.inspection.inspect_model` returns them.
-        split_dim: the block size, for the heading.
-
-    Returns:
-        The lines of the table, with aligned columns.
-    """
+    """Return the entries as a table for people to read."""
     rows = []
     for entry in entries:
         sizes = " x ".join(str(s) for s in entry.factor_sizes or ()) + (

@@ -14,26 +14,14 @@ from torch_thor.curvature.kinds import class_name_of, parameter_names_of, why_no
 
 @dataclass
 class Reasons:
-    """Why parameters are not preconditioned.
+    """Why parameters are not preconditioned."""
 
-    Args:
-        of_parameters: the reason, by the ``id`` of the parameter; it counts where the parameter is in no layer.
-        of_modules: the reason, by the name of a module that the user has left out.
-        notes: what to say of a preconditioned parameter, by its ``id``: the layers with rows of it that are left out.
-    """
-
-    of_parameters: dict[int, str]
+    of_parameters: dict[int, str]  # the reason, by the `id` of the parameter
     of_modules: Mapping[str, str] = field(default_factory=dict)
-    notes: dict[int, list[str]] = field(default_factory=dict)
+    notes: dict[int, list[str]] = field(default_factory=dict)  # what to say of a preconditioned parameter, by its `id`
 
     def leave_out(self, layer: Layer, reason: str, rest: str) -> None:
-        """Record that the user has left out a layer.
-
-        Args:
-            layer: the layer.
-            reason: which argument left it out.
-            rest: what trains its rows of a parameter of which other layers are preconditioned.
-        """
+        """Record that the user has left out a layer."""
         for view in (layer.weight, *layer.biases):
             key = id(view.parameter)
             self.of_parameters.setdefault(key, reason)
@@ -43,18 +31,7 @@ class Reasons:
 def entry_of(
     name: str, parameter: nn.Parameter, owners: Sequence[Owner], layers: Iterable[Layer], reasons: Reasons
 ) -> Covered:
-    """Return the entry of a parameter.
-
-    Args:
-        name: its name in the model.
-        parameter: the parameter.
-        owners: its owners, at least one.
-        layers: the layers that are preconditioned.
-        reasons: why other parameters are not.
-
-    Returns:
-        The entry, with plain momentum for what is not preconditioned.
-    """
+    """Return the entry of a parameter."""
     shape, owner, others = tuple(parameter.shape), owners[0], owners[1:]
     as_weight = [layer for layer in layers if layer.weight.parameter is parameter]
     as_bias = [layer for layer in layers if any(b.parameter is parameter for b in layer.biases)]

@@ -27,19 +27,12 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase
 
 @dataclass
 class Inspection:
-    """The result of inspecting a model.
+    """The result of inspecting a model."""
 
-    Args:
-        entries: one entry per parameter, in the model's order.
-        layers: the layers to precondition, by name.
-        matrices: the parameters that are matrices without factors, by name; empty unless ``matrices_alone``.
-        left_out: the layers that ``skip`` and ``only`` leave out.
-    """
-
-    entries: list[Covered]
-    layers: dict[str, Layer]
-    matrices: dict[str, PlainMatrix]
-    left_out: list[Layer]
+    entries: list[Covered]  # one entry per parameter, in the model's order
+    layers: dict[str, Layer]  # the layers to precondition, by name
+    matrices: dict[str, PlainMatrix]  # the parameters that are matrices without factors, by name
+    left_out: list[Layer]  # the layers that `skip` and `only` leave out
 
 
 def inspect_model(
@@ -50,23 +43,7 @@ def inspect_model(
     only: Selection = None,
     matrices_alone: bool = False,
 ) -> Inspection:
-    """Find the layers of a model, and how each of its parameters is trained.
-
-    Args:
-        model: the model.
-        trained: the parameters that the optimizer has.
-        skip: layers to leave out; None for none.
-        only: layers to keep; None for all.
-        matrices_alone: leave out what has no full factor A (embeddings and biases), and find matrices without factors.
-            The scale-free step needs both.
-
-    Returns:
-        The layers, and an entry for each parameter.
-
-    Raises:
-        ValueError: a parameter has no shape yet (a lazy module), a pattern matches nothing, or what is registered for
-            a module does not fit it.
-    """
+    """Find the layers of a model, and how each of its parameters is trained."""
     trained = list(trained)
     check_sharded(model, trained)
     owners = owners_of(model)
@@ -150,12 +127,10 @@ def _uncalled_children(module: nn.Module) -> list[nn.Module]:
 
 
 def _one_layer(sharing: list[tuple[Owner, Kind]], owners: int) -> list[tuple[Owner, Kind]]:
-    """Return the modules whose rows make the factors of a shared weight; none where their geometries do not fit.
-
-    Modules of one geometry pool their rows. An embedding and the linear decoder that is tied to it are treated as the
-    embedding, as in the reference implementation: a row of the weight is a token in both, and the embedding's A, the
-    token frequencies, is exact and cheap, where the decoder's G would be vocabulary by vocabulary.
-    """
+    """Return the modules whose rows make the factors of a shared weight; none where their geometries do not fit."""
+    # Modules of one geometry pool their rows. An embedding and the linear decoder that is tied to it are treated as the
+    # embedding, as in the reference implementation: a row of the weight is a token in both, and the embedding's A, the
+    # token frequencies, is exact and cheap, where the decoder's G would be vocabulary by vocabulary.
     if len(sharing) < owners:
         return []
     geometry = {(type(k), k.groups, k.inputs, k.outputs) for _, k in sharing}

@@ -13,33 +13,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer whose output has received a gradient.
+    """One call of a layer whose output has received a gradient."""
 
-    Args:
-        layer: the layer, or anything hashable that identifies it.
-        loss_terms: the size of the leading dimension of its input, 1 without a batch dimension.
-        dims: the sizes of all dimensions of its input but that of the features.
-        certain: whether the leading dimension is known to be the batch: that of a convolution, an attention, a
-            recurrent layer.
-        embedding: whether the input consists of indices, of tokens or of positions.
-    """
-
-    layer: Any
-    loss_terms: int
-    dims: tuple[int, ...]
-    certain: bool = False
-    embedding: bool = False
+    layer: Any  # the layer, or anything hashable that identifies it
+    loss_terms: int  # the size of the leading dimension of its input, 1 without a batch dimension
+    dims: tuple[int, ...]  # the sizes of all dimensions of its input but that of the features
+    certain: bool = False  # whether the leading dimension is known to be the batch
+    embedding: bool = False  # whether the input consists of indices, of tokens or of positions
 
 
 @dataclass
 class Pass:
-    """One backward pass.
-
-    Args:
-        calls: the calls of layers that it has reached, in the order from the loss to the input.
-        repeated: whether another backward pass has gone through the same forward pass in this step, so that its samples
-            have been counted already.
-    """
+    """One backward pass."""
 
     calls: list[Call] = field(default_factory=list)
     repeated: bool = False
@@ -47,37 +32,20 @@ class Pass:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The number of loss terms of one pass.
+    """The number of loss terms of one pass."""
 
-    Args:
-        number: N of this pass.
-        first: the layer nearest to the input whose call has this number.
-        last: the number of the call nearest to the loss. If it is not ``number``, N is uncertain.
-    """
-
-    number: int
-    first: Any
-    last: int
+    number: int  # N of this pass
+    first: Any  # the layer nearest to the input whose call has this number
+    last: int  # the number of the call nearest to the loss. If it is not `number`, N is uncertain
 
 
 def loss_terms_of_pass(calls: Iterable[Call]) -> LossTerms:
-    """Return the number of samples of a pass.
-
-    The rule is:
-
-    1. Calls of embeddings are left out if other layers were reached, and calls without a batch dimension if others have
-       one.
-    2. If calls whose leading dimension is certainly the batch have M samples, a call with M in its second dimension and
-       not in its leading one is sequence first, and has M samples.
-    3. N is the number of the calls nearest to the input and nearest to the loss if these agree; otherwise the most
-       frequent number, and of several such numbers the one nearest to the input.
-
-    Args:
-        calls: the calls in the order of the backward pass; at least one.
-
-    Returns:
-        N, with the layer that gives it.
-    """
+    """Return the number of samples of a pass."""
+    # 1. Calls of embeddings are left out if other layers were reached, and calls without a batch dimension if others
+    # have one. 2. If calls whose leading dimension is certainly the batch have M samples, a call with M in its second
+    # dimension and not in its leading one is sequence first, and has M samples. 3. N is the number of the calls nearest
+    # to the input and nearest to the loss if these agree; otherwise the most frequent number, and of several such
+    # numbers the one nearest to the input.
     calls = list(calls)
     telling = [c for c in calls if not c.embedding]
     if not telling:  # of positions (L,) and tokens (N, L), the ones with most dimensions
@@ -99,17 +67,7 @@ def _batch_of(call: Call, samples: int) -> int:
 
 
 def loss_terms_of_step(passes: Iterable[Pass]) -> int:
-    """Return N of a step: the sum over micro-batches, but not over several losses of one batch.
-
-    Passes that share a layer are micro-batches. Passes that share none belong to different heads of one model. A pass
-    that goes through a forward pass for a second time (``retain_graph``) has no samples of its own.
-
-    Args:
-        passes: the backward passes of the step.
-
-    Returns:
-        N; 0 if no layer was reached.
-    """
+    """Return N of a step: the sum over micro-batches, but not over several losses of one batch."""
     totals: Counter[Any] = Counter()
     for one in passes:
         if one.calls and not one.repeated:

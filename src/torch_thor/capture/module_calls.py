@@ -34,22 +34,10 @@ class CallHandler:
     module: nn.Module
 
     def enter(self, subscriber: Any, args: Any) -> None:
-        """Called before the module's forward.
-
-        Args:
-            subscriber: the subscriber.
-            args: the positional arguments.
-        """
+        """Called before the module's forward."""
 
     def leave(self, subscriber: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Called after the module's forward.
-
-        Args:
-            subscriber: the subscriber.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            output: what the module's own forward returned.
-        """
+        """Called after the module's forward."""
 
     def abandon(self) -> None:
         """Called if the module's forward, or a hook on the module, has raised an exception."""
@@ -67,12 +55,7 @@ class ModuleCalls:
         self._stance_before: Any = None
 
     def listen(self, subscriber: object, handlers: Iterable[CallHandler]) -> None:
-        """Subscribe to the calls of some modules, and of no others from now on.
-
-        Args:
-            subscriber: the subscriber. Its subscription ends when the object is deleted.
-            handlers: one for each module; an empty iterable unsubscribes.
-        """
+        """Subscribe to the calls of some modules, and of no others from now on."""
         key, modules = id(subscriber), {}
         for handler in handlers:
             modules[id(handler.module)] = handler

@@ -20,13 +20,7 @@ __all__ = ["CalledModuleHook", "ModuleHook", "Watcher", "hooks_of"]
 
 
 class CalledModuleHook(ModuleHook):
-    """The hook on a module that is one layer: the rows are those of its own input and output.
-
-    Args:
-        module: the module.
-        kind: its kind.
-        layer: the layer, which other modules may share.
-    """
+    """The hook on a module that is one layer: the rows are those of its own input and output."""
 
     def __init__(self, module: nn.Module, kind: Kind, layer: LayerCurvature) -> None:
         self.module = module
@@ -34,29 +28,14 @@ class CalledModuleHook(ModuleHook):
         self.kind = kind
 
     def leave(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Report the input and the output of the module.
-
-        Args:
-            subscriber: receives the calls of layers.
-            args: the positional arguments of the module.
-            kwargs: the keyword arguments of the module.
-            output: the output of the module.
-        """
+        """Report the input and the output of the module."""
         x = args[0] if args else first_argument(self.module, args, kwargs)
         if isinstance(x, Tensor):
             subscriber.watch(self.layers[0], self.kind, x, output)
 
 
 def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
-    """Make the hooks on the modules whose calls give rows to layers.
-
-    Args:
-        found: what the inspection found of each layer, by name.
-        layers: the curvature of each layer, by the same names.
-
-    Returns:
-        One hook per module.
-    """
+    """Make the hooks on the modules whose calls give rows to layers."""
     hooks: list[ModuleHook] = []
     composite: dict[int, CompositeHook] = {}
     for name, layer in found.items():

@@ -13,17 +13,11 @@ from torch_thor.curvature.kinds import parameter_names_of
 
 @dataclass(frozen=True)
 class Owner:
-    """One place of a parameter in a model; a shared parameter has several.
+    """One place of a parameter in a model; a shared parameter has several."""
 
-    Args:
-        module_name: the name of the module that holds the parameter.
-        attribute: the parameter's name in it.
-        module: the module.
-    """
-
-    module_name: str
-    attribute: str
-    module: nn.Module
+    module_name: str  # the name of the module that holds the parameter
+    attribute: str  # the parameter's name in it
+    module: nn.Module  # the module
 
     @property
     def name(self) -> str:
@@ -45,14 +39,7 @@ Owners = Mapping[int, Sequence[Owner]]
 
 
 def owners_of(model: nn.Module) -> Owners:
-    """Find the owners of all parameters.
-
-    Args:
-        model: the model.
-
-    Returns:
-        The owners of each parameter, by its ``id``, in the order of ``model.named_modules()``.
-    """
+    """Find the owners of all parameters."""
     owners: defaultdict[int, list[Owner]] = defaultdict(list)
     for module_name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():  # modules may override named_parameters()
@@ -62,31 +49,12 @@ def owners_of(model: nn.Module) -> Owners:
 
 
 def shared_by(owners: Sequence[Owner]) -> str:
-    """Return the reason why a parameter of several owners is not preconditioned.
-
-    Args:
-        owners: its owners.
-
-    Returns:
-        A sentence that names them.
-    """
+    """Return the reason why a parameter of several owners is not preconditioned."""
     return f"shared by {', '.join(repr(owner.name) for owner in owners)}"
 
 
 def reasons_of_parameters(model: nn.Module, owners: Owners, trained: Iterable[Tensor]) -> dict[int, str]:
-    """Find the parameters that cannot be preconditioned, whatever the kind of their layer is.
-
-    Args:
-        model: the model.
-        owners: the owners of its parameters.
-        trained: the parameters that the optimizer has.
-
-    Returns:
-        The reason, by the ``id`` of the parameter.
-
-    Raises:
-        ValueError: a parameter has no shape yet (a lazy module).
-    """
+    """Find the parameters that cannot be preconditioned, whatever the kind of their layer is."""
     reasons = _sources(owners)
     trained_ids = {id(p) for p in trained}
     for name, parameter in model.named_parameters():

@@ -8,14 +8,7 @@ import enum
 
 
 class Phase(enum.Enum):
-    """What the calls of one layer are used for until the next step.
-
-    OFF: they are not used, and there is no hook for them. COUNTING: the number of loss terms is derived from its
-    inputs, and no statistics are gathered. OPTIONAL: statistics are gathered if the layer is called, but they are not
-    required: the loss has not reached the layer, its weight is frozen, or its weight is used without calling its
-    module. REQUIRED: statistics are gathered, compiled models run eagerly for that purpose, and a refresh on which the
-    layer has a gradient but no statistics is an error or causes a warning.
-    """
+    """What the calls of one layer are used for until the next step."""
 
     OFF = enum.auto()
     COUNTING = enum.auto()

@@ -17,17 +17,11 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 @dataclass
 class Mark:
-    """A record of one call of a layer. It is stored in the autograd graph, so that it lives as long as the graph.
+    """A record of one call of a layer. It is stored in the autograd graph, so that it lives as long as the graph."""
 
-    Args:
-        output_nr: the index of the layer's output among the outputs of its node.
-        sampled: whether a backward pass of sampled labels has reached the output.
-        trained: whether the backward pass of the training loss has reached it.
-    """
-
-    output_nr: int
-    sampled: bool = False
-    trained: bool = False
+    output_nr: int  # the index of the layer's output among the outputs of its node
+    sampled: bool = False  # whether a backward pass of sampled labels has reached the output
+    trained: bool = False  # whether the backward pass of the training loss has reached it
 
 
 class Sampler:
@@ -46,30 +40,14 @@ class Sampler:
         self.nonfinite = False  # whether a prediction was NaN or inf, so that no labels could be drawn
 
     def mark(self, output: Tensor) -> Mark:
-        """Record in the graph that a tensor is the output of a layer.
-
-        Args:
-            output: the output of the layer.
-
-        Returns:
-            The record.
-        """
+        """Record in the graph that a tensor is the output of a layer."""
         edge = get_gradient_edge(output)
         mark = Mark(edge.output_nr)
         _metadata(edge.node).setdefault(self, []).append(mark)
         return mark
 
     def differentiate(self, loss: Tensor, terms: int) -> None:
-        """Run the backward pass of the sampled labels, in which the hooks of all layers receive gradients.
-
-        Args:
-            loss: the sum of the negative log-likelihoods of the drawn labels.
-            terms: the number of drawn labels that count.
-
-        Raises:
-            RuntimeError: the training loss has already been differentiated, labels were already drawn for this forward
-                pass, or the forward pass contains reentrant checkpoints.
-        """
+        """Run the backward pass of the sampled labels, in which the hooks of all layers receive gradients."""
         assert loss.grad_fn is not None
         found = _MarkedOutputs(loss.grad_fn, self)
         if any(mark.trained for mark in found.marks):
@@ -102,15 +80,7 @@ class Sampler:
 
 
 class _MarkedOutputs:
-    """The marked outputs in the graph of a loss.
-
-    To receive the gradients of all marked outputs it is enough to request those of the earliest, which depend on no
-    other marked output. Autograd keeps a requested gradient until the pass ends, and these gradients are computed last.
-
-    Args:
-        root: the node of the loss.
-        key: the sampler whose marks are looked for.
-    """
+    """The marked outputs in the graph of a loss."""
 
     def __init__(self, root: Node, key: object) -> None:
         self.marks: list[Mark] = []
@@ -150,10 +120,7 @@ def _metadata(node: Node) -> dict[Any, Any]:
 
 @contextmanager
 def _no_averaging_of_static_graphs(sinks: list[Any]) -> Iterator[None]:
-    """Keep ``DistributedDataParallel(static_graph=True)`` from averaging gradients after this pass in its first step.
-
-    The first pass through its sink, and no later one, makes it average at the end; this pass has no gradients.
-    """
+    """Keep ``DistributedDataParallel(static_graph=True)`` from averaging after this pass in its first step."""
     with ExitStack() as stack:
         for sink in sinks:
             wrapper = sink.ddp_weakref()

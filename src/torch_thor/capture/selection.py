@@ -13,23 +13,7 @@ Selection = str | Sequence[str] | Callable[[str, nn.Module], bool] | None
 
 
 def left_out(candidates: Mapping[str, nn.Module], skip: Selection, only: Selection) -> dict[str, str]:
-    """Return the layers that are not to be preconditioned.
-
-    A name or pattern (``*``, ``?``, ``[...]``, case-sensitive) means the layer of that name and all layers inside a
-    module of that name: ``"encoder"`` means every layer of the encoder, ``"*.attn"`` those of every attention.
-
-    Args:
-        candidates: the layers that can be preconditioned, by name, each with the module that owns its weight.
-        skip: the layers to leave out; None for none.
-        only: the layers to keep; None for all.
-
-    Returns:
-        The reason, by the name of each layer that is left out.
-
-    Raises:
-        ValueError: a pattern matches no layer.
-        TypeError: an argument is neither names nor a callable.
-    """
+    """Return the layers that are not to be preconditioned."""
     reasons = {}
     if only is not None:
         kept = _matching("only", only, candidates)
@@ -61,13 +45,6 @@ def _matching(argument: str, selection: Selection, candidates: Mapping[str, nn.M
 
 
 def self_and_parents(name: str) -> list[str]:
-    """Return a dotted name and the names of all modules around it.
-
-    Args:
-        name: ``"a.b.c"``.
-
-    Returns:
-        ``["a", "a.b", "a.b.c"]``.
-    """
+    """Return a dotted name and the names of all modules around it."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]

@@ -19,16 +19,7 @@ from torch_thor.distributed.sharded_parameters import (
 
 
 def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
-    """Raise an error for a parameter that is divided in a way that THOR does not support.
-
-    Args:
-        model: the model.
-        trained: the parameters that the optimizer has.
-
-    Raises:
-        ValueError: a parameter is divided by another dimension or several, or by tensor parallelism; or is a flat
-            parameter of FullyShardedDataParallel, which holds those of several layers.
-    """
+    """Raise an error for a parameter that is divided in a way that THOR does not support."""
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(
@@ -50,12 +41,7 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
 
 
 def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None:
-    """Leave out the layers that cannot be preconditioned in shards.
-
-    Args:
-        layers: the layers of a model, by name; changed in place.
-        reasons: why parameters are not preconditioned, by their ``id``; extended.
-    """
+    """Leave out the layers that cannot be preconditioned in shards."""
     for name, layer in list(layers.items()):
         weight = layer.weight.parameter
         if not is_sharded(weight) or row_shards_of(weight) is None:

@@ -30,16 +30,7 @@ class ModuleHook(CallHandler):
 
 
 def first_argument(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the first argument of a call of a module, also where it was passed by name.
-
-    Args:
-        module: the module.
-        args: the positional arguments of the call.
-        kwargs: the keyword arguments of the call.
-
-    Returns:
-        The argument; None where the call has none.
-    """
+    """Return the first argument of a call of a module, also where it was passed by name."""
     if args:
         return args[0]
     names = list(inspect.signature(type(module).forward).parameters)[1:]

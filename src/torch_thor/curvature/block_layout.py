@@ -6,30 +6,15 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The sizes of a block-diagonal matrix.
+    """The sizes of a block-diagonal matrix."""
 
-    Args:
-        groups: the number of independent matrices (the groups of a convolution, else 1).
-        size: ``n``, the number of rows of one matrix.
-        block: ``s``, the number of rows of one block, at most ``n``.
-    """
-
-    groups: int
-    size: int
-    block: int
+    groups: int  # the number of independent matrices (the groups of a convolution, else 1)
+    size: int  # `n`, the number of rows of one matrix
+    block: int  # `s`, the number of rows of one block, at most `n`
 
     @classmethod
     def of(cls, groups: int, size: int, split_dim: int | None) -> "BlockLayout":
-        """Return the layout for a split dimension.
-
-        Args:
-            groups: the number of independent matrices.
-            size: the number of rows of one matrix.
-            split_dim: the largest number of rows of a block; None for one block per matrix.
-
-        Returns:
-            The layout.
-        """
+        """Return the layout for a split dimension."""
         return cls(groups, size, size if split_dim is None else min(split_dim, size))
 
     @cached_property

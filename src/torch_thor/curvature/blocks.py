@@ -22,30 +22,15 @@ from torch_thor.curvature.precision import add_product_, product
 
 @dataclass
 class BlockDiagonal:
-    """A block-diagonal matrix for each group, stored as blocks.
+    """A block-diagonal matrix for each group, stored as blocks."""
 
-    Args:
-        layout: the sizes of the matrices and of their blocks.
-        blocks: ``(groups * k, s, s)``.
-        tail: ``(groups, r, r)``, or None if the block size divides the size.
-    """
-
-    layout: BlockLayout
-    blocks: Tensor
-    tail: Tensor | None = None
+    layout: BlockLayout  # the sizes of the matrices and of their blocks
+    blocks: Tensor  # `(groups * k, s, s)`
+    tail: Tensor | None = None  # `(groups, r, r)`, or None if the block size divides the size
 
     @classmethod
     def zeros(cls, layout: BlockLayout, *, dtype: torch.dtype, device: torch.device) -> "BlockDiagonal":
-        """Return zero matrices of a layout.
-
-        Args:
-            layout: the layout.
-            dtype: the dtype of the blocks.
-            device: the device of the blocks.
-
-        Returns:
-            The zero matrices.
-        """
+        """Return zero matrices of a layout."""
         shape, tail = layout.shapes
         return cls(
             layout,
@@ -54,37 +39,15 @@ class BlockDiagonal:
         )
 
     def parts(self) -> list[Tensor]:
-        """Return the stored tensors, each a batch of square blocks.
-
-        Returns:
-            ``[blocks]`` or ``[blocks, tail]``.
-        """
+        """Return the stored tensors, each a batch of square blocks."""
         return [self.blocks] if self.tail is None else [self.blocks, self.tail]
 
     def with_parts(self, parts: list[Tensor]) -> "BlockDiagonal":
-        """Return a matrix of the same layout with other tensors.
-
-        Args:
-            parts: its tensors, as :meth:`parts` returns them.
-
-        Returns:
-            The new matrix.
-        """
+        """Return a matrix of the same layout with other tensors."""
         return BlockDiagonal(self.layout, *parts)
 
     def cut(self, split_dim: int | None) -> "BlockDiagonal":
-        """Return the matrix split into smaller blocks; the elements between the new blocks are dropped.
-
-        Args:
-            split_dim: the new block size. It must divide the present one, unless there is only one block per group.
-                None, or a size that is not smaller, changes nothing.
-
-        Returns:
-            A matrix with its own storage; ``self`` if nothing changes.
-
-        Raises:
-            ValueError: new blocks would extend over the boundaries of present ones.
-        """
+        """Return the matrix split into smaller blocks; the elements between the new blocks are dropped."""
         layout, new = self.layout, BlockLayout.of(self.layout.groups, self.layout.size, split_dim)
         if new.block >= layout.block:
             return self
@@ -96,11 +59,7 @@ class BlockDiagonal:
         return BlockDiagonal(new, torch.cat(per_group, dim=1).flatten(0, 1), pieces[-1][1])
 
     def add_second_moment_(self, samples: Tensor) -> None:
-        """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block.
-
-        Args:
-            samples: ``(groups, n, rows)``, of the blocks' dtype and device.
-        """
+        """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block."""
         layout = self.layout
         if layout.block == 1:
             self._diagonal().add_(samples.square().sum(-1))
@@ -112,14 +71,7 @@ class BlockDiagonal:
             add_product_(self.tail, rest, rest.mT)
 
     def group(self, index: int) -> "BlockDiagonal":
-        """Return the matrix of one group.
-
-        Args:
-            index: the index of the group.
-
-        Returns:
-            A matrix whose blocks are views of the blocks of this one.
-        """
+        """Return the matrix of one group."""
         layout, own = self.layout, slice(index, index + 1)
         k = layout.full_blocks
         blocks = self.blocks[index * k : (index + 1) * k]
@@ -128,23 +80,12 @@ class BlockDiagonal:
         )
 
     def scale_groups_(self, scales: Tensor) -> None:
-        """Multiply the matrix of each group by a number.
-
-        Args:
-            scales: ``(groups,)``.
-        """
+        """Multiply the matrix of each group by a number."""
         for part in self.parts():
             part.unflatten(0, (self.layout.groups, -1)).mul_(scales[:, None, None, None])
 
     def with_identities(self, groups: Tensor) -> "BlockDiagonal":
-        """Return the matrices with identities in the place of those of some groups.
-
-        Args:
-            groups: for each group, whether its matrix is replaced; ``(groups,)``, bool.
-
-        Returns:
-            A matrix with its own storage.
-        """
+        """Return the matrices with identities in the place of those of some groups."""
         found = []
         for part in self.parts():
             identity = torch.eye(part.shape[-1], dtype=part.dtype, device=part.device)
@@ -153,25 +94,14 @@ class BlockDiagonal:
         return self.with_parts(found)
 
     def group_traces(self) -> Tensor:
-        """Return the trace of each group's matrix.
-
-        Returns:
-            ``(groups,)``.
-        """
+        """Return the trace of each group's matrix."""
         traces = self.blocks.diagonal(dim1=-2, dim2=-1).reshape(self.layout.groups, -1).sum(-1)
         if self.tail is not None:
             traces = traces + self.tail.diagonal(dim1=-2, dim2=-1).sum(-1)
         return traces
 
     def left_multiply(self, matrix: Tensor) -> Tensor:
-        """Return ``self @ matrix``.
-
-        Args:
-            matrix: ``(groups, n, m)``.
-
-        Returns:
-            ``(groups, n, m)``.
-        """
+        """Return ``self @ matrix``."""
         layout = self.layout
         if layout.block == 1:
             return self._diagonal()[..., None] * matrix
@@ -182,14 +112,7 @@ class BlockDiagonal:
         return torch.cat([solved, product(self.tail, matrix[:, layout.covered :])], dim=1)
 
     def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
-        """Compute ``into ← decay * into + scale * matrix @ self`` without a temporary product.
-
-        Args:
-            matrix: ``(groups, m, n)``.
-            scale: a number.
-            into: ``(groups, m, n)``, changed in place.
-            decay: a number; with 0 the old values of ``into`` are overwritten, NaN included.
-        """
+        """Compute ``into ← decay * into + scale * matrix @ self`` without a temporary product."""
         layout = self.layout
         if layout.block == 1:
             scale_(into, decay).addcmul_(matrix, self._diagonal()[:, None], value=scale)
@@ -211,26 +134,14 @@ class BlockDiagonal:
         return self.blocks.view(self.layout.groups, self.layout.size)
 
     def dense(self) -> list[Tensor]:
-        """Return the full matrices, with zeros outside of the blocks.
-
-        Returns:
-            One ``(n, n)`` tensor per group.
-        """
+        """Return the full matrices, with zeros outside of the blocks."""
         per_group = self.blocks.unflatten(0, (self.layout.groups, self.layout.full_blocks))
         tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]
         return [torch.block_diag(*blocks, *tail) for blocks, tail in zip(per_group, tails, strict=True)]
 
 
 def scale_(into: Tensor, decay: float) -> Tensor:
-    """Multiply a tensor in place; a factor of 0 overwrites even NaN, as ``beta=0`` of a matrix product does.
-
-    Args:
-        into: the tensor.
-        decay: the factor.
-
-    Returns:
-        The tensor.
-    """
+    """Multiply a tensor in place; a factor of 0 overwrites even NaN, as ``beta=0`` of a matrix product does."""
     return into.mul_(decay) if decay else into.zero_()
 
 

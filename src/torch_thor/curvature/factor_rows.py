@@ -17,29 +17,13 @@ from torch_thor.curvature.blocks import BlockDiagonal
 
 
 def shard_bounds(rows: int, shards: int) -> tuple[int, ...]:
-    """Return the first row of each shard, and the number of rows, as ``torch.chunk`` and FSDP2 divide them.
-
-    Args:
-        rows: the number of rows.
-        shards: the number of shards.
-
-    Returns:
-        One index more than there are shards.
-    """
+    """Return the first row of each shard, and the number of rows, as ``torch.chunk`` and FSDP2 divide them."""
     each = -(-rows // shards)
     return tuple(min(i * each, rows) for i in range(shards + 1))
 
 
 def to_rows(matrix: BlockDiagonal, width: int) -> Tensor:
-    """Return a block-diagonal matrix as rows.
-
-    Args:
-        matrix: the matrix, of one group.
-        width: the number of columns, at least that of the blocks.
-
-    Returns:
-        ``(n, width)``; a view of the blocks if they have that width and there is no tail.
-    """
+    """Return a block-diagonal matrix as rows."""
     layout = matrix.layout
     if layout.block == width and matrix.tail is None:
         return matrix.blocks.reshape(layout.size, width)
@@ -50,30 +34,14 @@ def to_rows(matrix: BlockDiagonal, width: int) -> Tensor:
 
 
 def from_rows(rows: Tensor, layout: BlockLayout) -> BlockDiagonal:
-    """Return the block-diagonal matrix that is stored as rows.
-
-    Args:
-        rows: ``(n, width)``.
-        layout: its layout, of one group.
-
-    Returns:
-        The matrix, whose blocks are views of the rows.
-    """
+    """Return the block-diagonal matrix that is stored as rows."""
     s, r, covered = layout.block, layout.tail, layout.covered
     blocks = rows[:covered, :s].unflatten(0, (layout.full_blocks, s))
     return BlockDiagonal(layout, blocks, rows[None, covered:, :r] if r else None)
 
 
 def block_of_each_row(bounds: Sequence[int], split_dim: int | None) -> Tensor:
-    """Return where the block of each row starts and ends.
-
-    Args:
-        bounds: the first row of each shard, and the number of rows.
-        split_dim: the largest number of rows of a block; None for one block per shard.
-
-    Returns:
-        ``(2, n)``: the first row of each block, and the row after its last.
-    """
+    """Return where the block of each row starts and ends."""
     found = torch.empty((2, bounds[-1]), dtype=torch.long)
     for first, last in itertools.pairwise(bounds):
         rows = torch.arange(last - first)
@@ -85,16 +53,7 @@ def block_of_each_row(bounds: Sequence[int], split_dim: int | None) -> Tensor:
 
 
 def cut_again(rows: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return rows for other blocks. What is between the old blocks is zero.
-
-    Args:
-        rows: ``(m, width)``, any rows of a factor.
-        before: ``(2, m)``, the old block of each row.
-        after: ``(2, m)``, its new block.
-
-    Returns:
-        ``(m, width)``.
-    """
+    """Return rows for other blocks. What is between the old blocks is zero."""
     before, after = before.to(rows.device), after.to(rows.device)
     column = after[0, :, None] + torch.arange(rows.shape[1], device=rows.device)  # of the whole matrix
     kept = (column >= before[0, :, None]) & (column < before[1, :, None]) & (column < after[1, :, None])

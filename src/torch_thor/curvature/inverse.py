@@ -23,18 +23,11 @@ _NOT_POSITIVE = len(DAMPING_RAISES)
 
 @dataclass(frozen=True)
 class KeptBlocks:
-    """The owners of blocks of which every process keeps a part alone.
+    """The owners of blocks of which every process keeps a part alone."""
 
-    Args:
-        bounds: process r owns the blocks from index r to index r + 1 of this list.
-        source: the process that owns those that this process keeps. Another one than this, if the blocks belong to rows
-            of a weight that several processes hold.
-        replicas: the group of the processes that keep the same blocks as this one; None if there is no other.
-    """
-
-    bounds: Sequence[int]
-    source: int
-    replicas: object = None
+    bounds: Sequence[int]  # process r owns the blocks from index r to index r + 1 of this list
+    source: int  # the process that owns those that this process keeps
+    replicas: object = None  # the group of the processes that keep the same blocks as this one
 
     @property
     def held(self) -> slice:
@@ -44,39 +37,20 @@ class KeptBlocks:
 
 @dataclass
 class NewBlocks:
-    """Blocks of a new factor, to sum over the processes, to average with those in use, and to invert.
+    """Blocks of a new factor, to sum over the processes, to average with those in use, and to invert."""
 
-    Args:
-        blocks: ``(count, s, s)``, over the rows of this process; :func:`invert_` replaces them by the averaged blocks.
-        damping: the number that is added to the diagonal, of each group (``√(λ/T)``).
-        in_use: the blocks in use; None if there are none.
-        decay: the weight of the blocks in use in the running average.
-        keeps: for each group, whether it keeps the blocks in use; empty if none does.
-        kept: the owners of the blocks, if every process keeps a part of them alone; ``in_use`` then holds no others.
-
-    After :func:`invert_`, ``inverse`` holds the damped inverses; ``raised`` tells whether the damping of a block had to
-    be raised, and ``failed`` whether a block was not positive definite even then, or its inverse is not finite.
-    """
-
-    blocks: Tensor
-    damping: Sequence[float]
-    in_use: Tensor | None = None
-    decay: float = 0.0
-    keeps: Sequence[bool] = ()
-    kept: "KeptBlocks | None" = None
+    blocks: Tensor  # `(count, s, s)`, over the rows of this process
+    damping: Sequence[float]  # the number that is added to the diagonal, of each group (`√(λ/T)`)
+    in_use: Tensor | None = None  # the blocks in use; None if there are none
+    decay: float = 0.0  # the weight of the blocks in use in the running average
+    keeps: Sequence[bool] = ()  # for each group, whether it keeps the blocks in use; empty if none does
+    kept: "KeptBlocks | None" = None  # the owners of the blocks, if every process keeps a part of them alone
     inverse: Tensor = field(init=False)
     raised: bool = field(default=False, init=False)
     failed: bool = field(default=False, init=False)
 
     def average_(self, own: slice) -> tuple[Tensor, Tensor]:
-        """Replace blocks by their running average with those in use.
-
-        Args:
-            own: the blocks that this process owns; they have been summed over the processes.
-
-        Returns:
-            The own blocks, a view, and the damping of each.
-        """
+        """Replace blocks by their running average with those in use."""
         new, of_one_group = self.blocks[own], len(self.blocks) // len(self.damping)
         if self.in_use is not None and len(new):
             in_use = self.in_use if self.kept is not None else self.in_use[own]
@@ -89,12 +63,7 @@ class NewBlocks:
 
 
 def invert_(new: Sequence[NewBlocks], processes: Processes = ALONE) -> None:
-    """Sum, average and invert blocks, and store the results in them.
-
-    Args:
-        new: the blocks, of the same shapes on every process.
-        processes: the processes that refresh together. With several, all of them get all averaged blocks and inverses.
-    """
+    """Sum, average and invert blocks, and store the results in them."""
     exchange, rank = processes.exchange, processes.rank
     if exchange is not None:
         parts = [one.blocks for one in new]
@@ -135,12 +104,7 @@ def _keep_own(new: Sequence[NewBlocks], exchange: BlockExchange) -> None:
 
 
 def invert_own_(damped: Sequence[tuple[NewBlocks, Tensor, Tensor]]) -> None:
-    """Invert the blocks of this process, in one batch for each block size.
-
-    Args:
-        damped: new blocks, which receive the results; those of them that this process owns, ``(count, s, s)``; and the
-            number that is added to the diagonal of each, ``(count,)``.
-    """
+    """Invert the blocks of this process, in one batch for each block size."""
     batches: defaultdict[tuple[int, torch.dtype, torch.device], list[NewBlocks]] = defaultdict(list)
     inputs: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for one, blocks, damping in damped:
@@ -219,17 +183,6 @@ def _cholesky(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def relative_damping(trace: float, size: int, damping: float, dtype: torch.dtype) -> float:
-    """Return the damping of a factor relative to its mean diagonal.
-
-    Args:
-        trace: tr(M).
-        size: n, the number of rows of M.
-        damping: λ.
-        dtype: the dtype of M.
-
-    Returns:
-        ``λ · tr(M) / n``; λ itself for a factor of zeros (of a layer whose inputs are zeros), and for one whose
-        elements are so small that they have lost most of their digits.
-    """
+    """Return the damping of a factor relative to its mean diagonal."""
     mean, numbers = trace / size, torch.finfo(dtype)
     return damping * mean if abs(mean) > numbers.tiny / numbers.eps else damping

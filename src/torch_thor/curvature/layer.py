@@ -28,16 +28,7 @@ NO_CHANGE_YET = -1.0
 
 
 class LayerCurvature:
-    """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G) (Chen et al. 2021, section 3.1).
-
-    Args:
-        name: the name of its module in the model.
-        kind: its kind.
-        weight: its weight.
-        biases: the biases that are preconditioned with its G.
-        prefix: put before the keys of its state, if several layers are rows of one parameter.
-        sides: its factors: ``("A", "G")``, or ``("A",)`` for the scale-free step.
-    """
+    """The Kronecker-factored curvature of one layer, Fisher block ≈ T · (A ⊗ G) (Chen et al. 2021, section 3.1)."""
 
     def __init__(
         self,
@@ -135,11 +126,7 @@ class LayerCurvature:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The parameter that the module holds now; raises RuntimeError if the module computes it.
-
-        Under FSDP2 that is the whole weight while the module runs, which gets no gradient: see
-        :attr:`torch_thor.curvature.parameter_view.ParameterView.present`.
-        """
+        """The parameter that the module holds now; raises RuntimeError if the module computes it."""
         view = self.weight_view
         weight = view.module._parameters.get(view.attribute)
         return view.parameter if weight is None else weight
@@ -173,15 +160,7 @@ class LayerCurvature:
         idle: bool | None = None,
         uncalled: bool | None = None,
     ) -> None:
-        """Write entries of the state; None leaves an entry as it is.
-
-        Args:
-            change: Δ.
-            stopped: see :attr:`stopped`.
-            due: see :attr:`due`. This and the next two are decided by :class:`torch_thor.capture.capture.Capture`.
-            idle: see :attr:`idle`.
-            uncalled: see :attr:`uncalled`.
-        """
+        """Write entries of the state; None leaves an entry as it is."""
         state, prefix = self.weight_view.entries, self.prefix
         if state is None:
             return
@@ -204,39 +183,17 @@ class LayerCurvature:
     # ---- new factors --------------------------------------------------------------------------------------------
 
     def fresh_group_terms(self, terms: int) -> Tensor | None:
-        """Return T of each group, if groups have their own rows. Must be called before :meth:`fresh_factors`.
-
-        Args:
-            terms: N.
-
-        Returns:
-            ``(groups,)``, or None if all groups have the same T.
-        """
+        """Return T of each group, if groups have their own rows. Must be called before :meth:`fresh_factors`."""
         if not self.kind.routed or "G" not in self.sides:
             return None
         return group_rows_per_term(self.statistics.group_rows, terms, self.state[self.prefix + "group_rows_per_term"])
 
     def groups_without_rows(self) -> list[bool]:
-        """Return which groups keep the factors in use. Must be called before :meth:`fresh_factors`.
-
-        Returns:
-            For each group, whether it has had no rows in this step but has factors in use; an empty list if groups do
-            not have their own rows, or if the layer has no factors yet.
-        """
+        """Return which groups keep the factors in use. Must be called before :meth:`fresh_factors`."""
         return [not rows for rows in self.statistics.group_rows] if self.refreshes else []
 
     def fresh_factors(self, terms: int = 1) -> Sums | None:
-        """Return the factors of the rows of this step, and drop the rows.
-
-        If groups have their own rows, their factors are multiplied by ``√T``, and those of a group without rows are
-        zeros.
-
-        Args:
-            terms: N.
-
-        Returns:
-            A and G, or A alone; None if there are no rows.
-        """
+        """Return the factors of the rows of this step, and drop the rows."""
         if not self.kind.routed:
             return self.statistics.means()
         sums, group_rows = self.statistics.gathered(), self.statistics.group_rows
@@ -255,15 +212,7 @@ class LayerCurvature:
         group_rows_per_term: Tensor | None = None,
         traces: Sequence[float] = (),
     ) -> None:
-        """Store new factors and their inverses in the state.
-
-        Args:
-            factors: one factor per side.
-            inverses: their damped inverses.
-            rows_per_term: T.
-            group_rows_per_term: T of each group, if it is part of their factors.
-            traces: the trace of A of each group, if groups have their own rows.
-        """
+        """Store new factors and their inverses in the state."""
         state, prefix = self.weight_view.entries, self.prefix
         assert state is not None  # it has been created before the first refresh
         if group_rows_per_term is not None:

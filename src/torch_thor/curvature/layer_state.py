@@ -26,13 +26,7 @@ SHARDS = "row_shards"  # the key of the number of shards at whose boundaries the
 
 
 def make_layer_state(layer: LayerCurvature) -> None:
-    """Create all missing entries, so that a checkpoint has the same keys and shapes at any time.
-
-    A frozen weight has no entries until it is trained.
-
-    Args:
-        layer: the layer, whose view of the weight is bound to the state.
-    """
+    """Create all missing entries, so that a checkpoint has the same keys and shapes at any time."""
     prefix, state = layer.prefix, layer.state
     if prefix + _LATER[-1] in state:
         return
@@ -53,14 +47,7 @@ def make_layer_state(layer: LayerCurvature) -> None:
 
 
 def missing_entries(layer: LayerCurvature) -> list[str]:
-    """Return the entries of a layer that are missing although others are there.
-
-    Args:
-        layer: the layer.
-
-    Returns:
-        Their keys; an empty list if the state has all entries of the layer or none.
-    """
+    """Return the entries of a layer that are missing although others are there."""
     numbers = [*_NUMBERS, "group_rows_per_term"] if layer.kind.routed else list(_NUMBERS)
     keys = [layer.prefix + key for key in numbers]
     own = keys + [key for key in layer.stored.shapes() if key.startswith(layer.prefix)]  # no other layer has them
@@ -71,14 +58,7 @@ def missing_entries(layer: LayerCurvature) -> list[str]:
 
 
 def misfitting_entry(layer: LayerCurvature) -> tuple[str, tuple[int, ...]] | None:
-    """Find a tensor of the layer in the state that has another shape than the layer needs now.
-
-    Args:
-        layer: the layer.
-
-    Returns:
-        Its key and the shape that is needed; None if all tensors that are there fit.
-    """
+    """Find a tensor of the layer in the state that has another shape than the layer needs now."""
     for key, shape in layer.stored.shapes().items():
         tensor = layer.state.get(key)
         if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape):

@@ -15,14 +15,7 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 class PlainMatrix:
-    """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns.
-
-    Args:
-        groups: the number of matrices.
-        outputs: the number of rows of each.
-        inputs: the number of columns of each.
-        taps: the number of taps of a transposed convolution, whose two channel dimensions are swapped; 0 otherwise.
-    """
+    """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns."""
 
     transposed = False
 
@@ -33,16 +26,7 @@ class PlainMatrix:
         self._taps = taps
 
     def of_rows(self, shape: tuple[int, ...], rows: int) -> "PlainMatrix | None":
-        """Return the matrices of some rows of the parameter, which one process holds.
-
-        Args:
-            shape: the shape of the whole parameter.
-            rows: the size of the first dimension of the part.
-
-        Returns:
-            Whole matrices if the first dimension numbers them, else rows of one matrix, or columns for a transposed
-            convolution; None if the matrix is one of several that share the first dimension (a grouped convolution).
-        """
+        """Return the matrices of some rows of the parameter, which one process holds."""
         if rows == shape[0]:
             return self
         if self.groups == shape[0]:
@@ -54,26 +38,14 @@ class PlainMatrix:
         return PlainMatrix(1, rows, self.inputs)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the parameter's shape as matrices.
-
-        Args:
-            tensor: of the parameter's shape.
-
-        Returns:
-            ``(groups, outputs, inputs)``, a view where the layout of the tensor allows.
-        """
+        """Return a tensor of the parameter's shape as matrices."""
         if not self._taps:
             return tensor.reshape(self.groups, self.outputs, self.inputs)
         by_group = tensor.reshape(self.groups, -1, self.outputs, self._taps)
         return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into the tensor that they were made of.
-
-        Args:
-            matrix: a result of :meth:`to_matrix`, whose values have changed.
-            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
-        """
+        """Copy changed matrices back into the tensor that they were made of."""
         if shares_memory(matrix, tensor):
             return
         if self._taps:
@@ -82,21 +54,7 @@ class PlainMatrix:
 
 
 def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatrix | None:
-    """Return a parameter as matrices.
-
-    The weight of a convolution is ``weight.flatten(1)``, one matrix per group. A parameter of two dimensions is a
-    matrix. Of three dimensions the last two are, as in the weights of experts and in position embeddings ``(1, L, D)``.
-    Of more, all but the first are columns.
-
-    Args:
-        module: the module that owns the parameter.
-        attribute: the parameter's name in it.
-        parameter: the parameter.
-
-    Returns:
-        The matrices; None for a parameter that is not a matrix: a vector, whatever its shape, or the table of an
-        embedding, whose rows are looked up one by one.
-    """
+    """Return a parameter as matrices."""
     shape = tuple(parameter.shape)
     if len(shape) < 2 or isinstance(module, _TABLES) or not parameter.is_floating_point():
         return None

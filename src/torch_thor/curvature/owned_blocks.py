@@ -16,18 +16,11 @@ from torch_thor.curvature.blocks import BlockDiagonal
 
 @dataclass(frozen=True)
 class BlockOwners:
-    """Which process keeps which blocks of a factor.
+    """Which process keeps which blocks of a factor."""
 
-    Args:
-        layout: the layout of the whole factor.
-        bounds: for each of its tensors of blocks, one index more than there are processes: process r keeps the blocks
-            from index r to index r + 1 of this list.
-        rank: the rank of this process.
-    """
-
-    layout: BlockLayout
-    bounds: tuple[tuple[int, ...], ...]
-    rank: int
+    layout: BlockLayout  # the layout of the whole factor
+    bounds: tuple[tuple[int, ...], ...]  # for each of its tensors of blocks, one index more than there are processes
+    rank: int  # the rank of this process
 
     @property
     def own(self) -> list[slice]:
@@ -42,54 +35,30 @@ class BlockOwners:
         return found[0], found[1] if len(found) > 1 else None
 
     def take(self, whole: BlockDiagonal) -> "OwnedBlocks":
-        """Return the blocks of this process.
-
-        Args:
-            whole: a factor, or an inverse.
-
-        Returns:
-            A copy of its blocks.
-        """
+        """Return the blocks of this process."""
         return OwnedBlocks(self, [part[own].clone() for part, own in zip(whole.parts(), self.own, strict=True)])
 
 
 @dataclass(frozen=True)
 class OwnedBlocks:
-    """The blocks of a factor, or of an inverse, that this process keeps.
+    """The blocks of a factor, or of an inverse, that this process keeps."""
 
-    Args:
-        owners: which process keeps which blocks.
-        own: the blocks of this process, and its tail blocks if the layout has a tail.
-    """
-
-    owners: BlockOwners
-    own: Sequence[Tensor]
+    owners: BlockOwners  # which process keeps which blocks
+    own: Sequence[Tensor]  # the blocks of this process, and its tail blocks if the layout has a tail
 
     def parts(self) -> list[Tensor]:
-        """Return the blocks.
-
-        Returns:
-            One tensor, or two if there is a tail.
-        """
+        """Return the blocks."""
         return list(self.own)
 
     def spread(self) -> BlockDiagonal:
-        """Return a matrix of the whole layout, with zeros for the blocks of the other processes.
-
-        Returns:
-            The matrix.
-        """
+        """Return a matrix of the whole layout, with zeros for the blocks of the other processes."""
         whole = BlockDiagonal.zeros(self.owners.layout, dtype=self.own[0].dtype, device=self.own[0].device)
         for part, own, blocks in zip(whole.parts(), self.owners.own, self.own, strict=True):
             part[own] = blocks
         return whole
 
     def group_traces(self) -> Tensor:
-        """Return the sum of the traces of these blocks for each group.
-
-        Returns:
-            ``(groups,)``; over all processes they add up to the traces of the factor.
-        """
+        """Return the sum of the traces of these blocks for each group."""
         found = self.own[0].new_zeros(self.owners.layout.groups)
         for blocks, own in zip(self.own, self.owners.own, strict=True):
             if len(blocks):
@@ -97,14 +66,7 @@ class OwnedBlocks:
         return found
 
     def with_identities(self, groups: Tensor) -> "OwnedBlocks":
-        """Return the blocks with identities for those of some groups.
-
-        Args:
-            groups: for each group, whether its blocks are replaced; ``(groups,)``, bool.
-
-        Returns:
-            New blocks.
-        """
+        """Return the blocks with identities for those of some groups."""
         found = []
         for blocks, own in zip(self.own, self.owners.own, strict=True):
             identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)

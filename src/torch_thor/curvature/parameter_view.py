@@ -19,18 +19,12 @@ LARGEST = 8192
 
 
 class ParameterView:
-    """A parameter of a module, or rows of one.
+    """A parameter of a module, or rows of one."""
 
-    The parameter is looked up in the module each time, because wrappers replace it. The optimizer binds the view to the
-    state and the options (:meth:`bind`) whenever one of them is created, loaded or replaced, so that a step does not
-    have to look them up. The rows of a parameter may be divided among processes (FSDP2); its state then has the rows
-    that this process holds.
-
-    Args:
-        module: the module that owns the parameter.
-        attribute: the parameter's name in the module.
-        rows: the rows of the parameter; None for all.
-    """
+    # The parameter is looked up in the module each time, because wrappers replace it. The optimizer binds the view to
+    # the state and the options (`bind`) whenever one of them is created, loaded or replaced, so that a step does not
+    # have to look them up. The rows of a parameter may be divided among processes (FSDP2); its state then has the rows
+    # that this process holds.
 
     def __init__(self, module: nn.Module, attribute: str, rows: slice | None = None) -> None:
         self.module = module
@@ -50,14 +44,7 @@ class ParameterView:
         parameter: nn.Parameter | None = None,
         shards: RowShards | None = None,
     ) -> None:
-        """Bind the view to the optimizer's state of the parameter and to the options of its group.
-
-        Args:
-            state: the optimizer's entries for the parameter; None if there are none.
-            options: the parameter's group itself and not a copy, because users may change its options between steps.
-            parameter: the parameter; needed only if its rows are divided among processes.
-            shards: how its rows are divided; None if every process holds all of them.
-        """
+        """Bind the view to the optimizer's state of the parameter and to the options of its group."""
         self.entries, self.options = state, options
         self.shards, self.local_rows = shards, self.rows
         self._divided = None if shards is None else parameter
@@ -66,11 +53,9 @@ class ParameterView:
 
     @property
     def split_dim(self) -> int | None:
-        """The block size of the factors, from the parameter's group; None for factors that are not split.
-
-        While ``"auto"`` is undecided it is 8192, because the choice needs factors that are not split. It is 8192 too
-        for a value that the next step refuses, so that the forward pass before that does not fail.
-        """
+        """The block size of the factors, from the parameter's group; None for factors that are not split."""
+        # While `"auto"` is undecided it is 8192, because the choice needs factors that are not split. It is 8192 too
+        # for a value that the next step refuses, so that the forward pass before that does not fail.
         split_dim: int | str | None = self.options.get("split_dim")
         return split_dim if split_dim is None or (isinstance(split_dim, int) and split_dim >= 1) else LARGEST
 
@@ -81,11 +66,7 @@ class ParameterView:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The whole parameter.
-
-        Raises:
-            RuntimeError: the module computes it from other parameters now.
-        """
+        """The whole parameter."""
         if self._divided is not None:  # while modules run, FSDP2 replaces it by the whole parameter
             return self._divided
         parameter = getattr(self.module, self.attribute)
@@ -104,10 +85,7 @@ class ParameterView:
 
     @property
     def longest(self) -> int:
-        """The largest number of rows of the layers that are rows of this parameter.
-
-        The optimizer sets it, which knows all of them; until then it is the number of rows of this view.
-        """
+        """The largest number of rows of the layers that are rows of this parameter."""
         if self._longest is not None:
             return self._longest
         return self.shape[0] if self.rows is None else self.rows.stop - self.rows.start
@@ -118,10 +96,7 @@ class ParameterView:
 
     @property
     def present(self) -> nn.Parameter | None:
-        """The parameter that is trained; None if the module has none, or computes it from others (pruning).
-
-        While a module runs, FSDP2 replaces its parameters by others, which get no gradients.
-        """
+        """The parameter that is trained; None if the module has none, or computes it from others (pruning)."""
         return self.module._parameters.get(self.attribute) if self._divided is None else self._divided
 
     @property
@@ -130,45 +105,21 @@ class ParameterView:
         return self.module._parameters.get(self.attribute) is not None
 
     def has_gradient(self) -> bool:
-        """Return whether a loss has reached the parameter. The gradient of an unused parameter may be zeros.
-
-        Returns:
-            Whether the gradient of these rows has an element other than zero (a host–device synchronisation). If the
-            rows of the parameter are divided among processes, whether there is a gradient, because all processes must
-            find the same.
-        """
+        """Return whether a loss has reached the parameter. The gradient of an unused parameter may be zeros."""
         gradient = self.parameter.grad
         if gradient is None or self.shards is not None:
             return gradient is not None
         return bool((gradient._values() if gradient.is_sparse else self.of(gradient)).any())
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the rows of this view from a tensor in the shape of the parameter.
-
-        Args:
-            tensor: a tensor in the shape of the parameter.
-
-        Returns:
-            A view of the tensor.
-        """
+        """Return the rows of this view from a tensor in the shape of the parameter."""
         return tensor if self.rows is None else tensor[self.rows]
 
     def outline(self) -> Tensor:
-        """Return the shape of these rows as a tensor without memory, also if the module computes the parameter.
-
-        Returns:
-            A tensor on the meta device.
-        """
+        """Return the shape of these rows as a tensor without memory, also if the module computes the parameter."""
         whole = torch.empty(getattr(self.module, self.attribute).shape, device="meta")
         return self.of(whole)
 
     def is_same_as(self, other: "ParameterView") -> bool:
-        """Return whether another view is of the same rows of the same parameter of the same module.
-
-        Args:
-            other: the other view.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether another view is of the same rows of the same parameter of the same module."""
         return self.module is other.module and (self.attribute, self.rows) == (other.attribute, other.rows)

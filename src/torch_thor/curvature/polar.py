@@ -35,19 +35,7 @@ _NOISE = 32.0
 
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:
-    """Return the polar factor of every matrix, or of each of its blocks of rows.
-
-    Must be called inside :func:`torch_thor.curvature.precision.ieee_float32`.
-
-    Args:
-        batches: matrices ``(count, m, n)`` with m ≤ n, finite, of any scale; all of one dtype, float32 or float64, and
-            on one device.
-        rows: the number of rows of a block, from index 0; the last block of a matrix may be smaller. None: no blocks.
-
-    Returns:
-        New tensors of the same shapes. All singular values of a block are 1, except for directions that are lost in
-        rounding; a block of zeros stays zeros.
-    """
+    """Return the polar factor of every matrix, or of each of its blocks of rows."""
     cut = [_cut(matrices, rows) for matrices in batches]
     by_size: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for i, parts in enumerate(cut):
@@ -100,11 +88,7 @@ def _with_largest_entry_1(blocks: Tensor) -> Tensor:
 
 
 def _roots(grams: list[Tensor]) -> list[Tensor] | None:
-    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``.
-
-    The result is None if an eigendecomposition fails, or if the largest eigenvalue of a matrix is so small or so large
-    that squares have left the range of the dtype (entries below 1e-12 or above 1e15 in float32, and zeros).
-    """
+    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``."""
     gram = torch.cat(grams) if len(grams) > 1 else grams[0]
     info = torch.finfo(gram.dtype)
     if gram.shape[-1] == 1:

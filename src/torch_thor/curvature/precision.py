@@ -13,32 +13,14 @@ _ONEDNN = "bf16"
 
 
 def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of factors, inverses and momentum for a parameter.
-
-    Factors in half precision lose their small eigenvalues, which matter for inverses at small damping. So they have at
-    least float32.
-
-    Args:
-        parameter_dtype: the dtype of the parameter.
-
-    Returns:
-        ``torch.float64`` for float64 parameters, else ``torch.float32``; a complex dtype is returned unchanged, for the
-        momentum of complex parameters, which have no factors.
-    """
+    """Return the dtype of factors, inverses and momentum for a parameter."""
     if parameter_dtype.is_complex:
         return parameter_dtype
     return torch.float64 if parameter_dtype == torch.float64 else torch.float32
 
 
 class ieee_float32:  # noqa: N801  # read as a function: with ieee_float32("cpu"):
-    """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes.
-
-    TF32 has 10 bits of mantissa, which is enough for a gradient but not for a factor that is to be inverted. The
-    caller's settings are restored when the block is left, also after an exception.
-
-    Args:
-        device_type: the device type of the tensors (``"cpu"``, ``"cuda"``).
-    """
+    """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
 
     # a class, because entering and leaving a generator-based context manager takes longer than a small product
 
@@ -59,19 +41,7 @@ class ieee_float32:  # noqa: N801  # read as a function: with ieee_float32("cpu"
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b``, computed by the faster library. Must be called inside :func:`ieee_float32`.
-
-    By default torch multiplies float32 matrices with MKL, which uses AVX2 on AMD processors. oneDNN uses AVX-512 there
-    too, and takes half the time. torch uses oneDNN if bfloat16 is allowed. So large products on a CPU allow it, if a
-    trial product on this machine has shown that oneDNN computes in float32 all the same.
-
-    Args:
-        a: ``(count, m, k)``.
-        b: ``(count, k, n)``.
-
-    Returns:
-        ``(count, m, n)``.
-    """
+    """Return ``a @ b``, computed by the faster library. Must be called inside :func:`ieee_float32`."""
     if not _is_faster_in_onednn(a, b):
         return torch.bmm(a, b)
     with _OneDnn():
@@ -79,15 +49,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: float = 1.0) -> None:
-    """Compute ``into ← decay * into + scale * a @ b`` with the library that :func:`product` uses.
-
-    Args:
-        into: ``(count, m, n)``, changed in place.
-        a: ``(count, m, k)``.
-        b: ``(count, k, n)``.
-        decay: a number; with 0 the old values of ``into`` are overwritten, NaN included.
-        scale: a number.
-    """
+    """Compute ``into ← decay * into + scale * a @ b`` with the library that :func:`product` uses."""
     if into.stride(-1) != 1 and into.stride(-2) == 1:  # oneDNN is a hundred times slower on a column-major result
         into, a, b = into.mT, b.mT, a.mT
     if into.stride(-1) != 1 or not _is_faster_in_onednn(a, b):

@@ -15,16 +15,10 @@ Bounds = Sequence[Sequence[int]]
 
 
 class BlockExchange(Protocol):
-    """Divides the inversion of blocks among the processes that refresh together.
-
-    All processes pass blocks of the same shapes, in the same order.
-    """
+    """Divides the inversion of blocks among the processes that refresh together."""
 
     def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
-        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes.
-
-        ``fixed`` has the owners of those parts whose owners are known already, and None for all others.
-        """
+        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes."""
         ...
 
     def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
@@ -41,10 +35,7 @@ class BlockExchange(Protocol):
 
 
 class Processes(Protocol):
-    """The processes that train one model, each on its own part of every batch.
-
-    All of them must call the same methods in the same order, so decisions that lead to a call must be the same on all.
-    """
+    """The processes that train one model, each on its own part of every batch."""
 
     @property
     def count(self) -> int:
@@ -84,25 +75,11 @@ class OneProcess:
     exchange = None
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of this process.
-
-        Args:
-            numbers: the numbers.
-
-        Returns:
-            A list of one list.
-        """
+        """Return the numbers of this process."""
         return [list(numbers)]
 
     def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors themselves.
-
-        Args:
-            tensors: the tensors.
-
-        Returns:
-            A list of them.
-        """
+        """Return the tensors themselves."""
         return list(tensors)
 
 

@@ -60,28 +60,12 @@ class RefreshEvent:
 
 
 def trace_change(now: float, before: float) -> float:
-    """Return Δ = | |now| − |before| | / |before|.
-
-    Args:
-        now: tr(F_now + λI).
-        before: tr(F_before + λI), of the factors in use.
-
-    Returns:
-        Δ ≥ 0; inf if ``before`` is 0.
-    """
+    """Return Δ = | |now| − |before| | / |before|."""
     return abs(abs(now) - abs(before)) / abs(before) if before else math.inf
 
 
 def decide(change: float, thresholds: tuple[float, float]) -> Decision:
-    """Apply the thresholds of the trace rule.
-
-    Args:
-        change: Δ.
-        thresholds: ``(ω1, ω2)``, ω1 ≥ ω2.
-
-    Returns:
-        UPDATE if Δ > ω1, STOP if Δ < ω2, else KEEP.
-    """
+    """Apply the thresholds of the trace rule."""
     if change > thresholds[0]:
         return Decision.UPDATE
     return Decision.STOP if change < thresholds[1] else Decision.KEEP
@@ -89,51 +73,28 @@ def decide(change: float, thresholds: tuple[float, float]) -> Decision:
 
 @dataclass
 class Candidate:
-    """A layer with new statistics, on a refresh step.
+    """A layer with new statistics, on a refresh step."""
 
-    Args:
-        layer: the layer.
-        step: the step, counted from 0.
-        factors: the share of this process in A and G of this step, or in A alone, of which the factors are the sums
-            over all processes; changed in place.
-        rows_per_term: T of this step.
-        damping: λ.
-        thresholds: (ω1, ω2).
-        decay: weight of the factors in use in the running average; 0 takes the new ones alone.
-        group_rows_per_term: T of each group, if groups have their own rows; it is then part of their factors, and
-            ``rows_per_term`` is 1.
-        without_rows: for each group, whether it keeps the factors in use; empty if none does.
-    """
-
-    layer: LayerCurvature
-    step: int
+    layer: LayerCurvature  # the layer
+    step: int  # the step, counted from 0
     factors: Sums
-    rows_per_term: float
-    damping: float
-    thresholds: tuple[float, float]
-    decay: float
-    group_rows_per_term: Tensor | None = None
-    without_rows: Sequence[bool] = ()
+    rows_per_term: float  # T of this step
+    damping: float  # λ
+    thresholds: tuple[float, float]  # (ω1, ω2)
+    decay: float  # weight of the factors in use in the running average; 0 takes the new ones alone
+    group_rows_per_term: Tensor | None = None  # T of each group, if groups have their own rows
+    without_rows: Sequence[bool] = ()  # for each group, whether it keeps the factors in use; empty if none does
 
 
 @dataclass
 class _Verdict:
-    """The decision on a candidate.
+    """The decision on a candidate."""
 
-    Args:
-        candidate: the candidate.
-        trace: tr(F + λI) of its new statistics.
-        change: Δ; None if there is nothing to compare with.
-        decision: the decision of the trace rule; FAILED if the new factors are not finite.
-        traces: for each side the trace of its new factor, of each group, after the running average.
-        new: for each side the blocks of its new factor, with their inverses; empty unless the decision is UPDATE.
-    """
-
-    candidate: Candidate
-    trace: float
-    change: float | None
-    decision: Decision
-    traces: list[list[float]]
+    candidate: Candidate  # the candidate
+    trace: float  # tr(F + λI) of its new statistics
+    change: float | None  # Δ; None if there is nothing to compare with
+    decision: Decision  # the decision of the trace rule; FAILED if the new factors are not finite
+    traces: list[list[float]]  # for each side the trace of its new factor, of each group, after the running average
     new: list[list[NewBlocks]] = field(default_factory=list)
 
 
@@ -144,20 +105,7 @@ def refresh(
     relative: bool = False,
     processes: Processes = ALONE,
 ) -> tuple[RefreshEvent, ...]:
-    """Apply the trace rule to each layer, then invert the new factors of all layers together.
-
-    Factors with NaN or inf are never inverted, and a layer with a block that is indefinite even at a hundred times its
-    damping keeps its last good inverse. The caller decides whether such a layer stays due.
-
-    Args:
-        candidates: the layers that are due and have statistics.
-        report: called with a layer and a sentence that describes a problem of the layer.
-        relative: whether damping is relative to the mean diagonal of each factor; otherwise it is ``√(λ/T)``.
-        processes: the processes that refresh together, with the same candidates; they take the same decisions.
-
-    Returns:
-        The result for each candidate, in their order.
-    """
+    """Apply the trace rule to each layer, then invert the new factors of all layers together."""
     if not candidates:
         return ()
     verdicts = _judge(candidates, relative, processes)
@@ -178,17 +126,7 @@ def refresh(
 def trace_of_fisher(
     layer: LayerCurvature, traces: Sequence[Sequence[float]], rows_per_term: float, damping: float
 ) -> float:
-    """Return tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse.
-
-    Args:
-        layer: the layer.
-        traces: the traces of A and of G, one number per group each; those of A alone if the layer has no G.
-        rows_per_term: T of these factors.
-        damping: λ.
-
-    Returns:
-        The trace; NaN or inf if a factor holds one.
-    """
+    """Return tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse."""
     size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
     products = map(operator.mul, *traces) if len(traces) > 1 else traces[0]
     return rows_per_term * math.fsum(products) + damping * size

@@ -22,50 +22,23 @@ from torch_thor.curvature.kinds.base import Kind
 
 @dataclass(frozen=True)
 class RowShards:
-    """How the rows of a parameter are divided among the processes that train together.
+    """How the rows of a parameter are divided among the processes that train together."""
 
-    Args:
-        count: the number of shards.
-        bounds: one index more than there are processes: process r inverts the blocks of the rows from index r to index
-            r + 1 of this list. If several processes hold the same rows (HSDP), only the first of them inverts.
-        own: the rows that this process holds.
-        source: the process that inverts the blocks of these rows: this one, or another that holds the same rows.
-        total: sums numbers over the processes that hold the other rows; None counts as one 0. All of them must call it.
-        exchange: sends pieces of a flat tensor to the processes that hold the shards, in their order, and returns the
-            pieces that they send to this one: ``exchange(tensor, sizes to send, sizes to receive)``. All must call it.
-        wrap: makes a tensor in the state from the rows of it that this process holds, ``(own rows, columns)``.
-        replicas: the group of the processes that hold the same rows as this one; None if there is no other.
-    """
-
-    count: int
-    bounds: tuple[int, ...]
-    own: slice = field(compare=False)
-    source: int = field(compare=False)
+    count: int  # the number of shards
+    bounds: tuple[int, ...]  # one index more than there are processes
+    own: slice = field(compare=False)  # the rows that this process holds
+    source: int = field(compare=False)  # the process that inverts the blocks of these rows
     total: Callable[[Tensor | None], Tensor] = field(repr=False, compare=False)
     exchange: Callable[[Tensor, list[int], list[int]], Tensor] = field(repr=False, compare=False)
     wrap: Callable[[Tensor], Tensor] = field(repr=False, compare=False)
     replicas: object = field(default=None, repr=False, compare=False)
 
     def bounds_of(self, rows: slice | None) -> tuple[int, ...]:
-        """Return the bounds of some rows, counted from the first of them.
-
-        Args:
-            rows: the rows; None for all.
-
-        Returns:
-            As ``bounds``.
-        """
+        """Return the bounds of some rows, counted from the first of them."""
         return bounds_within(self.bounds, rows)
 
     def own_of(self, rows: slice | None) -> slice:
-        """Return those of some rows that this process holds, counted from the first row that it holds.
-
-        Args:
-            rows: the rows; None for all.
-
-        Returns:
-            A slice; ``slice(0, 0)`` if this process holds none of them.
-        """
+        """Return those of some rows that this process holds, counted from the first row that it holds."""
         first, last = self.own.start, self.own.stop
         if rows is not None:
             first, last = max(first, rows.start), min(last, rows.stop)
@@ -73,42 +46,19 @@ class RowShards:
 
 
 def bounds_within(bounds: tuple[int, ...], rows: slice | None) -> tuple[int, ...]:
-    """Return how some rows are divided, counted from the first of them.
-
-    Args:
-        bounds: the first row of each shard, and the number of rows.
-        rows: the rows; None for all.
-
-    Returns:
-        As ``bounds``.
-    """
+    """Return how some rows are divided, counted from the first of them."""
     if rows is None:
         return bounds
     return tuple(min(max(bound, rows.start), rows.stop) - rows.start for bound in bounds)
 
 
 def side_of_rows(kind: Kind) -> str:
-    """Return which factor belongs to the rows of the weight.
-
-    Args:
-        kind: the kind of the layer.
-
-    Returns:
-        ``"G"``; ``"A"`` if the weight has the inputs first.
-    """
+    """Return which factor belongs to the rows of the weight."""
     return "A" if kind.transposed else "G"
 
 
 def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
-    """Return the reason why a layer cannot be preconditioned if the rows of its weight are divided.
-
-    Args:
-        kind: the kind of the layer.
-        shape: the shape of the weight, which is divided by its first dimension.
-
-    Returns:
-        The reason; None if a slice of the first dimension is a row of the one matrix of the layer.
-    """
+    """Return the reason why a layer cannot be preconditioned if the rows of its weight are divided."""
     if kind.routed or kind.groups > 1:
         return f"the weight is divided among processes, and has {kind.groups} groups with factors of their own"
     columns, of_two = math.prod(shape[1:]), copy.copy(kind)
@@ -123,14 +73,7 @@ def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds.
-
-    Args:
-        tensor: a tensor; a ``torch.distributed.tensor.DTensor`` if it is divided among processes.
-
-    Returns:
-        The tensor itself, or a view of the rows of a DTensor. Must be called without autograd.
-    """
+    """Return the part of a tensor that this process holds."""
     to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
     if to_local is None:
         return tensor
@@ -140,19 +83,12 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardedLayout:
-    """The layout of a factor whose rows are divided: the rows of every process are split on their own.
+    """The layout of a factor whose rows are divided: the rows of every process are split on their own."""
 
-    Args:
-        bounds: process r owns the rows from index r to index r + 1 of this list.
-        split_dim: the largest number of rows of a block; None for one block per process.
-        own: the number of rows that this process holds.
-        source: the process that inverts the blocks of these rows.
-    """
-
-    bounds: tuple[int, ...]
-    split_dim: int | None
-    own: int = field(repr=False)
-    source: int = field(repr=False)
+    bounds: tuple[int, ...]  # process r owns the rows from index r to index r + 1 of this list
+    split_dim: int | None  # the largest number of rows of a block; None for one block per process
+    own: int = field(repr=False)  # the number of rows that this process holds
+    source: int = field(repr=False)  # the process that inverts the blocks of these rows
 
     groups = 1
 
@@ -168,11 +104,7 @@ class ShardedLayout:
 
     @cached_property
     def runs(self) -> list[tuple[BlockLayout, tuple[int, ...]]]:
-        """Layouts of neighbouring rows: neighbouring shards of equal size are the groups of one layout.
-
-        With each comes the number of its groups that belong to the processes before each process. All rows of a
-        diagonal factor are one run, and each row counts.
-        """
+        """Layouts of neighbouring rows: neighbouring shards of equal size are the groups of one layout."""
         if self.split_dim == 1:
             return [(BlockLayout(1, self.size, 1), self.bounds)]
         alike: list[tuple[int, list[int]]] = []  # the size of neighbouring shards, and the processes that hold them
@@ -189,10 +121,7 @@ class ShardedLayout:
 
     @cached_property
     def parts(self) -> list[tuple[tuple[int, int, int], tuple[int, ...]]]:
-        """The shapes of the tensors of blocks, and the owners of their blocks.
-
-        Those are one index more than there are processes, as in :data:`torch_thor.curvature.processes.Bounds`.
-        """
+        """The shapes of the tensors of blocks, and the owners of their blocks."""
         found = []
         for layout, counts in self.runs:
             for shape in layout.shapes:
@@ -217,14 +146,7 @@ Layout = BlockLayout | ShardedLayout
 
 
 class ShardedBlocks:
-    """A factor with a :class:`ShardedLayout`, or the sums of one process for it: the blocks of all processes.
-
-    It takes the place of :class:`torch_thor.curvature.blocks.BlockDiagonal` in the statistics of a step.
-
-    Args:
-        layout: the layout.
-        runs: the blocks of each run of the layout.
-    """
+    """A factor with a :class:`ShardedLayout`, or the sums of one process for it: the blocks of all processes."""
 
     def __init__(self, layout: ShardedLayout, runs: list[BlockDiagonal]) -> None:
         self.layout = layout
@@ -232,16 +154,7 @@ class ShardedBlocks:
 
     @classmethod
     def zeros(cls, layout: ShardedLayout, *, dtype: torch.dtype, device: torch.device) -> "ShardedBlocks":
-        """Return zero blocks.
-
-        Args:
-            layout: the layout.
-            dtype: their dtype.
-            device: their device.
-
-        Returns:
-            The blocks.
-        """
+        """Return zero blocks."""
         return cls(layout, [BlockDiagonal.zeros(run, dtype=dtype, device=device) for run, _ in layout.runs])
 
     @property
@@ -250,39 +163,20 @@ class ShardedBlocks:
         return self.runs[0].blocks
 
     def parts(self) -> list[Tensor]:
-        """Return the stored tensors, each a batch of square blocks.
-
-        Returns:
-            The blocks and the tail of each run.
-        """
+        """Return the stored tensors, each a batch of square blocks."""
         return [part for run in self.runs for part in run.parts()]
 
     def with_parts(self, parts: list[Tensor]) -> "ShardedBlocks":
-        """Return blocks of the same layout with other tensors.
-
-        Args:
-            parts: the tensors, as :meth:`parts` returns them.
-
-        Returns:
-            The new blocks.
-        """
+        """Return blocks of the same layout with other tensors."""
         rest = iter(parts)
         return ShardedBlocks(self.layout, [run.with_parts([next(rest) for _ in run.parts()]) for run in self.runs])
 
     def bounds(self) -> list[tuple[int, ...]]:
-        """Return which process owns which blocks of each part.
-
-        Returns:
-            For each part one index more than there are processes, as in :data:`torch_thor.curvature.processes.Bounds`.
-        """
+        """Return which process owns which blocks of each part."""
         return [bounds for _, bounds in self.layout.parts]
 
     def add_second_moment_(self, samples: Tensor) -> None:
-        """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block.
-
-        Args:
-            samples: ``(1, n, rows)``, of the blocks' dtype and device.
-        """
+        """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block."""
         first = 0
         for run in self.runs:
             groups, size = run.layout.groups, run.layout.size
@@ -291,33 +185,15 @@ class ShardedBlocks:
             first += groups * size
 
     def group_traces(self) -> Tensor:
-        """Return the trace of the factor.
-
-        Returns:
-            ``(1,)``.
-        """
+        """Return the trace of the factor."""
         return torch.stack([run.group_traces().sum() for run in self.runs]).sum()[None]
 
     def cut(self, split_dim: int | None) -> "ShardedBlocks":
-        """Refuse to split the blocks further.
-
-        Args:
-            split_dim: not used.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse to split the blocks further."""
         raise ValueError(f"split_dim={split_dim}: the blocks of sharded parameters cannot be cut again")
 
     def spread(self, own: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the part of a factor that this process holds, in the order of :meth:`parts`.
-
-        Args:
-            own: the tensors of a matrix in the layout ``layout.local``.
-
-        Returns:
-            For each part the blocks of it that this process holds; None where there are none.
-        """
+        """Return the part of a factor that this process holds, in the order of :meth:`parts`."""
         found: list[Tensor | None] = []
         for run, (_, counts) in zip(self.runs, self.layout.runs, strict=True):
             holds = counts[self.layout.source] < counts[self.layout.source + 1] and self.layout.own > 0
@@ -325,14 +201,7 @@ class ShardedBlocks:
         return found
 
     def of_owner(self, parts: Sequence[Tensor]) -> BlockDiagonal:
-        """Return the factor of the rows of this process.
-
-        Args:
-            parts: for each of :meth:`parts` those of its blocks that this process holds.
-
-        Returns:
-            The factor, with the layout ``layout.local``.
-        """
+        """Return the factor of the rows of this process."""
         layout, rest = self.layout.local, iter(parts)
         for run in self.runs:
             own = [next(rest) for _ in run.parts()]

@@ -17,13 +17,7 @@ Sums = tuple[BlockDiagonal | ShardedBlocks, ...]  # the same for a new factor, o
 
 
 class Statistics:
-    """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows of the current step, and the number of rows.
-
-    Args:
-        kind: the layer's kind.
-        weight: the layer's weight.
-        layouts: returns the layout of the factor of each side.
-    """
+    """``Σ a aᵀ`` and ``Σ g gᵀ`` over the rows of the current step, and the number of rows."""
 
     def __init__(self, kind: Kind, weight: ParameterView, layouts: Callable[[], Mapping[str, Layout]]) -> None:
         self._weight, self._layouts = weight, layouts
@@ -37,16 +31,7 @@ class Statistics:
     def gather(
         self, kind: Kind, x: Tensor, g: Tensor, keep: Tensor | None = None, instead_of: Tensor | None = None
     ) -> None:
-        """Add the rows of one forward and backward pass through the layer.
-
-        Args:
-            kind: the kind of the module that ran. Modules that share the weight have one each.
-            x: the input of the module.
-            g: the gradient of the loss with respect to its output.
-            keep: a mask of the rows that count, in the leading dimensions of ``x``; None for all.
-            instead_of: the gradient with which the rows of this call were added before, if ``g`` is the sum of it and
-                the gradient of another loss of the same forward pass; None for a new call.
-        """
+        """Add the rows of one forward and backward pass through the layer."""
         if not x.numel() or not g.numel():  # an empty batch has no rows
             return
         # kinds add rows to the blocks of all processes in the same way
@@ -65,15 +50,7 @@ class Statistics:
 
     @torch.no_grad()
     def gather_inputs(self, kind: Kind, x: Tensor, output: torch.Size, keep: Tensor | None, most: int) -> None:
-        """Add the rows of one forward pass through the layer, for a layer that has A alone.
-
-        Args:
-            kind: the kind of the module that ran.
-            x: the input of the module.
-            output: the shape of its output.
-            keep: a mask of the rows that count, in the leading dimensions of ``x``; None for all.
-            most: the number of rows that is enough.
-        """
+        """Add the rows of one forward pass through the layer, for a layer that has A alone."""
         if x.numel() and output.numel():
             (a_sum,) = cast(Factors, self.sums())
             with ieee_float32(x.device.type):
@@ -97,11 +74,7 @@ class Statistics:
         return sum(rows)
 
     def scale_outputs_(self, scale: float) -> None:
-        """Turn the gathered output gradients into gradients of one loss term.
-
-        Args:
-            scale: the number that multiplies them (N for a mean).
-        """
+        """Turn the gathered output gradients into gradients of one loss term."""
         if self._sums is not None and len(self._sums) > 1:
             for part in self._sums[1].parts():
                 # in two products, because scale² can overflow float32 if the loss is scaled for half precision
@@ -110,11 +83,7 @@ class Statistics:
     # ---- reading and dropping the sums --------------------------------------------------------------------------
 
     def sums(self) -> Sums:
-        """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added.
-
-        Returns:
-            The sums, one per side; zeros before the first row.
-        """
+        """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
             view, weight = self._weight, self._weight.module._parameters.get(self._weight.attribute)
             # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it computes with
@@ -124,19 +93,11 @@ class Statistics:
         return self._sums
 
     def gathered(self) -> Sums | None:
-        """Return the sums of this step so far.
-
-        Returns:
-            The sums; None if there are no rows.
-        """
+        """Return the sums of this step so far."""
         return self._sums if self.rows else None
 
     def means(self) -> Sums | None:
-        """Return A and G, the means over the rows of this step, and drop the rows.
-
-        Returns:
-            One factor per side, in the memory of the sums; None if there are no rows.
-        """
+        """Return A and G, the means over the rows of this step, and drop the rows."""
         sums, rows = self._sums, self.rows
         self.forget()
         if sums is None or not rows:
@@ -155,11 +116,7 @@ class Statistics:
     # ---- adapting to changes of the layer -----------------------------------------------------------------------
 
     def are_cut_otherwise(self) -> bool:
-        """Return whether the sums have other blocks than the factors, after the split dimension was changed.
-
-        Returns:
-            Whether they have.
-        """
+        """Return whether the sums have other blocks than the factors, after the split dimension was changed."""
         pairs = zip(self._sums or (), self._layouts().values(), strict=False)
         return any(one.layout != layout for one, layout in pairs)
 

@@ -28,14 +28,7 @@ from torch_thor.curvature.row_shards import Layout, RowShards, ShardedLayout, lo
 
 
 class StoredFactors:
-    """The tensors of one layer in the state of its weight.
-
-    Args:
-        kind: the layer's kind.
-        weight: the layer's weight.
-        prefix: put before the keys, if several layers are rows of one weight.
-        sides: the sides that the layer has, of ``"A"`` and ``"G"``.
-    """
+    """The tensors of one layer in the state of its weight."""
 
     def __init__(self, kind: Kind, weight: ParameterView, prefix: str, sides: tuple[str, ...]) -> None:
         self._kind, self._weight, self._prefix, self._sides = kind, weight, prefix, sides
@@ -49,11 +42,7 @@ class StoredFactors:
 
     @property
     def side_by_rows(self) -> str | None:
-        """The side that is stored with as many rows as the weight.
-
-        None if the rows of the weight are not those of one matrix (a convolution with groups, or experts), or if every
-        process keeps the blocks of this side that it inverts.
-        """
+        """The side that is stored with as many rows as the weight."""
         side = self.whole_side_by_rows
         return None if side in self.owners else side
 
@@ -64,11 +53,7 @@ class StoredFactors:
         return side if side in self._sides and why_not_by_rows(self._kind, self._weight.shape) is None else None
 
     def layouts(self) -> dict[str, Layout]:
-        """Return the layout of each side for the current ``split_dim`` of the weight's parameter group.
-
-        Returns:
-            The layouts.
-        """
+        """Return the layout of each side for the current ``split_dim`` of the weight's parameter group."""
         weight, kind = self._weight, self._kind
         split_dim, shards = weight.options.get("split_dim"), weight.shards
         if not self._layouts or split_dim != self._of[0] or shards is not self._of[1]:
@@ -86,11 +71,7 @@ class StoredFactors:
         return self._layouts
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that the state must have.
-
-        Returns:
-            The shapes by key; of tensors that are divided among processes, those of the whole.
-        """
+        """Return the shapes of all tensors that the state must have."""
         found: dict[str, tuple[int, ...]] = {}
         for side, layout in self.layouts().items():
             for name in (side, f"{side}_inverse"):
@@ -107,21 +88,12 @@ class StoredFactors:
         return found
 
     def divided_keys(self) -> list[str]:
-        """Return the keys of the tensors of which this process keeps its own blocks alone.
-
-        Returns:
-            The keys.
-        """
+        """Return the keys of the tensors of which this process keeps its own blocks alone."""
         names = [self._prefix + side for side in self.owners]
         return [key for key in self.shapes() if key.removesuffix("_tail").removesuffix("_inverse") in names]
 
     def make_zeros(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Add zeros for all tensors that the state lacks.
-
-        Args:
-            dtype: their dtype.
-            device: their device.
-        """
+        """Add zeros for all tensors that the state lacks."""
         state, shards = self._weight.state, self._weight.shards
         for key, shape in self.shapes().items():
             if key in state:
@@ -133,22 +105,11 @@ class StoredFactors:
                 state[key] = torch.zeros(shape, dtype=dtype, device=device)
 
     def are_there(self) -> bool:
-        """Return whether the state has a tensor of the layer.
-
-        Returns:
-            Whether it has.
-        """
+        """Return whether the state has a tensor of the layer."""
         return any(key in self._weight.state for key in self.shapes())
 
     def read(self, name: str) -> BlockDiagonal | OwnedBlocks:
-        """Return the part of a factor or an inverse that this process holds.
-
-        Args:
-            name: ``"A"``, ``"G"``, ``"A_inverse"`` or ``"G_inverse"``.
-
-        Returns:
-            The matrix or its blocks, whose tensors are those of the state, or views of them.
-        """
+        """Return the part of a factor or an inverse that this process holds."""
         if name[0] in self.owners:
             entries, key = self._weight.state, self._prefix + name
             parts = [entries[key], entries[f"{key}_tail"]] if f"{key}_tail" in entries else [entries[key]]
@@ -165,14 +126,7 @@ class StoredFactors:
         return BlockDiagonal(local_layout, state[key], state.get(f"{key}_tail"))
 
     def inverse(self, side: str) -> BlockDiagonal:
-        """Return the part of an inverse that this process holds.
-
-        Args:
-            side: ``"A"`` or ``"G"``.
-
-        Returns:
-            As :meth:`read`, which is not repeated in each step; the whole inverse if it has been collected.
-        """
+        """Return the part of an inverse that this process holds."""
         if side in self.owners:
             return self.collected[side]
         entries, found = self._weight.entries, self._inverses.get(side)
@@ -183,12 +137,7 @@ class StoredFactors:
         return found[2]
 
     def write(self, name: str, matrix: BlockDiagonal | OwnedBlocks) -> None:
-        """Store the part of a factor or an inverse that this process holds.
-
-        Args:
-            name: as for :meth:`read`.
-            matrix: the matrix, in the layout that :meth:`read` returns.
-        """
+        """Store the part of a factor or an inverse that this process holds."""
         state = self._weight.entries
         assert state is not None  # it has been created before the first refresh
         if name[0] == self.side_by_rows:
@@ -199,14 +148,7 @@ class StoredFactors:
         state.update(zip((key, f"{key}_tail"), matrix.parts(), strict=False))
 
     def whole(self, names: Sequence[str]) -> list[BlockDiagonal]:
-        """Collect factors or inverses of which every process keeps its own blocks; all processes must call it.
-
-        Args:
-            names: as for :meth:`read`.
-
-        Returns:
-            The matrices.
-        """
+        """Collect factors or inverses of which every process keeps its own blocks; all processes must call it."""
         found: list[BlockDiagonal] = []
         parts: list[Tensor] = []
         bounds: list[tuple[int, ...]] = []
@@ -221,14 +163,7 @@ class StoredFactors:
         return found
 
     def dense(self, name: str) -> list[Tensor]:
-        """Return a factor or an inverse as full matrices, with zeros outside of the blocks.
-
-        Args:
-            name: as for :meth:`read`.
-
-        Returns:
-            One matrix per group. If it is divided among processes, all of them must call this.
-        """
+        """Return a factor or an inverse as full matrices, with zeros outside of the blocks."""
         layout = self.layouts()[name[0]]
         if name[0] in self.owners:
             return self.whole([name])[0].dense()
@@ -244,14 +179,7 @@ class StoredFactors:
         return [torch.block_diag(*blocks)]
 
     def width(self, side: str) -> int:
-        """Return the number of columns of a factor that is stored as rows; the same for all layers of a weight.
-
-        Args:
-            side: ``"A"`` or ``"G"``.
-
-        Returns:
-            The largest number of rows that a block can have.
-        """
+        """Return the number of columns of a factor that is stored as rows; the same for all layers of a weight."""
         longest, split_dim = self._weight.longest, self._weight.split_dim
         if side == "A" and self._kind.diagonal_input:
             return 1

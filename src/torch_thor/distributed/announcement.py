@@ -30,28 +30,13 @@ _LOOK_SECONDS = 0.01  # the time per rank until the announcements of all ranks a
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a short text that distinguishes models that are trained at the same time.
-
-    Args:
-        model: the model.
-
-    Returns:
-        A hash of the names and shapes of its parameters.
-    """
+    """Return a short text that distinguishes models that are trained at the same time."""
     text = "\n".join(f"{name} {tuple(p.shape)}" for name, p in model.named_parameters())
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
 
 
 class Announcement:
-    """Writes the choice of one optimizer into the store, and compares it with those of the other ranks.
-
-    Args:
-        store: the ``torch.distributed.Store`` of the default group (its timeout is missing in torch's stubs).
-        rank: the rank of this process in the default group.
-        world: the number of processes in the default group.
-        members: the ranks that this optimizer trains with, including its own; None if it trains alone.
-        model: the :func:`fingerprint` of the model.
-    """
+    """Writes the choice of one optimizer into the store, and compares it with those of the other ranks."""
 
     def __init__(self, store: Any, rank: int, world: int, members: Sequence[int] | None, model: str) -> None:
         self._store, self._rank, self._world, self._model = store, rank, world, model
@@ -68,11 +53,7 @@ class Announcement:
         self._add(f"tries/{model}", 1)
 
     def settle(self) -> None:
-        """Wait until all ranks of the group have announced the same group.
-
-        Raises:
-            RuntimeError: a rank has announced another group, or not all ranks have announced one in time.
-        """
+        """Wait until all ranks of the group have announced the same group."""
         start = time.monotonic()
         limit = self._store.timeout.total_seconds()
         pause, look_at = _PAUSE_SECONDS, start + _LOOK_SECONDS * self._world
@@ -142,15 +123,7 @@ def _words(choice: str) -> str:
 
 
 def announce(group: Any, model: nn.Module) -> None:
-    """Announce the processes that this one trains with, and check that the others announce the same.
-
-    Args:
-        group: the process group; None for the default group; False to train alone.
-        model: the model.
-
-    Raises:
-        RuntimeError: another rank trains with other processes, or not all ranks have announced theirs in time.
-    """
+    """Announce the processes that this one trains with, and check that the others announce the same."""
     world = dist.get_world_size()
     members = None
     if group is not False:

@@ -15,21 +15,7 @@ _ERRORS: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError, Flo
 def agree(
     processes: Processes, error: Exception | None, facts: Sequence[str], numbers: Sequence[float]
 ) -> list[list[float]]:
-    """Exchange whether every process is ready for the same step, in one collective of a fixed size.
-
-    Args:
-        processes: the processes that train together.
-        error: the error that this process has found; None if there is none.
-        facts: lines of text that must be the same on all processes.
-        numbers: numbers that may differ; every process passes as many.
-
-    Returns:
-        The numbers of every process.
-
-    Raises:
-        Exception: ``error``; on the other processes an error of its type and message, which names the process.
-        RuntimeError: the facts differ.
-    """
+    """Exchange whether every process is ready for the same step, in one collective of a fixed size."""
     text = "" if error is None else str(error) or type(error).__name__
     kind = next((i for i, known in enumerate(_ERRORS) if type(error) is known), 0)
     facts_text = "\n".join(facts)
@@ -49,14 +35,7 @@ def agree(
 
 
 def check_same_gradients(largest: Sequence[float]) -> None:
-    """Raise an error if ranks that average their statistics do not average their gradients.
-
-    Args:
-        largest: the largest norm of a gradient on each rank. For averaged gradients they are equal up to rounding.
-
-    Raises:
-        RuntimeError: the norms differ.
-    """
+    """Raise an error if ranks that average their statistics do not average their gradients."""
     low, high = min(largest), max(largest)
     if high - low > 1e-3 * high:
         raise RuntimeError(

@@ -18,13 +18,7 @@ _Alike = list[tuple[Tensor, Sequence[int]]]
 
 
 class DataParallel:
-    """The processes of a group, as a :class:`torch_thor.curvature.processes.Processes`.
-
-    Args:
-        group: the process group.
-        device: the device of the model, whose tensors the backend of the group can send.
-        dtype: the dtype in which blocks are sent; None for their own.
-    """
+    """The processes of a group, as a :class:`torch_thor.curvature.processes.Processes`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self._group = group
@@ -40,14 +34,7 @@ class DataParallel:
         return self
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank (one collective and a host–device synchronisation).
-
-        Args:
-            numbers: the numbers of this rank, as many as on the others.
-
-        Returns:
-            One list per rank, in the order of ranks.
-        """
+        """Return the numbers of every rank (one collective and a host–device synchronisation)."""
         if not numbers:
             return [[] for _ in range(self.count)]
         own = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -57,26 +44,12 @@ class DataParallel:
         return rows
 
     def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
-        """Deal out blocks to ranks by their cost.
-
-        Args:
-            parts: blocks ``(count, s, s)``.
-            fixed: for each of them the bounds that are known already, or None.
-
-        Returns:
-            The bounds of :func:`torch_thor.distributed.ownership.deal_out`.
-        """
+        """Deal out blocks to ranks by their cost."""
         shapes = tuple((len(part), part.shape[-1]) for part in parts)
         return deal_out(shapes, self.count, tuple(None if known is None else tuple(known) for known in fixed))
 
     def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Sum blocks over all ranks, each at its owner, with one collective for each dtype and device.
-
-        Args:
-            parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank. The blocks of this rank are
-                overwritten with their sums.
-            bounds: the owners of their blocks.
-        """
+        """Sum blocks over all ranks, each at its owner, with one collective for each dtype and device."""
         for alike in _by_dtype_and_device(parts, bounds):
             starts, size, padded = _layout(alike, self.count)
             # zeros, so that the padding of ranks with fewer elements holds no NaN
@@ -94,12 +67,7 @@ class DataParallel:
                 unpack_(blocks, piece)
 
     def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Send all blocks from their owners to all ranks, with one collective for each dtype and device.
-
-        Args:
-            parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank; overwritten.
-            bounds: the owners of their blocks.
-        """
+        """Send all blocks from their owners to all ranks, with one collective for each dtype and device."""
         for alike in _by_dtype_and_device(parts, bounds):
             starts, size, padded = _layout(alike, self.count)
             flat = alike[0][0].new_zeros(size, dtype=self._dtype)
@@ -116,12 +84,7 @@ class DataParallel:
                     unpack_(blocks, piece)
 
     def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
-        """Send blocks from the first rank of a group to the others, with one collective for each dtype and device.
-
-        Args:
-            parts: symmetric blocks ``(count, s, s)`` of the same shapes on every rank of the group; overwritten.
-            replicas: the group.
-        """
+        """Send blocks from the first rank of a group to the others, with one collective for each dtype and device."""
         group = cast(dist.ProcessGroup, replicas)
         for alike in _by_dtype_and_device(parts, [(0, len(part)) for part in parts]):
             _, size, _ = _layout(alike, 1)
@@ -133,14 +96,7 @@ class DataParallel:
                 unpack_(blocks, piece)
 
     def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sum tensors over all ranks, on rank 0.
-
-        Args:
-            tensors: tensors of the same shapes on every rank.
-
-        Returns:
-            The sums on rank 0; an empty list on all others.
-        """
+        """Sum tensors over all ranks, on rank 0."""
         sums = [tensor.clone() for tensor in tensors]
         for one in sums:
             dist.reduce(one, dist.get_global_rank(self._group, 0), group=self._group)

@@ -16,18 +16,10 @@ Shape = tuple[int, int]  # the number of blocks of a tensor, and s
 
 
 def cost(size: int) -> int:
-    """Return the cost of a block, in the time unit of one multiplication and addition in a large inversion.
-
-    The factorisation and the inverse take n³ multiplications. All operations that read or write each element a few
-    times (damping, averaging, packing) take the time of 64 n². A formula, and not times that are measured in the
-    training, because with other owners sums have other last bits, and a training would not be repeatable.
-
-    Args:
-        size: n, the number of rows of the block.
-
-    Returns:
-        n³ + 64 n².
-    """
+    """Return the cost of a block, in the time unit of one multiplication and addition in a large inversion."""
+    # The factorisation and the inverse take n³ multiplications. All operations that read or write each element a few
+    # times (damping, averaging, packing) take the time of 64 n². A formula, and not times that are measured in the
+    # training, because with other owners sums have other last bits, and a training would not be repeatable.
     return size**3 + 64 * size**2
 
 
@@ -35,17 +27,7 @@ def cost(size: int) -> int:
 def deal_out(
     parts: tuple[Shape, ...], processes: int, fixed: tuple[tuple[int, ...] | None, ...] | None = None
 ) -> Bounds:
-    """Deal out blocks to processes.
-
-    Args:
-        parts: the number of blocks and their size, for each tensor of blocks.
-        processes: the number of processes.
-        fixed: for each tensor its bounds if they are known already, as those of the rows of a sharded weight are; None
-            for the others, or for all. The others go to processes that have less of these.
-
-    Returns:
-        For each tensor ``processes + 1`` indices: process r owns the blocks from index r to index r + 1 of this list.
-    """
+    """Deal out blocks to processes."""
     bounds: list[Sequence[int]] = [()] * len(parts)
     loads = [0] * processes
     for i, known in enumerate(fixed or ()):
@@ -72,16 +54,7 @@ def deal_out(
 
 
 def imbalance(parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int, ...] | None] | None = None) -> float:
-    """Return how much longer than the mean the process with most work takes.
-
-    Args:
-        parts: the number of blocks and their size, for each tensor of blocks.
-        processes: the number of processes.
-        fixed: the owners that are known already, as for :func:`deal_out`.
-
-    Returns:
-        The most work of a process over the mean; 1 if there are no blocks.
-    """
+    """Return how much longer than the mean the process with most work takes."""
     bounds = deal_out(tuple(parts), processes, None if fixed is None else tuple(fixed))
     loads = [0] * processes
     for (_, size), of_ranks in zip(parts, bounds, strict=True):
@@ -91,15 +64,7 @@ def imbalance(parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int,
 
 
 def packed_sizes(parts: Sequence[Shape], bounds: Bounds) -> list[int]:
-    """Return how much each process owns.
-
-    Args:
-        parts: the number of blocks and their size, for each tensor of blocks, at least one.
-        bounds: the owners of their blocks.
-
-    Returns:
-        For each process the number of elements of its blocks, in packed triangles.
-    """
+    """Return how much each process owns."""
     of_ranks = [0] * (len(bounds[0]) - 1)
     for (_, size), starts in zip(parts, bounds, strict=True):
         for rank in range(len(of_ranks)):
@@ -108,17 +73,9 @@ def packed_sizes(parts: Sequence[Shape], bounds: Bounds) -> list[int]:
 
 
 def pads(sizes: Sequence[int]) -> bool:
-    """Return whether pieces of these sizes are padded to the largest, to be sent by reduce-scatter and all-gather.
-
-    With few large blocks (factors that are not split, or many processes) the padding would be larger than the blocks.
-    Then an all-reduce of all pieces, which sends everything twice, sends less.
-
-    Args:
-        sizes: the number of elements of each process's piece.
-
-    Returns:
-        Whether the padded pieces take at most twice as much as the pieces themselves.
-    """
+    """Return whether pieces of these sizes are padded to the largest, to be sent by reduce-scatter and all-gather."""
+    # With few large blocks (factors that are not split, or many processes) the padding would be larger than the blocks.
+    # Then an all-reduce of all pieces, which sends everything twice, sends less.
     return len(sizes) * max(sizes) <= 2 * sum(sizes)
 
 

@@ -14,15 +14,7 @@ _LOST = "lost"  # replaces a group when it is pickled
 
 
 class ProcessGroupHandle:
-    """A handle on a process group, which can be copied and pickled.
-
-    Args:
-        group: a group; None for the default group, if there is one at the time of a step; False to train alone.
-        dtype: the dtype in which blocks are sent; None for their own.
-
-    Raises:
-        ValueError: ``group`` is something else.
-    """
+    """A handle on a process group, which can be copied and pickled."""
 
     def __init__(self, group: Any = None, dtype: torch.dtype | None = None) -> None:
         self.is_lost = isinstance(group, str) and group == _LOST
@@ -37,35 +29,14 @@ class ProcessGroupHandle:
         self._announced = False
 
     def join(self, model: nn.Module, device: torch.device) -> Processes:
-        """Return the processes that take a step together; the first call checks that they have the same group.
-
-        Args:
-            model: the model that is trained.
-            device: the device of the model.
-
-        Returns:
-            The processes.
-
-        Raises:
-            RuntimeError: the processes have different groups, or the group was lost when the optimizer was pickled.
-        """
+        """Return the processes that take a step together; the first call checks that they have the same group."""
         if not (self._announced or self.is_lost) and _is_initialized() and dist.get_world_size() > 1:
             announce(self.group, model)
             self._announced = True
         return self.processes(device)
 
     def processes(self, device: torch.device) -> Processes:
-        """Return the processes that train together at this time.
-
-        Args:
-            device: the device of the model.
-
-        Returns:
-            The processes.
-
-        Raises:
-            RuntimeError: the group was lost when the optimizer was pickled.
-        """
+        """Return the processes that train together at this time."""
         if self.is_lost:
             raise RuntimeError(
                 "this optimizer had a process group when it was pickled, and groups cannot be; set "

@@ -13,43 +13,20 @@ from torch_thor.curvature.row_shards import RowShards
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Return whether a parameter is a DTensor.
-
-    Args:
-        parameter: the parameter.
-
-    Returns:
-        Whether it is.
-    """
+    """Return whether a parameter is a DTensor."""
     # Whoever has a DTensor has imported it, which takes a second.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 
 
 def is_fully_sharded(module: object) -> bool:
-    """Return whether a module was given to ``fully_shard``.
-
-    Args:
-        module: the module.
-
-    Returns:
-        Whether it was.
-    """
+    """Return whether a module was given to ``fully_shard``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has called fully_shard has imported it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
-    """Return the reason why THOR cannot train a DTensor.
-
-    Args:
-        parameter: the parameter, a DTensor.
-        of_fsdp: whether it belongs to a module that was given to ``fully_shard``. Tensor parallelism divides some
-            weights in the same way, and then every process computes a part of each example.
-
-    Returns:
-        The reason; None if its rows are divided by one dimension of the mesh, and it is a copy along all others.
-    """
+    """Return the reason why THOR cannot train a DTensor."""
     placements = parameter.placements
     divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if not of_fsdp:
@@ -66,14 +43,7 @@ def why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
 
 
 def row_shards_of(parameter: Any) -> RowShards | None:
-    """Return how the rows of a parameter are divided.
-
-    Args:
-        parameter: a parameter.
-
-    Returns:
-        The division; None if every process holds the whole parameter.
-    """
+    """Return how the rows of a parameter are divided."""
     if not is_sharded(parameter) or not any(placement.is_shard() for placement in parameter.placements):
         return None
     from torch.distributed.tensor import DTensor
@@ -108,41 +78,19 @@ def row_shards_of(parameter: Any) -> RowShards | None:
 
 
 def device_of_mesh(parameter: Any) -> torch.device:
-    """Return the device on which the processes communicate; the parameter itself may be kept on the CPU.
-
-    Args:
-        parameter: a DTensor.
-
-    Returns:
-        The device.
-    """
+    """Return the device on which the processes communicate; the parameter itself may be kept on the CPU."""
     kind = parameter.device_mesh.device_type
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def ranks_of(parameter: Any) -> list[int]:
-    """Return the ranks among which a DTensor is divided, in the order of its mesh.
-
-    Args:
-        parameter: the parameter.
-
-    Returns:
-        Their ranks in the default group.
-    """
+    """Return the ranks among which a DTensor is divided, in the order of its mesh."""
     ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
     return ranks
 
 
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
-    """Check that the processes that refresh together are those among which the parameters are divided.
-
-    Args:
-        parameters: the names of parameters that are DTensors, and the parameters.
-        group: the group of the processes; None for the default group, False for none.
-
-    Raises:
-        ValueError: a parameter is divided among other processes.
-    """
+    """Check that the processes that refresh together are those among which the parameters are divided."""
     if not parameters:
         return
     members = [dist.get_rank()]

@@ -9,18 +9,7 @@ from torch_thor.curvature.processes import Processes
 def count_rows(
     processes: Processes, layers: Sequence[LayerCurvature], reached: set[LayerCurvature], inside_transform: set[str]
 ) -> None:
-    """Replace the row counts of this process by those of all processes together, with one collective.
-
-    The sums over the rows stay those of this process until a refresh sums up the factors that it takes.
-
-    Args:
-        processes: the processes that train together.
-        layers: the layers to refresh, the same on every process, also on one that has no rows of a layer. Their output
-            gradients must be those of one loss term (``scale_outputs_`` of their statistics), because ranks may
-            have different numbers of loss terms.
-        reached: the layers that this process has reached in this step; extended by those of all processes.
-        inside_transform: the names of the layers that ran under torch.func in this process; extended in the same way.
-    """
+    """Replace the row counts of this process by those of all processes together, with one collective."""
     counts: list[float] = []
     for layer in layers:
         own = layer.statistics

@@ -18,28 +18,14 @@ _NUMBER = 8  # bytes of a number that is gathered: float64
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a refresh.
+    """One collective of a refresh."""
 
-    Args:
-        name: its name in ``torch.distributed``.
-        given: the bytes of the tensor that each rank passes.
-        received: the bytes of the tensor that each rank receives.
-    """
-
-    name: str
-    given: int
-    received: int
+    name: str  # its name in `torch.distributed`
+    given: int  # the bytes of the tensor that each rank passes
+    received: int  # the bytes of the tensor that each rank receives
 
     def sent(self, processes: int) -> int:
-        """Return the bytes that each rank sends in a ring.
-
-        Args:
-            processes: the number of ranks.
-
-        Returns:
-            All pieces but one, each as large as the smaller tensor; twice that for an all-reduce; all of it for a
-            broadcast, which every rank but the last passes on.
-        """
+        """Return the bytes that each rank sends in a ring."""
         if self.name == "all_reduce":
             return 2 * self.given * (processes - 1) // processes
         if self.name == "broadcast":
@@ -49,29 +35,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Blocks:
-    """One tensor of blocks.
+    """One tensor of blocks."""
 
-    Args:
-        dtype: their dtype.
-        shape: their number and size.
-        owners: the bounds that divide the blocks among the processes, if each of them keeps its own alone (the rows of
-            a sharded weight, or divided curvature); None if they are dealt out by their cost, and all keep them.
-    """
-
-    dtype: torch.dtype
-    shape: Shape
+    dtype: torch.dtype  # their dtype
+    shape: Shape  # their number and size
     owners: tuple[int, ...] | None = None
 
 
 def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
-    """Return the blocks of all factors.
-
-    Args:
-        layers: the layers.
-
-    Returns:
-        One entry for each tensor of blocks.
-    """
+    """Return the blocks of all factors."""
     found: list[Blocks] = []
     for layer in layers:
         dtype = factor_dtype(layer.weight.dtype)
@@ -89,19 +61,7 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
 def collectives_of_refresh(
     layers: Iterable[LayerCurvature], processes: int, sent_as: torch.dtype | None = None
 ) -> list[Collective]:
-    """Return the collectives of a refresh in which all layers take new factors.
-
-    Under HSDP the broadcast to the ranks that hold the same rows is that of this rank. The first refresh of a training
-    may start one more, to find out whether the loss is a sum.
-
-    Args:
-        layers: the layers that are due, on one device.
-        processes: the number of ranks, at least 2.
-        sent_as: the dtype in which blocks are sent (``communication_dtype``); None for their own.
-
-    Returns:
-        The collectives, in their order.
-    """
+    """Return the collectives of a refresh in which all layers take new factors."""
     layers = list(layers)
     counts = sum(3 + len(layer.statistics.group_rows) for layer in layers)
     traces = sum(2 * len(layer.sides) * layer.kind.groups for layer in layers)
@@ -144,15 +104,7 @@ def _to_owners(sizes: Sequence[int], itemsize: int) -> Collective:
 
 
 def from_owners(sizes: Sequence[int], itemsize: int) -> Collective:
-    """Return the collective that sends blocks from their owners to all ranks.
-
-    Args:
-        sizes: the number of elements that each rank owns.
-        itemsize: the bytes of an element.
-
-    Returns:
-        The collective.
-    """
+    """Return the collective that sends blocks from their owners to all ranks."""
     if not pads(sizes):
         return Collective("all_reduce", sum(sizes) * itemsize, sum(sizes) * itemsize)
     piece = max(sizes) * itemsize

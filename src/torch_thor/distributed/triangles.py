@@ -5,24 +5,12 @@ from torch import Tensor
 
 
 def packed_size(size: int) -> int:
-    """Return the number of elements of a packed block.
-
-    Args:
-        size: s, the number of its rows.
-
-    Returns:
-        s (s + 1) / 2.
-    """
+    """Return the number of elements of a packed block."""
     return size * (size + 1) // 2
 
 
 def pack(blocks: Tensor, into: Tensor) -> None:
-    """Write the lower triangles of symmetric blocks into a flat tensor.
-
-    Args:
-        blocks: ``(count, s, s)``, contiguous.
-        into: ``(count · s (s + 1) / 2,)``, overwritten; if it has another dtype, the elements are rounded to that.
-    """
+    """Write the lower triangles of symmetric blocks into a flat tensor."""
     lower, _ = _places(blocks)
     if into.dtype != blocks.dtype:
         into.view(len(blocks), -1).copy_(blocks.flatten(1).index_select(1, lower))
@@ -31,12 +19,7 @@ def pack(blocks: Tensor, into: Tensor) -> None:
 
 
 def unpack_(blocks: Tensor, packed: Tensor) -> None:
-    """Overwrite symmetric blocks with those that a flat tensor holds as lower triangles.
-
-    Args:
-        blocks: ``(count, s, s)``, contiguous; overwritten.
-        packed: ``(count · s (s + 1) / 2,)``, of any dtype.
-    """
+    """Overwrite symmetric blocks with those that a flat tensor holds as lower triangles."""
     lower, upper = _places(blocks)
     rows, triangles = blocks.flatten(1), packed.view(len(blocks), -1).to(blocks.dtype)
     rows.index_copy_(1, lower, triangles)

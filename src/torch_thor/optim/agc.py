@@ -36,14 +36,7 @@ class ClipStatistics(NamedTuple):
 
 
 def check_clipping(options: Mapping[str, Any]) -> None:
-    """Check λ and ε.
-
-    Args:
-        options: a mapping with ``clip_factor`` and ``eps``.
-
-    Raises:
-        ValueError: one of them is not above 0, or ε is not finite.
-    """
+    """Check λ and ε."""
     factor = number(options["clip_factor"])
     require(
         "clip_factor",
@@ -120,15 +113,7 @@ def adaptive_clip_grad_(
 
 
 def excluded_from_clipping(model: nn.Module, exclude: Exclude) -> set[int]:
-    """Return the parameters that are not to be clipped.
-
-    Args:
-        model: the model.
-        exclude: the user's choice, as for :func:`adaptive_clip_grad_`.
-
-    Returns:
-        The ``id`` of each of them.
-    """
+    """Return the parameters that are not to be clipped."""
     if exclude is not None:
         return excluded_parameters(exclude, model)
     head = last_linear(model)
@@ -138,18 +123,7 @@ def excluded_from_clipping(model: nn.Module, exclude: Exclude) -> set[int]:
 def clip_factors(
     entries: list[Clippable], clip_factor: float, eps: float, *, together: bool
 ) -> tuple[list[Tensor], ClipStatistics]:
-    """Return the factors by which gradients are multiplied to clip them.
-
-    Args:
-        entries: parameters and gradients.
-        clip_factor: λ.
-        eps: ε.
-        together: whether tensors are measured in batches.
-
-    Returns:
-        For each entry a tensor that broadcasts against its gradient, exactly 1 for units that are not clipped; and the
-        number of units that are.
-    """
+    """Return the factors by which gradients are multiplied to clip them."""
     factors: list[Tensor | None] = [None] * len(entries)
     counts, total = [], 0
     for positions, units, weights, gradients in unit_norms(entries, together=together):
@@ -172,12 +146,5 @@ def _sum(counts: list[Tensor]) -> Tensor:
 
 
 def add_statistics(parts: list[ClipStatistics]) -> ClipStatistics:
-    """Add up the statistics of several calls of :func:`clip_factors`.
-
-    Args:
-        parts: the statistics of each call.
-
-    Returns:
-        Their sum.
-    """
+    """Add up the statistics of several calls of :func:`clip_factors`."""
     return ClipStatistics(_sum([p.clipped for p in parts if p.units]), sum(p.units for p in parts))

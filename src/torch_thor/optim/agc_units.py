@@ -32,28 +32,14 @@ _NUMBERS_AT_A_TIME = 2**22
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The places of the units in a parameter.
+    """The places of the units in a parameter."""
 
-    Args:
-        inputs_first: whether dim 0 has the inputs and dim 1 the outputs of a group.
-        groups: the number of groups of a transposed convolution, whose inputs follow each other in dim 0.
-        kind: makes matrices of the parameter, the rows of which are the units; None if ``inputs_first`` and ``groups``
-            describe the layout.
-    """
-
-    inputs_first: bool = False
-    groups: int = 1
-    kind: Kind | None = None
+    inputs_first: bool = False  # whether dim 0 has the inputs and dim 1 the outputs of a group
+    groups: int = 1  # the number of groups of a transposed convolution, whose inputs follow each other in dim 0
+    kind: Kind | None = None  # makes matrices of the parameter, the rows of which are the units
 
     def count(self, tensor: Tensor) -> int:
-        """Return the number of units.
-
-        Args:
-            tensor: the parameter, or a tensor of its shape.
-
-        Returns:
-            The number of units.
-        """
+        """Return the number of units."""
         if tensor.dim() <= 1:
             return 1
         if self.kind is not None:
@@ -61,14 +47,7 @@ class UnitLayout:
         return tensor.shape[1] * self.groups if self.inputs_first else tensor.shape[0]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a parameter or its gradient as a matrix with one unit per row.
-
-        Args:
-            tensor: a tensor of the parameter's shape.
-
-        Returns:
-            ``(units, elements of a unit)``; a complex number counts as two real elements.
-        """
+        """Return a parameter or its gradient as a matrix with one unit per row."""
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
             if tensor.dim() == 2:
@@ -83,15 +62,7 @@ class UnitLayout:
         return tensor.flatten(1)
 
     def spread(self, values: Tensor, parameter: Tensor) -> Tensor:
-        """Turn one number per unit into a tensor that multiplies the parameter.
-
-        Args:
-            values: ``(units,)``, in the order of :meth:`rows`.
-            parameter: the parameter, or its gradient.
-
-        Returns:
-            A tensor that broadcasts against the parameter.
-        """
+        """Turn one number per unit into a tensor that multiplies the parameter."""
         if parameter.dim() <= 1:
             return values.reshape(())
         if self.kind is not None:
@@ -111,14 +82,7 @@ ROWS = UnitLayout()
 
 
 def layouts_of(model: nn.Module) -> dict[int, UnitLayout]:
-    """Find the parameters whose outputs are not in dim 0.
-
-    Args:
-        model: the model.
-
-    Returns:
-        The layouts of these parameters, by ``id``.
-    """
+    """Find the parameters whose outputs are not in dim 0."""
     found = {}
     for module in model.modules():
         weight = module._parameters.get(parameter_names_of(module)[0])
@@ -156,15 +120,7 @@ def _layout_of(kind: Kind, weight: Tensor) -> UnitLayout:
 
 
 def last_linear(model: nn.Module) -> nn.Linear | None:
-    """Find the last fully connected layer, which AGC does not clip.
-
-    Args:
-        model: the model.
-
-    Returns:
-        The ``nn.Linear`` that was registered last, which is the classifier in the models of torchvision, timm and
-        transformers; None where there is none.
-    """
+    """Find the last fully connected layer, which AGC does not clip."""
     found = None
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -174,31 +130,15 @@ def last_linear(model: nn.Module) -> nn.Linear | None:
 
 @dataclass
 class Clippable:
-    """A parameter that may be clipped.
+    """A parameter that may be clipped."""
 
-    Args:
-        parameter: the parameter, not empty.
-        gradient: its gradient.
-        layout: the places of its units.
-    """
-
-    parameter: Tensor
-    gradient: Tensor
-    layout: UnitLayout
+    parameter: Tensor  # the parameter, not empty
+    gradient: Tensor  # its gradient
+    layout: UnitLayout  # the places of its units
 
 
 def unit_norms(entries: list[Clippable], *, together: bool) -> Iterator[tuple[list[int], list[int], Tensor, Tensor]]:
-    """Measure the norms of every unit of every parameter, in batches of parameters.
-
-    Args:
-        entries: the parameters.
-        together: whether parameters of one device, dtype and unit size are measured in one batch.
-
-    Yields:
-        For each batch: the positions of its parameters in ``entries``; the number of units of each; and the Frobenius
-        norms of the weights and of the gradients, ``(all units of the batch,)`` each, in float64 for float64 tensors
-        and else in float32.
-    """
+    """Measure the norms of every unit of every parameter, in batches of parameters."""
     for positions in _batches(entries) if together else ([i] for i in range(len(entries))):
         rows = [(e.layout.rows(e.parameter), e.layout.rows(e.gradient)) for e in (entries[i] for i in positions)]
         norms = []

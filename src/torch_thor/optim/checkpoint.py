@@ -30,14 +30,7 @@ _SIGNS = (
 
 @contextmanager
 def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore state and parameter groups if the block raises an exception.
-
-    Args:
-        optimizer: the optimizer that loads; its base class replaces both by new objects.
-
-    Yields:
-        Nothing.
-    """
+    """Restore state and parameter groups if the block raises an exception."""
     before = optimizer.state, optimizer.param_groups
     try:
         yield
@@ -52,17 +45,7 @@ def load_checked(
     state_dict: StateDict,
     check: Callable[[StateDict], None],
 ) -> StateDict:
-    """Load a state dict with the base class, and check it after the user's hooks and before anything is replaced.
-
-    Args:
-        optimizer: the optimizer that loads.
-        load: the ``load_state_dict`` of the base class.
-        state_dict: the state dict that the user has given.
-        check: raises an error for a state dict that must not be loaded.
-
-    Returns:
-        The state dict as the user's hooks have changed it.
-    """
+    """Load a state dict with the base class, and check it after the user's hooks and before anything is replaced."""
     seen: list[StateDict] = []
 
     def look(_: torch.optim.Optimizer, hooked: StateDict) -> None:
@@ -78,17 +61,7 @@ def load_checked(
 
 
 def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], remedy: str) -> None:
-    """Raise an error for a state dict that was not saved by a given optimizer.
-
-    Args:
-        state_dict: the state dict to load.
-        optimizer: the name of the optimizer that loads, for the message.
-        needed: options that its parameter groups have in every version, and those of other optimizers lack.
-        remedy: what the user can do instead.
-
-    Raises:
-        ValueError: it is not the state dict of an optimizer, or one of another optimizer.
-    """
+    """Raise an error for a state dict that was not saved by a given optimizer."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = some([repr(key) for key in state_dict]) if isinstance(state_dict, Mapping) else repr(type(state_dict))
         raise ValueError(
@@ -107,43 +80,24 @@ def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], r
 
 
 def complete_groups(groups: Iterable[dict[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
-    """Add the options that a state dict lacks, for example one of an earlier version.
-
-    Args:
-        groups: the parameter groups as loaded; changed in place.
-        own: the options of each group before it was loaded.
-    """
+    """Add the options that a state dict lacks, for example one of an earlier version."""
     for group, kept in zip(groups, own, strict=True):
         for key, value in kept.items():
             group.setdefault(key, value)
 
 
 def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options of parameter groups.
-
-    Args:
-        groups: the parameter groups.
-
-    Returns:
-        A copy of each group without its parameters.
-    """
+    """Return the options of parameter groups."""
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
 
 def restore_tensors(
     state: MutableMapping[Tensor, dict[str, Any]], groups: Iterable[dict[str, Any]], saved: StateDict
 ) -> None:
-    """Replace loaded tensors by copies in the dtype in which they were saved, with the strides that a step gives them.
-
-    The base class casts every floating-point tensor to the dtype of its parameter (pytorch#43706), which would destroy
-    float32 factors of bfloat16 parameters, and shares tensors with the dict. Not every checkpoint format keeps strides,
-    and the rounding of matrix products depends on them.
-
-    Args:
-        state: the optimizer's state, as the base class loaded it; changed in place.
-        groups: the optimizer's parameter groups.
-        saved: the state dict.
-    """
+    """Replace loaded tensors by copies in the dtype that was saved, with the strides that a step gives them."""
+    # The base class casts every floating-point tensor to the dtype of its parameter (pytorch#43706), which would
+    # destroy float32 factors of bfloat16 parameters, and shares tensors with the dict. Not every checkpoint format
+    # keeps strides, and the rounding of matrix products depends on them.
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     parameters: list[nn.Parameter] = [p for group in groups for p in group["params"]]
     for i, parameter in zip(ids, parameters, strict=True):
@@ -153,17 +107,7 @@ def restore_tensors(
 
 
 def as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy a tensor of the state to the device and the memory layout with which a step creates it.
-
-    Args:
-        key: its key in the state.
-        value: the tensor.
-        parameter: the parameter that the state belongs to.
-        dtype: the dtype of the copy.
-
-    Returns:
-        A tensor on the parameter's device: with the parameter's strides if it is a moment, else row-major.
-    """
+    """Copy a tensor of the state to the device and the memory layout with which a step creates it."""
     if hasattr(value, "to_local"):  # its rows are divided among processes, as those of the parameter
         return value.to(dtype=dtype, copy=True)
     if key in MOMENTS and value.shape == parameter.shape:
@@ -174,16 +118,7 @@ def as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> T
 def check_moments(
     state: Mapping[Tensor, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]], name: Callable[[Tensor], str]
 ) -> None:
-    """Check that moments have the shape of their parameter, and that all tensors are finite.
-
-    Args:
-        state: the optimizer's state, after loading.
-        groups: the optimizer's parameter groups.
-        name: returns the name of a parameter.
-
-    Raises:
-        ValueError: a moment has another shape, or a tensor holds NaN or inf.
-    """
+    """Check that moments have the shape of their parameter, and that all tensors are finite."""
     sound: list[tuple[str, Tensor]] = []
     for parameter in (p for group in groups for p in group["params"]):
         for key, value in state.get(parameter, {}).items():

@@ -8,75 +8,31 @@ import torch
 
 
 def number(value: Any) -> float | None:
-    """Return a plain number or a one-element tensor as a float.
-
-    Args:
-        value: any value.
-
-    Returns:
-        The number; None for everything else, including bool.
-    """
+    """Return a plain number or a one-element tensor as a float."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def whole(value: Any) -> bool:
-    """Return whether a value is a whole number.
-
-    Args:
-        value: any value.
-
-    Returns:
-        Whether it is an int and not a bool.
-    """
+    """Return whether a value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def require(name: str, value: Any, holds: bool, rule: str, remedy: str) -> None:
-    """Raise an error for an option unless it satisfies a rule.
-
-    Args:
-        name: the option.
-        value: the value that was given.
-        holds: whether the value satisfies the rule.
-        rule: the rule, as the end of "must be".
-        remedy: what the user can do.
-
-    Raises:
-        ValueError: ``holds`` is False.
-    """
+    """Raise an error for an option unless it satisfies a rule."""
     if not holds:
         raise ValueError(f"{name}={value!r}: {name} must be {rule}; {remedy}")
 
 
 def in_range(name: str, value: Any, test: Callable[[float], bool], rule: str, remedy: str) -> None:
-    """Raise an error for an option unless it is a finite number that passes a test.
-
-    Args:
-        name: the option.
-        value: the value that was given: a number or a one-element tensor.
-        test: the test.
-        rule: the rule, as the end of "must be".
-        remedy: what the user can do.
-
-    Raises:
-        ValueError: the value is not such a number.
-    """
+    """Raise an error for an option unless it is a finite number that passes a test."""
     found = number(value)
     require(name, value, found is not None and math.isfinite(found) and test(found), rule, remedy)
 
 
 def check_flags(group: Mapping[str, Any], *names: str) -> None:
-    """Check options that are True or False, and ``foreach``, which may also be None.
-
-    Args:
-        group: a parameter group, with defaults filled in.
-        names: the options other than ``foreach``.
-
-    Raises:
-        ValueError: one of them is something else.
-    """
+    """Check options that are True or False, and ``foreach``, which may also be None."""
     for name in names:
         require(name, group[name], isinstance(group[name], bool), "True or False", "leave it out for False")
     foreach = group["foreach"]

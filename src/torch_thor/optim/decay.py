@@ -17,19 +17,7 @@ DecayFilter = Callable[[str, nn.Parameter], bool] | str | Sequence[str] | None
 
 
 class DecayPatterns:
-    """A decay filter that selects parameters by patterns of names.
-
-    A pattern with a minus in front excludes parameters. A parameter decays if no excluding pattern matches it, and
-    another pattern does or there are no others. A pattern that matches the name of a module matches every parameter in
-    the module.
-
-    Args:
-        patterns: patterns of :mod:`fnmatch`, case-sensitive: ``"*.weight"``, ``"-*bn*"``, ``"head"``.
-        model: the model.
-
-    Raises:
-        ValueError: a pattern matches no parameter of the model.
-    """
+    """A decay filter that selects parameters by patterns of names."""
 
     def __init__(self, patterns: Iterable[str], model: nn.Module) -> None:
         self.patterns = tuple(patterns)
@@ -50,15 +38,7 @@ class DecayPatterns:
         self._known = {name: self._admits(aliases) for aliases in names.values() for name in aliases}
 
     def __call__(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether weight decay applies to a parameter.
-
-        Args:
-            name: the parameter's name.
-            parameter: not used.
-
-        Returns:
-            Whether it decays.
-        """
+        """Return whether weight decay applies to a parameter."""
         if name not in self._known:  # its layer was added later
             self._known[name] = self._admits([name])
         return self._known[name]
@@ -76,18 +56,7 @@ def _matches(pattern: str, names: Iterable[str]) -> bool:
 
 
 def decay_filter_of(value: Any, model: nn.Module) -> Callable[[str, nn.Parameter], bool] | None:
-    """Return the filter for a value of the option ``decay_filter``.
-
-    Args:
-        value: None, a callable, a pattern or a list of patterns.
-        model: the model.
-
-    Returns:
-        A callable ``(name, parameter) -> bool``, or None if every parameter decays.
-
-    Raises:
-        ValueError: the value is something else, or a pattern matches no parameter of the model.
-    """
+    """Return the filter for a value of the option ``decay_filter``."""
     if value is None or callable(value):
         return value  # type: ignore[no-any-return]
     patterns = [value] if isinstance(value, str) else value

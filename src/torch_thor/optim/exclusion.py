@@ -24,22 +24,7 @@ Exclude = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Parame
 
 
 def excluded_parameters(exclude: Exclude, model: nn.Module) -> set[int]:
-    """Return the parameters that a user has selected.
-
-    A name or pattern (``*``, ``?``, ``[...]``, case-sensitive) means the parameter of that name, or all parameters
-    inside a module of that name: ``"head"`` means every parameter of the head, ``"*.bias"`` every bias.
-
-    Args:
-        exclude: names, patterns, modules, or a callable ``(name, parameter) -> bool``.
-        model: the model.
-
-    Returns:
-        The ``id`` of each selected parameter.
-
-    Raises:
-        ValueError: a pattern matches no parameter, or a module is not in the model.
-        TypeError: ``exclude`` is something else.
-    """
+    """Return the parameters that a user has selected."""
     # with duplicates, because a shared parameter may be selected by any of its names; nn.Module's own method, because
     # modules may override it with fewer arguments
     named = list(nn.Module.named_parameters(model, remove_duplicate=False))
@@ -74,21 +59,10 @@ def _not_understood(exclude: Any) -> str:
 
 
 class ExcludingOptimizer(torch.optim.Optimizer):
-    """A base class of optimizers that treat some parameters, the excluded ones, differently from the others.
+    """A base class of optimizers that treat some parameters, the excluded ones, differently from the others."""
 
-    They are stored by group and position, because wrappers such as FSDP2 and Accelerate replace the parameter objects
-    in the groups after the optimizer was created, at the same positions.
-
-    Args:
-        params: the model; or parameters, named parameters or parameter groups.
-        defaults: the default options.
-        model: the model, if ``params`` are parameters; None if it is not needed.
-        exclude: the excluded parameters; None for the default rule of the optimizer.
-
-    Raises:
-        TypeError: ``exclude`` names parameters and the model is missing.
-        ValueError: an option is out of range, or a parameter is not the model's.
-    """
+    # They are stored by group and position, because wrappers such as FSDP2 and Accelerate replace the parameter objects
+    # in the groups after the optimizer was created, at the same positions.
 
     def __init__(
         self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], model: nn.Module | None, exclude: Exclude
@@ -110,10 +84,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """The names of the excluded parameters, in the order of the groups.
-
-        Without a model, the name is that of the given pair ``(name, parameter)``, or else ``group 0, parameter 3``.
-        """
+        """The names of the excluded parameters, in the order of the groups."""
         pairs = zip(self._names, self._excluded, strict=True)
         return tuple(n for names, flags in pairs for n, flag in zip(names, flags, strict=True) if flag)
 
@@ -140,14 +111,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
     # ---- groups ------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own.
-
-        Args:
-            param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            ValueError: an option is out of range, or a parameter is not the model's.
-        """
+        """Add parameters, with options of their own."""
         self._check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -201,10 +165,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
             yield position, parameter, gradient
 
     def _creates_state_only(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
-        """Return whether torch.distributed.checkpoint takes the first step to create the state: lr and gradients are 0.
-
-        If lr is 0 this synchronises host and device, once in a training that warms up from 0.
-        """
+        """Return whether torch.distributed.checkpoint takes this step to create the state: lr and gradients are 0."""
         if any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
         return not any(bool(gradient.any()) for one in found for _, _, gradient in one)
@@ -212,14 +173,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
     # ---- checkpoints and copies --------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; if it raises an error, nothing has changed. The excluded parameters stay the same.
-
-        Args:
-            state_dict: a result of ``state_dict()``. Options that it does not contain keep their values.
-
-        Raises:
-            ValueError: it is the state dict of another optimizer, or does not fit the parameters.
-        """
+        """Load a state dict; if it raises an error, nothing has changed. The excluded parameters stay the same."""
         own = options_of(self.param_groups)
         with restored_on_error(self):
             saved = load_checked(self, super().load_state_dict, state_dict, self._check_origin)

@@ -14,20 +14,7 @@ States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: en
 def parameters_of(
     params: nn.Module | Iterable[Any], model: nn.Module | None, optimizer: str
 ) -> tuple[Iterable[Any], nn.Module | None]:
-    """Return the parameters and the model that an optimizer was given.
-
-    Args:
-        params: the model; or parameters, named parameters or parameter groups.
-        model: the model, if ``params`` are parameters; None if it is not given.
-        optimizer: the name of the optimizer, for messages.
-
-    Returns:
-        The parameters, and the model or None.
-
-    Raises:
-        ValueError: two different models were given.
-        TypeError: ``model`` is not a module.
-    """
+    """Return the parameters and the model that an optimizer was given."""
     if isinstance(params, nn.Module):
         if model is not None and model is not params:
             raise ValueError(
@@ -40,14 +27,7 @@ def parameters_of(
 
 
 def parameters_with_gradient(groups: list[Group]) -> Iterator[tuple[Group, nn.Parameter, Tensor]]:
-    """Iterate over the parameters that have a gradient.
-
-    Args:
-        groups: the optimizer's parameter groups.
-
-    Yields:
-        The group, the parameter and its gradient, or the part of the gradient that this process holds.
-    """
+    """Iterate over the parameters that have a gradient."""
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is not None:

@@ -21,11 +21,7 @@ from torch_thor.split.machine import device_name
 
 
 def cache_folder() -> Path:
-    """Return the folder of the stored choices, which may not exist yet.
-
-    Returns:
-        The folder.
-    """
+    """Return the folder of the stored choices, which may not exist yet."""
     if os.environ.get("TORCH_THOR_CACHE"):
         return Path(os.environ["TORCH_THOR_CACHE"])
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -33,14 +29,7 @@ def cache_folder() -> Path:
 
 
 def identity(layers: Mapping[str, LayerCurvature]) -> dict[str, Any]:
-    """Return the key of a choice: the layers and their sizes, the dtype, the device and the versions.
-
-    Args:
-        layers: the layers that are split, by name.
-
-    Returns:
-        JSON values.
-    """
+    """Return the key of a choice: the layers and their sizes, the dtype, the device and the versions."""
     from torch_thor import __version__  # imported here because torch_thor imports this module
 
     weight = next(iter(layers.values())).weight
@@ -56,14 +45,7 @@ def identity(layers: Mapping[str, LayerCurvature]) -> dict[str, Any]:
 
 
 def load(layers: Mapping[str, LayerCurvature]) -> int | None:
-    """Return the split dimension that is stored for these layers, on their device and for these versions.
-
-    Args:
-        layers: the layers that are split, by name.
-
-    Returns:
-        The split dimension; None if there is none, or its file is damaged.
-    """
+    """Return the split dimension that is stored for these layers, on their device and for these versions."""
     key = identity(layers)
     try:
         stored = json.loads(_path(key).read_text())
@@ -74,15 +56,7 @@ def load(layers: Mapping[str, LayerCurvature]) -> int | None:
 
 
 def store(layers: Mapping[str, LayerCurvature], choice: SplitChoice) -> None:
-    """Store a choice.
-
-    Args:
-        layers: the layers that are split, by name.
-        choice: the choice.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Store a choice."""
     key = identity(layers)
     path = _path(key)
     path.parent.mkdir(parents=True, exist_ok=True)

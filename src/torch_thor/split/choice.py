@@ -100,14 +100,7 @@ def choose_split_dim(
 
 
 def candidates(layers: Iterable[LayerCurvature]) -> tuple[int, ...]:
-    """Return the block sizes to try: 1, powers of two from 16, and the size of the largest factor.
-
-    Args:
-        layers: the layers.
-
-    Returns:
-        Increasing block sizes. The last one splits no factor, or is 8192.
-    """
+    """Return the block sizes to try: 1, powers of two from 16, and the size of the largest factor."""
     largest = min(max(rows for _, rows in _sizes(layers)), LARGEST)
     powers = [2**k for k in range(4, LARGEST.bit_length())]
     return tuple(dict.fromkeys([1, *(size for size in powers if size < largest), largest]))
@@ -121,16 +114,7 @@ def _sizes(layers: Iterable[LayerCurvature]) -> list[tuple[int, int]]:
 
 
 def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Sequence[int]) -> SplitChoice:
-    """Measure the times of inversion, and choose the candidate nearest to the crossing.
-
-    Args:
-        layers: the layers whose blocks are inverted together, by name.
-        losses: their spectral losses, for each candidate.
-        split_dims: the candidates.
-
-    Returns:
-        The choice.
-    """
+    """Measure the times of inversion, and choose the candidate nearest to the crossing."""
     weight = next(iter(layers.values())).weight
     sizes = _sizes(layers.values())
     seconds = inverse_seconds(sizes, split_dims, dtype=factor_dtype(weight.dtype), device=weight.device)
@@ -153,18 +137,7 @@ def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Seq
 def find_crossing(
     split_dims: Sequence[int], performance: Sequence[float], information: Sequence[float]
 ) -> float | None:
-    """Return the block size at which performance and information are equal, interpolated linearly in log2 of the size.
-
-    If noise makes the curves cross more than once, the last crossing counts, beyond which performance stays lower.
-
-    Args:
-        split_dims: the candidates, increasing.
-        performance: ``p_1 / p_s``, which is 1 at first, so that information is not higher there.
-        information: the share of factors that are preserved.
-
-    Returns:
-        A block size, not rounded; None if performance is not lower than information at the largest candidate.
-    """
+    """Return the block size where performance and information are equal, interpolated in log2 of the size."""
     margins = [p - i for p, i in zip(performance, information, strict=True)]
     left = max(index for index, margin in enumerate(margins) if margin >= 0)
     if left == len(margins) - 1:
@@ -175,13 +148,5 @@ def find_crossing(
 
 
 def nearest(split_dims: Sequence[int], crossing: float) -> int:
-    """Return the candidate nearest to the crossing on the axis of :func:`find_crossing`.
-
-    Args:
-        split_dims: the candidates.
-        crossing: a block size.
-
-    Returns:
-        One of the candidates.
-    """
+    """Return the candidate nearest to the crossing on the axis of :func:`find_crossing`."""
     return min(split_dims, key=lambda size: abs(math.log2(size) - math.log2(crossing)))

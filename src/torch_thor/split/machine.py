@@ -7,14 +7,7 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device.
-
-    Args:
-        device: a device.
-
-    Returns:
-        The name of the GPU; or the name of the processor, with the number of threads that torch uses.
-    """
+    """Return the name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -24,11 +17,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """Return the name of the processor.
-
-    Returns:
-        Its model; the architecture if the model is not known.
-    """
+    """Return the name of the processor."""
     info = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -30,20 +30,7 @@ Losses = dict[str, dict[str, tuple[float, ...]]]
 def losses_of(
     factors: Sequence[BlockDiagonal], split_dims: Sequence[int], layer: LayerCurvature
 ) -> dict[str, tuple[float, ...]]:
-    """Return the spectral losses of the factors of a layer.
-
-    Args:
-        factors: one unsplit factor per side of the layer, or a multiple of it.
-        split_dims: the candidates.
-        layer: the layer.
-
-    Returns:
-        ``{"A": ..., "G": ...}``, with one loss per candidate. A diagonal A (of an embedding), which is never split, is
-        left out.
-
-    Raises:
-        ValueError: a factor holds NaN or inf.
-    """
+    """Return the spectral losses of the factors of a layer."""
     losses = {}
     for key, factor in zip(layer.sides, factors, strict=True):
         if key == "A" and layer.kind.diagonal_input:
@@ -57,17 +44,7 @@ def losses_of(
 
 
 class Observer:
-    """Runs a copy of a model, gathers the statistics of its layers, and measures their spectral losses.
-
-    It is a :class:`torch_thor.capture.watcher.Watcher`.
-
-    Args:
-        model: the model, which is not changed.
-        device: the device to run on.
-
-    Raises:
-        ValueError: THOR preconditions no layer of the model.
-    """
+    """Runs a copy of a model, gathers the statistics of its layers, and measures their spectral losses."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
@@ -90,25 +67,11 @@ class Observer:
         self._hooks = hooks_of(found, self.layers)
 
     def gathers(self, layer: LayerCurvature) -> bool:
-        """Return whether the statistics of a layer are gathered.
-
-        Args:
-            layer: not used.
-
-        Returns:
-            True.
-        """
+        """Return whether the statistics of a layer are gathered."""
         return True
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
-        """Gather a layer's rows when the gradient of its output has been computed.
-
-        Args:
-            layer: the layer.
-            kind: the kind of the module that has just run.
-            x: the input of the module.
-            output: the output of the module.
-        """
+        """Gather a layer's rows when the gradient of its output has been computed."""
         if not (isinstance(output, Tensor) and output.requires_grad and torch.is_grad_enabled()):
             return
         x = x.detach()
@@ -123,19 +86,7 @@ class Observer:
         output.register_hook(on_gradient)
 
     def spectral_losses(self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]) -> Losses:
-        """Run the sample batch forward and backward, and return the spectral losses.
-
-        Args:
-            sample_batch: ``(inputs, targets)``, or inputs alone.
-            loss_fn: as for :func:`torch_thor.choose_split_dim`.
-            split_dims: the candidates.
-
-        Returns:
-            By layer name and factor, one loss per candidate. Layers that the batch does not reach are missing.
-
-        Raises:
-            ValueError: no layer has received a gradient, or a factor is not finite.
-        """
+        """Run the sample batch forward and backward, and return the spectral losses."""
         self._split_dims = split_dims
         inputs, targets = _to(_split_batch(sample_batch), self._device)
         with _same_random_numbers(self._device), torch.enable_grad():

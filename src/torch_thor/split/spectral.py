@@ -26,18 +26,9 @@ _CHECK_EVERY = 8
 
 @torch.no_grad()
 def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """Return the largest eigenvalue of symmetric positive semidefinite matrices, by Lanczos' method.
-
-    Every new basis vector is orthogonalised twice against all previous ones, so that rounding causes no spurious
-    eigenvalues. The start vector is drawn from a separate random generator.
-
-    Args:
-        matrices: ``(count, n, n)``, float32 or float64.
-        tolerance: the residual ``|M x - θ x| / θ`` at which to stop.
-
-    Returns:
-        ``(count,)``.
-    """
+    """Return the largest eigenvalue of symmetric positive semidefinite matrices, by Lanczos' method."""
+    # Every new basis vector is orthogonalised twice against all previous ones, so that rounding causes no spurious
+    # eigenvalues. The start vector is drawn from a separate random generator.
     count, n, _ = matrices.shape
     scale = matrices.diagonal(dim1=-2, dim2=-1).amax(-1)  # λ_max / n ≤ scale ≤ λ_max: no overflow, no underflow
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
@@ -72,28 +63,12 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
 
 
 def spectral_norm(matrix: BlockDiagonal) -> Tensor:
-    """Return the spectral norm of a block-diagonal positive semidefinite matrix.
-
-    Args:
-        matrix: a factor; the groups of a convolution count as blocks of one matrix.
-
-    Returns:
-        A 0-dimensional tensor on the device of the matrix.
-    """
+    """Return the spectral norm of a block-diagonal positive semidefinite matrix."""
     return torch.stack([largest_eigenvalues(part).amax() for part in matrix.parts()]).amax()
 
 
 def spectral_losses(matrix: BlockDiagonal, split_dims: Sequence[int]) -> tuple[float, ...]:
-    """Return ``L = 1 - |Â|₂ / |A|₂`` for several block sizes of Â.
-
-    Args:
-        matrix: the factor A, not split.
-        split_dims: the block sizes.
-
-    Returns:
-        One loss in [0, 1] per block size: 0 for a size that does not split A, and for a factor of zeros; NaN for a
-        factor that is not finite.
-    """
+    """Return ``L = 1 - |Â|₂ / |A|₂`` for several block sizes of Â."""
     whole = spectral_norm(matrix)
     cut = [size < matrix.layout.block for size in split_dims]
     norms = torch.stack(

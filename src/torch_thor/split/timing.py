@@ -19,21 +19,10 @@ REPEATS = (3, 25)
 def inverse_seconds(
     sizes: Sequence[tuple[int, int]], split_dims: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, ...]:
-    """Measure the inversion of all blocks of a model, with one batched Cholesky inverse per block size as in a refresh.
-
-    The candidates are measured in turns, so that changes in the speed of the machine affect all of them alike; the
-    first round is a warm-up. The time of a Cholesky factorisation does not depend on the values, so well-conditioned
-    blocks are used in the place of the factors.
-
-    Args:
-        sizes: ``(groups, rows)`` of every factor of the model.
-        split_dims: the candidates.
-        dtype: the dtype of the factors.
-        device: the device to measure on.
-
-    Returns:
-        The median in seconds, one per candidate.
-    """
+    """Measure the inversion of all blocks of a model: as in a refresh, one batched Cholesky per block size."""
+    # The candidates are measured in turns, so that changes in the speed of the machine affect all of them alike; the
+    # first round is a warm-up. The time of a Cholesky factorisation does not depend on the values, so well-conditioned
+    # blocks are used in the place of the factors.
     seconds: list[list[float]] = [[] for _ in split_dims]
     rounds = [1] * len(split_dims)
     for turn in range(REPEATS[1] + 1):

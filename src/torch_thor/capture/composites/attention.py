@@ -47,14 +47,7 @@ _OPENED = "_torch_thor_opened"
 
 
 def projections(module: nn.MultiheadAttention) -> Iterator[InnerLayer]:
-    """Yield the projections of an attention: three row blocks of the fused weight, or three weights; and the output's.
-
-    Args:
-        module: the attention.
-
-    Yields:
-        ``q_proj``, ``k_proj``, ``v_proj`` and ``out_proj``.
-    """
+    """Yield the projections of an attention: rows of the fused weight, or three weights; and that of the output."""
     size = module.embed_dim
     for i, name in enumerate(_INPUTS):
         rows = slice(i * size, (i + 1) * size)
@@ -90,11 +83,7 @@ ATTENTION = Composite(projections, AttentionHook, with_children=True)
 
 
 class AttentionMode(TorchFunctionMode):
-    """While it is active, the attention function runs with its projections taken out.
-
-    Args:
-        report: called with the name of a projection, its input and its output, both batch first: ``(N, L, features)``.
-    """
+    """While it is active, the attention function runs with its projections taken out."""
 
     def __init__(self, report: Callable[[str, Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -105,17 +94,7 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Replace the arguments of the attention function; call every other function as it is.
-
-        Args:
-            func: the function.
-            types: not used.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            The function's result.
-        """
+        """Replace the arguments of the attention function; call every other function as it is."""
         if func is not F.multi_head_attention_forward or self._spent:
             return func(*args, **(kwargs or {}))
         given = {**dict(zip(_POSITIONS, args, strict=False)), **(kwargs or {})}

@@ -25,26 +25,12 @@ _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module holds weights of fused experts.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Whether it has such weights.
-    """
+    """Return whether a module holds weights of fused experts."""
     return bool(_expert_weights(module))
 
 
 def expert_layers(module: nn.Module) -> Iterator[InnerLayer]:
-    """Yield the weights of fused experts, each with its biases ``(E, out)``.
-
-    Args:
-        module: the experts.
-
-    Yields:
-        One layer per weight, under the weight's name.
-    """
+    """Yield the weights of fused experts, each with its biases ``(E, out)``."""
     weights = _expert_weights(module)
     inputs_first = _inputs_come_first(module, weights)
     for name, weight in weights.items():
@@ -56,14 +42,7 @@ def expert_layers(module: nn.Module) -> Iterator[InnerLayer]:
 
 
 def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Find the weights of a module that hold one matrix per expert.
-
-    These are 3-d parameters of a module whose class has "expert" in its name, or which has an attribute with "expert"
-    in its name that is their number of matrices. A position embedding ``(1, L, d)`` is none of them.
-
-    Returns:
-        The parameters, by their names in the module.
-    """
+    """Find the weights of a module that hold one matrix per expert."""
     counts = {
         value
         for name, value in vars(module).items()
@@ -78,11 +57,7 @@ def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _inputs_come_first(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether the matrices are ``(in, out)``, for ``x @ W_e``, and not ``(out, in)``, for ``F.linear(x, W_e)``.
-
-    The module's own ``is_transposed`` decides, as transformers has it; else the shapes of a gated pair; else they are
-    ``(out, in)``, as in ``nn.Linear``.
-    """
+    """Return whether matrices are ``(in, out)``, for ``x @ W_e``, and not ``(out, in)``, for ``F.linear(x, W_e)``."""
     declared = getattr(module, "is_transposed", None)
     if isinstance(declared, bool):
         return declared
@@ -112,28 +87,16 @@ EXPERTS = Composite(expert_layers, ExpertsHook)
 
 @dataclass(frozen=True)
 class _Operand:
-    """Which matrices of an experts' weight a tensor holds.
+    """Which matrices of an experts' weight a tensor holds."""
 
-    Args:
-        name: the weight's name in its module.
-        kind: the kind of the weight.
-        which: one expert; the expert of each matrix, ``(matrices,)``; or None for all experts in their order.
-        outputs_first: whether the matrices in the tensor are ``(out, in)``.
-    """
-
-    name: str
-    kind: ExpertsKind
-    which: int | Tensor | None
-    outputs_first: bool
+    name: str  # the weight's name in its module
+    kind: ExpertsKind  # the kind of the weight
+    which: int | Tensor | None  # one expert
+    outputs_first: bool  # whether the matrices in the tensor are `(out, in)`
 
 
 class ExpertsMode(TorchFunctionMode):
-    """While it is active, products with the experts' weights are reported.
-
-    Args:
-        weights: the 3-d weights, by name, each with its kind.
-        report: called with the name, the input, the output and the kind of the call.
-    """
+    """While it is active, products with the experts' weights are reported."""
 
     def __init__(self, weights: Mapping[str, tuple[Tensor, ExpertsKind]], report: Report) -> None:
         super().__init__()
@@ -144,17 +107,7 @@ class ExpertsMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function, and report it if it is a product with the experts' weights.
-
-        Args:
-            func: the function.
-            types: not used.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            The function's result.
-        """
+        """Call a function, and report it if it is a product with the experts' weights."""
         given = kwargs or {}
         result = func(*args, **given)
         name = getattr(func, "__name__", "")
@@ -215,10 +168,7 @@ class ExpertsMode(TorchFunctionMode):
 
 
 def _place(tensor: Tensor, weight: Tensor) -> tuple[int | None, bool] | None:
-    """Return which matrix of a weight a tensor is (None: all of them) and whether it is transposed; None if it is none.
-
-    Both may be views of the weight: they are recognised by storage, offset, shape and strides.
-    """
+    """Return which matrix of a weight a tensor is (None: all) and whether it is transposed; None if it is none."""
     if tensor.dtype != weight.dtype or tensor.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
         return None
     matrix, strides = tuple(weight.shape[1:]), tuple(weight.stride()[1:])

@@ -20,14 +20,7 @@ Cell = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 class RecurrenceMode(TorchFunctionMode):
-    """While it is active, recurrent functions run step by step.
-
-    Args:
-        names: the names of the weights, in the order in which the function receives them; not used for cells.
-        report: called with the name of a weight, the number of sequences, the input of its linear layer, and a tensor
-            whose gradient is that of the output. Sequences are batch first, ``(N, L, features)``; packed sequences are
-            ``(rows, features)``.
-    """
+    """While it is active, recurrent functions run step by step."""
 
     def __init__(self, names: Sequence[str], report: ReportCall) -> None:
         super().__init__()
@@ -37,17 +30,7 @@ class RecurrenceMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute recurrent functions step by step; call every other function as it is.
-
-        Args:
-            func: the function.
-            types: not used.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-
-        Returns:
-            The function's result.
-        """
+        """Compute recurrent functions step by step; call every other function as it is."""
         name = getattr(func, "__name__", "")
         cell = _CELLS.get(name.removesuffix("_cell"))
         if cell is None:

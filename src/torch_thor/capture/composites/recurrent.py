@@ -22,14 +22,7 @@ from torch_thor.curvature.parameter_view import ParameterView
 
 
 def gate_layers(module: nn.Module) -> Iterator[InnerLayer]:
-    """Yield the linear layers of a recurrent layer or cell, each with its bias.
-
-    Args:
-        module: the layer or cell.
-
-    Yields:
-        One layer per weight, under the weight's name.
-    """
+    """Yield the linear layers of a recurrent layer or cell, each with its bias."""
     for name, parameter in module.named_parameters(recurse=False):
         if name.startswith("weight_") and parameter.dim() == 2:
             bias = name.replace("weight_", "bias_", 1)

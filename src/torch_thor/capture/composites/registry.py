@@ -41,36 +41,17 @@ class InnerLayer:
 
 @dataclass(frozen=True)
 class Composite:
-    """How composite modules of one class are preconditioned.
+    """How composite modules of one class are preconditioned."""
 
-    Args:
-        layers: returns the layers that a module computes.
-        hook: makes the hook that reports their calls; as a rule a subclass of :class:`CompositeHook`.
-        with_children: whether weights of the layers belong to child modules, which the forward does not call.
-        fixed: the methods that a subclass may not override, because the hook knows what they compute.
-        why_not: returns the reason why the layers of a module cannot be preconditioned, or None.
-        checked: whether what ``layers`` returns is checked; what this package registers is not.
-    """
-
-    layers: Callable[[Any], Iterable[InnerLayer]]
-    hook: Callable[[Any], CompositeHook]
+    layers: Callable[[Any], Iterable[InnerLayer]]  # returns the layers that a module computes
+    hook: Callable[[Any], CompositeHook]  # makes the hook that reports their calls
     with_children: bool = False
     fixed: tuple[str, ...] = ("forward",)
     why_not: Callable[[Any], str | None] = lambda _: None
-    checked: bool = False
+    checked: bool = False  # whether what `layers` returns is checked; what this package registers is not
 
     def layers_of(self, module: nn.Module) -> list[InnerLayer]:
-        """Return the layers of a module.
-
-        Args:
-            module: a module of the class.
-
-        Returns:
-            The layers, whether or not their weights are trained.
-
-        Raises:
-            ValueError: a layer does not fit its weight, or two layers cannot be told apart.
-        """
+        """Return the layers of a module."""
         found = list(self.layers(module))
         if self.checked:
             _check(found, module)
@@ -127,35 +108,17 @@ def register_composite(
 
 
 def register_built_in(module_type: type[nn.Module], composite: Composite) -> None:
-    """Register composite modules of a class for this package.
-
-    Args:
-        module_type: the class.
-        composite: how they are preconditioned.
-    """
+    """Register composite modules of a class for this package."""
     _classes[module_type] = composite
 
 
 def register_found(is_one: Callable[[nn.Module], bool], composite: Composite) -> None:
-    """Register, for this package, composite modules that are recognised without their class.
-
-    Args:
-        is_one: returns whether a module is one; called for modules whose class is not registered.
-        composite: how they are preconditioned.
-    """
+    """Register, for this package, composite modules that are recognised without their class."""
     _found.append((is_one, composite))
 
 
 def composite_of(module: nn.Module) -> tuple[Composite | None, str | None]:
-    """Return how a composite module is preconditioned.
-
-    Args:
-        module: any module.
-
-    Returns:
-        What is registered for the module, None where it is not composite; and the reason why its layers cannot be
-        preconditioned, or None.
-    """
+    """Return how a composite module is preconditioned."""
     composite, reason = registered_for(module, _classes, _found)
     return composite, reason if composite is not None else None
 

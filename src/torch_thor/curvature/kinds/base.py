@@ -120,39 +120,17 @@ class MatrixWeight:
     batch_first = False
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as one matrix.
-
-        Args:
-            tensor: ``(rows, columns)``.
-
-        Returns:
-            ``(1, rows, columns)``.
-        """
+        """Return a tensor of the weight's shape as one matrix."""
         return tensor.contiguous()[None]
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy a changed matrix back into the tensor that it was made of.
-
-        Args:
-            matrix: a result of :meth:`to_matrix`, whose values have changed.
-            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
-        """
+        """Copy a changed matrix back into the tensor that it was made of."""
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix[0])
 
 
 def spacing(rows: int, most: int | None, period: int = 1) -> int:
-    """Return the distance between the rows to take, where some rows are enough for a factor.
-
-    Args:
-        rows: the number of rows.
-        most: the number of rows that is enough; None for all.
-        period: the number of rows of one sample (tokens, pixels). The distance shares no factor with it, so that rows
-            from all places in a sample are taken.
-
-    Returns:
-        The distance, 1 for all rows; at least ``most`` rows are taken.
-    """
+    """Return the distance between the rows to take, where some rows are enough for a factor."""
     step = 1 if most is None else max(1, rows // max(most, 1))
     while math.gcd(step, period) > 1:
         step -= 1
@@ -160,13 +138,5 @@ def spacing(rows: int, most: int | None, period: int = 1) -> int:
 
 
 def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:
-    """Return whether a matrix is a view of the tensor that it was made of.
-
-    Args:
-        matrix: a result of :meth:`Kind.to_matrix`.
-        tensor: the tensor that was passed to it.
-
-    Returns:
-        Whether they share memory.
-    """
+    """Return whether a matrix is a view of the tensor that it was made of."""
     return matrix.data_ptr() == tensor.data_ptr()

@@ -15,35 +15,14 @@ REMEDY = "derive it from torch_thor.curvature.LinearKind, or see torch_thor.curv
 
 
 def check_complete(owner: Any, who: str, error: type[Exception], names: Sequence[str] = METHODS) -> None:
-    """Raise an error for a kind, or a class of kinds, that lacks something every kind has.
-
-    Args:
-        owner: the kind or the class.
-        who: its name in the message.
-        error: the type of the error.
-        names: the attributes that it must have.
-
-    Raises:
-        Exception: of type ``error``, if one of them is missing.
-    """
+    """Raise an error for a kind, or a class of kinds, that lacks something every kind has."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise error(f"{who} has no {', '.join(missing)}, which every kind of layer has; {REMEDY}")
 
 
 def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -> None:
-    """Raise an error for a kind whose matrices are not those of its weight.
-
-    Args:
-        kind: the kind.
-        weight: the weight, or the rows of it that the kind describes.
-        biases: the biases of the layer.
-        who: what the kind is registered for, as the subject of the message.
-
-    Raises:
-        ValueError: the kind is incomplete; its sizes are not those of the weight; its matrix has another shape than its
-            sizes say; or it solves for biases, and a bias does not have one number per output.
-    """
+    """Raise an error for a kind whose matrices are not those of its weight."""
     check_complete(kind, who, ValueError, METHODS + _ATTRIBUTES)
     sizes = kind.groups, kind.outputs, kind.inputs
     rule = f"groups={kind.groups}, outputs={kind.outputs}, inputs={kind.inputs}"

@@ -27,13 +27,7 @@ _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 class ConvKind:
-    """``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d``: patches in the order of ``weight.flatten(1)``.
-
-    Args:
-        module: the layer.
-        same: whether its forward pads the input as TensorFlow's "SAME" does, so that the output has
-            ``ceil(size / stride)`` pixels; ``module.padding`` is then not used.
-    """
+    """``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d``: patches in the order of ``weight.flatten(1)``."""
 
     diagonal_input = False
     transposed = False
@@ -55,42 +49,17 @@ class ConvKind:
         self.padding_mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return the number of images, 1 for an input without a batch dimension.
-
-        Args:
-            x: ``(N, C, *L)`` or ``(C, *L)``.
-
-        Returns:
-            The number of images in the input.
-        """
+        """Return the number of images, 1 for an input without a batch dimension."""
         return x.shape[0] if x.dim() == len(self.kernel) + 2 else 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return no dimensions: a patch has no single position in a sequence.
-
-        Args:
-            x: not used.
-
-        Returns:
-            ``()``.
-        """
+        """Return no dimensions: a patch has no single position in a sequence."""
         return torch.Size()
 
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Add the patches, a few images at a time; with ``most``, evenly spread patches of all images at once.
-
-        Args:
-            a: the input factor, changed in place.
-            x: ``(N, C_in, *L)`` or ``(C_in, *L)``.
-            output: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
-            keep: not used.
-            most: the number of rows that is enough; None for all.
-
-        Returns:
-            The number of rows: images times output pixels, unless ``most`` leaves some out.
-        """
+        """Add the patches, a few images at a time; with ``most``, evenly spread patches of all images at once."""
         x, sizes, dtype = self._batched(x), output[-len(self.kernel) :], a.blocks.dtype
         pixels = math.prod(sizes)
         step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)  # several images differ in position
@@ -104,14 +73,7 @@ class ConvKind:
         return len(x) * pixels
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the pixels of the gradient of the output, a few images at a time.
-
-        Args:
-            g: the output factor, changed in place.
-            x: not used.
-            grad: ``(N, C_out, *L_out)`` or ``(C_out, *L_out)``.
-            keep: not used.
-        """
+        """Add the pixels of the gradient of the output, a few images at a time."""
         grad, dtype = self._batched(grad), g.blocks.dtype
         for piece in _pieces(grad, grad[:1].numel() * dtype.itemsize):
             g.add_second_moment_(self._output_samples(piece.to(dtype)))
@@ -170,23 +132,11 @@ class ConvKind:
         return tuple(padding)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as matrices, one per group.
-
-        Args:
-            tensor: ``(C_out, C_in / groups, *kernel)``.
-
-        Returns:
-            ``(groups, outputs, inputs)``; a copy for channels_last, where ``flatten(1)`` is not a view.
-        """
+        """Return a tensor of the weight's shape as matrices, one per group."""
         return tensor.reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into the tensor that they were made of.
-
-        Args:
-            matrix: a result of :meth:`to_matrix`, whose values have changed.
-            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
-        """
+        """Copy changed matrices back into the tensor that they were made of."""
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix.view(tensor.shape))
 

@@ -14,13 +14,7 @@ from torch_thor.curvature.kinds.base import MatrixWeight
 
 
 class EmbeddingKind(MatrixWeight):
-    """``nn.Embedding``: the rows ``a`` are one-hot, so A = diag(count / R), and no row is formed.
-
-    Tokens equal to ``padding_idx`` receive no gradient and are not counted as rows.
-
-    Args:
-        module: the layer.
-    """
+    """``nn.Embedding``: the rows ``a`` are one-hot, so A = diag(count / R), and no row is formed."""
 
     label = "Embedding"
     groups = 1
@@ -33,50 +27,21 @@ class EmbeddingKind(MatrixWeight):
         self._padding = module.padding_idx
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return the leading dimension of ``x``, 1 for a single token.
-
-        Args:
-            x: token indices, any shape.
-
-        Returns:
-            The number of samples in the input.
-        """
+        """Return the leading dimension of ``x``, 1 for a single token."""
         return x.shape[0] if x.dim() else 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return the shape of the input: every token is a row.
-
-        Args:
-            x: token indices, any shape.
-
-        Returns:
-            The shape of ``x``.
-        """
+        """Return the shape of the input: every token is a row."""
         return x.shape
 
     def scale(self) -> Tensor | float:
-        """Return the number that the vectors are multiplied by.
-
-        Returns:
-            The number, or a tensor that holds it.
-        """
+        """Return the number that the vectors are multiplied by."""
         return 1.0
 
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Count the tokens.
-
-        Args:
-            a: the diagonal input factor, changed in place.
-            x: token indices, any shape.
-            output: not used.
-            keep: ``bool``, of the shape of ``x``, False for tokens to leave out; None for all.
-            most: not used, because counting is cheap.
-
-        Returns:
-            The number of rows.
-        """
+        """Count the tokens."""
         chosen = self._chosen(x, keep)
         tokens = x.reshape(-1) if chosen is None else x.reshape(-1)[chosen]
         if len(tokens):
@@ -84,14 +49,7 @@ class EmbeddingKind(MatrixWeight):
         return len(tokens)
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the gradients of the vectors.
-
-        Args:
-            g: the output factor, changed in place.
-            x: token indices, any shape.
-            grad: ``(*x.shape, embedding_dim)``.
-            keep: ``bool``, of the shape of ``x``, False for tokens to leave out; None for all.
-        """
+        """Add the gradients of the vectors."""
         chosen, rows = self._chosen(x, keep), grad.reshape(-1, self.outputs)
         rows = rows if chosen is None else rows[chosen]
         if len(rows):
@@ -107,51 +65,27 @@ class EmbeddingKind(MatrixWeight):
 
 
 class ScaledEmbeddingKind(EmbeddingKind):
-    """An embedding whose output is ``embed_scale`` times the vectors.
-
-    Args:
-        module: the layer.
-    """
+    """An embedding whose output is ``embed_scale`` times the vectors."""
 
     def __init__(self, module: nn.Embedding) -> None:
         super().__init__(module)
         self._module = module
 
     def scale(self) -> Tensor | float:
-        """Return the number that the vectors are multiplied by.
-
-        Returns:
-            The current ``embed_scale``.
-        """
+        """Return the number that the vectors are multiplied by."""
         scale: Tensor | float = _scale_of(self._module)
         return scale
 
 
 def why_not_counted(module: nn.Embedding) -> str | None:
-    """Return the reason why the factors of an embedding would not be those of its gradient.
-
-    Args:
-        module: the layer.
-
-    Returns:
-        The reason; None where they are.
-    """
+    """Return the reason why the factors of an embedding would not be those of its gradient."""
     if module.scale_grad_by_freq:
         return "scale_grad_by_freq divides its gradient by the token counts, which the factors do not contain"
     return None
 
 
 def is_scaled(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that multiplies by ``embed_scale`` and does nothing else.
-
-    This is decided by what the module computes for a few tokens, not by its class.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Whether it is.
-    """
+    """Return whether a module is an embedding that multiplies by ``embed_scale`` and does nothing else."""
     if not isinstance(module, nn.Embedding) or type(module).forward is nn.Embedding.forward:
         return False
     scale = _scale_of(module)

@@ -19,12 +19,7 @@ from torch_thor.curvature.kinds.base import shares_memory
 
 
 class ExpertsKind:
-    """The kind of a 3-d weight that holds one matrix per expert.
-
-    Args:
-        weight: ``(E, out, in)``, or ``(E, in, out)`` with ``inputs_first``.
-        inputs_first: whether the matrices are ``(in, out)``.
-    """
+    """The kind of a 3-d weight that holds one matrix per expert."""
 
     label = "Experts"
     diagonal_input = False
@@ -38,88 +33,36 @@ class ExpertsKind:
         self.outputs, self.inputs = weight.shape[:0:-1] if inputs_first else weight.shape[1:]
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return 1: the number of rows that are sent to an expert does not depend on the number of loss terms.
-
-        Args:
-            x: not used.
-
-        Returns:
-            1.
-        """
+        """Return 1: the number of rows that are sent to an expert does not depend on the number of loss terms."""
         return 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return no dimensions: behind a router, the position of a row in its sequence is unknown.
-
-        Args:
-            x: not used.
-
-        Returns:
-            ``()``.
-        """
+        """Return no dimensions: behind a router, the position of a row in its sequence is unknown."""
         return torch.Size()
 
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add the rows of the input, the same number for each expert.
-
-        Args:
-            a: the input factors, changed in place.
-            x: ``(E, rows, in)``.
-            output: not used.
-            keep: not used.
-            most: not used: T is part of the factors, so every row counts.
-
-        Returns:
-            The number of rows of each expert.
-        """
+        """Add the rows of the input, the same number for each expert."""
         a.add_second_moment_(x.to(a.blocks.dtype).mT)
         return [x.shape[1]] * self.groups
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the rows of the gradient of the output, the same number for each expert.
-
-        Args:
-            g: the output factors, changed in place.
-            x: not used.
-            grad: ``(E, rows, out)``.
-            keep: not used.
-        """
+        """Add the rows of the gradient of the output, the same number for each expert."""
         g.add_second_moment_(grad.to(g.blocks.dtype).mT)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as a batch of matrices.
-
-        Args:
-            tensor: ``(E, rows, columns)``.
-
-        Returns:
-            The same shape, contiguous; a view where the tensor is.
-        """
+        """Return a tensor of the weight's shape as a batch of matrices."""
         return tensor.contiguous()
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write matrices back into the tensor that they were made of.
-
-        Args:
-            matrix: a result of :meth:`to_matrix`, whose values have changed.
-            tensor: the tensor that was passed to it; changed in place.
-        """
+        """Write matrices back into the tensor that they were made of."""
         if not shares_memory(matrix, tensor):
             tensor.copy_(matrix)
 
 
 class ExpertsCall(ExpertsKind):
-    """One call of some experts of a weight.
-
-    Args:
-        kind: the kind of the weight.
-        which: the experts that the rows belong to: the index of one expert; a tensor ``(rows,)`` with the expert of
-            each row, in any order; the number of rows of each expert, where rows are ordered by expert; or None, where
-            the input is ``(E, rows, in)``.
-        columns: whether input and output have their features in the last dimension but one.
-    """
+    """One call of some experts of a weight."""
 
     def __init__(self, kind: ExpertsKind, which: int | Tensor | Sequence[int] | None, *, columns: bool = False) -> None:
         self.transposed, self.groups = kind.transposed, kind.groups
@@ -130,32 +73,14 @@ class ExpertsCall(ExpertsKind):
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add the rows of the input.
-
-        Args:
-            a: the input factors, changed in place.
-            x: ``(rows, ..., in)``; rows behind those of the last expert are padding.
-            output: not used.
-            keep: not used.
-            most: not used.
-
-        Returns:
-            The number of rows of each expert.
-        """
+        """Add the rows of the input."""
         x = self._rows_first(x)
         if self._which is None:
             return super().add_inputs_(a, x.expand(self.groups, -1, -1), output, keep)
         return self._add_(a, x, self.inputs)
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the rows of the gradient of the output.
-
-        Args:
-            g: the output factors, changed in place.
-            x: not used.
-            grad: ``(rows, ..., out)``.
-            keep: not used.
-        """
+        """Add the rows of the gradient of the output."""
         grad = self._rows_first(grad)
         if self._which is None:
             super().add_outputs_(g, x, grad, keep)

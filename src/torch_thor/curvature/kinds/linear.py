@@ -14,11 +14,7 @@ from torch_thor.curvature.kinds.lookup import class_of
 
 
 class LinearKind(MatrixWeight):
-    """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight.
-
-    Args:
-        module: the layer, with a weight ``(out, in)``.
-    """
+    """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight."""
 
     label = "Linear"
     groups = 1
@@ -31,42 +27,17 @@ class LinearKind(MatrixWeight):
         self.outputs, self.inputs = weight.shape
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return the leading dimension of ``x``, 1 for a single vector.
-
-        Args:
-            x: ``(..., in_features)``.
-
-        Returns:
-            The number of samples in the input.
-        """
+        """Return the leading dimension of ``x``, 1 for a single vector."""
         return x.shape[0] if x.dim() > 1 else 1
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return the leading dimensions of the input.
-
-        Args:
-            x: ``(..., in_features)``.
-
-        Returns:
-            ``(...)``.
-        """
+        """Return the leading dimensions of the input."""
         return x.shape[:-1]
 
     def add_inputs_(
         self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
-        """Add the rows of the input.
-
-        Args:
-            a: the input factor, changed in place.
-            x: ``(..., in_features)``.
-            output: not used.
-            keep: ``bool``, ``(...)``, False for rows to leave out; None for all rows.
-            most: the number of rows that is enough; None for all.
-
-        Returns:
-            The number of rows.
-        """
+        """Add the rows of the input."""
         rows = _kept(x.reshape(-1, self.inputs), keep)
         rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
         if len(rows):
@@ -74,14 +45,7 @@ class LinearKind(MatrixWeight):
         return len(rows)
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the rows of the gradient of the output.
-
-        Args:
-            g: the output factor, changed in place.
-            x: not used.
-            grad: ``(..., out_features)``.
-            keep: ``bool``, ``(...)``, False for rows to leave out; None for all rows.
-        """
+        """Add the rows of the gradient of the output."""
         rows = _kept(grad.reshape(-1, self.outputs), keep)
         if len(rows):
             g.add_second_moment_(rows.to(g.blocks.dtype).mT[None])
@@ -92,11 +56,7 @@ def _kept(rows: Tensor, keep: Tensor | None) -> Tensor:
 
 
 class TransposedLinearKind(LinearKind):
-    """Hugging Face's ``Conv1D``: a linear layer whose weight is ``(in, out)``.
-
-    Args:
-        module: the layer.
-    """
+    """Hugging Face's ``Conv1D``: a linear layer whose weight is ``(in, out)``."""
 
     label = "Conv1D"
     transposed = True
@@ -108,27 +68,13 @@ class TransposedLinearKind(LinearKind):
 
 
 def is_linear_of_a_library(module: nn.Module) -> bool:
-    """Return whether a module is ``Linear`` of PyTorch Geometric or timm, which computes what ``nn.Linear`` does.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Whether it is.
-    """
+    """Return whether a module is ``Linear`` of PyTorch Geometric or timm, which computes what ``nn.Linear`` does."""
     own = class_of(module)
     return own.__module__.partition(".")[0] in ("torch_geometric", "timm") and own.__name__ == "Linear"
 
 
 def is_hugging_face_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is transformers' ``Conv1D``, the linear layer of GPT-2, whose weight is ``(in, out)``.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Whether it is.
-    """
+    """Return whether a module is transformers' ``Conv1D``, the linear layer of GPT-2, whose weight is ``(in, out)``."""
     # By name, because transformers is not a dependency and must not be imported here.
     own = class_of(module)
     return own.__module__.partition(".")[0] == "transformers" and own.__name__ == "Conv1D"

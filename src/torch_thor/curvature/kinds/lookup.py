@@ -24,29 +24,14 @@ _R = TypeVar("_R", bound=Registered)
 
 
 def class_of(module: nn.Module) -> type:
-    """Return the class of a module, for its name.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Its class; if ``fully_shard`` has derived a class from that (``FSDPLinear``), the one that it was derived from.
-    """
+    """Return the class of a module, for its name."""
     own = type(module)
     is_derived = any(base.__name__ == "FSDPModule" for base in own.__bases__)
     return own.__bases__[-1] if is_derived else own
 
 
 def class_name(own: type, registered: Iterable[type]) -> str:
-    """Return the name of a class, with its module if a registered class has the same name.
-
-    Args:
-        own: the class.
-        registered: the classes for which something is registered.
-
-    Returns:
-        ``Linear`` for the class of torch, ``library.layers.Linear`` for another one.
-    """
+    """Return the name of a class, with its module if a registered class has the same name."""
     alike = any(cls is not own and cls.__name__ == own.__name__ for cls in registered)
     return f"{own.__module__}.{own.__qualname__}" if alike else own.__name__
 
@@ -54,20 +39,7 @@ def class_name(own: type, registered: Iterable[type]) -> str:
 def registered_for(
     module: nn.Module, classes: Mapping[type[nn.Module], _R], found: Sequence[tuple[Callable[[nn.Module], bool], _R]]
 ) -> tuple[_R | None, str | None]:
-    """Return what is registered for a module, and whether it holds.
-
-    A subclass counts as its nearest registered parent as long as it computes what the parent computes: one that
-    overrides ``forward`` (a weight-standardised convolution, a quantised layer) may use its weights in another way.
-
-    Args:
-        module: any module.
-        classes: what is registered for classes.
-        found: tests, and what is registered for the modules that pass them; used where no class decides.
-
-    Returns:
-        The registration, None where there is none for the module; and the reason why there is none or why it does not
-        hold, None if it holds.
-    """
+    """Return what is registered for a module, and whether it holds."""
     own = type(module)
     parent = next((cls for cls in own.__mro__ if cls in classes), None)
     if parent is not None and _runs_methods_of(own, parent, classes[parent].fixed):

@@ -13,38 +13,17 @@ _GOLDEN = (618_034, 1_000_000)
 
 @dataclass(frozen=True)
 class Reach:
-    """Which pixels of the input one pixel of the output depends on, in one dimension.
+    """Which pixels of the input one pixel of the output depends on, in one dimension."""
 
-    Tap t of output pixel p reads position ``p · stride + t · dilation − before`` of an input that has ``spread − 1``
-    zeros between its pixels and zeros around it.
-
-    Args:
-        kernel: the number of taps.
-        stride: the distance of neighbouring output pixels, in positions of the input.
-        dilation: the distance of neighbouring taps, in positions of the input.
-        before: the number of zeros before the first pixel; negative where pixels are cropped.
-        spread: 1, or the stride of a transposed convolution.
-    """
-
-    kernel: int
-    stride: int
-    dilation: int
-    before: int
-    spread: int = 1
+    kernel: int  # the number of taps
+    stride: int  # the distance of neighbouring output pixels, in positions of the input
+    dilation: int  # the distance of neighbouring taps, in positions of the input
+    before: int  # the number of zeros before the first pixel; negative where pixels are cropped
+    spread: int = 1  # 1, or the stride of a transposed convolution
 
 
 def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> Tensor:
-    """Return one in ``step`` patches of a batch, from all images and all positions in them.
-
-    Args:
-        images: the number of images.
-        pixels: the number of patches per image.
-        step: the number of patches of which one is taken.
-        device: the device of the result.
-
-    Returns:
-        The indices of the patches in the batch, all different, ordered by image.
-    """
+    """Return one in ``step`` patches of a batch, from all images and all positions in them."""
     rows = torch.arange(0, images * pixels, step, device=device)
     image = rows // pixels
     shift = image * (pixels * _GOLDEN[0]) // _GOLDEN[1]
@@ -52,14 +31,7 @@ def evenly_spread(images: int, pixels: int, step: int, device: torch.device) -> 
 
 
 class Patches:
-    """The positions of some patches in a batch of images, which can be reused for further batches of the same shape.
-
-    Args:
-        rows: the indices of the patches in an output of shape ``(N, *sizes)``, ``(count,)``.
-        lengths: the spatial sizes of the input.
-        sizes: the spatial sizes of the output, as many.
-        reaches: one per spatial dimension.
-    """
+    """The positions of some patches in a batch of images, which can be reused for further batches of the same shape."""
 
     def __init__(self, rows: Tensor, lengths: Sequence[int], sizes: Sequence[int], reaches: Sequence[Reach]) -> None:
         self._kernel = tuple(reach.kernel for reach in reaches)
@@ -80,14 +52,7 @@ class Patches:
         self._outside = None if bool(inside.all()) else ~inside[..., None]
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the patches.
-
-        Args:
-            x: ``(N, C, *lengths)``.
-
-        Returns:
-            ``(C, *kernel, count)``, a view whose last dimension has the largest stride.
-        """
+        """Return the patches."""
         pixels = x.flatten(2).movedim(1, -1)
         if pixels.is_contiguous():  # channels_last: the channels of a pixel are copied together
             found = pixels.flatten(0, 1).index_select(0, self._flat).view(*self._pixel.shape, -1)

@@ -11,12 +11,7 @@ from torch_thor.curvature.kinds.linear import LinearKind
 
 
 class ProjectionKind(LinearKind):
-    """A linear layer inside a composite module, which receives its inputs batch first, ``(N, ..., in)``.
-
-    Args:
-        weight: its weight, ``(out, in)``.
-        label: the name of the kind in ``optimizer.coverage()``, as a rule the class of the module.
-    """
+    """A linear layer inside a composite module, which receives its inputs batch first, ``(N, ..., in)``."""
 
     batch_first = True
 
@@ -26,13 +21,7 @@ class ProjectionKind(LinearKind):
 
 
 class SequenceCall(ProjectionKind):
-    """One call of a projection of a recurrent layer, whose rows are those of all sequences and time steps.
-
-    Args:
-        kind: the projection.
-        batch: the number of sequences.
-        packed: whether the rows are those of a packed sequence, ``(rows, in)``, in the order of time.
-    """
+    """One call of a projection of a recurrent layer, whose rows are those of all sequences and time steps."""
 
     def __init__(self, kind: ProjectionKind, batch: int, *, packed: bool) -> None:
         self.outputs, self.inputs, self.label = kind.outputs, kind.inputs, kind.label
@@ -40,23 +29,9 @@ class SequenceCall(ProjectionKind):
         self._packed = packed
 
     def loss_terms(self, x: Tensor) -> int:
-        """Return the number of sequences.
-
-        Args:
-            x: not used.
-
-        Returns:
-            The number of sequences.
-        """
+        """Return the number of sequences."""
         return self._batch
 
     def row_shape(self, x: Tensor) -> torch.Size:
-        """Return the leading dimensions of the input, none for a packed sequence.
-
-        Args:
-            x: ``(N, L, in)``, ``(N, in)``, or packed rows ``(rows, in)``.
-
-        Returns:
-            ``(N, L)`` or ``(N,)``; ``()`` for packed rows, whose positions in ``(N, L)`` are not known.
-        """
+        """Return the leading dimensions of the input, none for a packed sequence."""
         return torch.Size() if self._packed else x.shape[:-1]

@@ -13,23 +13,14 @@ from torch_thor.curvature.kinds.lookup import class_name, class_of, registered_f
 
 @dataclass(frozen=True)
 class Registration:
-    """How modules of a class that are one layer are preconditioned.
+    """How modules of a class that are one layer are preconditioned."""
 
-    Args:
-        kind: makes the kind of a module.
-        weight: the name of the weight.
-        bias: the name of the bias, which a module may lack.
-        fixed: the methods that a subclass may not override, because the kind describes what they compute.
-        why_not: returns the reason why a module of the class has no kind, or None.
-        checked: whether what ``kind`` makes is checked; what this package registers is not.
-    """
-
-    kind: Callable[[Any], Kind]
-    weight: str = "weight"
-    bias: str = "bias"
+    kind: Callable[[Any], Kind]  # makes the kind of a module
+    weight: str = "weight"  # the name of the weight
+    bias: str = "bias"  # the name of the bias, which a module may lack
     fixed: tuple[str, ...] = ("forward",)
     why_not: Callable[[Any], str | None] = lambda _: None
-    checked: bool = True
+    checked: bool = True  # whether what `kind` makes is checked; what this package registers is not
 
 
 _classes: dict[type[nn.Module], Registration] = {}
@@ -87,39 +78,17 @@ def register_kind(
 
 
 def register_built_in(module_type: type[nn.Module], kind: Callable[[Any], Kind], **options: Any) -> None:
-    """Register a kind for this package.
-
-    Args:
-        module_type: the class of the layers.
-        kind: makes the kind of a layer.
-        options: further arguments of :class:`Registration`.
-    """
+    """Register a kind for this package."""
     _classes[module_type] = Registration(kind, checked=False, **options)
 
 
 def register_found(is_one: Callable[[nn.Module], bool], kind: Callable[[Any], Kind], **options: Any) -> None:
-    """Register, for this package, a kind for modules that are recognised without their class.
-
-    Args:
-        is_one: returns whether a module is one; called for modules whose class is not registered.
-        kind: makes the kind of a layer.
-        options: further arguments of :class:`Registration`.
-    """
+    """Register, for this package, a kind for modules that are recognised without their class."""
     _found.append((is_one, Registration(kind, checked=False, **options)))
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """Return the kind of a module, or None where it has none.
-
-    Args:
-        module: any module.
-
-    Returns:
-        The kind of the layer that the module is; None where nothing that is registered holds for it.
-
-    Raises:
-        ValueError: the kind that is registered for the module does not fit it.
-    """
+    """Return the kind of a module, or None where it has none."""
     registration, reason = _registration_of(module)
     if registration is None or reason is not None:
         return None
@@ -132,26 +101,12 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Return the reason why a module has no kind.
-
-    Args:
-        module: any module.
-
-    Returns:
-        The reason; None where :func:`kind_of` returns a kind.
-    """
+    """Return the reason why a module has no kind."""
     return _registration_of(module)[1]
 
 
 def check_weight(module: nn.Module) -> None:
-    """Raise an error for a module that lacks the weight that is registered for its class.
-
-    Args:
-        module: any module.
-
-    Raises:
-        ValueError: the module has no parameter of that name.
-    """
+    """Raise an error for a module that lacks the weight that is registered for its class."""
     registration, reason = _registration_of(module)
     if registration is None or reason is not None or not registration.checked:
         return
@@ -163,38 +118,17 @@ def check_weight(module: nn.Module) -> None:
 
 
 def class_name_of(module: nn.Module) -> str:
-    """Return the name of a module's class, with that of its Python module if a kind has a class of the same name.
-
-    Args:
-        module: any module.
-
-    Returns:
-        The name.
-    """
+    """Return the name of a module's class, with that of its Python module if a kind has a class of the same name."""
     return class_name(class_of(module), _classes)
 
 
 def has_kind(module_type: type[nn.Module]) -> bool:
-    """Return whether a kind is registered for a class itself, and not only for a parent of it.
-
-    Args:
-        module_type: the class.
-
-    Returns:
-        Whether one is.
-    """
+    """Return whether a kind is registered for a class itself, and not only for a parent of it."""
     return module_type in _classes
 
 
 def parameter_names_of(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the weight and the bias of a module.
-
-    Args:
-        module: any module.
-
-    Returns:
-        The names that are registered for the module; ``("weight", "bias")`` where there are none.
-    """
+    """Return the names of the weight and the bias of a module."""
     registration, _ = _registration_of(module)
     return ("weight", "bias") if registration is None else (registration.weight, registration.bias)
 

@@ -30,13 +30,7 @@ _SAME_PADDED: Mapping[str, tuple[str, ...]] = {"timm": ("Conv2dSame",)}
 
 
 class StandardisedConvKind(ConvKind):
-    """A convolution with a standardised weight: patches minus their mean, gradients multiplied by ``c``.
-
-    The gradient of a bias is made of ``g`` and not of ``g'``, so biases are not preconditioned with G.
-
-    Args:
-        module: the layer.
-    """
+    """A convolution with a standardised weight: patches minus their mean, gradients multiplied by ``c``."""
 
     solves_biases = False
 
@@ -46,14 +40,7 @@ class StandardisedConvKind(ConvKind):
         self._module: Any = module  # eps, gain and scale are attributes of the subclasses
 
     def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the pixels of the gradient of the output, each channel multiplied by its ``c``.
-
-        Args:
-            g: the output factor, changed in place.
-            x: not used.
-            grad: ``(N, C_out, H_out, W_out)`` or ``(C_out, H_out, W_out)``.
-            keep: not used.
-        """
+        """Add the pixels of the gradient of the output, each channel multiplied by its ``c``."""
         scales = self._scales(g.blocks.dtype)
         super().add_outputs_(g, x, grad.to(scales.dtype) * scales[:, None, None], keep)
 
@@ -71,37 +58,19 @@ class StandardisedConvKind(ConvKind):
 
 
 class SameConvKind(ConvKind):
-    """timm's ``Conv2dSame``: a convolution that pads its input by itself.
-
-    Args:
-        module: the layer.
-    """
+    """timm's ``Conv2dSame``: a convolution that pads its input by itself."""
 
     def __init__(self, module: nn.Conv2d) -> None:
         super().__init__(module, same=True)
 
 
 def is_standardised(module: nn.Module) -> bool:
-    """Return whether a module is a weight-standardised convolution whose forward is known.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Whether it runs the forward of one of these classes; a subclass that overrides it does not.
-    """
+    """Return whether a module is a weight-standardised convolution whose forward is known."""
     return _runs_forward_of(module, _CLASSES)
 
 
 def is_same_padded(module: nn.Module) -> bool:
-    """Return whether a module is timm's ``Conv2dSame``: a convolution that pads its input as TensorFlow does.
-
-    Args:
-        module: any module.
-
-    Returns:
-        Whether it runs the forward of that class.
-    """
+    """Return whether a module is timm's ``Conv2dSame``: a convolution that pads its input as TensorFlow does."""
     return _runs_forward_of(module, _SAME_PADDED)
 
 

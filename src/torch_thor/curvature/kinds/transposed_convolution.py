@@ -12,15 +12,7 @@ from torch_thor.curvature.kinds.patches import Reach
 
 
 class ConvTransposeKind(ConvKind):
-    """``nn.ConvTranspose1d`` to ``3d``: ``a`` holds the input pixels that one output pixel depends on.
-
-    A transposed convolution is a convolution with the flipped kernel over the input with ``stride - 1`` zeros between
-    its pixels. Its rows are patches of that, ordered as (input channel, kernel taps as in the weight). The columns of
-    the weight's matrix have the same order: ``weight.transpose(0, 1).flatten(1)``, one group at a time.
-
-    Args:
-        module: the layer.
-    """
+    """``nn.ConvTranspose1d`` to ``3d``: ``a`` holds the input pixels that one output pixel depends on."""
 
     def _windows(self, x: Tensor, sizes: torch.Size) -> Tensor:
         spread = x
@@ -49,25 +41,13 @@ class ConvTransposeKind(ConvKind):
         return windows.flip(tuple(range(1, 1 + len(self.kernel))))
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as matrices, one per group.
-
-        Args:
-            tensor: ``(C_in, C_out / groups, *kernel)``.
-
-        Returns:
-            ``(groups, outputs, inputs)``, a copy unless a group has one output channel.
-        """
+        """Return a tensor of the weight's shape as matrices, one per group."""
         taps = math.prod(self.kernel)
         by_group = tensor.reshape(self.groups, self.inputs // taps, self.outputs, taps)
         return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into the tensor that they were made of.
-
-        Args:
-            matrix: a result of :meth:`to_matrix`, whose values have changed.
-            tensor: the tensor that was passed to it; changed in place where the matrix is not a view of it.
-        """
+        """Copy changed matrices back into the tensor that they were made of."""
         if not shares_memory(matrix, tensor):
             taps = math.prod(self.kernel)
             by_group = matrix.view(self.groups, self.outputs, self.inputs // taps, taps)

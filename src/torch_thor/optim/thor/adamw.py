@@ -14,12 +14,7 @@ _ADAMW_EPS = 1e-8
 
 
 def adamw_step_(others: list[tuple[Tensor, Tensor, dict[str, Any]]], lr: float) -> None:
-    """Take a step of AdamW with ``ADAMW_SHARE`` of the learning rate, without weight decay.
-
-    Args:
-        others: for each parameter the part that this process holds, its gradient, and its state, which is changed.
-        lr: the learning rate of the matrices.
-    """
+    """Take a step of AdamW with ``ADAMW_SHARE`` of the learning rate, without weight decay."""
     parameters: list[Tensor] = []
     gradients, averages, squares, steps = [], [], [], []
     alike = on_cpu = True

@@ -19,15 +19,7 @@ FALLBACK = 128  # the paper's choice for ResNet-50
 
 
 def check_whole(groups: Sequence[Group], index: ParameterIndex) -> None:
-    """Raise an error for ``split_dim="auto"`` if the rows of parameters are divided among processes.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        index: the index of the model's parameters.
-
-    Raises:
-        ValueError: they are, and a group has it.
-    """
+    """Raise an error for ``split_dim="auto"`` if the rows of parameters are divided among processes."""
     if index.sharded and any(group["split_dim"] == AUTO for group in groups):
         raise ValueError(
             'split_dim="auto" measures whole factors, and these are split where fully_shard divides the parameters; '
@@ -36,12 +28,7 @@ def check_whole(groups: Sequence[Group], index: ParameterIndex) -> None:
 
 
 class AutoSplit:
-    """Chooses the split dimension of the parameter groups that have ``split_dim="auto"``, one for all of them.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        layers: the preconditioned layers, by name.
-    """
+    """Chooses the split dimension of the parameter groups that have ``split_dim="auto"``, one for all of them."""
 
     def __init__(self, groups: list[Group], layers: Mapping[str, LayerCurvature]) -> None:
         self._groups = [group for group in groups if group["split_dim"] == AUTO]
@@ -51,11 +38,7 @@ class AutoSplit:
             self._layers = {k: one for k, one in trained.items() if one.weight_view.options["split_dim"] == AUTO}
 
     def from_cache(self, processes: Processes) -> None:
-        """Use the split dimension that an earlier training has stored for this model, device and version.
-
-        Args:
-            processes: the processes that train together; the result of the first one is used by all.
-        """
+        """Use the split dimension that an earlier training has stored for this model, device and version."""
         if not self._groups:
             return
         found = FALLBACK if not self._layers else cache.load(self._layers) if processes.first else None
@@ -64,14 +47,7 @@ class AutoSplit:
             self._settle(agreed)
 
     def from_statistics(self, processes: Processes) -> None:
-        """Choose the split dimension from the unsplit statistics of this step, and store it for later trainings.
-
-        If the choice fails, the default of the paper is used, with a warning.
-
-        Args:
-            processes: the processes that train together, each with the statistics of its own rows; the first one
-                chooses for all, from the sums over all.
-        """
+        """Choose the split dimension from the unsplit statistics of this step, and store it for later trainings."""
         if not self._groups:
             return
         sums: dict[str, Sequence[BlockDiagonal]] = {}

@@ -19,14 +19,7 @@ class Consolidation(JointTraining):
     _whole: tuple[list[int], dict[int, dict[str, Tensor]]] | None = None
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Collect the curvature that is divided among the processes, for the next :meth:`state_dict`.
-
-        Every process must call it, as with :class:`torch.distributed.optim.ZeroRedundancyOptimizer`. The tensors are
-        on the CPU. Without ``divide_curvature``, or on one process, it does nothing.
-
-        Args:
-            to: the rank that gets them; None for all, as ``torch.distributed.checkpoint`` needs it.
-        """
+        """Collect the curvature that is divided among the processes, for the next :meth:`state_dict`."""
         self._whole = None
         if not self._is_divided():
             return
@@ -53,11 +46,7 @@ class Consolidation(JointTraining):
         return any(layer.stored.owners for layer in self._registry.layers.values())
 
     def _check_whole(self) -> None:
-        """Raise an error if the curvature is divided, and has not been collected on this process since the last step.
-
-        Raises:
-            RuntimeError: it is so.
-        """
+        """Raise an error if the curvature is divided and was not collected on this process since the last step."""
         steps = [int(group["step"]) for group in self.param_groups]
         if self._is_divided() and (self._whole is None or self._whole[0] != steps):
             raise RuntimeError(
@@ -68,14 +57,7 @@ class Consolidation(JointTraining):
 
     @contextmanager
     def _with_whole_state(self) -> Iterator[None]:
-        """Replace the state by one in which nothing is divided.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            RuntimeError: it has not been collected on this process.
-        """
+        """Replace the state by one in which nothing is divided."""
         self._check_whole()
         if not self._is_divided() or self._whole is None:
             yield
@@ -100,11 +82,7 @@ class Consolidation(JointTraining):
 
     @contextmanager
     def _undivided(self) -> Iterator[None]:
-        """Take whole tensors as the state from here on, unless the block raises an error.
-
-        Yields:
-            Nothing.
-        """
+        """Take whole tensors as the state from here on, unless the block raises an error."""
         before = [(layer.stored, layer.stored.owners) for layer in self._registry.layers.values()]
         for stored, _ in before:
             stored.owners = {}

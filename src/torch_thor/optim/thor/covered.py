@@ -18,16 +18,7 @@ _UNCALLED = "the weight is used without calling the module, so no statistics com
 def current_coverage(
     entries: Iterable[Covered], parameters: Mapping[str, Tensor], index: ParameterIndex
 ) -> list[Covered]:
-    """Return the entries of an inspection as they are now.
-
-    Args:
-        entries: the entries when the model was inspected.
-        parameters: the model's current parameters, by name.
-        index: the index of the model's parameters, which knows the layers of each.
-
-    Returns:
-        One entry per parameter, in the model's order.
-    """
+    """Return the entries of an inspection as they are now."""
     return [_now(entry, parameters[entry.name], index) for entry in entries if entry.name in parameters]
 
 
@@ -46,25 +37,13 @@ def _now(entry: Covered, parameter: Tensor, index: ParameterIndex) -> Covered:
 
 
 def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
-    """Count the elements of the trained parameters.
-
-    Args:
-        entries: one entry per parameter.
-
-    Returns:
-        The number of elements that are preconditioned, and the number of all that are trained.
-    """
+    """Count the elements of the trained parameters."""
     trained = [entry for entry in entries if entry.trained]
     return sum(_size(entry) for entry in trained if entry.preconditioned), sum(_size(entry) for entry in trained)
 
 
 def warn_of_little(entries: Iterable[Covered], stacklevel: int) -> None:
-    """Warn if less than half of the trained parameters is preconditioned, apart from what ``skip=`` leaves out.
-
-    Args:
-        entries: one entry per parameter.
-        stacklevel: as for :func:`warnings.warn`, seen from the caller.
-    """
+    """Warn if less than half of the trained parameters is preconditioned, apart from what ``skip=`` leaves out."""
     entries = [entry for entry in entries if entry.reason != SKIPPED]
     covered, total = sizes(entries)
     if 2 * covered >= total:
@@ -85,41 +64,19 @@ def _size(entry: Covered) -> int:
 
 
 def new_parameters(before: Iterable[Covered], now: Iterable[Covered]) -> list[str]:
-    """Return the parameters that the model has got since, and that are in no parameter group.
-
-    Args:
-        before: one entry per parameter of the model before a change.
-        now: one entry per parameter of the model after it.
-
-    Returns:
-        Their names.
-    """
+    """Return the parameters that the model has got since, and that are in no parameter group."""
     known = {entry.name for entry in before if entry.reason == NOT_TRAINED}
     return [entry.name for entry in now if entry.reason == NOT_TRAINED and entry.name not in known]
 
 
 def removed_message(new: Sequence[str]) -> str:
-    """Return the end of the warning for a module that was removed from the model, after its name.
-
-    Args:
-        new: the parameters that the model has got since.
-
-    Returns:
-        The text.
-    """
+    """Return the end of the warning for a module that was removed from the model, after its name."""
     change = " is no longer in the model: it was replaced or removed after THOR was made"
     return change + (f". {_untrained(new)}" if new else ", and its parameters are not trained any more")
 
 
 def computed_message(new: Sequence[str]) -> str:
-    """Return the end of the warning for a layer whose weight is computed from other parameters now, after its name.
-
-    Args:
-        new: the parameters that the model has got since.
-
-    Returns:
-        The text.
-    """
+    """Return the end of the warning for a layer whose weight is computed from other parameters now, after its name."""
     change = " is no parameter any more: it was pruned or parametrised after THOR was made"
     if new:
         return f"{change}. {_untrained(new)}"
@@ -130,15 +87,7 @@ def computed_message(new: Sequence[str]) -> str:
 
 
 def nothing_trained_message(step: int, new: Sequence[str]) -> str:
-    """Return the text of the warning for a step in which no parameter of the groups has a gradient.
-
-    Args:
-        step: the number of the step.
-        new: the parameters that the model has got since THOR was made.
-
-    Returns:
-        The message.
-    """
+    """Return the text of the warning for a step in which no parameter of the groups has a gradient."""
     return (
         f"THOR, step {step}: no parameter in its groups has a gradient, so nothing is trained. {_untrained(new)}. "
         f"Where an adapter was added (LoRA), make it first: peft.get_peft_model(model, ...), then THOR(model)"

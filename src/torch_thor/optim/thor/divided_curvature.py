@@ -38,16 +38,7 @@ ELEMENTS = 2**23
 
 
 def owners_of(layers: Iterable[LayerCurvature], processes: int, rank: int) -> dict[tuple[str, str], BlockOwners]:
-    """Deal out the blocks of all factors that are not divided with the rows of a weight.
-
-    Args:
-        layers: the layers.
-        processes: the number of processes.
-        rank: the rank of this one.
-
-    Returns:
-        The owners by the name of the layer and the side; the same on all processes, but for ``rank``.
-    """
+    """Deal out the blocks of all factors that are not divided with the rows of a weight."""
     sides: list[tuple[tuple[str, str], BlockLayout]] = []
     shapes: list[tuple[int, int]] = []
     fixed: list[tuple[int, ...] | None] = []
@@ -70,12 +61,7 @@ def owners_of(layers: Iterable[LayerCurvature], processes: int, rank: int) -> di
 
 
 def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
-    """Divide the curvature of all layers among the processes. Of factors that are in the state, the own blocks stay.
-
-    Args:
-        layers: the layers, bound to their state.
-        processes: the processes that train together, which call it with the same layers; nothing is sent.
-    """
+    """Divide the curvature of all layers among the processes. Of factors that are in the state, the own blocks stay."""
     new = [layer for layer in layers if not layer.stored.owners]
     if processes.count == 1 or not new:
         return
@@ -99,15 +85,7 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
 
 
 def whole_entries(layers: Sequence[LayerCurvature]) -> Iterator[tuple[LayerCurvature, dict[str, Tensor]]]:
-    """Collect the factors and inverses of all layers. All processes must consume it.
-
-    Args:
-        layers: the layers.
-
-    Yields:
-        A layer, and the entries that the state of its weight would have without division, but for the rows of a weight,
-        which are still blocks (:func:`torch_thor.optim.thor.saved_rows.join_blocks`).
-    """
+    """Collect the factors and inverses of all layers. All processes must consume it."""
     for layer in layers:
         names = [f"{side}{end}" for side in layer.stored.owners for end in ("", "_inverse")]
         entries: dict[str, Tensor] = {}
@@ -125,15 +103,7 @@ class DividedInverses:
     """Collects the inverses of the layers for the update rule."""
 
     def turns(self, group: Group, index: ParameterIndex) -> Iterator[frozenset[int]]:
-        """Collect the inverses of one parameter group, some layers at a time. All processes must consume it.
-
-        Args:
-            group: the parameter group.
-            index: the index of the parameters.
-
-        Yields:
-            The ``id`` of each parameter whose inverses are there now.
-        """
+        """Collect the inverses of one parameter group, some layers at a time. All processes must consume it."""
         for parameters, needed in _turns(_needs(group, index)):
             try:
                 _collect(needed)
@@ -148,13 +118,7 @@ _Needed = Mapping[LayerCurvature, tuple[str, ...]]
 
 
 def _needs(group: Group, index: ParameterIndex) -> Iterator[tuple[int, _Needed]]:
-    """Yield each preconditioned parameter of a group, with the inverses that it needs.
-
-    It does not depend on which parameters have a gradient or rows on this process.
-
-    Yields:
-        The ``id`` of the parameter, and its layers with the sides.
-    """
+    """Yield each preconditioned parameter of a group, with the inverses that it needs."""
     for parameter in group["params"]:
         needed: dict[LayerCurvature, tuple[str, ...]] = {}
         for share in index.shares(parameter):
@@ -166,11 +130,7 @@ def _needs(group: Group, index: ParameterIndex) -> Iterator[tuple[int, _Needed]]
 
 
 def _turns(needs: Iterable[tuple[int, _Needed]]) -> Iterator[tuple[frozenset[int], _Needed]]:
-    """Divide parameters into turns, each with about ``ELEMENTS`` elements of inverses.
-
-    Yields:
-        The ``id`` of each parameter, and the layers with the sides that they need.
-    """
+    """Divide parameters into turns, each with about ``ELEMENTS`` elements of inverses."""
     parameters: list[int] = []
     of_turn: dict[LayerCurvature, tuple[str, ...]] = {}
     size = 0
@@ -189,15 +149,7 @@ def _turns(needs: Iterable[tuple[int, _Needed]]) -> Iterator[tuple[frozenset[int
 
 
 def collectives_of_step(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
-    """Return the collectives of a step that collect the inverses, if all layers have them and are in one group.
-
-    Args:
-        parameters: the parameters of the group, in their order.
-        layers: the layers, which are divided.
-
-    Returns:
-        The collectives, in their order.
-    """
+    """Return the collectives of a step that collect the inverses, if all layers have them and are in one group."""
     found = []
     needs: defaultdict[int, dict[LayerCurvature, tuple[str, ...]]] = defaultdict(dict)
     for one in layers:
@@ -216,16 +168,7 @@ def collectives_of_step(parameters: Iterable[Tensor], layers: Iterable[LayerCurv
 
 @contextmanager
 def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -> Iterator[None]:
-    """Let layers without state be those of one of many processes that divide them, to plan with them.
-
-    Args:
-        layers: the layers.
-        processes: the number of processes.
-        rank: the rank of the one.
-
-    Yields:
-        Nothing.
-    """
+    """Let layers without state be those of one of many processes that divide them, to plan with them."""
     owners = owners_of(layers, processes, rank)
     for layer in layers:
         layer.stored.owners = {side: owners[layer.name, side] for side in layer.sides if (layer.name, side) in owners}
@@ -237,14 +180,7 @@ def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -
 
 
 def own_bytes(layers: Iterable[LayerCurvature]) -> int:
-    """Return the size of the blocks that this process keeps.
-
-    Args:
-        layers: layers that are divided.
-
-    Returns:
-        Bytes of the blocks of the factors and of their inverses.
-    """
+    """Return the size of the blocks that this process keeps."""
     size = 0
     for layer in layers:
         for owners in layer.stored.owners.values():
@@ -254,15 +190,7 @@ def own_bytes(layers: Iterable[LayerCurvature]) -> int:
 
 
 def elements_of(layer: LayerCurvature, sides: Iterable[str]) -> int:
-    """Return the number of elements that the inverses of a layer have when they are sent.
-
-    Args:
-        layer: the layer.
-        sides: some of its sides that are divided.
-
-    Returns:
-        The number, in packed triangles.
-    """
+    """Return the number of elements that the inverses of a layer have when they are sent."""
     shapes = itertools.chain(*(layer.stored.owners[side].layout.shapes for side in sides))
     return sum(shape[0] * packed_size(shape[1]) for shape in shapes if shape is not None)
 

@@ -10,43 +10,20 @@ from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
 def real_elements(gradient: Tensor) -> Tensor:
-    """Return the elements of a gradient as a dense real tensor.
-
-    Args:
-        gradient: dense or sparse (COO), real or complex.
-
-    Returns:
-        The stored elements; a complex one as two real numbers. The shape is not that of the gradient.
-    """
+    """Return the elements of a gradient as a dense real tensor."""
     values = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def nonfinite_names(groups: list[Group], index: ParameterIndex) -> list[str]:
-    """Return the names of the parameters whose gradients hold NaN or inf.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        index: the index of the model's parameters, which knows their names.
-
-    Returns:
-        The names.
-    """
+    """Return the names of the parameters whose gradients hold NaN or inf."""
     return [
         index.name(p) for _, p, g in parameters_with_gradient(groups) if not bool(real_elements(g).isfinite().all())
     ]
 
 
 def layout_message(name: str, layout: torch.layout) -> str:
-    """Return the text of the error for a gradient that is neither dense nor sparse COO.
-
-    Args:
-        name: the name of the parameter.
-        layout: the layout of its gradient.
-
-    Returns:
-        The message.
-    """
+    """Return the text of the error for a gradient that is neither dense nor sparse COO."""
     return (
         f"parameter {name!r} has a gradient of layout {layout}; THOR takes dense and sparse COO gradients: make the "
         f"parameter dense, or leave it to another optimizer: THOR([p for p in ...], model=model)"
@@ -54,15 +31,7 @@ def layout_message(name: str, layout: torch.layout) -> str:
 
 
 def nonfinite_message(step: int, names: Sequence[str]) -> str:
-    """Return the text of the error for a step whose gradients are not finite.
-
-    Args:
-        step: the number of the step.
-        names: the names of the parameters whose gradients are not finite; empty if only their norms overflow.
-
-    Returns:
-        The message.
-    """
+    """Return the text of the error for a step whose gradients are not finite."""
     return (
         f"step {step}: the gradients of {some(names) or 'the model'} hold NaN, inf or numbers that would overflow; "
         f"weights and optimizer state are as before this step. Lower lr or raise damping, clip the gradients, or pass "
@@ -71,13 +40,5 @@ def nonfinite_message(step: int, names: Sequence[str]) -> str:
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """Return the first few names of a list as text.
-
-    Args:
-        names: all names.
-        most: the largest number of names to write out.
-
-    Returns:
-        ``"a, b and 3 more"``.
-    """
+    """Return the first few names of a list as text."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -32,15 +32,7 @@ DIVIDED_SINCE = (
 
 
 class LayerRegistry:
-    """The layers that an optimizer preconditions, the index of the parameters, and the capture of statistics.
-
-    Args:
-        model: the model.
-        sides: the factors of each layer: ``("A", "G")``, or ``("A",)``.
-        skip: the layers to leave out.
-        only: the layers to keep.
-        sampled: whether statistics come from sampled labels.
-    """
+    """The layers that an optimizer preconditions, the index of the parameters, and the capture of statistics."""
 
     def __init__(
         self, model: nn.Module, sides: tuple[str, ...], *, skip: Selection, only: Selection, sampled: bool
@@ -71,27 +63,13 @@ class LayerRegistry:
         return next(self.model.parameters()).device
 
     def find(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
-        """Inspect the model, and capture the statistics of the layers that are found.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            states: the optimizer's state.
-
-        Raises:
-            ValueError: no layer can be preconditioned, and the step needs one.
-        """
+        """Inspect the model, and capture the statistics of the layers that are found."""
         self._watch(self._inspect_or_raise(groups), groups, states)
 
     def leave_out_removed(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
-        """Drop the layers whose modules were removed from the model, or compute their weight now (pruning).
-
-        Layers that have replaced removed ones are used from the next step on, because this step has no statistics of
-        them. So are all layers if parameters were divided since THOR was made, because other blocks are needed.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            states: the optimizer's state.
-        """
+        """Drop the layers whose modules were removed from the model, or compute their weight now (pruning)."""
+        # Layers that have replaced removed ones are used from the next step on, because this step has no statistics of
+        # them. So are all layers if parameters were divided since THOR was made, because other blocks are needed.
         removed, computed = self.index.removed_modules(self.model), self.index.computed
         if not removed and not computed and not self.index.divided_since:
             return
@@ -112,45 +90,23 @@ class LayerRegistry:
         self.replacement = found
 
     def watch_replacement(self, groups: list[Group], states: Mapping[Tensor, Any]) -> None:
-        """Use the layers that have replaced removed ones, if there are any.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            states: the optimizer's state.
-        """
+        """Use the layers that have replaced removed ones, if there are any."""
         if self.replacement is not None:
             self._watch(self.replacement, groups, states)
 
     def coverage(self, groups: list[Group], states: Mapping[Tensor, Any]) -> list[Covered]:
-        """Return how each parameter of the model is trained now.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            states: the optimizer's state.
-
-        Returns:
-            One entry per parameter, in the model's order.
-        """
+        """Return how each parameter of the model is trained now."""
         self.index.update(groups, states)
         changed = self.index.removed_modules(self.model) or self.index.computed
         return self._now(self._inspect(groups).entries if changed else self._found)
 
     def report(self, layer: LayerCurvature, what: str) -> None:
-        """Warn of a problem of a layer after the step, once for each layer and problem.
-
-        Args:
-            layer: the layer.
-            what: a sentence that describes the problem.
-        """
+        """Warn of a problem of a layer after the step, once for each layer and problem."""
         step = layer.weight_view.options["step"]
         self.warnings.note((layer.name, what), f"THOR, step {step}, layer ", layer.name, f": {what}")
 
     def report_nothing_trained(self, groups: list[Group]) -> None:
-        """Warn once if no parameter of the groups has a gradient, and the model has got others since, as by LoRA.
-
-        Args:
-            groups: the optimizer's parameter groups.
-        """
+        """Warn once if no parameter of the groups has a gradient, and the model has got others since, as by LoRA."""
         if any(p.grad is not None for group in groups for p in group["params"]):
             return
         own = {id(p) for group in groups for p in group["params"]}
@@ -161,14 +117,7 @@ class LayerRegistry:
             self.warnings.note("nothing trained", nothing_trained_message(groups[0]["step"], new))
 
     def nothing_found(self, entries: list[Covered]) -> str:
-        """Return the text of the error for a model without a layer to precondition.
-
-        Args:
-            entries: one entry per parameter of the model.
-
-        Returns:
-            The message.
-        """
+        """Return the text of the error for a model without a layer to precondition."""
         return (
             f"THOR found no layer to precondition among what is trained in {type(self.model).__name__}; use "
             f"torch.optim.SGD, or give THOR the weights of its layers. What it found:\n{table(self._now(entries), '-')}"

@@ -9,17 +9,12 @@ from torch import Tensor
 
 
 class LossScale:
-    """The loss scale in the current step.
+    """The loss scale in the current step."""
 
-    GradScaler does not unscale gradients or skip steps for an optimizer that sets ``_step_supports_amp_scaling``.
-    Instead it sets two tensors as attributes of the optimizer, ``grad_scale`` and ``found_inf``. From a plain
-    ``scaler.step(optimizer)`` the scale of the captured output gradients cannot be learnt in any other way. If the user
-    has called ``scaler.unscale_``, it sets no scale, and the scaler itself is asked.
-
-    Args:
-        optimizer: the optimizer, whose attributes GradScaler sets.
-        grad_scaler: the scaler, if the user gave it.
-    """
+    # GradScaler does not unscale gradients or skip steps for an optimizer that sets `_step_supports_amp_scaling`.
+    # Instead it sets two tensors as attributes of the optimizer, `grad_scale` and `found_inf`. From a plain
+    # `scaler.step(optimizer)` the scale of the captured output gradients cannot be learnt in any other way. If the user
+    # has called `scaler.unscale_`, it sets no scale, and the scaler itself is asked.
 
     def __init__(self, optimizer: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = grad_scaler
@@ -29,32 +24,19 @@ class LossScale:
 
     @property
     def found_inf(self) -> bool:
-        """Whether the scaler has found inf, so that the step must be skipped (a host–device synchronisation).
-
-        The scaler would otherwise make this synchronisation itself.
-        """
+        """Whether the scaler has found inf, so that the step must be skipped (a host–device synchronisation)."""
+        # The scaler would otherwise make this synchronisation itself.
         return self._found_inf is not None and float(self._found_inf) > 0
 
     def unscale_(self, gradients: Iterable[Tensor]) -> None:
-        """Divide gradients by the scale, if the scaler has left that to the optimizer.
-
-        Args:
-            gradients: the gradients, changed in place.
-        """
+        """Divide gradients by the scale, if the scaler has left that to the optimizer."""
         if self.of_gradients is not None:
             inverse = self.of_gradients.double().reciprocal().float()
             for gradient in gradients:
                 gradient.mul_(inverse.to(gradient.device))
 
     def of_outputs(self) -> float:
-        """Return the scale of the captured output gradients.
-
-        Returns:
-            The scale; 1 without a scaler.
-
-        Raises:
-            RuntimeError: the gradients were unscaled beforehand, by a scaler that is not torch's GradScaler.
-        """
+        """Return the scale of the captured output gradients."""
         if self._scaler is not None:
             return float(self._scaler.get_scale())
         if self.of_gradients is not None:
@@ -77,12 +59,7 @@ def remove_scale(optimizer: Any) -> None:
 
 
 def _calling_scaler() -> torch.amp.GradScaler | None:
-    """Return the GradScaler that is calling the optimizer's ``step``, by looking at the call stack.
-
-    After ``scaler.unscale_(optimizer)`` GradScaler passes ``found_inf`` but no scale, and itself only by a deprecated
-    keyword (torch 2.9 to 2.15). It is on the call stack, however. Finding it there spares users who clip gradients an
-    argument that no other optimizer needs.
-    """
+    """Return the GradScaler that is calling the optimizer's ``step``, by looking at the call stack."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

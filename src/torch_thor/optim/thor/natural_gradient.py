@@ -23,34 +23,18 @@ from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale,
 
 @dataclass
 class _Part:
-    """The parameters of one group that are preconditioned, or those that are not; only those with a gradient.
+    """The parameters of one group that are preconditioned, or those that are not; only those with a gradient."""
 
-    If the rows of a parameter are divided among processes, the tensors are those of the rows of this process.
-
-    Args:
-        group: their parameter group.
-        scale: the number that multiplies the gradients: 1 / N if the loss is a sum, else 1.
-        params: the parameters.
-        gradients: their gradients, which are not changed.
-        decaying: for each parameter, whether weight decay applies to it.
-        divided: for each parameter, whether other processes hold other rows of it.
-        buffers: their momentum buffers; empty if momentum is 0.
-        shares: for each parameter, the shares of the layers that precondition it; empty if they are not preconditioned.
-        keys: the ``id`` of each parameter, in the same case.
-        on_cpu: whether all parameters are on the CPU.
-        total: sums a number over the processes that hold other rows of the parameters; None if none does.
-    """
-
-    group: Group
-    scale: float
-    params: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    decaying: list[bool] = field(default_factory=list)
+    group: Group  # their parameter group
+    scale: float  # the number that multiplies the gradients: 1 / N if the loss is a sum, else 1
+    params: list[Tensor] = field(default_factory=list)  # the parameters
+    gradients: list[Tensor] = field(default_factory=list)  # their gradients, which are not changed
+    decaying: list[bool] = field(default_factory=list)  # for each parameter, whether weight decay applies to it
     divided: list[bool] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)  # their momentum buffers; empty if momentum is 0
     shares: list[Sequence[Share]] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
-    on_cpu: bool = True
+    keys: list[int] = field(default_factory=list)  # the `id` of each parameter, in the same case
+    on_cpu: bool = True  # whether all parameters are on the CPU
     total: Callable[[Tensor | None], Tensor] | None = None
 
     def dense_gradients(self) -> list[Tensor]:
@@ -65,14 +49,7 @@ class NaturalGradient:
     relative_damping: bool = False
 
     def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Add the momentum buffer, unless momentum is 0.
-
-        Args:
-            index: not used.
-            parameter: the parameter.
-            state: the state of the parameter; changed in place.
-            group: the parameter's group.
-        """
+        """Add the momentum buffer, unless momentum is 0."""
         if group["momentum"] and "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
 
@@ -84,15 +61,7 @@ class NaturalGradient:
         decaying: frozenset[int],
         inverses: DividedInverses | None,
     ) -> None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            index: the index of the parameters, which knows the layers of each.
-            states: the optimizer's state.
-            decaying: the ``id`` of each parameter to which weight decay applies.
-            inverses: collects the inverses of the layers from other processes; None if all are here.
-        """
+        """Update every parameter that has a gradient."""
         clipped: list[tuple[_Part, list[Tensor]]] = []
         for group in groups:
             natural, plain = self._parts(group, index, states, decaying)
@@ -266,16 +235,7 @@ def _accumulate_direction_(part: _Part, i: int, target: Tensor, decay: float) ->
 def _accumulate_natural_gradient_(
     layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float, scale: float
 ) -> None:
-    """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇W A_d⁻¹``, which can update a momentum buffer at once.
-
-    Args:
-        layer: the layer, which has factors.
-        gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer. That of an
-            embedding may be sparse.
-        into: in the same shape, in the dtype of the factors; changed in place.
-        decay: a number; with 0 the old values of ``into`` are overwritten.
-        scale: a number that multiplies the gradient.
-    """
+    """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇W A_d⁻¹``, which can update a momentum buffer at once."""
     if gradient.is_sparse and layer.kind.diagonal_input and gradient.sparse_dim() == 1:
         _accumulate_rows_(layer, gradient.coalesce(), into, decay, scale)
         return
@@ -305,15 +265,7 @@ def _accumulate_rows_(layer: LayerCurvature, gradient: Tensor, into: Tensor, dec
 def _accumulate_natural_bias_gradient_(
     layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float, scale: float
 ) -> None:
-    """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇b``: a bias has the constant input 1, so its A is 1.
-
-    Args:
-        layer: the layer, which has factors.
-        gradient: ``(d_out,)``.
-        into: in the same shape, in the dtype of the factors; changed in place.
-        decay: a number; with 0 the old values of ``into`` are overwritten.
-        scale: a number that multiplies the gradient.
-    """
+    """Compute ``into ← decay * into + (scale/T) · G_d⁻¹ ∇b``: a bias has the constant input 1, so its A is 1."""
     g_inverse = layer.inverse("G")
     if gradient.is_sparse:
         gradient = gradient.to_dense()

@@ -21,17 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_options(name: str) -> dict[str, Any]:
-    """Return the options of a named setting.
-
-    Args:
-        name: a key of ``PRESETS``.
-
-    Returns:
-        The options, a copy.
-
-    Raises:
-        ValueError: there is no such name.
-    """
+    """Return the options of a named setting."""
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is not known; use one of {', '.join(map(repr, PRESETS))}")
     return dict(PRESETS[name])
@@ -62,18 +52,7 @@ SCALED_DEFAULTS: dict[str | None, dict[str, Any]] = {
 
 
 def with_defaults(given: Mapping[str, Any], scaling: str | None) -> dict[str, Any]:
-    """Fill in the defaults of the options that were not given.
-
-    If ``kl_clip`` is given, as a number or None, it replaces the default of ``max_update_ratio``.
-
-    Args:
-        given: the options. Those that were not given are None; ``kl_clip`` and ``max_update_ratio``, for which None
-            means no bound, are then ``"auto"``.
-        scaling: None or ``"spectral"``, which have different defaults.
-
-    Returns:
-        The complete options.
-    """
+    """Fill in the defaults of the options that were not given."""
     usual = SCALED_DEFAULTS[scaling]
     given = dict(given)
     if given["max_update_ratio"] == AUTO:
@@ -88,15 +67,7 @@ def with_defaults(given: Mapping[str, Any], scaling: str | None) -> dict[str, An
 
 
 def check_scaling(groups: Sequence[Mapping[str, Any]], scaling: str | None) -> None:
-    """Check that parameter groups have the scaling of their optimizer.
-
-    Args:
-        groups: parameter groups, given or loaded.
-        scaling: the scaling of the optimizer.
-
-    Raises:
-        ValueError: a group has another scaling.
-    """
+    """Check that parameter groups have the scaling of their optimizer."""
     for group in groups:
         require(
             "scaling",
@@ -108,14 +79,7 @@ def check_scaling(groups: Sequence[Mapping[str, Any]], scaling: str | None) -> N
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Check every option of a parameter group.
-
-    Args:
-        group: the group, with defaults filled in.
-
-    Raises:
-        ValueError: an option is out of range.
-    """
+    """Check every option of a parameter group."""
     usual = SCALED_DEFAULTS["spectral" if group["scaling"] else None]  # the numbers that the messages recommend
     in_range("lr", group["lr"], lambda v: v >= 0, "a finite number ≥ 0", f"start from {usual['lr']}")
     in_range(
@@ -173,17 +137,7 @@ def check_group(group: Mapping[str, Any]) -> None:
 
 
 def check_thresholds(thresholds: Any) -> tuple[float, float]:
-    """Check the thresholds of the trace rule.
-
-    Args:
-        thresholds: ``(ω1, ω2)``.
-
-    Returns:
-        The pair as floats.
-
-    Raises:
-        ValueError: it is not a pair of numbers ≥ 0 with ω2 ≤ ω1.
-    """
+    """Check the thresholds of the trace rule."""
     pair = isinstance(thresholds, tuple | list) and len(thresholds) == 2
     numbers = [number(t) for t in thresholds] if pair else []
     require(
@@ -205,17 +159,7 @@ def check_thresholds(thresholds: Any) -> tuple[float, float]:
 
 
 def check_loss_terms(value: Any) -> int:
-    """Check a number of loss terms, given by the user or returned by the user's callable.
-
-    Args:
-        value: the number, which may be a one-element integer tensor such as ``mask.sum()``.
-
-    Returns:
-        The number.
-
-    Raises:
-        ValueError: it is not a whole number of at least 1.
-    """
+    """Check a number of loss terms, given by the user or returned by the user's callable."""
     is_count = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
     require(
         "loss_terms",
@@ -228,30 +172,14 @@ def check_loss_terms(value: Any) -> int:
 
 
 def check_communication_dtype(value: Any) -> None:
-    """Check the option ``communication_dtype``.
-
-    Args:
-        value: its value.
-
-    Raises:
-        ValueError: it is neither None nor a dtype with the range of float32.
-    """
+    """Check the option ``communication_dtype``."""
     known = (None, torch.bfloat16, torch.float32)
     rule = "None, torch.bfloat16 or torch.float32"
     require("communication_dtype", value, value in known, rule, "sums of factors overflow in float16")
 
 
 def check_division(whole_matrices: Any, divide_curvature: Any, scaling: str | None) -> None:
-    """Check the options ``whole_matrices`` and ``divide_curvature``.
-
-    Args:
-        whole_matrices: the value of the one.
-        divide_curvature: the value of the other.
-        scaling: the scaling of the optimizer.
-
-    Raises:
-        ValueError: one is no truth value, or ``whole_matrices`` is True without ``scaling="spectral"``.
-    """
+    """Check the options ``whole_matrices`` and ``divide_curvature``."""
     for name, value in (("divide_curvature", divide_curvature), ("whole_matrices", whole_matrices)):
         require(name, value, isinstance(value, bool), "True or False", "leave it out for False")
     spectral = "False unless scaling='spectral', because no other step orthogonalises matrices"
@@ -259,18 +187,7 @@ def check_division(whole_matrices: Any, divide_curvature: Any, scaling: str | No
 
 
 def check_optimizer(*, loss_reduction: Any, nonfinite: Any, scaling: Any, fisher: Any, loss_terms: Any) -> None:
-    """Check the options that are not part of parameter groups.
-
-    Args:
-        loss_reduction: ``"mean"`` or ``"sum"``.
-        nonfinite: ``"raise"`` or ``"skip"``.
-        scaling: None or ``"spectral"``.
-        fisher: ``"empirical"`` or ``"sampled"``.
-        loss_terms: None, a number or a callable.
-
-    Raises:
-        ValueError: an option has another value, or two of them exclude each other.
-    """
+    """Check the options that are not part of parameter groups."""
     named = (
         ("loss_reduction", loss_reduction, ("mean", "sum")),
         ("nonfinite", nonfinite, ("raise", "skip")),

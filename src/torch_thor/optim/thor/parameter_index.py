@@ -21,29 +21,15 @@ from torch_thor.optim.parameters import Group
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a layer in a parameter.
+    """The share of a layer in a parameter."""
 
-    Args:
-        layer: the layer.
-        view: the parameter, or the rows of it that belong to the layer.
-        is_weight: whether the share is the layer's weight; otherwise it is a bias.
-    """
-
-    layer: LayerCurvature
-    view: ParameterView
-    is_weight: bool
+    layer: LayerCurvature  # the layer
+    view: ParameterView  # the parameter, or the rows of it that belong to the layer
+    is_weight: bool  # whether the share is the layer's weight; otherwise it is a bias
 
 
 def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
-    """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out.
-
-    Args:
-        taken: the rows of each layer; None for all.
-        length: the number of rows of the parameter.
-
-    Returns:
-        The runs of free rows, ascending.
-    """
+    """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out."""
     rows = sorted((0, length) if one is None else (one.start, one.stop) for one in taken)
     rows = [(start, stop) for start, stop in rows if start < stop]
     starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]
@@ -51,11 +37,7 @@ def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
 
 
 class ParameterIndex:
-    """The names, groups and layers of a model's parameters.
-
-    Args:
-        model: the model.
-    """
+    """The names, groups and layers of a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, str] = {}
@@ -68,11 +50,7 @@ class ParameterIndex:
         self.read_modules(model)
 
     def read_modules(self, model: nn.Module) -> None:
-        """Look up the names of the parameters and the modules that own them.
-
-        Args:
-            model: the model, which may have new layers.
-        """
+        """Look up the names of the parameters and the modules that own them."""
         owners = owners_of(model)
         self._owners = {name: owners[id(parameter)][0] for name, parameter in model.named_parameters()}
         self.owner_ids = frozenset(id(owner.module) for owner in self._owners.values())
@@ -86,12 +64,7 @@ class ParameterIndex:
         self._matrices: dict[str, PlainMatrix] = {}
 
     def set_layers(self, layers: Mapping[str, LayerCurvature], matrices: Mapping[str, PlainMatrix]) -> None:
-        """Set the layers that are preconditioned.
-
-        Args:
-            layers: the layers, by name.
-            matrices: the matrices of the parameters without factors, by the parameter's name.
-        """
+        """Set the layers that are preconditioned."""
         # by identity, because a layer may use another name of a shared parameter than named_parameters()
         names = {id(module._parameters[attribute]): name for name, attribute, module in self.attributes}
         self._shares, self._matrices = {}, dict(matrices)
@@ -105,12 +78,7 @@ class ParameterIndex:
                 share.view.longest = longest
 
     def update(self, groups: list[Group], states: Mapping[Tensor, State]) -> None:
-        """Look up the current parameter objects, and bind the views of the layers to their state and options.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            states: the optimizer's state.
-        """
+        """Look up the current parameter objects, and bind the views of the layers to their state and options."""
         self._names, self.shares_of, self.matrix_of = {}, {}, {}
         self.computed, self.tied = [], []
         self.depth = 0
@@ -136,30 +104,15 @@ class ParameterIndex:
                 share.view.bind(states.get(parameter), self._groups.get(id(parameter), {}), parameter, shards)
 
     def divided(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters whose rows are divided among processes.
-
-        Returns:
-            Their names and the parameters.
-        """
+        """Return the parameters whose rows are divided among processes."""
         return [(name, parameter) for name, (parameter, shards) in self.sharded.items() if shards is not None]
 
     def shards_of(self, parameter: Tensor) -> RowShards | None:
-        """Return how the rows of a parameter are divided.
-
-        Args:
-            parameter: a current parameter.
-
-        Returns:
-            The division; None if every process holds the whole parameter.
-        """
+        """Return how the rows of a parameter are divided."""
         return self.sharded.get(self.name(parameter), (parameter, None))[1] if self.sharded else None
 
     def _with_shards(self, name: str, present: nn.Parameter) -> tuple[nn.Parameter, RowShards | None]:
-        """Return the parameter that is trained, and how its rows are divided; None if they are not.
-
-        While a module runs, and after its forward pass until the backward pass, FSDP2 puts a whole parameter into the
-        place of the one that is trained.
-        """
+        """Return the parameter that is trained, and how its rows are divided; None if they are not."""
         found = self.sharded.get(name)
         if is_sharded(present):
             self.divided_since |= name in self._whole and id(present) in self._groups
@@ -170,41 +123,17 @@ class ParameterIndex:
         return (present, None) if found is None or id(found[0]) not in self._groups else found
 
     def removed_modules(self, model: nn.Module) -> list[str]:
-        """Return the modules that were replaced or removed since :meth:`read_modules`.
-
-        Args:
-            model: the model.
-
-        Returns:
-            The names of those modules that had parameters of their own.
-        """
+        """Return the modules that were replaced or removed since :meth:`read_modules`."""
         present = {id(module) for module in model.modules()}
         names = (owner.module_name for owner in self._owners.values() if id(owner.module) not in present)
         return list(dict.fromkeys(names))
 
     def name(self, parameter: Tensor) -> str:
-        """Return a parameter's name in the model.
-
-        Args:
-            parameter: a current parameter.
-
-        Returns:
-            The name; a description if the model has replaced the parameter by another.
-        """
+        """Return a parameter's name in the model."""
         return self._names.get(id(parameter), f"<parameter of shape {tuple(parameter.shape)}>")
 
     def group(self, parameter: Tensor) -> Group:
-        """Return a parameter's group.
-
-        Args:
-            parameter: a current parameter.
-
-        Returns:
-            The group.
-
-        Raises:
-            RuntimeError: it is in none, because the parameter of a module, or what the groups have, was replaced.
-        """
+        """Return a parameter's group."""
         if id(parameter) not in self._groups:
             trained = [p for group in {id(g): g for g in self._groups.values()}.values() for p in group["params"]]
             if all(p.dim() == 1 and id(p) not in self._names for p in trained):
@@ -222,12 +151,5 @@ class ParameterIndex:
         return self._groups[id(parameter)]
 
     def shares(self, parameter: Tensor) -> list[Share]:
-        """Return the shares of the layers that precondition a parameter.
-
-        Args:
-            parameter: a current parameter.
-
-        Returns:
-            The shares; an empty list for a parameter that is not preconditioned.
-        """
+        """Return the shares of the layers that precondition a parameter."""
         return self.shares_of.get(id(parameter), [])

@@ -27,15 +27,7 @@ _Uncalled = list[tuple[LayerCurvature, str]]
 
 
 def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
-    """Create missing state, and take new factors for the layers that are due.
-
-    Args:
-        thor: the optimizer.
-        inputs: the inputs of the step.
-
-    Raises:
-        RuntimeError: the layers that are due have gradients, and none has statistics; nothing has changed.
-    """
+    """Create missing state, and take new factors for the layers that are due."""
     registry = thor._registry
     try:
         uncalled = _gather(thor, inputs) if inputs.due else []
@@ -140,12 +132,7 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
 
 
 def prepare_next_step(thor: "THOR", inputs: StepInputs) -> None:
-    """Register the hooks that the next step needs, and drop unused statistics of this step.
-
-    Args:
-        thor: the optimizer, whose groups have counted this step.
-        inputs: the inputs of this step.
-    """
+    """Register the hooks that the next step needs, and drop unused statistics of this step."""
     registry = thor._registry
     if inputs.waiting and not inputs.due:
         registry.capture.finish_step()

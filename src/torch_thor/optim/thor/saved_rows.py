@@ -28,17 +28,7 @@ from torch_thor.optim.thor.parameter_index import ParameterIndex
 def fit_loaded_rows(
     states: Mapping[Tensor, dict[str, Any]], groups: Iterable[Group], index: ParameterIndex, *, relative: bool
 ) -> None:
-    """Turn loaded state into that of this process. What does not fit the layers stays as it is.
-
-    Args:
-        states: the optimizer's state, as it was loaded; changed in place.
-        groups: the optimizer's parameter groups, with the options that were loaded.
-        index: the index of the parameters.
-        relative: whether damping is relative to the mean diagonal of each factor.
-
-    Raises:
-        ValueError: a factor that has been cut again cannot be inverted.
-    """
+    """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
     for group in groups:
         for parameter in group["params"]:
             entries, shards = states.get(parameter), index.shards_of(parameter)
@@ -85,14 +75,7 @@ def _fit(
 def join_blocks(
     entries: MutableMapping[str, Any], name: str, layers: Iterable[LayerCurvature], shape: tuple[int, int]
 ) -> None:
-    """Replace the blocks of all layers of a weight, as earlier versions saved them, by one matrix of rows.
-
-    Args:
-        entries: tensors by key; changed in place, unless blocks are missing or have other shapes.
-        name: the name of a factor or an inverse.
-        layers: all layers of the weight.
-        shape: the shape of the matrix.
-    """
+    """Replace the blocks of all layers of a weight, as earlier versions saved them, by one matrix of rows."""
     found = []
     for layer in layers:
         key, view = layer.prefix + name, layer.weight_view
@@ -121,23 +104,7 @@ def _divided(tensor: Any, shards: RowShards, parameter: nn.Parameter) -> Any:
 def _cut_again(
     layer: LayerCurvature, factor: Tensor, inverse: Tensor, before: int, count: int, rows: int, *, relative: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return a factor and its inverse for other blocks; blocks that stay the same keep their inverse to the last bit.
-
-    Args:
-        layer: the layer.
-        factor: the rows of the factor that this process holds.
-        inverse: those of its inverse.
-        before: the number of shards at whose boundaries the blocks end.
-        count: the number at which they are to end.
-        rows: the number of rows of the whole weight.
-        relative: whether damping is relative to the mean diagonal.
-
-    Returns:
-        The rows of both.
-
-    Raises:
-        ValueError: a block cannot be inverted.
-    """
+    """Return a factor and its inverse for other blocks; equal blocks keep their inverse to the last bit."""
     side, view = str(layer.stored.side_by_rows), layer.weight_view
     split_dim = 1 if side == "A" and layer.kind.diagonal_input else view.split_dim
     first = 0

@@ -44,25 +44,15 @@ _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them i
 
 @dataclass
 class _Piece:
-    """A parameter, or the rows of one that belong to a layer, as a batch of matrices.
+    """A parameter, or the rows of one that belong to a layer, as a batch of matrices."""
 
-    Args:
-        parameter: the parameter, or the rows of it.
-        direction: the direction to precondition and orthogonalise, in the shape of ``parameter``.
-        geometry: converts tensors of this shape into matrices.
-        whole: converts the rows of all processes.
-        layer: the layer whose factor A preconditions the direction; None if there is no factor.
-        bounds: which process holds which rows of the matrix (:class:`DividedMatrix`); None if one holds all.
-        key: the ``id`` of the parameter.
-    """
-
-    parameter: Tensor
-    direction: Tensor
-    geometry: Kind | PlainMatrix
-    whole: Kind | PlainMatrix
-    layer: LayerCurvature | None
-    bounds: tuple[int, ...] | None
-    key: int
+    parameter: Tensor  # the parameter, or the rows of it
+    direction: Tensor  # the direction to precondition and orthogonalise, in the shape of `parameter`
+    geometry: Kind | PlainMatrix  # converts tensors of this shape into matrices
+    whole: Kind | PlainMatrix  # converts the rows of all processes
+    layer: LayerCurvature | None  # the layer whose factor A preconditions the direction; None if there is no factor
+    bounds: tuple[int, ...] | None  # which process holds which rows of the matrix (:class:`DividedMatrix`)
+    key: int  # the `id` of the parameter
 
     @property
     def is_tall(self) -> bool:
@@ -77,11 +67,7 @@ class _Piece:
         return min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
 
     def write(self, into: Tensor) -> None:
-        """Write the preconditioned direction as matrices.
-
-        Args:
-            into: ``(groups, smaller side, larger side)``, overwritten.
-        """
+        """Write the preconditioned direction as matrices."""
         into = into.mT if self.is_tall else into
         if self.layer is not None:
             _precondition_inputs(self.layer, self.direction, into)
@@ -89,27 +75,14 @@ class _Piece:
             into.copy_(self.geometry.to_matrix(self.direction))
 
     def step_(self, unit: Tensor, lr: float) -> None:
-        """Take the step of the parameter.
-
-        Args:
-            unit: the orthogonalised direction, ``(groups, smaller side, larger side)``, each matrix of norm 1.
-            lr: the learning rate.
-        """
+        """Take the step of the parameter."""
         matrix = self.geometry.to_matrix(self.parameter)  # a view of the parameter if its memory layout allows
         matrix.add_(unit.mT if self.is_tall else unit, alpha=-lr * _norm_of_part(self.geometry, self.whole))
         self.geometry.from_matrix_(matrix, self.parameter)
 
 
 def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) -> None:
-    """Compute ``into ← ∇W A_d⁻¹``, for a layer that has A alone (the scale-free step).
-
-    Must be called inside ``ieee_float32`` and with autograd disabled.
-
-    Args:
-        layer: the layer, which has factors.
-        gradient: in the shape of the weight, or of the rows of the parameter that belong to the layer.
-        into: in the shape of a result of :meth:`Kind.to_matrix`, in the dtype of the factors; overwritten.
-    """
+    """Compute ``into ← ∇W A_d⁻¹``, for a layer that has A alone (the scale-free step)."""
     geometry, inverse = layer.geometry, layer.inverse("A")
     matrix = geometry.to_matrix(gradient).to(into.dtype)
     if geometry.transposed:
@@ -119,12 +92,7 @@ def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) 
 
 
 class ScaleFree:
-    """The scale-free update rule, a :class:`torch_thor.optim.thor.update_rule.UpdateRule`.
-
-    Args:
-        whole_matrices: whether a matrix whose rows are divided among processes is orthogonalised as a whole, by one of
-            them. If not, every process orthogonalises its own rows.
-    """
+    """The scale-free update rule, a :class:`torch_thor.optim.thor.update_rule.UpdateRule`."""
 
     sides: tuple[str, ...] = SIDES[:1]
     relative_damping: bool = True
@@ -133,14 +101,7 @@ class ScaleFree:
         self.whole_matrices = whole_matrices
 
     def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Add ``momentum_buffer`` to the state of a matrix, and the entries of :class:`torch.optim.AdamW` to others.
-
-        Args:
-            index: the index of the parameters, which knows which of them are matrices.
-            parameter: the parameter.
-            state: the state of the parameter; changed in place.
-            group: not used.
-        """
+        """Add ``momentum_buffer`` to the state of a matrix, and the entries of :class:`torch.optim.AdamW` to others."""
         dtype = factor_dtype(parameter.dtype)
         if id(parameter) in index.shares_of or id(parameter) in index.matrix_of:
             if "momentum_buffer" not in state:
@@ -158,15 +119,7 @@ class ScaleFree:
         decaying: frozenset[int],
         inverses: DividedInverses | None,
     ) -> None:
-        """Update every parameter that has a gradient.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            index: the index of the parameters, which knows the layers of each.
-            states: the optimizer's state.
-            decaying: the ``id`` of each parameter to which weight decay applies.
-            inverses: collects the inverses of the layers from other processes; None if all are here.
-        """
+        """Update every parameter that has a gradient."""
         for group in groups:
             lr = float(group["lr"])
             length = lr * depth_scale(index.depth)
@@ -215,34 +168,12 @@ class ScaleFree:
 
 
 def step_norm(outputs: int, inputs: int) -> float:
-    """Return the Frobenius norm of the step of a matrix at lr 1.
-
-    It is that of a (semi-)orthogonal matrix times ``√max(1, d_out / d_in)``. Such a step changes outputs of RMS 1 by
-    about lr, whatever the widths of the layer are (Bernstein et al. 2024, "Old optimizer, new norm").
-
-    Args:
-        outputs: d_out.
-        inputs: d_in.
-
-    Returns:
-        ``√min(d_out, d_in) · √max(1, d_out / d_in)``.
-    """
+    """Return the Frobenius norm of the step of a matrix at lr 1."""
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / inputs))
 
 
 def depth_scale(matrices: int) -> float:
-    """Return the factor by which the learning rate of a matrix is multiplied in a deep network, ``√min(1, 10 / L)``.
-
-    The changes of L matrices add up in the output, so a network that is n times as deep takes a √n times smaller
-    learning rate (η ∝ √(d₀ / depth): HyperP, arXiv 2603.28743).
-
-    Args:
-        matrices: L, the number of trained matrices that are orthogonalised: each weight counts once, whatever the
-            number of its groups or experts, and each projection of a fused weight.
-
-    Returns:
-        The factor; 1 for up to 10 matrices.
-    """
+    """Return the factor by which the learning rate of a matrix is multiplied in a deep network, ``√min(1, 10 / L)``."""
     return math.sqrt(min(1.0, _USUAL_DEPTH / max(1, matrices)))
 
 
@@ -295,10 +226,8 @@ def _pieces_of(parameter: nn.Parameter, direction: Tensor, index: ParameterIndex
 
 
 def _norm_of_part(part: Kind | PlainMatrix, whole: Kind | PlainMatrix) -> float:
-    """Return the norm of the step of some rows of a matrix: those of all processes together have the norm of the whole.
-
-    The rows that one process holds are orthogonalised and scaled on their own, so that nothing has to be sent.
-    """
+    """Return the norm of the step of some rows; those of all processes together have the norm of the whole."""
+    # The rows that one process holds are orthogonalised and scaled on their own, so that nothing has to be sent.
     share = part.outputs * part.inputs / (whole.outputs * whole.inputs)
     return step_norm(whole.outputs, whole.inputs) * math.sqrt(share)
 

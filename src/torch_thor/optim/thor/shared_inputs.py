@@ -31,22 +31,7 @@ _OPTIONS = (
 
 
 def read_together(thor: "THOR", processes: Processes, read_own: Callable[[], "StepInputs"]) -> "StepInputs":
-    """Read the inputs of a step on every process, and combine them.
-
-    If one process finds an error, all of them raise it; if one of them skips the step, all of them do.
-
-    Args:
-        thor: the optimizer.
-        processes: the processes that train together.
-        read_own: reads the inputs of this process; it may raise.
-
-    Returns:
-        The inputs of this process, with the decisions and the loss terms of all processes.
-
-    Raises:
-        Exception: what ``read_own`` raised here or on another process.
-        RuntimeError: the processes differ.
-    """
+    """Read the inputs of a step on every process, and combine them."""
     read, error, facts, numbers = None, None, [], [0.0] * NUMBERS
     try:
         read = read_own()

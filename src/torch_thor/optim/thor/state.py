@@ -24,17 +24,7 @@ _NOTHING: Mapping[str, Any] = {}
 
 
 def creates_state_only(groups: list[Group], states: States) -> bool:
-    """Return whether torch.distributed.checkpoint takes the first step to create the state, with lr and gradients 0.
-
-    Such a step is not part of the training, and perhaps not every process takes it.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        states: the optimizer's state.
-
-    Returns:
-        Whether there is no state yet, and lr and every gradient is 0.
-    """
+    """Return whether torch.distributed.checkpoint takes the first step to create the state, with lr and gradients 0."""
     if states or any(float(group["lr"]) for group in groups):
         return False
     return not any(bool(real_elements(gradient).any()) for _, _, gradient in parameters_with_gradient(groups))
@@ -47,19 +37,10 @@ def make_state(
     layers: Iterable[LayerCurvature],
     rule: UpdateRule,
 ) -> None:
-    """Create all state that is missing, in the first step and after parameters were added.
-
-    All entries are created at once, so that a checkpoint has the same keys on every rank and at every time. They are
-    not created with the optimizer, because wrappers may replace the parameters after that. Frozen parameters have no
-    state.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        states: the optimizer's state, a mapping that creates missing keys.
-        index: the index of the parameters, which binds the layers to the new state.
-        layers: the preconditioned layers.
-        rule: the update rule, which adds its own entries.
-    """
+    """Create all state that is missing, in the first step and after parameters were added."""
+    # All entries are created at once, so that a checkpoint has the same keys on every rank and at every time. They are
+    # not created with the optimizer, because wrappers may replace the parameters after that. Frozen parameters have no
+    # state.
     for group in groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -79,17 +60,7 @@ def conform(
     layers: Iterable[LayerCurvature],
     index: ParameterIndex,
 ) -> None:
-    """Check that the state fits the current parameters, then move and convert it to their devices and dtypes.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        states: the optimizer's state; changed in place.
-        layers: the preconditioned layers.
-        index: the index of the current parameters.
-
-    Raises:
-        RuntimeError: a parameter was replaced or has another shape than its state, or the block size has changed.
-    """
+    """Check that the state fits the current parameters, then move and convert it to their devices and dtypes."""
     for first, second in index.tied:
         raise RuntimeError(
             f"{first!r} and {second!r} are one parameter: they were tied after THOR was made, which takes them for the "

@@ -13,14 +13,7 @@ from torch_thor.optim.thor.gradient_checks import some
 
 
 def check_is_of_thor(state_dict: StateDict) -> None:
-    """Raise an error for a state dict that was not saved by THOR.
-
-    Args:
-        state_dict: the state dict to load.
-
-    Raises:
-        ValueError: it is the state dict of another optimizer, or of the scale-free step of an earlier version.
-    """
+    """Raise an error for a state dict that was not saved by THOR."""
     remedy = (
         "Momentum, learning rate and schedule of another optimizer mean nothing to THOR: load the model's weights, and "
         "let THOR start anew"
@@ -38,17 +31,7 @@ def check_is_of_thor(state_dict: StateDict) -> None:
 def check_selection(
     layers: Iterable[LayerCurvature], left_out: Iterable[Layer], states: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
-    """Check that the loaded state was saved with the same ``skip=`` and ``only=``.
-
-    Args:
-        layers: the preconditioned layers, whose views have been bound to the loaded state.
-        left_out: the layers that ``skip=`` and ``only=`` leave out.
-        states: the loaded state.
-
-    Raises:
-        ValueError: the state has factors of a layer that is left out, or no factors of a layer that is preconditioned.
-            This does not apply to a layer whose weight has no state at all, because it was frozen.
-    """
+    """Check that the loaded state was saved with the same ``skip=`` and ``only=``."""
     present = [one for one in left_out if one.weight.is_there]  # the others are pruned
     saved = [one.name for one in present if _has_factors(states.get(one.weight.parameter, {}), one.prefix)]
     lacking = [layer.name for layer in layers if layer.state and not _has_factors(layer.state, layer.prefix)]
@@ -66,14 +49,7 @@ def _has_factors(state: Mapping[str, Any], prefix: str) -> bool:
 
 
 def check_factors(layers: Iterable[LayerCurvature]) -> None:
-    """Check that the loaded state of each layer is complete, and that its tensors have the shapes that it needs.
-
-    Args:
-        layers: the preconditioned layers.
-
-    Raises:
-        ValueError: an entry is missing or has another shape.
-    """
+    """Check that the loaded state of each layer is complete, and that its tensors have the shapes that it needs."""
     for layer in layers:
         missing = missing_entries(layer)
         if missing:

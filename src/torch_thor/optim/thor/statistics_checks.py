@@ -9,14 +9,7 @@ from torch_thor.optim.thor.gradient_checks import some
 
 
 def check_blocks(layers: Collection[LayerCurvature]) -> None:
-    """Raise an error for statistics with other blocks than the group's ``split_dim``.
-
-    Args:
-        layers: the layers that are due.
-
-    Raises:
-        RuntimeError: the option was changed after a forward pass of this step.
-    """
+    """Raise an error for statistics with other blocks than the group's ``split_dim``."""
     for layer in layers:
         if layer.statistics.are_cut_otherwise():
             raise RuntimeError(
@@ -27,15 +20,7 @@ def check_blocks(layers: Collection[LayerCurvature]) -> None:
 
 
 def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None:
-    """Raise an error for a row mask that fits no layer.
-
-    Args:
-        layers: the preconditioned layers.
-        capture: gathers their statistics, which are dropped if this raises.
-
-    Raises:
-        RuntimeError: there are statistics, and the mask fits the input of no layer.
-    """
+    """Raise an error for a row mask that fits no layer."""
     mask = capture.row_mask
     if mask is None or capture.mask_taken or not any(layer.statistics.rows for layer in layers):
         return
@@ -47,19 +32,7 @@ def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None
 
 
 def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> list[tuple[LayerCurvature, str]]:
-    """Raise an error for a refresh without any statistics, on any process, that names the cause.
-
-    Args:
-        layers: the preconditioned layers.
-        capture: gathers their statistics, which are dropped if this raises.
-
-    Returns:
-        The layers that have a gradient and no statistics while other layers have some, each with a sentence for a
-        warning. As a rule their weights are used without calling their modules.
-
-    Raises:
-        RuntimeError: layers that are due have gradients, and no layer has statistics.
-    """
+    """Raise an error for a refresh without any statistics, on any process, that names the cause."""
     required = [layer for layer in layers if capture.phase(layer) is Phase.REQUIRED]
     silent = [layer for layer in required if layer not in capture.reached and layer.weight_view.has_gradient()]
     inside = capture.inside_transform
@@ -103,15 +76,7 @@ def _uncalled_message(layer: LayerCurvature, inside_transform: bool, sampled: bo
 
 
 def conflicting_terms_message(number: int, last: int) -> str:
-    """Return the text of the warning for layers that see different numbers of loss terms.
-
-    Args:
-        number: N, as derived from a backward pass.
-        last: the number that the layer nearest to the loss has seen.
-
-    Returns:
-        The message.
-    """
+    """Return the text of the warning for layers that see different numbers of loss terms."""
     return (
         f"THOR takes N = {number} for the number of loss terms of a backward pass, from the leading dimension of the "
         f"layers' inputs, while the last layer's input has {last}. If the loss averages over another number (predicted "

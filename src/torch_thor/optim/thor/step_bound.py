@@ -22,15 +22,7 @@ SMALLEST_SHARE = 0.03
 
 
 def smallest_norm(parameter: Tensor) -> float:
-    """Return the smallest norm that is assumed for a parameter.
-
-    Args:
-        parameter: a weight, with rows in its first dimension, or a vector.
-
-    Returns:
-        ``0.03 √rows``. The number of rows is the first size other than 1: a vector of any shape has as many rows as
-        elements, a position embedding ``(1, L, D)`` has L, and a scalar has one.
-    """
+    """Return the smallest norm that is assumed for a parameter."""
     for size in parameter.shape:
         if size != 1:
             return SMALLEST_SHARE * math.sqrt(size)
@@ -38,14 +30,7 @@ def smallest_norm(parameter: Tensor) -> float:
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group tensors that can be measured together.
-
-    Args:
-        tensors: tensors on any devices, of any dtypes.
-
-    Returns:
-        The indices of the tensors, in one list for each device and dtype.
-    """
+    """Group tensors that can be measured together."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(i)
@@ -55,19 +40,7 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
 def relative_scales(
     parameters: Sequence[Tensor], directions: Sequence[Tensor], lr: float, ratio: float
 ) -> Tensor | None:
-    """Return the factors by which directions are multiplied so that no step is too long for its parameter.
-
-    This makes no host–device synchronisation: on an accelerator the factors stay there.
-
-    Args:
-        parameters: the parameters, all on one device.
-        directions: the directions before momentum, in the shapes of the parameters, all of one dtype.
-        lr: the learning rate.
-        ratio: r, the largest length of a step relative to the norm of the parameter.
-
-    Returns:
-        ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``, one number per parameter; None if all are known to be 1.
-    """
+    """Return the factors by which directions are multiplied so that no step is too long for its parameter."""
     if directions[0].device.type == "cpu":
         scales = [relative_scale(p, d, lr, ratio) for p, d in zip(parameters, directions, strict=True)]
         return None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, dtype=directions[0].dtype)
@@ -80,20 +53,7 @@ def relative_scales(
 
 
 def relative_scale(parameter: Tensor, direction: Tensor, lr: float, ratio: float) -> float:
-    """Return the factor by which a direction on the CPU is multiplied so that the step is not too long.
-
-    It is computed with Python numbers. :func:`relative_scales` uses tensors of one element, and half a dozen operations
-    on these take as long as the norm of a small layer.
-
-    Args:
-        parameter: the parameter.
-        direction: the direction before momentum, in the shape of the parameter.
-        lr: the learning rate.
-        ratio: r, the largest length of a step relative to the norm of the parameter.
-
-    Returns:
-        ``min(1, r · max(‖W‖, smallest) / (lr · ‖d‖))``; 1 for a direction of zeros, NaN if it holds NaN.
-    """
+    """Return the factor by which a direction on the CPU is multiplied so that the step is not too long."""
     length = lr * _norm(direction, direction.dtype)
     longest = ratio * smallest_norm(parameter)
     if length <= longest:  # then the norm of the parameter, which can only raise the bound, is not needed
@@ -107,14 +67,7 @@ def _norm(tensor: Tensor, dtype: torch.dtype) -> float:
 
 
 def kl_divergence(parts: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Group]]) -> Tensor:
-    """Return ``Σ lr² ⟨d, ∇⟩``, twice the Kullback–Leibler divergence that is predicted for a step.
-
-    Args:
-        parts: the directions, gradients and parameter group of all preconditioned parameters.
-
-    Returns:
-        A 0-dimensional tensor.
-    """
+    """Return ``Σ lr² ⟨d, ∇⟩``, twice the Kullback–Leibler divergence that is predicted for a step."""
     products = [
         torch.sum(d * g) * (float(group["lr"]) ** 2 / float(group["loss_scale"]))
         for directions, gradients, group in parts
@@ -124,14 +77,6 @@ def kl_divergence(parts: Sequence[tuple[Sequence[Tensor], Sequence[Tensor], Grou
 
 
 def kl_scale(divergence: Tensor, group: Group) -> Tensor:
-    """Return the factor by which the directions of a group are multiplied, ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``.
-
-    Args:
-        divergence: the result of :func:`kl_divergence`.
-        group: the parameter group; κ is its ``kl_clip``.
-
-    Returns:
-        A 0-dimensional tensor.
-    """
+    """Return the factor by which the directions of a group are multiplied, ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``."""
     limit = float(group["kl_clip"]) / divergence.clamp(min=torch.finfo(divergence.dtype).tiny)
     return limit.sqrt().clamp(max=1.0)

@@ -52,53 +52,25 @@ _NOT_NUMBERS = (
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What is known about a step before it changes anything.
-
-    Args:
-        due: the layers to refresh, the same on every process, also on one that has no rows of a layer.
-        processes: the processes that take their decisions together: all that train together on a refresh step and
-            where :func:`_needs_agreement`; otherwise this one alone, because no decision is left that others wait for.
-        fits: whether the optimizer state is known to fit the current parameters (:func:`fingerprint`).
-        state_only: whether torch.distributed.checkpoint takes this step to create the state, so that nothing may move.
-        waiting: whether a layer gathers statistics that is trained and, as far as is known, called by the model.
-        next_refreshes: for each parameter group, the step of its next refresh as of the end of this step.
-        refreshes_next: whether the next step refreshes a group.
-        terms: N, the number of loss terms of all processes together; 0 if no layer has counted any.
-        output_scale: multiplies the captured output gradients of this process, to make them gradients of one loss term.
-        largest: the largest Euclidean norm of a gradient; 0 without gradients, or if parameters are divided.
-        decaying: the ``id`` of each parameter to which weight decay applies in this step.
-        skipped: whether the step is skipped.
-        counted: whether it is skipped because a gradient is not finite, so that ``skipped_steps`` counts it.
-    """
+    """What is known about a step before it changes anything."""
 
     due: Sequence[LayerCurvature]
-    processes: Processes
-    fits: bool
+    processes: Processes  # the processes that take their decisions together
+    fits: bool  # whether the optimizer state is known to fit the current parameters (:func:`fingerprint`)
     state_only: bool
-    waiting: bool
-    next_refreshes: tuple[int, ...]
-    refreshes_next: bool
-    terms: int = 0
+    waiting: bool  # whether a layer gathers statistics that is trained and, as far as is known, called by the model
+    next_refreshes: tuple[int, ...]  # for each parameter group, the step of its next refresh as of the end of this step
+    refreshes_next: bool  # whether the next step refreshes a group
+    terms: int = 0  # N, the number of loss terms of all processes together; 0 if no layer has counted any
     output_scale: float = 1.0
-    largest: float = 0.0
-    decaying: frozenset[int] = frozenset()
-    skipped: bool = False
-    counted: bool = False
+    largest: float = 0.0  # the largest Euclidean norm of a gradient; 0 without gradients, or if parameters are divided
+    decaying: frozenset[int] = frozenset()  # the `id` of each parameter to which weight decay applies in this step
+    skipped: bool = False  # whether the step is skipped
+    counted: bool = False  # whether it is skipped because a gradient is not finite, so that `skipped_steps` counts it
 
 
 def fingerprint(groups: Iterable[Group], states: Mapping[Tensor, State], index: ParameterIndex) -> list[Any]:
-    """Return everything on which the parameter views of the layers and the optimizer state depend.
-
-    It is compared in every step, so it is cheap to compute.
-
-    Args:
-        groups: the optimizer's parameter groups.
-        states: the optimizer's state.
-        index: the index of the model's parameters.
-
-    Returns:
-        Identities, shapes, dtypes, devices and block sizes. If two results are equal, nothing has changed in between.
-    """
+    """Return everything on which the parameter views of the layers and the optimizer state depend."""
     found: list[Any] = [len(states)]
     for _, attribute, module in index.attributes:
         found.append(id(module._parameters.get(attribute)))
@@ -113,21 +85,7 @@ def fingerprint(groups: Iterable[Group], states: Mapping[Tensor, State], index: 
 
 
 def collect(thor: "THOR") -> StepInputs:
-    """Read and check the inputs of a step, and agree on them with the other processes.
-
-    If the step is skipped, its statistics are dropped, and it is counted if its gradients are not finite.
-
-    Args:
-        thor: the optimizer.
-
-    Returns:
-        The inputs of this process, with the decisions and the loss terms of all processes.
-
-    Raises:
-        FloatingPointError: a gradient holds NaN or inf.
-        RuntimeError: the state does not fit the model, or the processes differ.
-        ValueError: an option is out of range.
-    """
+    """Read and check the inputs of a step, and agree on them with the other processes."""
     groups, states, registry = thor.param_groups, thor.state, thor._registry
     index, capture = registry.index, registry.capture
     fits = thor._fitting is not None and fingerprint(groups, states, index) == thor._fitting
@@ -168,11 +126,9 @@ def collect(thor: "THOR") -> StepInputs:
 
 
 def _needs_agreement(thor: "THOR") -> bool:
-    """Return whether the processes must agree on every step, and not on refresh steps alone.
-
-    They must if the update sends something, because a process that raises or skips leaves the others waiting; and if a
-    step may be skipped, because the process that skips would come to its next refresh later than the others.
-    """
+    """Return whether the processes must agree on every step, and not on refresh steps alone."""
+    # They must if the update sends something, because a process that raises or skips leaves the others waiting; and if
+    # a step may be skipped, because the process that skips would come to its next refresh later than the others.
     if thor.divide_curvature or thor.nonfinite == "skip":
         return True
     if thor._registry.index.first_shards is None:
@@ -245,10 +201,7 @@ def _gathers(registry: LayerRegistry, group: Group) -> bool:
 
 
 def _is_usual(thor: "THOR", group: Group) -> bool:
-    """Return whether a group's numbers are Python numbers in range, and its other options have been checked before.
-
-    Everything else, such as a tensor or an option that was replaced, is passed to :func:`check_group`.
-    """
+    """Return whether a group's numbers are Python numbers in range, and its other options have been checked before."""
     lr, weight_decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
     factor_decay, damping, loss_scale = group["factor_decay"], group["damping"], group["loss_scale"]
     for value in (lr, weight_decay, momentum, factor_decay, damping, loss_scale):
@@ -273,15 +226,7 @@ def _note_conflicting_terms(registry: LayerRegistry) -> None:
 
 
 def _largest_gradient(groups: list[Group], index: ParameterIndex) -> float:
-    """Return the largest Euclidean norm of a gradient; NaN or inf if one is not finite or the step could overflow.
-
-    This takes one pass over the gradients and one host–device synchronisation per device. It guarantees that no NaN
-    reaches a weight. A norm that overflows float32 (beyond 1e19) counts as inf, and so does a norm with which a natural
-    gradient, whose norm is at most |∇| / λ, could overflow.
-
-    Raises:
-        RuntimeError: a gradient is neither dense nor sparse COO.
-    """
+    """Return the largest Euclidean norm of a gradient; NaN or inf if one is not finite or the step could overflow."""
     batches: dict[tuple[torch.device, bool], list[Tensor]] = {}
     damping = math.inf
     for group in groups:

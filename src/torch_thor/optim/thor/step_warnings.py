@@ -14,14 +14,7 @@ class StepWarnings:
         self.pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
 
     def note(self, about: Hashable, message: str, name: str | None = None, then: str = "") -> None:
-        """Add a warning, unless one about the same problem has been added before.
-
-        Args:
-            about: a key that identifies the problem; the message may differ.
-            message: the text of the warning.
-            name: the layer or module that it is about, which follows; one warning names all that share its text.
-            then: the text after the name.
-        """
+        """Add a warning, unless one about the same problem has been added before."""
         if about not in self._known:
             self._known.add(about)
             names = self.pending.setdefault((message, then), [])

@@ -19,31 +19,14 @@ _KNOWN: dict[str, type[Constant | Piecewise | Geometric]] = {
 
 
 def to_plain(interval: int | Callable[[int], int]) -> int | str:
-    """Return an interval in the form in which a state dict stores it.
-
-    Args:
-        interval: a number, a schedule or any callable.
-
-    Returns:
-        The number; the schedule's repr; ``"callable"`` for any other callable.
-    """
+    """Return an interval in the form in which a state dict stores it."""
     if not callable(interval):
         return interval
     return repr(interval) if type(interval) in _KNOWN.values() else CALLABLE
 
 
 def from_plain(plain: Any) -> Any:
-    """Return the interval that :func:`to_plain` was given. The text of a schedule is parsed and not executed.
-
-    Args:
-        plain: an interval as a state dict stores it.
-
-    Returns:
-        The schedule that a text describes; every other value, and ``"callable"``, unchanged.
-
-    Raises:
-        ValueError: a text describes no schedule of this version.
-    """
+    """Return the interval that :func:`to_plain` was given. The text of a schedule is parsed and not executed."""
     if not isinstance(plain, str) or plain == CALLABLE:
         return plain
     try:
@@ -59,31 +42,12 @@ def from_plain(plain: Any) -> Any:
 
 
 def plain_group(group: Group) -> Group:
-    """Return a parameter group in the form in which a state dict stores it.
-
-    Args:
-        group: a parameter group.
-
-    Returns:
-        A copy, with the interval as :func:`to_plain` returns it.
-    """
+    """Return a parameter group in the form in which a state dict stores it."""
     return {**group, "update_interval": to_plain(group["update_interval"])}
 
 
 def loaded_interval(saved: Group, own: UpdateInterval) -> UpdateInterval:
-    """Return the interval to use after a state dict was loaded.
-
-    Args:
-        saved: the parameter group in the state dict.
-        own: the interval of the optimizer that loads. It is kept if it or the saved one is a callable other than a
-            schedule, which state dicts do not contain, and if the state dict has no interval.
-
-    Returns:
-        The saved number or schedule, or ``own``.
-
-    Raises:
-        ValueError: the state dict holds a text that is no schedule of this version.
-    """
+    """Return the interval to use after a state dict was loaded."""
     interval: UpdateInterval | str = from_plain(saved.get("update_interval", own))
     is_unstored = callable(own) and to_plain(own) == CALLABLE
     return own if is_unstored or isinstance(interval, str) else interval

@@ -41,17 +41,7 @@ _LARGEST_OF_A_SUM = 3.0
 
 
 def looks_summed(layers: Iterable[LayerCurvature], terms: int, processes: Processes) -> bool:
-    """Return whether the loss of a refresh step looks like a sum over its terms.
-
-    Args:
-        layers: the layers that are due; their output gradients are scaled to one term of a mean loss.
-        terms: N.
-        processes: the processes that train together, each with the statistics of its own rows.
-
-    Returns:
-        Whether the root mean square of the output gradients is above 10 and at least N / 20 in the median layer, and at
-        most 3 N in every layer. This makes one host–device synchronisation.
-    """
+    """Return whether the loss of a refresh step looks like a sum over its terms."""
     means: list[torch.Tensor] = []
     for layer in layers:
         sums = layer.statistics.gathered()
@@ -67,14 +57,7 @@ def looks_summed(layers: Iterable[LayerCurvature], terms: int, processes: Proces
 
 
 def message(terms: int) -> str:
-    """Return the text of the warning.
-
-    Args:
-        terms: N.
-
-    Returns:
-        The message.
-    """
+    """Return the text of the warning."""
     return (
         f"THOR: the gradients are so large that the loss looks like a sum over the {terms} loss terms of the batch, "
         f"not their mean, so THOR divides it by {terms}. Average the loss over the batch, or, if it is an average, "
@@ -83,12 +66,7 @@ def message(terms: int) -> str:
 
 
 def rescale_summed_loss(thor: "THOR", inputs: "StepInputs") -> None:
-    """Divide the gradients and statistics of a summed loss by N. The first refresh decides whether the loss is a sum.
-
-    Args:
-        thor: the optimizer.
-        inputs: the inputs of the step, with N above 0.
-    """
+    """Divide gradients and statistics of a summed loss by N; the first refresh decides whether the loss is a sum."""
     groups, registry, terms = thor.param_groups, thor._registry, inputs.terms
     first = not any(layer.refreshes for layer in registry.layers.values())
     bounded = any(group["max_update_ratio"] is not None for group in groups)

@@ -25,17 +25,11 @@ from torch_thor.curvature.row_shards import RowShards
 
 @dataclass
 class DividedMatrix:
-    """A weight, or the rows of one that belong to a layer, whose rows are divided among processes.
+    """A weight, or the rows of one that belong to a layer, whose rows are divided among processes."""
 
-    Args:
-        own: ``(own rows, …)``, the direction of the rows of this process, contiguous; overwritten by the result.
-        bounds: process r holds the rows from index r to index r + 1 of this list.
-        geometry: converts the whole into matrices.
-    """
-
-    own: Tensor
-    bounds: tuple[int, ...]
-    geometry: Kind | PlainMatrix
+    own: Tensor  # `(own rows, …)`, the direction of the rows of this process, contiguous; overwritten by the result
+    bounds: tuple[int, ...]  # process r holds the rows from index r to index r + 1 of this list
+    geometry: Kind | PlainMatrix  # converts the whole into matrices
 
     @property
     def sides(self) -> tuple[int, int, int]:
@@ -45,15 +39,7 @@ class DividedMatrix:
 
 
 def orthogonalise_whole_(matrices: Sequence[DividedMatrix], shards: RowShards, rows: int | None) -> None:
-    """Replace matrices by their polar factors, or those of their blocks, each scaled to norm 1.
-
-    All processes that hold rows must call it with the same matrices, in the same order.
-
-    Args:
-        matrices: the matrices, of one dtype and device.
-        shards: the division of one of them; it has the collective.
-        rows: the number of rows of a block, as in :func:`torch_thor.curvature.polar.orthogonalise`.
-    """
+    """Replace matrices by their polar factors, or those of their blocks, each scaled to norm 1."""
     count, rank = shards.count, shards.source
     owned = deal_out(tuple(one.sides for one in matrices), rows, count)
     by_owner = list(itertools.chain(*owned))
@@ -73,16 +59,7 @@ def orthogonalise_whole_(matrices: Sequence[DividedMatrix], shards: RowShards, r
 
 @lru_cache(maxsize=64)
 def deal_out(sides: tuple[tuple[int, int, int], ...], rows: int | None, processes: int) -> tuple[tuple[int, ...], ...]:
-    """Deal out matrices to processes by their cost, longest processing time first.
-
-    Args:
-        sides: the number of matrices, their smaller and their larger side, of each parameter.
-        rows: the number of rows of a block; None for no blocks.
-        processes: the number of processes.
-
-    Returns:
-        For each process the indices of its matrices, ascending.
-    """
+    """Deal out matrices to processes by their cost, longest processing time first."""
     costs = [groups * small * large * min(rows or small, small) for groups, small, large in sides]
     loads = [(0, process) for process in range(processes)]
     found: list[list[int]] = [[] for _ in range(processes)]
