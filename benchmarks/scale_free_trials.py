@@ -4,7 +4,7 @@
     python benchmarks/scale_free_trials.py --table    # prints the lines only
 
 The seeds are not those that scale_free.py reports. The prototype is contained in this file. It is the step of
-:mod:`torch_thor.optim.thor.scale_free` for linear layers and convolutions, with the variants that were tried. ``deep``
+:mod:`torch_thor.optim.scale_free` for linear layers and convolutions, with the variants that were tried. ``deep``
 is a larger autoencoder, 784-1000-500-250-30 and the reverse, with batches of 500.
 """
 

@@ -31,22 +31,22 @@ EXCEPTIONS = {
     ),
     "capture/test_module_hooks.py": ("capture.module_calls", "calls the hooks as in a forward pass"),
     "capture/test_composites.py": ("curvature.kinds.registry", "removes the kinds that a test has registered"),
-    "optim/thor/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
-    "optim/thor/test_natural_gradient_bound.py": (
-        "optim.thor.step_bound",
+    "optim/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
+    "optim/test_natural_gradient_bound.py": (
+        "optim.step_bound",
         "tests the bound as the natural gradient applies it",
     ),
     "distributed/test_disagreement.py": ("curvature.inverse", "simulates ranks that compute different numbers"),
     "distributed/test_divided_curvature.py": (
-        "optim.thor.divided_curvature",
+        "optim.divided_curvature",
         "lowers the number of elements of a turn",
     ),
     "distributed/test_traffic.py": (
-        "optim.thor.divided_curvature training.reports.plan_divided",
+        "optim.divided_curvature training.reports.plan_divided",
         "compares what a plan counts with what is sent, in turns of few elements",
     ),
     "split/test_choice.py": ("curvature.statistics", "counts the statistics that exist at the same time"),
-    "optim/thor/test_auto_split.py": (
+    "optim/test_auto_split.py": (
         "curvature.statistics curvature.parameter_view split.choice",
         "lowers the limit of 8192 rows, and reads the sums that are gathered",
     ),

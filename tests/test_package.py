@@ -46,7 +46,7 @@ assert "torch" not in sys.modules, "to import torch takes seconds: Ctrl-C must a
 assert set(torch_thor.__all__) <= set(dir(torch_thor))
 for name in torch_thor.__all__:
     assert getattr(torch_thor, name) is getattr(torch_thor, name)
-assert torch_thor.THOR is torch_thor.optim.thor.optimizer.THOR
+assert torch_thor.THOR is torch_thor.optim.thor.THOR
 assert not hasattr(torch_thor, "THRO")
 del torch_thor; from torch_thor import *
 extras = {"torchvision", "sklearn", "omegaconf", "typer", "rich", "matplotlib", "tensorboard", "safetensors"}
@@ -157,5 +157,5 @@ def test_wheel_ships_recipes_and_needs_torch_alone(tmp_path):
     shipped = {f"torch_thor/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     assert len(shipped) >= 2
     assert shipped <= names
-    assert {"torch_thor/py.typed", "torch_thor/optim/thor/optimizer.py"} <= names
+    assert {"torch_thor/py.typed", "torch_thor/optim/thor.py"} <= names
     assert [r.split(">")[0] for r in requirements if "extra ==" not in r] == ["torch"]

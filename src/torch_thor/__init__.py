@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.lamb import LAMB
-    from torch_thor.optim.thor.optimizer import THOR
+    from torch_thor.optim.thor import THOR
     from torch_thor.split.choice import SplitChoice, choose_split_dim
 
 __all__ = [
@@ -33,7 +33,7 @@ _MODULES = {
     "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
     "torch_thor.optim.agc_sgd": ("AGCSGD",),
     "torch_thor.optim.lamb": ("LAMB",),
-    "torch_thor.optim.thor.optimizer": ("THOR",),
+    "torch_thor.optim.thor": ("THOR",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
 }
 _PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "split")

@@ -12,8 +12,8 @@ from joined import OPTIONS, network, parallel, routed, share, stream, train
 from sharded import mesh_of, sharded
 from torch_thor import THOR
 from torch_thor.distributed.traffic import Collective, collectives_of_refresh
-from torch_thor.optim.thor import divided_curvature
-from torch_thor.optim.thor.divided_curvature import collectives_of_step
+from torch_thor.optim import divided_curvature
+from torch_thor.optim.divided_curvature import collectives_of_step
 from torch_thor.training.reports.plan_divided import divided_share
 
 NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")

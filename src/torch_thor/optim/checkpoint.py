@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.row_shards import local
-from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.gradient_checks import some
 
 StateDict = dict[str, Any]
 

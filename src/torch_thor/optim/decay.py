@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_thor.capture.selection import self_and_parents
 from torch_thor.optim.checks import require
-from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.gradient_checks import some
 
 LEAVES_OUT = "-"  # in front of a pattern: the parameters that match it do not decay
 

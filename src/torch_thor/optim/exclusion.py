@@ -16,8 +16,8 @@ from torch_thor.optim.checkpoint import (
     restore_tensors,
     restored_on_error,
 )
+from torch_thor.optim.gradient_checks import some
 from torch_thor.optim.parameters import parameters_of
-from torch_thor.optim.thor.gradient_checks import some
 
 # Names or patterns, modules, or a list of these; a callable (name, parameter) -> bool; or None for the default rule.
 Exclude = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Parameter], bool] | None

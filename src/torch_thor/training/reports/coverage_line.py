@@ -3,7 +3,7 @@
 import torch
 
 from torch_thor.optim import THOR
-from torch_thor.optim.thor.covered import sizes
+from torch_thor.optim.covered import sizes
 from torch_thor.training.engine.refreshes import curvature_of
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Hashable
 
-from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.gradient_checks import some
 
 
 class StepWarnings:

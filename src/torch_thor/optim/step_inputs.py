@@ -1,7 +1,7 @@
 """The inputs of a step: everything that is read and checked before the step changes anything.
 
 :func:`collect` returns them as one object. If several processes train together,
-:mod:`torch_thor.optim.thor.shared_inputs` makes them take the same decisions.
+:mod:`torch_thor.optim.shared_inputs` makes them take the same decisions.
 """
 
 import math
@@ -20,23 +20,23 @@ from torch_thor.curvature.parameter_view import State
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.row_shards import local
 from torch_thor.intervals import steps_until_next
-from torch_thor.optim.parameters import Group, parameters_with_gradient
-from torch_thor.optim.thor.gradient_checks import (
+from torch_thor.optim.gradient_checks import (
     layout_message,
     nonfinite_message,
     nonfinite_names,
     real_elements,
 )
-from torch_thor.optim.thor.layer_registry import LayerRegistry
-from torch_thor.optim.thor.loss_scale import LossScale
-from torch_thor.optim.thor.options import check_group, check_loss_terms
-from torch_thor.optim.thor.parameter_index import ParameterIndex
-from torch_thor.optim.thor.shared_inputs import read_together
-from torch_thor.optim.thor.state import conform, creates_state_only
-from torch_thor.optim.thor.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
+from torch_thor.optim.layer_registry import LayerRegistry
+from torch_thor.optim.loss_scale import LossScale
+from torch_thor.optim.options import check_group, check_loss_terms
+from torch_thor.optim.parameter_index import ParameterIndex
+from torch_thor.optim.parameters import Group, parameters_with_gradient
+from torch_thor.optim.shared_inputs import read_together
+from torch_thor.optim.state import conform, creates_state_only
+from torch_thor.optim.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
-    from torch_thor.optim.thor.optimizer import THOR
+    from torch_thor.optim.thor import THOR
 
 # Options that are not numbers. A value that has passed check_group() is checked again only after it was replaced.
 _NOT_NUMBERS = (

@@ -21,8 +21,8 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.layer_state import SHARDS
 from torch_thor.curvature.row_shards import RowShards, ShardedLayout, bounds_within, local
 from torch_thor.optim.checkpoint import MOMENTS
+from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
 def fit_loaded_rows(

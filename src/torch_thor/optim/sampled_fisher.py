@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 
-from torch_thor.optim.thor.joint_training import JointTraining
+from torch_thor.optim.joint_training import JointTraining
 from torch_thor.torch_internals import tree_leaves
 
 Predicts = str | Callable[[Any], Distribution]

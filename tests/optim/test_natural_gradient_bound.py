@@ -11,8 +11,8 @@ from torch import nn
 
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.optim.thor.natural_gradient import _Part
-from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scales, smallest_norm
+from torch_thor.optim.natural_gradient import _Part
+from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scales, smallest_norm
 
 
 class Odd(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.optim.thor.saved_rows import fit_loaded_rows
+from torch_thor.optim.saved_rows import fit_loaded_rows
 
 OPTIONS = {"update_interval": 2, "trace_thresholds": (0.0, 0.0), "split_dim": 4}
 

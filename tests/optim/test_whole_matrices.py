@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torch_thor import THOR
-from torch_thor.optim.thor.whole_matrices import deal_out
+from torch_thor.optim.whole_matrices import deal_out
 
 
 @given(

@@ -11,16 +11,16 @@ from torch_thor.capture.capture import Absence
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Candidate, refresh
 from torch_thor.distributed.statistics import count_rows
-from torch_thor.optim.thor.auto_split import AUTO, AutoSplit
-from torch_thor.optim.thor.divided_curvature import divide
-from torch_thor.optim.thor.layer_registry import LayerRegistry
-from torch_thor.optim.thor.state import make_state
-from torch_thor.optim.thor.statistics_checks import check_statistics
-from torch_thor.optim.thor.step_inputs import StepInputs, fingerprint
-from torch_thor.optim.thor.summed_loss import rescale_summed_loss
+from torch_thor.optim.auto_split import AUTO, AutoSplit
+from torch_thor.optim.divided_curvature import divide
+from torch_thor.optim.layer_registry import LayerRegistry
+from torch_thor.optim.state import make_state
+from torch_thor.optim.statistics_checks import check_statistics
+from torch_thor.optim.step_inputs import StepInputs, fingerprint
+from torch_thor.optim.summed_loss import rescale_summed_loss
 
 if TYPE_CHECKING:
-    from torch_thor.optim.thor.optimizer import THOR
+    from torch_thor.optim.thor import THOR
 
 # the layers whose weights are used without calling their modules, each with a sentence for a warning
 _Uncalled = list[tuple[LayerCurvature, str]]

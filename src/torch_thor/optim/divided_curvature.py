@@ -30,8 +30,8 @@ from torch_thor.curvature.row_shards import ShardedLayout
 from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes
 from torch_thor.distributed.traffic import Collective, from_owners
 from torch_thor.distributed.triangles import packed_size
+from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 # The inverses that are collected at once have about so many elements: 32 MB in float32.
 ELEMENTS = 2**23

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torch_thor.capture.coverage import NOT_TRAINED, Covered
 from torch_thor.capture.selection import SKIPPED
-from torch_thor.optim.thor.gradient_checks import some
-from torch_thor.optim.thor.parameter_index import ParameterIndex
+from torch_thor.optim.gradient_checks import some
+from torch_thor.optim.parameter_index import ParameterIndex
 
 _UNCALLED = "the weight is used without calling the module, so no statistics come"
 

@@ -8,8 +8,8 @@ from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.statistics import Factors
+from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.parameter_index import ParameterIndex
 from torch_thor.split import cache
 from torch_thor.split.choice import candidates, choose
 from torch_thor.split.observe import losses_of

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_thor.curvature.layer_state import SHARDS
-from torch_thor.optim.thor.divided_curvature import whole_entries
-from torch_thor.optim.thor.joint_training import JointTraining
-from torch_thor.optim.thor.saved_rows import join_blocks
+from torch_thor.optim.divided_curvature import whole_entries
+from torch_thor.optim.joint_training import JointTraining
+from torch_thor.optim.saved_rows import join_blocks
 
 
 class Consolidation(JointTraining):

@@ -2,7 +2,7 @@
 
 Wrappers such as Accelerate put new parameter objects into modules and groups after the optimizer was created; their
 names stay the same. So every step compares a fingerprint of them with that of the step before
-(:func:`torch_thor.optim.thor.step_inputs.fingerprint`), and updates the index if it differs.
+(:func:`torch_thor.optim.step_inputs.fingerprint`), and updates the index if it differs.
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch_thor.capture.capture import Capture
 from torch_thor.capture.phases import Phase
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.gradient_checks import some
 
 
 def check_blocks(layers: Collection[LayerCurvature]) -> None:

@@ -8,8 +8,8 @@ from torch_thor.curvature.processes import Processes
 from torch_thor.distributed.consistency import NUMBERS, agree, check_same_gradients
 
 if TYPE_CHECKING:
-    from torch_thor.optim.thor.optimizer import THOR
-    from torch_thor.optim.thor.step_inputs import StepInputs
+    from torch_thor.optim.step_inputs import StepInputs
+    from torch_thor.optim.thor import THOR
 
 # Options that affect weights and factors. update_interval may be a function, so its results are compared instead.
 _OPTIONS = (

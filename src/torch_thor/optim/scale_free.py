@@ -14,7 +14,7 @@ statistics of gradients are needed. ``orth`` returns polar factors of blocks of 
 (:mod:`torch_thor.curvature.polar`). A matrix without factors, because THOR has no kind for its layer or has got no
 statistics, takes the same step with the identity in the place of A; so do rows of a fused weight that belong to no
 layer, each run of neighbouring rows as one matrix. Parameters that are not matrices (biases,
-normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW` (:mod:`torch_thor.optim.thor.adamw`).
+normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW` (:mod:`torch_thor.optim.adamw`).
 """
 
 import math
@@ -32,12 +32,12 @@ from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.row_shards import RowShards, bounds_within, local
+from torch_thor.optim.adamw import adamw_step_
+from torch_thor.optim.divided_curvature import DividedInverses
+from torch_thor.optim.parameter_index import ParameterIndex, free_rows
 from torch_thor.optim.parameters import Group, States
-from torch_thor.optim.thor.adamw import adamw_step_
-from torch_thor.optim.thor.divided_curvature import DividedInverses
-from torch_thor.optim.thor.parameter_index import ParameterIndex, free_rows
-from torch_thor.optim.thor.step_bound import SMALLEST_SHARE
-from torch_thor.optim.thor.whole_matrices import DividedMatrix, orthogonalise_whole_
+from torch_thor.optim.step_bound import SMALLEST_SHARE
+from torch_thor.optim.whole_matrices import DividedMatrix, orthogonalise_whole_
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced (depth_scale)
 
@@ -92,7 +92,7 @@ def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) 
 
 
 class ScaleFree:
-    """The scale-free update rule, a :class:`torch_thor.optim.thor.update_rule.UpdateRule`."""
+    """The scale-free update rule, a :class:`torch_thor.optim.update_rule.UpdateRule`."""
 
     sides: tuple[str, ...] = SIDES[:1]
     relative_damping: bool = True

@@ -4,9 +4,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torch_thor.optim.divided_curvature import DividedInverses
+from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group, States
-from torch_thor.optim.thor.divided_curvature import DividedInverses
-from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
 class UpdateRule(Protocol):

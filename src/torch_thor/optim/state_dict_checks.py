@@ -9,7 +9,7 @@ from torch_thor.capture.layers import Layer
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.layer_state import misfitting_entry, missing_entries
 from torch_thor.optim.checkpoint import StateDict, check_origin
-from torch_thor.optim.thor.gradient_checks import some
+from torch_thor.optim.gradient_checks import some
 
 
 def check_is_of_thor(state_dict: StateDict) -> None:

@@ -14,16 +14,16 @@ from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.capture.selection import Selection
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.distributed.sharded_parameters import device_of_mesh
-from torch_thor.optim.parameters import Group
-from torch_thor.optim.thor.covered import (
+from torch_thor.optim.covered import (
     computed_message,
     current_coverage,
     new_parameters,
     nothing_trained_message,
     removed_message,
 )
-from torch_thor.optim.thor.parameter_index import ParameterIndex
-from torch_thor.optim.thor.step_warnings import StepWarnings
+from torch_thor.optim.parameter_index import ParameterIndex
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.step_warnings import StepWarnings
 
 DIVIDED_SINCE = (
     "THOR: the parameters were divided among processes after THOR was made, so this step has no statistics "

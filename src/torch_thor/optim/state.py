@@ -13,12 +13,12 @@ from torch import Tensor
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.layer_state import make_layer_state, misfitting_entry
 from torch_thor.curvature.precision import factor_dtype
+from torch_thor.optim.auto_split import AUTO
 from torch_thor.optim.checkpoint import MOMENTS, as_made
+from torch_thor.optim.gradient_checks import real_elements
+from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group, States, parameters_with_gradient
-from torch_thor.optim.thor.auto_split import AUTO
-from torch_thor.optim.thor.gradient_checks import real_elements
-from torch_thor.optim.thor.parameter_index import ParameterIndex
-from torch_thor.optim.thor.update_rule import UpdateRule
+from torch_thor.optim.update_rule import UpdateRule
 
 _NOTHING: Mapping[str, Any] = {}
 

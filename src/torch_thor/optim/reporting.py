@@ -9,8 +9,8 @@ from torch import Tensor
 from torch_thor.capture.coverage import Covered, table
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.optim.thor.covered import sizes
-from torch_thor.optim.thor.layer_registry import LayerRegistry
+from torch_thor.optim.covered import sizes
+from torch_thor.optim.layer_registry import LayerRegistry
 
 # The entries of a parameter group that are not options: its parameters, and the counters of step().
 NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms", "loss_scale"}

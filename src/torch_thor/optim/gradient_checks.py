@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group, parameters_with_gradient
-from torch_thor.optim.thor.parameter_index import ParameterIndex
 
 
 def real_elements(gradient: Tensor) -> Tensor:

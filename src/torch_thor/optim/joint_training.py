@@ -7,7 +7,7 @@ import torch
 from torch_thor.curvature.processes import Processes
 from torch_thor.distributed.process_group import ProcessGroupHandle
 from torch_thor.distributed.sharded_parameters import check_shards_fit
-from torch_thor.optim.thor.layer_registry import LayerRegistry
+from torch_thor.optim.layer_registry import LayerRegistry
 
 
 class JointTraining(torch.optim.Optimizer):

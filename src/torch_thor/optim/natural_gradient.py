@@ -15,10 +15,10 @@ from torch_thor.curvature.experts import bias_scales
 from torch_thor.curvature.layer import SIDES, LayerCurvature
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.row_shards import local
+from torch_thor.optim.divided_curvature import ALL_AT_ONCE, DividedInverses
+from torch_thor.optim.parameter_index import ParameterIndex, Share, free_rows
 from torch_thor.optim.parameters import Group, States
-from torch_thor.optim.thor.divided_curvature import ALL_AT_ONCE, DividedInverses
-from torch_thor.optim.thor.parameter_index import ParameterIndex, Share, free_rows
-from torch_thor.optim.thor.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
+from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scale, relative_scales
 
 
 @dataclass

@@ -27,8 +27,8 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 
 if TYPE_CHECKING:
-    from torch_thor.optim.thor.optimizer import THOR
-    from torch_thor.optim.thor.step_inputs import StepInputs
+    from torch_thor.optim.step_inputs import StepInputs
+    from torch_thor.optim.thor import THOR
 
 # The largest RMS gradient of a mean, in the median layer. Measured: 0.4 in the VAE, 0.1 to 1 for standardised targets,
 # 1 and less in classifiers.

@@ -15,15 +15,14 @@ from torch_thor.curvature.processes import ALONE
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.sharded_parameters import check_shards_fit
 from torch_thor.intervals import UpdateInterval
+from torch_thor.optim.auto_split import AutoSplit, check_whole
+from torch_thor.optim.covered import warn_of_little
 from torch_thor.optim.decay import DecayFilter, decay_filter_of
-from torch_thor.optim.parameters import parameters_of
-from torch_thor.optim.thor.auto_split import AutoSplit, check_whole
-from torch_thor.optim.thor.covered import warn_of_little
-from torch_thor.optim.thor.divided_curvature import DividedInverses
-from torch_thor.optim.thor.layer_registry import LayerRegistry
-from torch_thor.optim.thor.loss_scale import remove_scale
-from torch_thor.optim.thor.natural_gradient import NaturalGradient
-from torch_thor.optim.thor.options import (
+from torch_thor.optim.divided_curvature import DividedInverses
+from torch_thor.optim.layer_registry import LayerRegistry
+from torch_thor.optim.loss_scale import remove_scale
+from torch_thor.optim.natural_gradient import NaturalGradient
+from torch_thor.optim.options import (
     AUTO,
     check_communication_dtype,
     check_division,
@@ -32,12 +31,13 @@ from torch_thor.optim.thor.options import (
     preset_options,
     with_defaults,
 )
-from torch_thor.optim.thor.persistence import Persistence
-from torch_thor.optim.thor.refresh_step import prepare_next_step, refresh_layers
-from torch_thor.optim.thor.reporting import Reporting
-from torch_thor.optim.thor.sampled_fisher import SampledFisher
-from torch_thor.optim.thor.scale_free import ScaleFree
-from torch_thor.optim.thor.step_inputs import collect
+from torch_thor.optim.parameters import parameters_of
+from torch_thor.optim.persistence import Persistence
+from torch_thor.optim.refresh_step import prepare_next_step, refresh_layers
+from torch_thor.optim.reporting import Reporting
+from torch_thor.optim.sampled_fisher import SampledFisher
+from torch_thor.optim.scale_free import ScaleFree
+from torch_thor.optim.step_inputs import collect
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
@@ -86,13 +86,13 @@ class THOR(Persistence, Reporting, SampledFisher, torch.optim.Optimizer):
         loss_reduction: ``"mean"`` if the loss is the mean over the loss terms of the mini-batch, ``"sum"`` if it is
             their sum.
         max_update_ratio: r; the step ``lr · d`` of a parameter, before momentum, is at most r times as long as the
-            parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.thor.step_bound`); with
+            parameter: ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)`` (:mod:`torch_thor.optim.step_bound`); with
             ``scaling="spectral"``, each step of a matrix. Default: 0.01 (spectral: 0.15), or None if ``kl_clip`` is
             given. None: no bound. Under FSDP2 it bounds the rows of each process on their own.
         scaling: None for THOR's own step length, or ``"spectral"``: momentum on the raw gradient, preconditioned with
             A⁻¹ alone, orthogonalised, and scaled to a fixed norm, so that lr has the same meaning for every layer and
             task (deep networks take ``lr · √(10 / number of matrices)``); decoupled weight decay; AdamW for what is no
-            matrix (:mod:`torch_thor.optim.thor.scale_free`).
+            matrix (:mod:`torch_thor.optim.scale_free`).
         fisher: the labels that the statistics use. ``"empirical"``: those of the training loss. ``"sampled"``: labels
             drawn from the model's own predictions, which :meth:`sample_fisher` needs after each forward pass.
         loss_terms: N, the number of terms that the loss of one step averages over, all micro-batches together: a

@@ -1,1 +1,0 @@
-"""The optimizer THOR: its step, its update rules, its state and its checks."""
