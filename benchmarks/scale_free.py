@@ -35,7 +35,7 @@ from contenders import (
 )
 from tasks import TASKS, text_checksum, train
 from torch_thor.bench import Folder, describe, missing, script
-from torch_thor.optim.options import SCALED_DEFAULTS
+from torch_thor.optim.thor_options import SCALED_DEFAULTS
 
 STORE = Folder(Path(__file__).parent / "results" / "scale_free")
 TUNING_SEED = 10

@@ -20,7 +20,7 @@ from torch import nn
 from contenders import PEERS, USUAL_MOMENTUM, Setting
 from tasks import TASKS, Benchmark
 from torch_thor.bench import describe, take_turns, training_step, write_json
-from torch_thor.optim.options import SCALED_DEFAULTS
+from torch_thor.optim.thor_options import SCALED_DEFAULTS
 from torch_thor.training import Batch
 from torch_thor.training.data import Shard
 

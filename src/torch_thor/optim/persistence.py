@@ -14,10 +14,10 @@ from torch_thor.optim.checkpoint import (
 )
 from torch_thor.optim.consolidation import Consolidation
 from torch_thor.optim.gradient_checks import some
-from torch_thor.optim.options import check_group, check_scaling, with_defaults
 from torch_thor.optim.saved_rows import fit_loaded_rows
 from torch_thor.optim.state_dict_checks import check_factors, check_is_of_thor, check_selection
 from torch_thor.optim.stored_intervals import loaded_interval, plain_group
+from torch_thor.optim.thor_options import check_group, check_scaling, with_defaults
 from torch_thor.optim.update_rule import UpdateRule
 
 # The attributes that are copied and pickled beside groups and state. Layers and hooks are found again on the model.

@@ -28,12 +28,12 @@ from torch_thor.optim.gradient_checks import (
 )
 from torch_thor.optim.layer_registry import LayerRegistry
 from torch_thor.optim.loss_scale import LossScale
-from torch_thor.optim.options import check_group, check_loss_terms
 from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group, parameters_with_gradient
 from torch_thor.optim.shared_inputs import read_together
 from torch_thor.optim.state import conform, creates_state_only
 from torch_thor.optim.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
+from torch_thor.optim.thor_options import check_group, check_loss_terms
 
 if TYPE_CHECKING:
     from torch_thor.optim.thor import THOR

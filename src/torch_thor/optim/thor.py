@@ -22,7 +22,14 @@ from torch_thor.optim.divided_curvature import DividedInverses
 from torch_thor.optim.layer_registry import LayerRegistry
 from torch_thor.optim.loss_scale import remove_scale
 from torch_thor.optim.natural_gradient import NaturalGradient
-from torch_thor.optim.options import (
+from torch_thor.optim.parameters import parameters_of
+from torch_thor.optim.persistence import Persistence
+from torch_thor.optim.refresh_step import prepare_next_step, refresh_layers
+from torch_thor.optim.reporting import Reporting
+from torch_thor.optim.sampled_fisher import SampledFisher
+from torch_thor.optim.scale_free import ScaleFree
+from torch_thor.optim.step_inputs import collect
+from torch_thor.optim.thor_options import (
     AUTO,
     check_communication_dtype,
     check_division,
@@ -31,13 +38,6 @@ from torch_thor.optim.options import (
     preset_options,
     with_defaults,
 )
-from torch_thor.optim.parameters import parameters_of
-from torch_thor.optim.persistence import Persistence
-from torch_thor.optim.refresh_step import prepare_next_step, refresh_layers
-from torch_thor.optim.reporting import Reporting
-from torch_thor.optim.sampled_fisher import SampledFisher
-from torch_thor.optim.scale_free import ScaleFree
-from torch_thor.optim.step_inputs import collect
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch_thor import intervals
 from torch_thor.optim import THOR
-from torch_thor.optim.options import FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
+from torch_thor.optim.thor_options import FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizers.settings import OptimizerSettings, settings_of
 

@@ -1,0 +1,46 @@
+"""The one language in which users select layers and parameters: patterns of names.
+
+A pattern of :mod:`fnmatch` (``*``, ``?``, ``[...]``, case-sensitive) that matches the name of a module selects
+everything inside the module: ``"encoder"``, ``"*.attn"``. A leading minus excludes: ``["encoder", "-encoder.0"]``.
+If every pattern excludes, all other names are selected.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+# One or more patterns, or a callable (name, module or parameter) -> whether it is selected; None for the default.
+Patterns = str | Sequence[str] | Callable[[str, Any], bool] | None
+
+
+def selected(option: str, patterns: Patterns, named: Mapping[str, Any], what: str) -> set[str]:
+    """Return the names that an option selects; TypeError or ValueError for one that is no pattern or matches nothing."""
+    if callable(patterns):
+        return {name for name, value in named.items() if patterns(name, value)}
+    given = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in given):
+        raise TypeError(
+            f"{option}={patterns!r}: must be a name, a pattern, a list of them, or a callable (name, {what}) -> bool"
+        )
+    chosen: set[str] = set()
+    excluded: set[str] = set()
+    only_excludes = True
+    for pattern in given:
+        excludes = pattern.startswith("-")
+        matched = {name for name in named if matches(pattern.removeprefix("-"), name)}
+        if not matched:
+            raise ValueError(f"{option}: {pattern!r} matches no {what}; the model has {some(list(named), most=20)}")
+        (excluded if excludes else chosen).update(matched)
+        only_excludes = only_excludes and excludes
+    return (set(named) if only_excludes else chosen) - excluded
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a name, or the name of a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: i + 1]), pattern) for i in range(len(parts)))
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """Return the first few names of a list as text."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
