@@ -14,7 +14,7 @@ Patterns = str | Sequence[str] | Callable[[str, Any], bool] | None
 
 
 def selected(option: str, patterns: Patterns, named: Mapping[str, Any], what: str) -> set[str]:
-    """Return the names that an option selects; TypeError or ValueError for one that is no pattern or matches nothing."""
+    """Return the names that an option selects; TypeError for what is no pattern, ValueError for one without a match."""
     if callable(patterns):
         return {name for name, value in named.items() if patterns(name, value)}
     given = [patterns] if isinstance(patterns, str) else patterns
