@@ -32,7 +32,7 @@ from torch_thor.bench.drawing import note, save
 from torch_thor.bench.markdown import table
 from torch_thor.curvature import LayerCurvature
 from torch_thor.distributed.ownership import deal_out, pads
-from torch_thor.distributed.traffic import blocks_of
+from torch_thor.training.reports.traffic import blocks_of
 from torch_thor.training.models import masked_lm
 from torch_thor.training.models.library import find_model
 from torch_thor.training.reports.plan_division import share_of

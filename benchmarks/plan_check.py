@@ -27,7 +27,7 @@ from local_ranks import on_ranks, parallel, thor
 from torch_thor import THOR
 from torch_thor.bench import describe, write_json
 from torch_thor.bench.markdown import table
-from torch_thor.distributed.traffic import Collective
+from torch_thor.training.reports.traffic import Collective
 from torch_thor.training.reports.plan_division import share_of
 from torch_thor.training.reports.plan_measure import measure_costs
 from torch_thor.training.reports.plan_network import parse_interconnect

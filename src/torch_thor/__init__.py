@@ -7,10 +7,13 @@ from torch_thor.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_thor import intervals
     from torch_thor.curvature.kinds.registry import register_kind
+    from torch_thor.distributed.group import Distributed
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
+    from torch_thor.optim.groups import coverage, param_groups
     from torch_thor.optim.lamb import LAMB
     from torch_thor.optim.thor import THOR
+    from torch_thor.optim.thor_muon import ThorMuon
     from torch_thor.split.choice import SplitChoice, choose_split_dim
 
 __all__ = [
@@ -18,11 +21,15 @@ __all__ = [
     "LAMB",
     "THOR",
     "ClipStatistics",
+    "Distributed",
     "SplitChoice",
+    "ThorMuon",
     "__version__",
     "adaptive_clip_grad_",
     "choose_split_dim",
+    "coverage",
     "intervals",
+    "param_groups",
     "register_kind",
 ]
 
@@ -32,8 +39,11 @@ _MODULES = {
     "torch_thor.curvature.kinds.registry": ("register_kind",),
     "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
     "torch_thor.optim.agc_sgd": ("AGCSGD",),
+    "torch_thor.distributed.group": ("Distributed",),
+    "torch_thor.optim.groups": ("coverage", "param_groups"),
     "torch_thor.optim.lamb": ("LAMB",),
     "torch_thor.optim.thor": ("THOR",),
+    "torch_thor.optim.thor_muon": ("ThorMuon",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
 }
 _PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "split")

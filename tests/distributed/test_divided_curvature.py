@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from joined import OPTIONS, mean_loss, network, parallel, routed, share, stream, train
 from sharded import GLOBAL, mesh_of, sharded, whole_weights
 from torch_thor import THOR
-from torch_thor.optim import divided_curvature
+from torch_thor.training.reports import traffic as divided_curvature
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
 STEPS = 8  # steps 0, 3 and 6 refresh

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from golden.outcome import Outcome, outcome
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.training import History, RefreshPoint, StepPoint, UserError, load_recipe, train
 from torch_thor.training import image_run as new_run
 from torch_thor.training.data import DataBundle, open_data
@@ -129,12 +129,13 @@ def end_ranks() -> None:
 # ---- every kind of layer, in a loop of the user's -------------------------------------------------------------------
 
 
-def every_layer(steps: int, **options: Any) -> Outcome:
+def every_layer(steps: int, kind: type = THOR, **options: Any) -> Outcome:
     """Train `EveryLayer` with THOR in a plain loop, padding left out of the statistics.
 
     Args:
         steps: How many.
-        options: THOR's, beside those of the groups.
+        kind: The class of the optimizer.
+        options: Its options, beside those of the groups.
 
     Returns:
         What came of it.
@@ -145,7 +146,7 @@ def every_layer(steps: int, **options: Any) -> Outcome:
     model = EveryLayer()
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
-    optimizer = THOR([{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options)
+    optimizer = kind([{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options)
     record = History()
     for step, (images, tokens) in enumerate(batches(steps), 1):
         optimizer.row_mask = tokens[:, :LENGTH] != PADDING
@@ -186,16 +187,16 @@ RUNS: dict[str, Callable[[], Outcome]] = {
     ),
     # at 0.08, the default lr, rounding grows so fast that another machine is past the tolerance in ten steps
     "digits-scale-free": partial(
-        application, "digits", "optimizer=thor-spectral", "epochs=2", "lr=0.04", "weight_decay=0.01"
+        application, "digits", "optimizer=thor-muon", "epochs=2", "lr=0.04", "weight_decay=0.01"
     ),
     "digits-paper": partial(
-        application, "digits", "optimizer=thor", "epochs=1", "lr=0.01", "damping=0.01", "kl_clip=null",
+        application, "digits", "optimizer=thor", "epochs=1", "lr=0.01", "damping=0.01", "max_update_ratio=null",
         "update_interval=5", "trace_thresholds=thor", "split_dim=null",
     ),
     "digits-options": partial(
         application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2", "kl_clip=0.01",
         "split_dim=24", "factor_decay=0.7", "nesterov=true", "weight_decay=0.01", "decay_filter='*.weight'",
-        "skip=[head]", "update_interval={kind: geometric, first: 1, last: 8, factor: 1.5}", "trace_thresholds=thor_nt",
+        "layers=[-head]", "update_interval={kind: geometric, first: 1, last: 8, factor: 1.5}", "trace_thresholds=thor_nt",
         "label_smoothing=0.1", "ema_decay=0.9", "damping_schedule.kind=linear",
     ),
     "digits-agc-sgd": partial(
@@ -211,10 +212,10 @@ RUNS: dict[str, Callable[[], Outcome]] = {
     "two-ranks": partial(
         two_ranks, "digits", "optimizer=thor", "epochs=1", "update_interval=5", *TRACE_RULE
     ),
-    "two-ranks-scale-free": partial(two_ranks, "digits", "optimizer=thor-spectral", "epochs=1"),
+    "two-ranks-scale-free": partial(two_ranks, "digits", "optimizer=thor-muon", "epochs=1"),
     "every-layer": partial(
         every_layer, 40, lr=0.02, damping=0.05, update_interval=4, trace_thresholds=(0.2, 0.03), split_dim=24,
         factor_decay=0.3,
     ),
-    "every-layer-scale-free": partial(every_layer, 40, scaling="spectral", lr=0.02, split_dim=24),
+    "every-layer-scale-free": partial(every_layer, 40, ThorMuon, lr=0.02, split_dim=24),
 }  # fmt: skip

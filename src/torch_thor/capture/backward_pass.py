@@ -10,15 +10,13 @@ and the hook adds the sum.
 """
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from torch_thor.capture.loss_terms import Call, LossTerms, Pass, loss_terms_of_pass, loss_terms_of_step
-from torch_thor.capture.phases import GATHERING, Phase
+from torch_thor.capture.loss_terms import Call, Pass, loss_terms_of_pass, loss_terms_of_step
 from torch_thor.capture.sampling import Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
@@ -52,7 +50,6 @@ class BackwardPasses:
         self._parents: dict[int, int] = {}  # the id of the outer pass of each nested one
         self._waiting: dict[LayerCurvature, _Waiting] = {}
         self._generation = 0  # counts calls of forget(), after which a pass may go through an earlier graph again
-        self.first: LayerCurvature | None = None  # the layer nearest to the input whose calls give N
 
     # ---- rows ---------------------------------------------------------------------------------------------------
 
@@ -73,8 +70,7 @@ class BackwardPasses:
         def on_gradient(g: Tensor) -> None:
             nonlocal earlier
             capture = reference()
-            phase = Phase.OFF if capture is None else capture.phases.get(layer, Phase.OFF)
-            if capture is None or phase is Phase.OFF:
+            if capture is None or layer not in capture.gathering:
                 return
             sampled = sampler is not None and sampler.running  # such a pass adds to no gradient of a weight
             if not sampled and not _accumulates(weight_node):
@@ -105,10 +101,9 @@ class BackwardPasses:
             # no row_shape: rows are patches, as in a convolution; registered kinds may lack batch_first
             certain = not row_shape or bool(getattr(kind, "batch_first", False))
             into.calls.append(Call(layer, kind.loss_terms(x), tuple(row_shape), certain, kind.diagonal_input))
-            if phase in GATHERING:
-                capture.mask_taken |= keep is not None
-                capture.reached.add(layer)
-                layer.statistics.gather(kind, x, total, keep, instead_of=before if again else None)
+            capture.mask_taken |= keep is not None
+            capture.reached.add(layer)
+            layer.statistics.gather(kind, x, total, keep, instead_of=before if again else None)
 
         output.register_hook(on_gradient)
 
@@ -130,7 +125,7 @@ class BackwardPasses:
 
         def on_gradient(_: Tensor) -> None:
             capture = reference()
-            if capture is None or capture.phases.get(layer) not in GATHERING or not _accumulates(weight_node):
+            if capture is None or layer not in capture.gathering or not _accumulates(weight_node):
                 return
             self._waiting.clear()  # later calls wait for another backward pass
             self._running_pass(capture, outer)
@@ -163,39 +158,20 @@ class BackwardPasses:
         """N of the backward passes of this step; if labels are sampled, the number of labels."""
         if self._sampler is not None:
             return self._sampler.terms
-        if len(self.passes) == 1:
-            [one] = self.passes.values()
-            if one.calls and not one.repeated:
-                return _terms_of(one.calls).number
         return loss_terms_of_step(self.passes.values())
 
     @property
     def conflicting_loss_terms(self) -> tuple[int, int] | None:
         """N of a backward pass and the number seen by the layer nearest to the loss, if they differ; else None."""
-        for one in self.passes.values():
-            found = _terms_of(one.calls)
-            if found.number != found.last:
-                return found.number, found.last
-        return None
+        found = (loss_terms_of_pass(one.calls) for one in self.passes.values() if one.calls)
+        return next((pair for pair in found if pair[0] != pair[1]), None)
 
     def forget(self) -> None:
-        """Forget the passes of this step, and remember the layer that gave N."""
-        for one in self.passes.values():
-            if one.calls:
-                self.first = _terms_of(one.calls).first
+        """Forget the passes of this step."""
         self.passes.clear()
         self._parents.clear()
         self._waiting.clear()
         self._generation += 1
-
-
-def _terms_of(calls: Sequence[Call]) -> LossTerms:
-    """Return N of a pass: the number of all calls if they agree, as they nearly always do, else that of the rule."""
-    number = calls[0].loss_terms
-    for call in calls:
-        if call.loss_terms != number or call.embedding:
-            return loss_terms_of_pass(calls)
-    return LossTerms(number, calls[-1].layer, number)
 
 
 def _accumulates(weight_node: Node | None) -> bool:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Reasons that other modules compare with; those of skip= and only= are in torch_thor.capture.selection.
+# Reasons that other modules compare with.
+LEFT_OUT = "left out by layers="
 NOT_TRAINED = "in no parameter group of this optimizer: not trained"
 NORM = "a normalisation layer"
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from torch_thor.capture.composites import InnerLayer, composite_of
-from torch_thor.capture.coverage import NORM, NOT_TRAINED, Covered
+from torch_thor.capture.coverage import LEFT_OUT, NORM, NOT_TRAINED, Covered
 from torch_thor.capture.coverage_entries import Reasons, entry_of
 from torch_thor.capture.layers import Inside, Layer
 from torch_thor.capture.owners import Owner, Owners, owners_of, reasons_of_parameters, shared_by
-from torch_thor.capture.selection import NOT_KEPT, SKIPPED, Selection, left_out
+from torch_thor.capture.patterns import Patterns, selected
 from torch_thor.capture.sharded import check_sharded, leave_out_sharded
 from torch_thor.curvature.kinds import Kind, check_weight, kind_of
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
@@ -32,15 +32,14 @@ class Inspection:
     entries: list[Covered]  # one entry per parameter, in the model's order
     layers: dict[str, Layer]  # the layers to precondition, by name
     matrices: dict[str, PlainMatrix]  # the parameters that are matrices without factors, by name
-    left_out: list[Layer]  # the layers that `skip` and `only` leave out
+    left_out: list[Layer]  # the layers that `layers=` leaves out
 
 
 def inspect_model(
     model: nn.Module,
     trained: Iterable[Tensor],
     *,
-    skip: Selection = None,
-    only: Selection = None,
+    chosen: Patterns = None,
     matrices_alone: bool = False,
 ) -> Inspection:
     """Find the layers of a model, and how each of its parameters is trained."""
@@ -56,8 +55,10 @@ def inspect_model(
         for name, module in model.named_modules()
         if _is_norm(module) and any(id(p) not in plain for p in module.parameters(recurse=False))
     }
-    # Normalisation layers are never preconditioned, but skip="*norm*" must not be refused as matching nothing.
-    unwanted = left_out({name: layer.module for name, layer in layers.items()} | norms, skip, only)
+    # Normalisation layers are never preconditioned, but layers="-*norm*" must not be refused as matching nothing.
+    candidates = {name: layer.module for name, layer in layers.items()} | norms
+    kept = candidates.keys() if chosen is None else selected("layers", chosen, candidates, "layer")
+    unwanted = {name: LEFT_OUT for name in candidates if name not in kept}
     reasons.of_modules = unwanted
     removed = [layers.pop(name) for name in list(layers) if name in unwanted]
     rest = "orthogonalised momentum" if matrices_alone else "plain momentum"
@@ -210,7 +211,7 @@ def _plain_matrices(
     model: nn.Module, entries: Sequence[Covered], owners: Owners, vectors: set[int]
 ) -> dict[str, PlainMatrix]:
     """Find the trained parameters that are matrices and have no factors, by name."""
-    excluded = {SKIPPED, NOT_KEPT, NOT_TRAINED, NORM}
+    excluded = {LEFT_OUT, NOT_TRAINED, NORM}
     found = {}
     for entry, parameter in zip(entries, model.parameters(), strict=True):
         if entry.preconditioned or entry.reason in excluded or id(parameter) in vectors:

@@ -30,17 +30,8 @@ class Pass:
     repeated: bool = False
 
 
-@dataclass(frozen=True)
-class LossTerms:
-    """The number of loss terms of one pass."""
-
-    number: int  # N of this pass
-    first: Any  # the layer nearest to the input whose call has this number
-    last: int  # the number of the call nearest to the loss. If it is not `number`, N is uncertain
-
-
-def loss_terms_of_pass(calls: Iterable[Call]) -> LossTerms:
-    """Return the number of samples of a pass."""
+def loss_terms_of_pass(calls: Iterable[Call]) -> tuple[int, int]:
+    """Return the number of samples of a pass, and that nearest to the loss: if they differ, N is uncertain."""
     # 1. Calls of embeddings are left out if other layers were reached, and calls without a batch dimension if others
     # have one. 2. If calls whose leading dimension is certainly the batch have M samples, a call with M in its second
     # dimension and not in its leading one is sequence first, and has M samples. 3. N is the number of the calls nearest
@@ -57,8 +48,7 @@ def loss_terms_of_pass(calls: Iterable[Call]) -> LossTerms:
     last, first = numbers[0], numbers[-1]
     counts = Counter(reversed(numbers))  # for equal counts most_common() returns the first: that nearest to the input
     number = first if first == last else counts.most_common(1)[0][0]
-    nearest = next(c.layer for c, n in zip(reversed(telling), reversed(numbers), strict=True) if n == number)
-    return LossTerms(number, nearest, last)
+    return number, last
 
 
 def _batch_of(call: Call, samples: int) -> int:
@@ -71,7 +61,7 @@ def loss_terms_of_step(passes: Iterable[Pass]) -> int:
     totals: Counter[Any] = Counter()
     for one in passes:
         if one.calls and not one.repeated:
-            number = loss_terms_of_pass(one.calls).number
+            number = loss_terms_of_pass(one.calls)[0]
             for layer in {call.layer for call in one.calls}:
                 totals[layer] += number
     return max(totals.values(), default=0)

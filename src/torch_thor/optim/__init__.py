@@ -1,8 +1,10 @@
-"""The optimizers: THOR, AGC-SGD and LAMB, and adaptive gradient clipping for any optimizer."""
+"""The optimizers: THOR, ThorMuon, AGC-SGD and LAMB, and adaptive gradient clipping for any optimizer."""
 
 from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
 from torch_thor.optim.agc_sgd import AGCSGD
+from torch_thor.optim.groups import coverage, param_groups
 from torch_thor.optim.lamb import LAMB
 from torch_thor.optim.thor import THOR
+from torch_thor.optim.thor_muon import ThorMuon
 
-__all__ = ["AGCSGD", "LAMB", "THOR", "ClipStatistics", "adaptive_clip_grad_"]
+__all__ = ["AGCSGD", "LAMB", "THOR", "ClipStatistics", "ThorMuon", "adaptive_clip_grad_", "coverage", "param_groups"]

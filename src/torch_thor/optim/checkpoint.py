@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_thor.capture.patterns import some
+from torch_thor.curvature.layer_state import misfitting_entry
+from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.row_shards import local
-from torch_thor.optim.gradient_checks import some
+from torch_thor.optim.plan import Plan
 
 StateDict = dict[str, Any]
 
@@ -79,13 +82,6 @@ def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], r
             )
 
 
-def complete_groups(groups: Iterable[dict[str, Any]], own: Iterable[Mapping[str, Any]]) -> None:
-    """Add the options that a state dict lacks, for example one of an earlier version."""
-    for group, kept in zip(groups, own, strict=True):
-        for key, value in kept.items():
-            group.setdefault(key, value)
-
-
 def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the options of parameter groups."""
     return [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -144,3 +140,34 @@ def check_moments(
                 f"the state dict holds NaN or inf in {some(bad)}, which would reach the weights; load an earlier "
                 f"checkpoint, or let the optimizer start anew"
             )
+
+
+def conform(plan: Plan, groups: Iterable[dict[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Check that the state fits the parameters, then move and convert it to their devices and dtypes."""
+    # between two steps a model may be moved or converted (model.double(), model.to(device))
+    parameters = plan.parameters(groups)
+    for parameter in parameters:
+        for key in MOMENTS:
+            kept = states.get(parameter, {}).get(key)
+            if isinstance(kept, Tensor) and kept.shape != parameter.shape:
+                raise RuntimeError(
+                    f"parameter {plan.name(parameter)!r} has shape {tuple(parameter.shape)}, and its {key!r} has "
+                    f"{tuple(kept.shape)}: one of them was changed outside of the optimizer. Make the optimizer again "
+                    f"after the shape of a weight has changed; weights and optimizer state are as before this step"
+                )
+    for layer in plan.layers.values():
+        misfit = misfitting_entry(layer)
+        if misfit is not None:
+            raise RuntimeError(
+                f"split_dim={layer.weight_view.options['split_dim']!r}: the factors of layer {layer.name!r} are cut in "
+                f"blocks of {layer.state[misfit[0]].shape[-1]}, and cannot be cut again; put the group's split_dim "
+                f"back, or make the optimizer anew. Weights and optimizer state are as before this step"
+            )
+    for parameter in parameters:
+        state, dtype = states.get(parameter, {}), factor_dtype(parameter.dtype)
+        for key, value in state.items():
+            # AdamW's step is a counter that is stored as a tensor, and stays on the CPU in float32
+            if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
+                state[key] = as_made(key, value, parameter, dtype)
+    for layer in plan.layers.values():
+        layer.statistics.follow_weight()

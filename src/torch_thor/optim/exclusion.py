@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_thor.capture.patterns import some
 from torch_thor.capture.selection import self_and_parents
 from torch_thor.optim.checkpoint import (
     check_moments,
-    complete_groups,
     load_checked,
     options_of,
     restore_tensors,
     restored_on_error,
 )
-from torch_thor.optim.gradient_checks import some
 from torch_thor.optim.parameters import parameters_of
 
 # Names or patterns, modules, or a list of these; a callable (name, parameter) -> bool; or None for the default rule.
@@ -179,7 +178,6 @@ class ExcludingOptimizer(torch.optim.Optimizer):
             saved = load_checked(self, super().load_state_dict, state_dict, self._check_origin)
             for group, kept in zip(self.param_groups, own, strict=True):
                 self._restore_options(group, kept)
-            complete_groups(self.param_groups, own)
             for group in self.param_groups:
                 self._check_group(group)
             restore_tensors(self.state, self.param_groups, saved)

@@ -1,149 +1,218 @@
-"""Adding parameter groups to THOR, saving and loading its state dict, copying and pickling it."""
+"""State dicts of THOR and ThorMuon: loaded completely or not at all, whole although curvature may be divided."""
 
-from typing import Any
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor
 
+from torch_thor.capture.layers import Layer
+from torch_thor.capture.patterns import some
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer_state import SHARDS, misfitting_entry, missing_entries
+from torch_thor.distributed.divided import whole_entries
+from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
 from torch_thor.optim.checkpoint import (
+    StateDict,
     check_moments,
-    complete_groups,
+    check_origin,
     load_checked,
     options_of,
     restore_tensors,
     restored_on_error,
 )
-from torch_thor.optim.consolidation import Consolidation
-from torch_thor.optim.gradient_checks import some
-from torch_thor.optim.saved_rows import fit_loaded_rows
-from torch_thor.optim.state_dict_checks import check_factors, check_is_of_thor, check_selection
-from torch_thor.optim.stored_intervals import loaded_interval, plain_group
-from torch_thor.optim.thor_options import check_group, check_scaling, with_defaults
-from torch_thor.optim.update_rule import UpdateRule
+from torch_thor.optim.options import check
+from torch_thor.optim.saved_rows import fit_loaded_rows, join_blocks
 
-# The attributes that are copied and pickled beside groups and state. Layers and hooks are found again on the model.
-_COPIED = (
-    "model",
-    "scaling",
-    "fisher",
-    "decay_filter",
-    "loss_reduction",
-    "loss_terms",
-    "nonfinite",
-    "whole_matrices",
-    "divide_curvature",
-    "communication_dtype",
-    "grad_scaler",
-    "skipped_steps",
-    "skip",
-    "only",
-    "_group_handle",
-    "_given",
-)
+if TYPE_CHECKING:
+    from torch_thor.optim.base import CurvatureOptimizer
+
+# ---- intervals: a state dict holds no functions, but the text of a schedule -----------------------------------------
+
+_CALLABLE = "callable"  # stands for a callable that is not a schedule of this package
+_SCHEDULES: dict[str, Any] = {schedule.__name__: schedule for schedule in (Constant, Piecewise, Geometric)}
 
 
-class Persistence(Consolidation):
-    """The part of THOR that saves, loads and copies it, and adds parameter groups."""
+def plain_interval(interval: UpdateInterval) -> int | str:
+    """Return an interval in the form in which a state dict stores it."""
+    if not callable(interval):
+        return interval
+    return repr(interval) if type(interval) in _SCHEDULES.values() else _CALLABLE
 
-    model: nn.Module
-    scaling: str | None
-    _given: dict[str, Any]
-    _rule: UpdateRule
-    _fitting: list[Any] | None
 
-    def _reset(self) -> None:
-        raise NotImplementedError
+def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
+    """Return the interval to use after loading; the text of a schedule is parsed and not executed."""
+    if plain_interval(own) == _CALLABLE or plain == _CALLABLE:
+        return own
+    if not isinstance(plain, str):
+        return plain
+    try:
+        call = ast.parse(plain, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("not a call of a class with keywords")
+        return _SCHEDULES[call.func.id](**{str(word.arg): ast.literal_eval(word.value) for word in call.keywords})
+    except (SyntaxError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"update_interval={plain!r} in the state dict is no known schedule ({', '.join(_SCHEDULES)}); set "
+            f"group['update_interval'] in the state dict to a whole number or to one of them"
+        ) from error
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model, with options of their own.
 
-        Args:
-            param_group: as for :meth:`torch.optim.Optimizer.add_param_group`.
+# ---- loading --------------------------------------------------------------------------------------------------------
 
-        Raises:
-            ValueError: an option is out of range, or a parameter is not in the model.
-        """
-        of_others = {"loss_scale": self.param_groups[0]["loss_scale"]} if self.param_groups else {}  # one loss for all
-        complete = with_defaults({**self._given, **of_others, **param_group}, self.scaling)
-        check_scaling([complete], self.scaling)
-        check_group(complete)
-        param_group.update(complete)
-        before = len(self.param_groups)
-        super().add_param_group(param_group)
-        try:
-            known = {id(p) for p in self.model.parameters()}
-            unknown = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in known]
-            if unknown:
-                raise ValueError(
-                    f"parameters of shape {some(unknown)} are not in the model, so THOR cannot see their layers run; "
-                    f"pass the model that holds them, or give them an optimizer of their own"
-                )
-            if self._registry.is_found:
-                self._registry.find(self.param_groups, self.state)
-        except BaseException:
-            del self.param_groups[before:]
-            raise
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return state and options, as tensors, numbers and strings.
+def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], None], state_dict: StateDict) -> None:
+    """Load a state dict; if an error is raised, nothing has changed."""
+    plan, label = optimizer._plan_now(), type(optimizer).__name__
+    own, groups = options_of(optimizer.param_groups), optimizer.param_groups
+    layers = list(plan.layers.values())
+    remedy = (
+        f"Momentum, learning rate and schedule of another optimizer mean nothing to {label}: load the model's weights, "
+        f"and let {label} start anew"
+    )
 
-        Returns:
-            As :meth:`torch.optim.Optimizer.state_dict`; a schedule of :mod:`torch_thor.intervals` is stored as text.
-            Under FSDP2, tensors whose rows are divided are DTensors, as the parameters are.
+    def check_it(given: StateDict) -> None:
+        check_origin(given, label, list(optimizer.defaults), remedy)
 
-        Raises:
-            RuntimeError: the curvature is divided among processes (``divide_curvature=True``), and has not been
-                collected by :meth:`consolidate_state_dict` since the last step.
-        """
-        with self._with_whole_state():
-            state_dict = super().state_dict()
-        return {**state_dict, "param_groups": [plain_group(group) for group in state_dict["param_groups"]]}
+    try:
+        with _undivided(layers), restored_on_error(optimizer):
+            saved = load_checked(optimizer, load_plainly, state_dict, check_it)
+            groups = optimizer.param_groups
+            for group, kept in zip(groups, own, strict=True):
+                group["update_interval"] = _loaded_interval(group["update_interval"], kept["update_interval"])
+                check(type(optimizer), group)
+            restore_tensors(optimizer.state, groups, saved)
+            plan.group_of = {id(p): group for group in groups for p in group["params"]}
+            plan.bind(optimizer.state)
+            fit_loaded_rows(optimizer.state, groups, plan, relative=optimizer.relative_damping)
+            _check_selection(layers, plan.left_out, optimizer.state)
+            _check_factors(layers)
+            check_moments(optimizer.state, groups, plan.name)
+        optimizer._whole = None
+    finally:
+        plan.group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        plan.bind(optimizer.state)
+    optimizer._capture.discard()
+    optimizer._capture.listen()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; if it raises an error, nothing has changed.
 
-        Args:
-            state_dict: a result of ``state_dict()`` of THOR, in this version or an earlier one. Options that it does
-                not contain keep their values. So does ``update_interval`` if it is a function here or in the run that
-                was saved, because state dicts contain no functions; schedules of :mod:`torch_thor.intervals` are
-                loaded like any other option.
+@contextmanager
+def _undivided(layers: Iterable[LayerCurvature]) -> Iterator[None]:
+    """Take whole tensors as the state from here on, unless the block raises an error."""
+    before = [(layer.stored, layer.stored.owners) for layer in layers]
+    for stored, _ in before:
+        stored.owners = {}
+    try:
+        yield
+    except BaseException:
+        for stored, owners in before:
+            stored.owners = owners
+        raise
 
-        Raises:
-            ValueError: it is the state dict of another optimizer; it has other groups or parameters, or tensors of
-                other shapes; it was saved with another ``skip=`` or ``only=``; or it holds NaN or inf, an option that
-                is out of range, or an unknown schedule.
-        """
-        registry = self._registry
-        registry.index.update(self.param_groups, self.state)
-        if registry.index.computed:
-            registry.find(self.param_groups, self.state)
-        own = options_of(self.param_groups)
-        try:
-            with self._undivided(), restored_on_error(self):
-                saved = load_checked(self, super().load_state_dict, state_dict, check_is_of_thor)
-                complete_groups(self.param_groups, own)
-                for group, kept, given in zip(self.param_groups, own, saved["param_groups"], strict=True):
-                    group["update_interval"] = loaded_interval(given, kept["update_interval"])
-                    check_scaling([group], self.scaling)
-                    check_group(group)
-                restore_tensors(self.state, self.param_groups, saved)
-                registry.index.update(self.param_groups, self.state)
-                relative = self._rule.relative_damping
-                fit_loaded_rows(self.state, self.param_groups, registry.index, relative=relative)
-                check_selection(registry.layers.values(), registry.left_out, self.state)
-                check_factors(registry.layers.values())
-                check_moments(self.state, self.param_groups, registry.index.name)
-        finally:
-            registry.index.update(self.param_groups, self.state)
-        self._fitting = None
-        registry.capture.discard()
-        registry.capture.resume()
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_whole()
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in _COPIED}}
+def _check_selection(
+    layers: Iterable[LayerCurvature], left_out: Iterable[Layer], states: Mapping[Tensor, Mapping[str, Any]]
+) -> None:
+    """Check that the loaded state was saved with the same ``layers=``."""
+    present = [one for one in left_out if one.weight.is_there]  # the others are pruned
+    saved = [one.name for one in present if f"{one.prefix}refreshes" in states.get(one.weight.parameter, {})]
+    lacking = [layer.name for layer in layers if layer.state and f"{layer.prefix}refreshes" not in layer.state]
+    if saved or lacking:
+        differences = [f"it has factors of {some(saved)}, which layers= leaves out here"] if saved else []
+        differences += [f"it has no factors of {some(lacking)}, which are preconditioned here"] if lacking else []
+        raise ValueError(
+            f"the state dict was saved with other preconditioned layers: {', and '.join(differences)}. Make the "
+            f"optimizer with the layers= that it was saved with, or let it start anew"
+        )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "model" in state:  # copied or unpickled; load_state_dict calls this too, with state and groups only
-            self._reset()
-            self._registry.find(self.param_groups, self.state)
+
+def _check_factors(layers: Iterable[LayerCurvature]) -> None:
+    """Check that the loaded state of each layer is complete, and that its tensors have the shapes that it needs."""
+    for layer in layers:
+        missing = missing_entries(layer)
+        if missing:
+            raise ValueError(
+                f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
+                f"is whole, or let the optimizer start anew"
+            )
+        misfit = misfitting_entry(layer)
+        if misfit is not None:
+            key, needed = misfit
+            found = layer.state[key]
+            raise ValueError(
+                f"layer {layer.name!r}: {key} in the state dict has shape "
+                f"{tuple(found.shape) if isinstance(found, Tensor) else found!r}, this model and split_dim need "
+                f"{needed}; load it into the model and with the split_dim that it was saved with"
+            )
+        if layer.refreshes and not layer.rows_per_term > 0:
+            raise ValueError(
+                f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "
+                f"where there are factors; load an earlier checkpoint"
+            )
+
+
+# ---- curvature that is divided among processes ----------------------------------------------------------------------
+
+
+def is_divided(optimizer: "CurvatureOptimizer") -> bool:
+    """Return whether processes keep parts of the curvature alone."""
+    return any(layer.stored.owners for layer in optimizer._plan.layers.values())
+
+
+def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
+    """Collect the curvature that is divided among the processes, for the next state dict."""
+    optimizer._whole = None
+    plan = optimizer._plan_now()
+    if not is_divided(optimizer):
+        return
+    keeps = to is None or optimizer.distributed.processes(plan.device).rank == to
+    found: dict[int, dict[str, Tensor]] = {}
+    for layer, entries in whole_entries(list(plan.layers.values())):
+        if keeps:
+            of_parameter = found.setdefault(id(layer.weight_view.parameter), {})
+            of_parameter.update({key: tensor.cpu() for key, tensor in entries.items()})
+    if not keeps:
+        return
+    for parameter in plan.parameters(optimizer.param_groups):
+        layers = [share.layer for share in plan.shares(parameter) if share.is_weight]
+        side = layers[0].stored.whole_side_by_rows if layers else None
+        if side is not None and all(side in layer.stored.owners for layer in layers):
+            shape = len(parameter), layers[0].stored.width(side)
+            for name in (side, f"{side}_inverse"):
+                join_blocks(found[id(parameter)], name, layers, shape)
+    optimizer._whole = _steps(optimizer), found
+
+
+def _steps(optimizer: "CurvatureOptimizer") -> list[int]:
+    return [int(group["step"]) for group in optimizer.param_groups]
+
+
+@contextmanager
+def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
+    """Replace the state by one in which nothing is divided; RuntimeError if it was not collected."""
+    whole, state = optimizer._whole, optimizer.state
+    if not is_divided(optimizer):
+        yield
+        return
+    if whole is None or whole[0] != _steps(optimizer):
+        raise RuntimeError(
+            "the curvature is divided among the processes (divide_curvature=True), and this one has a part of it: call "
+            "optimizer.consolidate_state_dict(to=RANK) on all processes after the last step, then state_dict() on that "
+            "rank; with torch.distributed.checkpoint, to=None and state_dict() on all"
+        )
+    replaced = {}
+    for parameter in optimizer._plan.parameters(optimizer.param_groups):
+        entries, of_all = state.get(parameter), whole[1].get(id(parameter))
+        if entries is None or of_all is None:
+            continue
+        layers = [share.layer for share in optimizer._plan.shares(parameter) if share.is_weight]
+        divided = {key for layer in layers for key in layer.stored.divided_keys()}
+        replaced[parameter] = entries
+        state[parameter] = {key: value for key, value in entries.items() if key not in divided} | of_all
+        if layers[0].stored.whole_side_by_rows:
+            state[parameter].setdefault(SHARDS, 1)
+    try:
+        yield
+    finally:
+        state.update(replaced)

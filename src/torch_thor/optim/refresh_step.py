@@ -4,116 +4,74 @@ Statistics have been gathered by :mod:`torch_thor.capture`. :mod:`torch_thor.cur
 to each layer and inverts the new factors.
 """
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torch_thor.capture.capture import Absence
+import torch
+
 from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.refresh import Candidate, refresh
 from torch_thor.distributed.statistics import count_rows
-from torch_thor.optim.auto_split import AUTO, AutoSplit
-from torch_thor.optim.divided_curvature import divide
-from torch_thor.optim.layer_registry import LayerRegistry
-from torch_thor.optim.state import make_state
 from torch_thor.optim.statistics_checks import check_statistics
-from torch_thor.optim.step_inputs import StepInputs, fingerprint
-from torch_thor.optim.summed_loss import rescale_summed_loss
+from torch_thor.optim.step import Inputs
 
 if TYPE_CHECKING:
-    from torch_thor.optim.thor import THOR
-
-# the layers whose weights are used without calling their modules, each with a sentence for a warning
-_Uncalled = list[tuple[LayerCurvature, str]]
+    from torch_thor.optim.base import CurvatureOptimizer
 
 
-def refresh_layers(thor: "THOR", inputs: StepInputs) -> None:
+def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: bool) -> None:
     """Create missing state, and take new factors for the layers that are due."""
-    registry = thor._registry
+    capture, due, processes = optimizer._capture, inputs.due, inputs.processes
     try:
-        uncalled = _gather(thor, inputs) if inputs.due else []
-        if not inputs.fits:
-            if thor.divide_curvature and not inputs.state_only:
-                divide(list(registry.layers.values()), thor._processes())
-            make_state(thor.param_groups, thor.state, registry.index, registry.layers.values(), thor._rule)
-            thor._fitting = fingerprint(thor.param_groups, thor.state, registry.index)
-        if inputs.due and not inputs.state_only:
-            _take_new_factors(thor, inputs, uncalled)
+        silent: list[tuple[LayerCurvature, str]] = []
+        if due:
+            if inputs.output_scale != 1.0:
+                for layer in due:
+                    layer.statistics.scale_outputs_(inputs.output_scale)
+            if processes.count > 1:
+                count_rows(processes, due, capture.reached, capture.inside_transform)
+            if not state_only and not capture.reached.issuperset(due):
+                silent = check_statistics(optimizer._plan.layers.values(), capture)
+        if not optimizer._complete:
+            optimizer._make_state(divided=not state_only)
+        if due and not state_only:
+            _note_summed_loss(optimizer, inputs)
+            optimizer._last_refresh = refresh(
+                _candidates(optimizer, due, inputs.terms),
+                optimizer._report,
+                relative=optimizer.relative_damping,
+                processes=processes,
+            )
+            for layer, what in silent:
+                optimizer._report(layer, what)
+            capture.finish_refresh(due, optimizer._last_refresh, [layer for layer, _ in silent])
+            for group in optimizer.param_groups if inputs.terms else ():
+                group["last_loss_terms"] = inputs.terms
     except BaseException:  # the statistics may be partly scaled, or partly summed over processes
-        registry.capture.discard()
+        capture.discard()
         raise
 
 
-def _gather(thor: "THOR", inputs: StepInputs) -> _Uncalled:
-    """Count the rows of all processes, choose the split dimension if it is "auto", and find uncalled layers."""
-    registry, capture, auto = thor._registry, thor._registry.capture, None
-    for group in thor.param_groups:
-        if group["split_dim"] == AUTO:
-            auto = AutoSplit(thor.param_groups, registry.layers)
-            auto.from_cache(inputs.processes)
-            break
-    if inputs.output_scale != 1.0:
-        for layer in inputs.due:
-            layer.statistics.scale_outputs_(inputs.output_scale)
-    if inputs.processes.count > 1:
-        count_rows(inputs.processes, inputs.due, capture.reached, capture.inside_transform)
-    uncalled: _Uncalled = []
-    if not inputs.state_only and not capture.reached.issuperset(inputs.due):
-        uncalled = check_statistics(registry.layers.values(), capture)
-    if auto is not None:
-        auto.from_statistics(inputs.processes)
-    return uncalled
-
-
-def _take_new_factors(thor: "THOR", inputs: StepInputs, uncalled: _Uncalled) -> None:
-    """Apply the trace rule to the layers that are due, and invert the new factors."""
-    registry, due, terms = thor._registry, inputs.due, inputs.terms
-    if terms and _may_be_summed(thor):  # if N is 0, the loss has reached no layer, and the loss scale stays
-        rescale_summed_loss(thor, inputs)
-    absence = Absence()
-    if not registry.capture.reached.issuperset(due):
-        absence = registry.capture.absence(due, [layer for layer, _ in uncalled])
-    thor._last_refresh = refresh(
-        _candidates(registry, due, terms),
-        registry.report,
-        relative=thor._rule.relative_damping,
-        processes=inputs.processes,
-    )
-    for layer, what in uncalled:
-        registry.report(layer, what)
-    registry.capture.finish_refresh(due, thor._last_refresh, absence)
-    if terms:
-        for group in thor.param_groups:
-            group["last_loss_terms"] = terms
-
-
-def _may_be_summed(thor: "THOR") -> bool:
-    """Return whether the loss has been found to be a sum, or this is the first refresh, which finds out."""
-    found = refreshed = False
-    for group in thor.param_groups:
-        found = found or group["loss_scale"] != 1.0
-    for layer in thor._registry.layers.values():
-        refreshed = refreshed or layer.refreshes > 0
-    return found or not refreshed
-
-
-def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
+def _candidates(optimizer: "CurvatureOptimizer", layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
     """Return a candidate for each layer that has rows; the memory of its statistics becomes that of its factors."""
     candidates = []
     for layer in layers:
         options, rows = layer.weight_view.options, layer.statistics.rows
         if layer.weight_view.parameter.grad is None:
             continue
+        group_terms, without_rows = None, []
         if layer.kind.routed:
             group_terms, without_rows = layer.fresh_group_terms(terms), layer.groups_without_rows()
-            factors = layer.fresh_factors(terms)
-        else:
-            group_terms, without_rows, factors = None, [], layer.statistics.means()
+        factors = layer.fresh_factors(terms)
         if factors is None:
-            if layer in registry.capture.reached:
+            if layer in optimizer._capture.reached:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
-                registry.report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
+                optimizer._report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
             continue
-        upper, lower = options["trace_thresholds"]
+        thresholds = options["trace_thresholds"] if "trace_thresholds" in options else optimizer.trace_thresholds
         candidates.append(
             Candidate(
                 layer,
@@ -122,7 +80,7 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
                 # T weights the product of A and G, so it is 1 for a layer without G
                 rows_per_term=rows / terms if group_terms is None and len(factors) > 1 else 1.0,
                 damping=float(options["damping"]),
-                thresholds=(float(upper), float(lower)),
+                thresholds=(float(thresholds[0]), float(thresholds[1])),
                 decay=float(options["factor_decay"]),
                 group_rows_per_term=group_terms,
                 without_rows=without_rows,
@@ -131,20 +89,40 @@ def _candidates(registry: LayerRegistry, layers: Sequence[LayerCurvature], terms
     return candidates
 
 
-def prepare_next_step(thor: "THOR", inputs: StepInputs) -> None:
-    """Register the hooks that the next step needs, and drop unused statistics of this step."""
-    registry = thor._registry
-    if inputs.waiting and not inputs.due:
-        registry.capture.finish_step()
-    wanted = []
-    for layer in registry.layers.values():
-        options = layer.weight_view.options
-        if options["step"] >= options["next_refresh"]:
-            wanted.append(layer)
-    if wanted:
-        registry.capture.want(wanted)
-    if registry.replacement is not None:
-        registry.watch_replacement(thor.param_groups, thor.state)
-        thor._fitting = None  # the next step makes their state
-    else:
-        registry.capture.listen()
+# RMS output gradients of a sum that is given as a mean: in the median layer, and relative to N. Those of a mean of
+# log-likelihoods or of standardised squared errors are about 1 or less in every layer, those of the sum N times that.
+_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM, _LARGEST_PER_TERM = 10.0, 0.05, 3.0
+
+
+def _note_summed_loss(optimizer: "CurvatureOptimizer", inputs: Inputs) -> None:
+    """Warn, in the first refresh, of a loss that looks like a sum over the batch although it is to be a mean."""
+    # N² times too large a Fisher matrix makes damping void and the natural gradient N times too short
+    layers, terms = optimizer._plan.layers.values(), inputs.terms
+    comparable = "G" in optimizer.sides and optimizer.loss_reduction == "mean" and optimizer.fisher == "empirical"
+    if not comparable or terms < 2 or any(layer.refreshes for layer in layers):
+        return
+    squares = _mean_squares(inputs.due, inputs.processes)
+    if not squares:
+        return
+    middle, largest = (math.sqrt(max(0.0, square)) for square in (statistics.median_low(squares), max(squares)))
+    if middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * terms) and largest <= _LARGEST_PER_TERM * terms:
+        message = (
+            f"{type(optimizer).__name__}: the gradients are so large that the loss looks like a sum over the {terms} "
+            f'loss terms of the batch, not their mean; pass loss_reduction="sum", or average the loss over the batch. '
+            f"If it is an average, bring its targets to a scale of about 1"
+        )
+        optimizer._warnings.note("summed loss", message)
+
+
+def _mean_squares(layers: Iterable[LayerCurvature], processes: Processes) -> list[float]:
+    """Return the mean square of the output gradients of each layer."""
+    means: list[torch.Tensor] = []
+    for layer in layers:
+        sums = layer.statistics.gathered()
+        if sums is not None:
+            groups = 1 if layer.kind.routed else layer.kind.groups  # a row of routed experts belongs to one group
+            mean = sums[1].group_traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
+            means.append(mean.to(means[0]) if means else mean)
+    if not means:
+        return []
+    return [sum(of_processes) for of_processes in zip(*processes.gather(torch.stack(means).tolist()), strict=True)]

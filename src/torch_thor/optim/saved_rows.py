@@ -21,22 +21,22 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.layer_state import SHARDS
 from torch_thor.curvature.row_shards import RowShards, ShardedLayout, bounds_within, local
 from torch_thor.optim.checkpoint import MOMENTS
-from torch_thor.optim.parameter_index import ParameterIndex
 from torch_thor.optim.parameters import Group
+from torch_thor.optim.plan import Plan
 
 
 def fit_loaded_rows(
-    states: Mapping[Tensor, dict[str, Any]], groups: Iterable[Group], index: ParameterIndex, *, relative: bool
+    states: Mapping[Tensor, dict[str, Any]], groups: Iterable[Group], plan: Plan, *, relative: bool
 ) -> None:
     """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
     for group in groups:
         for parameter in group["params"]:
-            entries, shards = states.get(parameter), index.shards_of(parameter)
+            entries, shards = states.get(parameter), plan.shards_of(parameter)
             if entries is None:
                 continue
             if shards is not None:
                 entries.update({key: _divided(entries[key], shards, parameter) for key in MOMENTS if key in entries})
-            layers = [share.layer for share in index.shares(parameter) if share.is_weight]
+            layers = [share.layer for share in plan.shares(parameter) if share.is_weight]
             by_rows = [layer for layer in layers if layer.stored.side_by_rows]
             if by_rows:
                 _fit(entries, by_rows, parameter, shards, relative=relative)
@@ -53,8 +53,6 @@ def _fit(
     """Replace the rows of the factors, and of their inverses, of all layers of a weight."""
     side, count = str(layers[0].stored.side_by_rows), 1 if shards is None else shards.count
     names, shape = (side, f"{side}_inverse"), (len(parameter), layers[0].stored.width(side))
-    for name in names:
-        join_blocks(entries, name, layers, shape)
     if any(tuple(getattr(entries.get(name), "shape", ())) != shape for name in names):
         return
     before = int(entries.get(SHARDS, 1))
@@ -75,7 +73,7 @@ def _fit(
 def join_blocks(
     entries: MutableMapping[str, Any], name: str, layers: Iterable[LayerCurvature], shape: tuple[int, int]
 ) -> None:
-    """Replace the blocks of all layers of a weight, as earlier versions saved them, by one matrix of rows."""
+    """Replace the blocks of all layers of a weight by one matrix of rows."""
     found = []
     for layer in layers:
         key, view = layer.prefix + name, layer.weight_view

@@ -3,9 +3,8 @@
 from collections.abc import Collection
 
 from torch_thor.capture.capture import Capture
-from torch_thor.capture.phases import Phase
+from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim.gradient_checks import some
 
 
 def check_blocks(layers: Collection[LayerCurvature]) -> None:
@@ -33,7 +32,7 @@ def check_row_mask(layers: Collection[LayerCurvature], capture: Capture) -> None
 
 def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> list[tuple[LayerCurvature, str]]:
     """Raise an error for a refresh without any statistics, on any process, that names the cause."""
-    required = [layer for layer in layers if capture.phase(layer) is Phase.REQUIRED]
+    required = [layer for layer in layers if layer in capture.awaited]
     silent = [layer for layer in required if layer not in capture.reached and layer.weight_view.has_gradient()]
     inside = capture.inside_transform
     if not silent or any(layer in capture.reached for layer in layers):
@@ -48,7 +47,7 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
     if names:
         raise RuntimeError(
             f"layers {names} ran inside a torch.func transform, where their statistics cannot be seen; take "
-            f"the gradients of refresh steps with loss.backward(), or leave the layers out with skip="
+            f"the gradients of refresh steps with loss.backward(), or leave the layers out with layers="
         )
     if sampler is not None:
         raise RuntimeError(_no_samples_message(called, nonfinite))
@@ -58,7 +57,7 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
         f"again without another loss.backward(), the gradients were set without a forward pass or made before THOR "
         f"was, a compiled or copied model ran in the place of the one that THOR has, or the weights were used without "
         f"calling the modules. Call loss.backward() on what this model returns before each step(), and zero_grad() "
-        f"after it; or leave the layers out with skip="
+        f"after it; or leave the layers out with layers="
     )
 
 
@@ -71,7 +70,7 @@ def _uncalled_message(layer: LayerCurvature, inside_transform: bool, sampled: bo
     then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
     return (
         f"it has a gradient and no statistics: {cause}. It {then} from now on, unless statistics come in a later "
-        f"refresh; skip= leaves it out from the start"
+        f"refresh; layers= leaves it out from the start"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor import THOR
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.checkpoints.checkpoint import Checkpoint
 from torch_thor.training.checkpoints.parts import empty_tensors, read_parts
 from torch_thor.training.engine import parallel, sharding
@@ -82,7 +82,7 @@ def load_optimizer(
 def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    if isinstance(optimizer, THOR):
+    if isinstance(optimizer, CurvatureOptimizer):
         optimizer.consolidate_state_dict(to=None)
     return dict(get_optimizer_state_dict(model, optimizer))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_thor import THOR
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.callbacks.metrics_file import MetricsFile, in_current_format, parse_metrics, read_metrics
 from torch_thor.training.checkpoints import best, checkpoint
 from torch_thor.training.checkpoints.divided import save_divided, weight_parts
@@ -155,7 +155,7 @@ def capture_state(run: Run) -> dict[str, object]:
     """
     device, optimizer = run.task.device, None
     if not sharding.is_divided(run.model):
-        if isinstance(run.optimizer, THOR):
+        if isinstance(run.optimizer, CurvatureOptimizer):
             run.optimizer.consolidate_state_dict(to=0)
         optimizer = run.optimizer.state_dict() if parallel.is_first() else None
     own = {

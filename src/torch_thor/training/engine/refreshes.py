@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.optim import THOR
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.engine.history import RefreshPoint
 
 
@@ -19,7 +19,7 @@ def curvature_of(optimizer: torch.optim.Optimizer) -> Mapping[str, LayerCurvatur
     Returns:
         The curvature of each layer by module name; empty for first-order optimizers.
     """
-    return optimizer.curvature if isinstance(optimizer, THOR) else {}
+    return optimizer.curvature if isinstance(optimizer, CurvatureOptimizer) else {}
 
 
 def refresh_points(optimizer: torch.optim.Optimizer, step: int) -> list[RefreshPoint]:
@@ -32,7 +32,7 @@ def refresh_points(optimizer: torch.optim.Optimizer, step: int) -> list[RefreshP
     Returns:
         One point for each layer that was due; empty for first-order optimizers.
     """
-    events = optimizer.last_refresh if isinstance(optimizer, THOR) else ()
+    events = optimizer.last_refresh if isinstance(optimizer, CurvatureOptimizer) else ()
     return [
         RefreshPoint(
             step=step,

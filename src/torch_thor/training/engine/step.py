@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.optim import THOR
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.batch_trees import split_batch
@@ -43,7 +44,7 @@ class Stepper:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, config: RunConfig) -> None:
         self.optimizer, self.task, self.config = optimizer, task, config
-        self._thor = _ThorInputs(optimizer, config.seed) if isinstance(optimizer, THOR) else None
+        self._thor = _ThorInputs(optimizer, config.seed) if isinstance(optimizer, CurvatureOptimizer) else None
         self._weight = parallel.RankWeight()
         self.network = self._connected(model)
         if config.compile:
@@ -121,7 +122,7 @@ class _ThorInputs:
         seed: The seed of the labels that are drawn with `fisher="sampled"`.
     """
 
-    def __init__(self, optimizer: THOR, seed: int) -> None:
+    def __init__(self, optimizer: CurvatureOptimizer, seed: int) -> None:
         self.optimizer, self.seed = optimizer, seed
         self._terms: int | None = None
         self._mask: Tensor | None = None
@@ -132,7 +133,7 @@ class _ThorInputs:
         Args:
             terms: The loss terms of all micro-batches on this process.
         """
-        if self.optimizer.scaling is not None:  # the factor A does not depend on the number of loss terms
+        if "G" not in self.optimizer.sides:  # the factor A does not depend on the number of loss terms
             return
         if self.optimizer.loss_terms == self._terms:
             self.optimizer.loss_terms = self._terms = terms
@@ -152,5 +153,5 @@ class _ThorInputs:
         Args:
             loss: The loss of the forward pass, before the backward pass.
         """
-        if self.optimizer.fisher == "sampled":
+        if isinstance(self.optimizer, THOR) and self.optimizer.fisher == "sampled":
             self.optimizer.sample_fisher(loss.output, loss.distribution, dim=loss.dim, seed=self.seed)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_thor.optim import AGCSGD, LAMB, THOR
+from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
 from torch_thor.training.errors import UserError, require
 from torch_thor.training.optimizers.muon import MuonAdamW
 from torch_thor.training.optimizers.settings import TORCH_MEANINGS, OptimizerSettings, settings_dict, settings_of
-from torch_thor.training.optimizers.thor import SpectralSettings, THORSettings, interval_of, thresholds_of
+from torch_thor.training.optimizers.thor import ThorMuonSettings, THORSettings, build
 
 # torch's defaults (lr 0.001, no momentum) do not train an image classifier
 SGD_DEFAULTS = {"lr": 0.1, "momentum": 0.9}
@@ -94,17 +94,6 @@ def _of_model(kind: Callable[..., torch.optim.Optimizer], model: nn.Module, sett
     return kind(model, **settings_dict(settings))
 
 
-def _thor(model: nn.Module, settings: Any, scaling: str | None = None) -> torch.optim.Optimizer:
-    options = {**settings_dict(settings), "scaling": scaling}
-    options["update_interval"] = interval_of(settings.update_interval)
-    options["trace_thresholds"] = thresholds_of(settings.trace_thresholds)
-    options["skip"] = settings.skip or None
-    try:
-        return THOR(model, **options)
-    except ValueError as error:  # a pattern that matches no layer of this network
-        raise UserError(str(error)) from error
-
-
 @dataclass(frozen=True)
 class Entry:
     """An optimizer that a recipe can name.
@@ -121,8 +110,8 @@ class Entry:
 
 
 OPTIMIZERS: dict[str, Entry] = {
-    "thor": Entry(THORSettings, _thor),
-    "thor-spectral": Entry(SpectralSettings, partial(_thor, scaling="spectral")),
+    "thor": Entry(THORSettings, partial(build, THOR)),
+    "thor-muon": Entry(ThorMuonSettings, partial(build, ThorMuon)),
     "sgd": Entry(SGDSettings, partial(_of_parameters, torch.optim.SGD)),
     "momentum": Entry(MomentumSettings, partial(_of_parameters, torch.optim.SGD)),
     "nesterov": Entry(NesterovSettings, partial(_of_parameters, torch.optim.SGD, nesterov=True)),

@@ -1,13 +1,18 @@
-"""The settings of THOR in a recipe, for both of its steps; some of them may be of more than one type."""
+"""The settings of THOR and ThorMuon in a recipe; some of them may be of more than one type."""
 
 from dataclasses import asdict, fields
 from typing import Any
 
+from torch import nn
+
 from torch_thor import intervals
-from torch_thor.optim import THOR
-from torch_thor.optim.thor_options import FISHERS, PRESETS, SCALED_DEFAULTS, check_thresholds
+from torch_thor.capture.patterns import selected
+from torch_thor.distributed.group import Distributed
+from torch_thor.optim import THOR, ThorMuon
+from torch_thor.optim.options import OPTIONS, check
+from torch_thor.optim.thor import PRESETS
 from torch_thor.training.errors import UserError, require
-from torch_thor.training.optimizers.settings import OptimizerSettings, settings_of
+from torch_thor.training.optimizers.settings import OptimizerSettings, settings_dict, settings_of
 
 BOTH = {
     "momentum": "Momentum factor μ in [0, 1); 0 switches momentum off.",
@@ -16,30 +21,33 @@ BOTH = {
     'leading minus excludes: `-*norm*`, `["*.weight", -head]`. `None` stands for all parameters.',
     "update_interval": "Steps between refreshes of the curvature: a number, or a mapping with `kind` (`constant`, "
     "`piecewise`, `geometric`) and the arguments of that class of `torch_thor.intervals`.",
-    "trace_thresholds": "Thresholds (ω1, ω2) of the trace rule, or the name of a preset that sets them (`thor`, "
-    "`thor_stop`, `thor_nt`). On a refresh, a layer whose trace changed by more than ω1 takes new factors; a layer "
-    "whose trace changed by less than ω2 is never refreshed again; otherwise a layer keeps its factors.",
+    "layers": "The layers whose curvature is used, by name or pattern; a leading minus leaves out: `[-head, "
+    '"-*norm*"]`. None stands for all.',
+    "divide_curvature": "Whether each block of a factor and its inverse stay with the process that inverts it (1 / n "
+    "of the memory), and every step collects the inverses.",
 }
-MEANINGS: dict[str | None, dict[str, str]] = {
-    None: {
+MEANINGS: dict[type, dict[str, str]] = {
+    THOR: {
         **BOTH,
         "lr": "Learning rate, above 0. The length of a natural-gradient step depends on lr and damping together, so a "
         "learning rate of SGD does not transfer.",
         "weight_decay": "Coefficient of the weight decay, added to the natural gradient as weight_decay · W.",
         "damping": "λ > 0; √(λ/T) is added to the diagonal of both Kronecker factors, where T is the number of rows "
         "per loss term. `damping_schedule` changes it during the training.",
+        "trace_thresholds": "Thresholds (ω1, ω2) of the trace rule, or the name of a preset that sets them (`thor`, "
+        "`thor_stop`, `thor_nt`). On a refresh, a layer whose trace changed by more than ω1 takes new factors; a layer "
+        "whose trace changed by less than ω2 is never refreshed again; otherwise a layer keeps its factors.",
         "split_dim": "Block size of the factors; `None` uses full factors, and `auto` measures the best size for this "
-        "model and device in the first step.",
+        "model and device before the first step.",
         "factor_decay": "Weight of the old factors in a running average; 0, as in the paper, uses the latest only.",
-        "kl_clip": "Upper bound κ on the squared length of a step in the Fisher norm. `auto` bounds the step with "
-        "`max_update_ratio` instead. `None`, as in the paper, sets no bound unless `max_update_ratio` is a number.",
+        "kl_clip": "Upper bound κ on the squared length of a step in the Fisher norm, in the place of "
+        "`max_update_ratio`. `None` sets none.",
         "max_update_ratio": "Largest ratio of the length of a parameter's step, before momentum, to the norm of the "
-        "parameter. `auto` is 0.01 if `kl_clip` is `auto`, and otherwise sets no bound. `None` sets no bound.",
+        "parameter. `None`, as in the paper, sets no bound.",
         "fisher": "The labels that the statistics use: `empirical`, those of the training loss; or `sampled`, labels "
         "drawn from the predictions of the network.",
-        "skip": 'Layers that SGD with momentum trains instead, by name or pattern: `[head, "*norm*"]`.',
     },
-    "spectral": {
+    ThorMuon: {
         **BOTH,
         "lr": "Learning rate, above 0. It determines the length of a step, and has the same meaning for every layer.",
         "weight_decay": "Coefficient of the decoupled weight decay: each step multiplies a weight by "
@@ -47,61 +55,76 @@ MEANINGS: dict[str | None, dict[str, str]] = {
         "damping": "λ > 0, relative to the mean diagonal of the factor A of the layer's inputs: λ tr(A)/d_in is added "
         "to the diagonal of A. `damping_schedule` changes it during the training.",
         "split_dim": "Block size of the factor A, and the number of rows that are orthogonalised together; `None` uses "
-        "full matrices, and `auto` measures the best size for this model and device in the first step.",
+        "full matrices, and `auto` measures the best size for this model and device before the first step.",
         "factor_decay": "Weight of the old factor A in a running average; 0 uses the latest only.",
-        "kl_clip": "Has no use here, because the length of a step does not depend on that of the gradient: leave it at "
-        "`auto` or set `None`.",
-        "max_update_ratio": "Largest ratio of the length of a matrix's step to the norm of the matrix. `auto` is 0.15. "
-        "`None` sets no bound.",
-        "fisher": "Has no use here, because the factor A does not depend on labels: leave it at `empirical`.",
-        "skip": 'Layers that AdamW trains instead, by name or pattern: `[head, "*norm*"]`.',
+        "max_update_ratio": "Largest ratio of the length of a matrix's step to the norm of the matrix. `None` sets no "
+        "bound.",
     },
 }
 TYPES = {
     "update_interval": Any, "trace_thresholds": Any, "decay_filter": Any, "split_dim": int | str | None,
-    "kl_clip": float | str | None, "max_update_ratio": float | str | None, "skip": tuple[str, ...],
+    "layers": Any, "divide_curvature": bool,
 }  # fmt: skip
-# Arguments that have no key in a recipe: the application sets them, or they concern code and not a recipe
-NO_KEYS = (
-    "loss_reduction",
-    "scaling",
-    "loss_terms",
-    "only",
-    "nonfinite",
-    "grad_scaler",
-    "process_group",
-    "whole_matrices",
-    "communication_dtype",
-)
 
 
 def _check(settings: Any) -> None:
-    for name in ("trace_thresholds", "decay_filter"):  # lists, as YAML has them
-        if isinstance(getattr(settings, name), list):
+    for name in ("trace_thresholds", "decay_filter", "layers"):  # lists, as YAML has them
+        if isinstance(getattr(settings, name, None), list):
             object.__setattr__(settings, name, tuple(getattr(settings, name)))
     interval_of(settings.update_interval)
-    thresholds_of(settings.trace_thresholds)
-    require(settings.fisher in FISHERS, f"fisher={settings.fisher} must be one of {', '.join(FISHERS)}")
+    if hasattr(settings, "trace_thresholds"):
+        thresholds_of(settings.trace_thresholds)
+        require(OPTIONS["fisher"].test(settings.fisher), f"fisher={settings.fisher} must be empirical or sampled")
 
 
-def _settings(name: str, scaling: str | None) -> type[OptimizerSettings]:
-    usual = {
-        key: value for key, value in SCALED_DEFAULTS[scaling].items() if key not in ("kl_clip", "max_update_ratio")
-    }
-    if isinstance(usual["update_interval"], intervals.Geometric):
-        usual["update_interval"] = {"kind": "geometric", **asdict(usual["update_interval"])}
+def _settings(name: str, optimizer: type) -> type[OptimizerSettings]:
+    # what the application sets from other keys of a recipe; its own keys are added
+    own: dict[str, Any] = {"decay_filter": None, "divide_curvature": False}
+    if optimizer is ThorMuon:
+        own["update_interval"] = {"kind": "geometric", **asdict(intervals.Geometric(1, 50, factor=1.5))}
     return settings_of(
         name,
-        THOR,
+        optimizer,
         module=__name__,
-        without=NO_KEYS,
+        without=("loss_reduction", "distributed"),
         rules=(),
         check=_check,
         types=TYPES,
-        meanings=MEANINGS[scaling],
-        defaults={**usual, "skip": ()},
-        summary="Settings of `THOR`." if scaling is None else f'Settings of `THOR` with `scaling="{scaling}"`.',
+        meanings=MEANINGS[optimizer],
+        defaults=own,
     )
+
+
+def build(optimizer: Any, model: nn.Module, settings: Any) -> Any:
+    """Build THOR or ThorMuon for all parameters of a model.
+
+    Args:
+        optimizer: The class.
+        model: The network.
+        settings: An object of its settings class.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        UserError: If it refuses the settings.
+    """
+    options = settings_dict(settings)
+    decayed, divided = options.pop("decay_filter"), options.pop("divide_curvature")
+    options["update_interval"] = interval_of(settings.update_interval)
+    if "trace_thresholds" in options:
+        options["trace_thresholds"] = thresholds_of(settings.trace_thresholds)
+    options["layers"] = options["layers"] or None
+    try:
+        params: Any = model.parameters()
+        if decayed is not None:
+            named = dict(model.named_parameters())
+            chosen = selected("decay_filter", decayed, named, "parameter")
+            rest = {"params": [p for name, p in named.items() if name not in chosen], "weight_decay": 0.0}
+            params = [{"params": [p for name, p in named.items() if name in chosen]}, rest]
+        return optimizer(params, model=model, distributed=Distributed(divide_curvature=divided), **options)
+    except (TypeError, ValueError) as error:  # a pattern that matches no layer of this network
+        raise UserError(str(error)) from error
 
 
 INTERVALS: dict[str, type[intervals.Constant | intervals.Piecewise | intervals.Geometric]] = {
@@ -161,19 +184,20 @@ def thresholds_of(value: Any) -> Any:
     if isinstance(value, str):
         return _named_thresholds(value)
     try:
-        return check_thresholds(value)
+        check(THOR, {"trace_thresholds": value})
     except ValueError as error:
         raise UserError(str(error)) from error
+    return float(value[0]), float(value[1])
 
 
 def _named_thresholds(name: str) -> Any:
     presets = {key: preset for key, preset in PRESETS.items() if preset.keys() == {"trace_thresholds"}}
     if name not in presets:
-        # the preset "paper" sets kl_clip too, which naming it here would not do
-        what = "sets other options too (write kl_clip=null)" if name in PRESETS else "is not known"
+        # the preset "paper" sets max_update_ratio too, which naming it here would not do
+        what = "sets other options too (write max_update_ratio=null)" if name in PRESETS else "is not known"
         raise UserError(f"trace_thresholds: preset {name!r} {what}; use one of {', '.join(map(repr, presets))}")
     return presets[name]["trace_thresholds"]
 
 
-THORSettings = _settings("THORSettings", None)
-SpectralSettings = _settings("SpectralSettings", "spectral")
+THORSettings = _settings("THORSettings", THOR)
+ThorMuonSettings = _settings("ThorMuonSettings", ThorMuon)

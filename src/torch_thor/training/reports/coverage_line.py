@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_thor.optim import THOR
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.covered import sizes
 from torch_thor.training.engine.refreshes import curvature_of
 
@@ -15,9 +15,9 @@ def coverage_line(optimizer: torch.optim.Optimizer) -> str | None:
 
     Returns:
         One line with the number of preconditioned layers, their share of the trained parameters, and the numbers of
-        the other modules with trained parameters, by class; `None` for optimizers other than THOR.
+        the other modules with trained parameters, by class; `None` for optimizers without curvature.
     """
-    if not isinstance(optimizer, THOR):
+    if not isinstance(optimizer, CurvatureOptimizer):
         return None
     entries = optimizer.coverage()
     covered, total = sizes(entries)
@@ -26,10 +26,10 @@ def coverage_line(optimizer: torch.optim.Optimizer) -> str | None:
     for entry in entries:
         if entry.trained and not entry.preconditioned:
             module = entry.name.rpartition(".")[0]
-            # with `scaling="spectral"` the bias of a preconditioned layer is not
+            # with ThorMuon the bias of a preconditioned layer is not
             kind = f"biases of {entry.kind}" if module in layers and entry.name.endswith("bias") else entry.kind
             others.setdefault(kind, set()).add(module)
-    line = f"THOR preconditions {len(layers)} layers with {covered / max(1, total):.2%} of the trained parameters"
+    line = f"{type(optimizer).__name__} preconditions {len(layers)} layers with {covered / max(1, total):.2%} of the trained parameters"
     if not others:
         return line
     rest = sorted({entry.rest for entry in entries if entry.trained and not entry.preconditioned})

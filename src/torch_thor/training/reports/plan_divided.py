@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torch_thor.curvature import LayerCurvature
-from torch_thor.distributed.traffic import collectives_of_refresh
-from torch_thor.optim.divided_curvature import collectives_of_step, divided_among, own_bytes
+from torch_thor.training.reports.traffic import collectives_of_refresh, collectives_of_step, divided_among, own_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 from torch_thor.curvature import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.distributed.ownership import deal_out, imbalance
-from torch_thor.distributed.traffic import blocks_of, collectives_of_refresh
+from torch_thor.training.reports.traffic import blocks_of, collectives_of_refresh
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from torch_thor import THOR, __version__
+from torch_thor import THOR, ThorMuon, __version__
 from torch_thor.curvature import LayerCurvature
 from torch_thor.curvature.inverse import NewBlocks, invert_own_
-from torch_thor.distributed.traffic import blocks_of
 from torch_thor.distributed.triangles import pack, packed_size, unpack_
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.split.machine import device_name
 from torch_thor.training.errors import UserError, first_line
 from torch_thor.training.reports.plan_costs import Costs, make_costs
 from torch_thor.training.reports.plan_sample import Sample
+from torch_thor.training.reports.traffic import blocks_of
 
 ROUNDS = 5
 _ELEMENTS = 2**22  # of the blocks that are inverted at once in a measurement, at most
@@ -55,9 +56,10 @@ def measure_costs(
     Raises:
         UserError: If the model cannot be run.
     """
-    optimizer = THOR(
-        sample.model, lr=1e-6, split_dim=split_dim, scaling=scaling, update_interval=2, trace_thresholds=(0.0, 0.0)
-    )
+    kind = THOR if scaling is None else ThorMuon
+    optimizer = kind(sample.model, lr=1e-6, split_dim=split_dim, update_interval=2)
+    for group in optimizer.param_groups:  # every refresh takes new factors
+        group["trace_thresholds"] = (0.0, 0.0)
     counts = block_counts(optimizer.curvature.values())
     clock = clock_of(device)
     seconds: dict[str, list[float]] = {}
@@ -154,7 +156,7 @@ def clock_of(device: torch.device) -> Clock:
     return waiting
 
 
-def _timed_step(sample: Sample, optimizer: THOR, samples: int, clock: Clock) -> tuple[float, float]:
+def _timed_step(sample: Sample, optimizer: CurvatureOptimizer, samples: int, clock: Clock) -> tuple[float, float]:
     started = clock()
     sample.loss(samples).backward()
     passed = clock()

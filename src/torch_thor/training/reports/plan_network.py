@@ -8,8 +8,8 @@ then a ring of the processes with the same place in their nodes.
 import re
 from dataclasses import dataclass
 
-from torch_thor.distributed.traffic import Collective
 from torch_thor.training.errors import UserError
+from torch_thor.training.reports.traffic import Collective
 
 DEVICES_PER_NODE = 8
 _UNITS = {"MB": 1e6, "GB": 1e9, "us": 1e-6, "ms": 1e-3}

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from torch_thor import THOR, __version__
+from torch_thor import THOR, ThorMuon, __version__
 from torch_thor.curvature import LayerCurvature
 from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError, first_line, require
@@ -150,7 +150,8 @@ def _layers(word: str, model: nn.Module, split_dim: int | None, scaling: str | N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of little that is preconditioned: the table tells
         try:
-            return list(THOR(model, split_dim=split_dim, scaling=scaling).curvature.values())
+            kind = THOR if scaling is None else ThorMuon
+            return list(kind(model, split_dim=split_dim).curvature.values())
         except ValueError as error:
             raise UserError(f"{word}: {first_line(error)}") from error
 

@@ -12,8 +12,8 @@ from torch_thor.curvature.factor_rows import shard_bounds
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.row_shards import RowShards, side_of_rows, why_not_by_rows
 from torch_thor.distributed.ownership import imbalance
-from torch_thor.distributed.traffic import blocks_of, collectives_of_refresh
 from torch_thor.training.reports.plan_times import parameter_collectives
+from torch_thor.training.reports.traffic import blocks_of, collectives_of_refresh
 
 
 @dataclass(frozen=True)

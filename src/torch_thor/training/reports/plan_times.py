@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch_thor.curvature import LayerCurvature
 from torch_thor.distributed.ownership import deal_out
-from torch_thor.distributed.traffic import Blocks, Collective, blocks_of, collectives_of_refresh
 from torch_thor.distributed.triangles import packed_size
 from torch_thor.training.errors import require
 from torch_thor.training.reports.plan_costs import Costs
 from torch_thor.training.reports.plan_network import Interconnect
+from torch_thor.training.reports.traffic import Blocks, Collective, blocks_of, collectives_of_refresh
 
 BUCKET = 25 * 2**20  # bytes of one collective of gradients or weights, as in DDP
 DDP, FSDP = "DDP", "FSDP2"

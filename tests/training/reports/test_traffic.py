@@ -11,10 +11,9 @@ from torch import nn
 from joined import OPTIONS, network, parallel, routed, share, stream, train
 from sharded import mesh_of, sharded
 from torch_thor import THOR
-from torch_thor.distributed.traffic import Collective, collectives_of_refresh
-from torch_thor.optim import divided_curvature
-from torch_thor.optim.divided_curvature import collectives_of_step
+from torch_thor.training.reports import traffic as divided_curvature
 from torch_thor.training.reports.plan_divided import divided_share
+from torch_thor.training.reports.traffic import Collective, collectives_of_refresh, collectives_of_step
 
 NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
 

@@ -1,15 +1,19 @@
 """What a refresh sends: the collectives that it starts, and their bytes, computed without starting any."""
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.row_shards import ShardedLayout
-from torch_thor.distributed.consistency import HEADER, NUMBERS
+from torch_thor.distributed.agreement import HEADER, NUMBERS
+from torch_thor.distributed.divided import owners_of, turns_of
 from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes, pads
 from torch_thor.distributed.triangles import packed_size
 
@@ -113,3 +117,44 @@ def from_owners(sizes: Sequence[int], itemsize: int) -> Collective:
 
 def _gather(numbers: int, processes: int) -> Collective:
     return Collective("all_gather_into_tensor", _NUMBER * numbers, processes * _NUMBER * numbers)
+
+
+def collectives_of_step(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
+    """Return the collectives of a step that collect the inverses, if all layers have them and are in one group."""
+    found = []
+    needs: defaultdict[int, dict[LayerCurvature, tuple[str, ...]]] = defaultdict(dict)
+    for one in layers:
+        needs[id(one.weight)][one] = tuple(one.stored.owners)
+    for _, needed in turns_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
+        shapes: defaultdict[torch.dtype, list[Shape]] = defaultdict(list)
+        bounds: defaultdict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
+        for layer, sides in needed.items():
+            dtype = factor_dtype(layer.weight.dtype)
+            for owners in (layer.stored.owners[side] for side in sides):
+                shapes[dtype] += [shape[:2] for shape in owners.layout.shapes if shape is not None]
+                bounds[dtype] += owners.bounds
+        found += [from_owners(packed_sizes(shapes[dtype], bounds[dtype]), dtype.itemsize) for dtype in shapes]
+    return found
+
+
+@contextmanager
+def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -> Iterator[None]:
+    """Let layers without state be those of one of many processes that divide them, to plan with them."""
+    owners = owners_of(layers, processes, rank)
+    for layer in layers:
+        layer.stored.owners = {side: owners[layer.name, side] for side in layer.sides if (layer.name, side) in owners}
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.stored.owners = {}
+
+
+def own_bytes(layers: Iterable[LayerCurvature]) -> int:
+    """Return the size of the blocks that this process keeps."""
+    size = 0
+    for layer in layers:
+        for owners in layer.stored.owners.values():
+            elements = sum(math.prod(shape) for shape in owners.shapes if shape is not None)
+            size += 2 * factor_dtype(layer.weight.dtype).itemsize * elements
+    return size

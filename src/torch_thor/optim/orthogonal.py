@@ -14,7 +14,7 @@ statistics of gradients are needed. ``orth`` returns polar factors of blocks of 
 (:mod:`torch_thor.curvature.polar`). A matrix without factors, because THOR has no kind for its layer or has got no
 statistics, takes the same step with the identity in the place of A; so do rows of a fused weight that belong to no
 layer, each run of neighbouring rows as one matrix. Parameters that are not matrices (biases,
-normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW` (:mod:`torch_thor.optim.adamw`).
+normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW` (:func:`adamw_step_`).
 """
 
 import math
@@ -25,19 +25,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import SIDES, LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
-from torch_thor.curvature.precision import factor_dtype, ieee_float32
+from torch_thor.curvature.precision import ieee_float32
 from torch_thor.curvature.row_shards import RowShards, bounds_within, local
-from torch_thor.optim.adamw import adamw_step_
-from torch_thor.optim.divided_curvature import DividedInverses
-from torch_thor.optim.parameter_index import ParameterIndex, free_rows
+from torch_thor.distributed.divided import DividedInverses
+from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
+from torch_thor.optim.natural import SMALLEST_SHARE
 from torch_thor.optim.parameters import Group, States
-from torch_thor.optim.step_bound import SMALLEST_SHARE
-from torch_thor.optim.whole_matrices import DividedMatrix, orthogonalise_whole_
+from torch_thor.optim.plan import Plan, free_rows
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced (depth_scale)
 
@@ -91,80 +91,52 @@ def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) 
         inverse.accumulate_right_product_(matrix, 1.0, into, 0.0)
 
 
-class ScaleFree:
-    """The scale-free update rule, a :class:`torch_thor.optim.update_rule.UpdateRule`."""
-
-    sides: tuple[str, ...] = SIDES[:1]
-    relative_damping: bool = True
-
-    def __init__(self, *, whole_matrices: bool = False) -> None:
-        self.whole_matrices = whole_matrices
-
-    def make_state(self, index: ParameterIndex, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        """Add ``momentum_buffer`` to the state of a matrix, and the entries of :class:`torch.optim.AdamW` to others."""
-        dtype = factor_dtype(parameter.dtype)
-        if id(parameter) in index.shares_of or id(parameter) in index.matrix_of:
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype)
-        elif "exp_avg" not in state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
-
-    def update(
-        self,
-        groups: list[Group],
-        index: ParameterIndex,
-        states: States,
-        decaying: frozenset[int],
-        inverses: DividedInverses | None,
-    ) -> None:
-        """Update every parameter that has a gradient."""
-        for group in groups:
-            lr = float(group["lr"])
-            length = lr * depth_scale(index.depth)
-            shrunk: list[Tensor] = []
-            matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, gradient, momentum
-            others: list[tuple[Tensor, Tensor, dict[str, Any]]] = []  # parameter, gradient, state
-            for parameter in group["params"]:
-                gradient, key = parameter.grad, id(parameter)
-                if gradient is None:
-                    continue
-                own, is_matrix = local(parameter), key in index.shares_of or key in index.matrix_of
-                if not (own.numel() or (is_matrix and self.whole_matrices)):  # a shard without rows
-                    continue
-                if key in decaying:
-                    shrunk.append(own)
-                state = states[parameter]
-                kept, gradient = local(state["momentum_buffer" if is_matrix else "exp_avg"]), local(gradient)
-                if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
-                    gradient = gradient.to_dense()
-                gradient = gradient.to(kept.dtype)
-                if is_matrix:
-                    matrices.append((parameter, gradient, kept))
-                else:
-                    others.append((own, gradient, state))
-            if shrunk:
-                torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
-            pieces: list[_Piece] = []
-            divided: list[_Piece] = []  # rows of matrices that are orthogonalised as a whole
-            directions = _directions(matrices, group) if matrices else []
-            for (parameter, _, _), direction in zip(matrices, directions, strict=True):
-                for piece in _pieces_of(parameter, direction, index):
-                    if self.whole_matrices and piece.bounds is not None:
-                        divided.append(piece)
-                    elif len(piece.parameter):
-                        pieces.append(piece)
-            if inverses is not None:
-                _precondition_in_turns([*pieces, *divided], inverses.turns(group, index))
-            if matrices:
-                rows = group["split_dim"] if isinstance(group["split_dim"], int) else None  # None also for "auto"
-                ratio = group["max_update_ratio"]
-                _step_(pieces, length, rows, ratio)
-                if divided and index.first_shards is not None:
-                    _step_whole_(divided, length, rows, index.first_shards, ratio)
-            if others:
-                adamw_step_(others, lr)
+def orthogonal_step(
+    groups: list[Group], plan: Plan, states: States, inverses: DividedInverses | None, *, whole_matrices: bool
+) -> None:
+    """Update every parameter that has a gradient."""
+    for group in groups:
+        lr = float(group["lr"])
+        shrunk: list[Tensor] = []
+        matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, gradient, momentum
+        others: list[tuple[Tensor, Tensor, dict[str, Any]]] = []  # parameter, gradient, state
+        for parameter in group["params"]:
+            gradient, key = parameter.grad, id(parameter)
+            if gradient is None:
+                continue
+            own, is_matrix = local(parameter), key in plan.shares_of or key in plan.matrix_of
+            if not (own.numel() or (is_matrix and whole_matrices)):  # a shard without rows
+                continue
+            shrunk.append(own)
+            state = states[parameter]
+            kept, gradient = local(state["momentum_buffer" if is_matrix else "exp_avg"]), local(gradient)
+            if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
+                gradient = gradient.to_dense()
+            gradient = gradient.to(kept.dtype)
+            if is_matrix:
+                matrices.append((parameter, gradient, kept))
+            else:
+                others.append((own, gradient, state))
+        if shrunk and group["weight_decay"]:
+            torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
+        pieces: list[_Piece] = []
+        divided: list[_Piece] = []  # rows of matrices that are orthogonalised as a whole
+        directions = _directions(matrices, group) if matrices else []
+        for (parameter, _, _), direction in zip(matrices, directions, strict=True):
+            for piece in _pieces_of(parameter, direction, plan):
+                if whole_matrices and piece.bounds is not None:
+                    divided.append(piece)
+                elif len(piece.parameter):
+                    pieces.append(piece)
+        if inverses is not None:
+            _precondition_in_turns([*pieces, *divided], inverses.turns(group, plan))
+        if matrices:
+            length, rows, ratio = lr * depth_scale(plan.depth), group["split_dim"], group["max_update_ratio"]
+            _step_(pieces, length, rows, ratio)
+            if divided and plan.first_shards is not None:
+                _step_whole_(divided, length, rows, plan.first_shards, ratio)
+        if others:
+            adamw_step_(others, lr)
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -201,15 +173,15 @@ def _directions(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Grou
     return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
 
 
-def _pieces_of(parameter: nn.Parameter, direction: Tensor, index: ParameterIndex) -> Iterator[_Piece]:
-    own, shards, matrix = local(parameter), index.shards_of(parameter), index.matrix_of.get(id(parameter))
+def _pieces_of(parameter: nn.Parameter, direction: Tensor, plan: Plan) -> Iterator[_Piece]:
+    own, shards, matrix = local(parameter), plan.shards_of(parameter), plan.matrix_of.get(id(parameter))
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
     if matrix is not None:
         plain = matrix.of_rows(tuple(parameter.shape), len(own))
         assert plain is not None  # others were not found to be matrices
         yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None, id(parameter))
         return
-    shares = index.shares_of[id(parameter)]
+    shares = plan.shares_of[id(parameter)]
     fused = shares[0].view.rows is not None
     for free in free_rows([share.view.rows for share in shares], len(parameter)) if fused else ():
         kept = free if shards is None else shards.own_of(free)
@@ -303,3 +275,45 @@ def _step_(pieces: list[_Piece], lr: float, rows: int | None, ratio: float | Non
             step.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
             for piece, own in zip(shaped, step.split([p.geometry.groups for p in shaped]), strict=True):
                 piece.step_(own, lr)
+
+
+# The learning rate of AdamW as a share of lr, and its other options.
+ADAMW_SHARE = 0.2
+ADAMW_BETAS = (0.9, 0.95)
+_ADAMW_EPS = 1e-8
+
+
+def adamw_step_(others: list[tuple[Tensor, Tensor, dict[str, Any]]], lr: float) -> None:
+    """Take a step of AdamW with ``ADAMW_SHARE`` of the learning rate, without weight decay."""
+    parameters: list[Tensor] = []
+    gradients, averages, squares, steps = [], [], [], []
+    alike = on_cpu = True
+    is_complex = False
+    for parameter, gradient, state in others:
+        parameters.append(parameter)
+        gradients.append(gradient)
+        averages.append(local(state["exp_avg"]))
+        squares.append(local(state["exp_avg_sq"]))
+        steps.append(state["step"])
+        alike = alike and parameter.dtype == gradient.dtype
+        on_cpu = on_cpu and parameter.device.type == "cpu"
+        is_complex = is_complex or parameter.is_complex()
+    adamw(
+        parameters,
+        gradients,
+        averages,
+        squares,
+        [],
+        steps,
+        # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters state is float32
+        foreach=None if alike else False,
+        fused=(alike and on_cpu and not is_complex) or None,
+        has_complex=is_complex,
+        amsgrad=False,
+        beta1=ADAMW_BETAS[0],
+        beta2=ADAMW_BETAS[1],
+        lr=lr * ADAMW_SHARE,
+        weight_decay=0.0,
+        eps=_ADAMW_EPS,
+        maximize=False,
+    )

@@ -11,27 +11,19 @@ owners.
 """
 
 import itertools
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.blocks import BlockDiagonal
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.owned_blocks import BlockOwners
-from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.row_shards import ShardedLayout
-from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes
-from torch_thor.distributed.traffic import Collective, from_owners
+from torch_thor.distributed.ownership import deal_out
 from torch_thor.distributed.triangles import packed_size
-from torch_thor.optim.parameter_index import ParameterIndex
-from torch_thor.optim.parameters import Group
 
 # The inverses that are collected at once have about so many elements: 32 MB in float32.
 ELEMENTS = 2**23
@@ -102,9 +94,9 @@ ALL_AT_ONCE: tuple[None, ...] = (None,)
 class DividedInverses:
     """Collects the inverses of the layers for the update rule."""
 
-    def turns(self, group: Group, index: ParameterIndex) -> Iterator[frozenset[int]]:
+    def turns(self, group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[int]]:
         """Collect the inverses of one parameter group, some layers at a time. All processes must consume it."""
-        for parameters, needed in _turns(_needs(group, index)):
+        for parameters, needed in turns_of(_needs(group, plan)):
             try:
                 _collect(needed)
                 yield parameters
@@ -114,14 +106,14 @@ class DividedInverses:
 
 
 # the layers of a turn, each with the sides that are needed
-_Needed = Mapping[LayerCurvature, tuple[str, ...]]
+Needed = Mapping[LayerCurvature, tuple[str, ...]]
 
 
-def _needs(group: Group, index: ParameterIndex) -> Iterator[tuple[int, _Needed]]:
+def _needs(group: Mapping[str, Any], plan: Any) -> Iterator[tuple[int, Needed]]:
     """Yield each preconditioned parameter of a group, with the inverses that it needs."""
     for parameter in group["params"]:
         needed: dict[LayerCurvature, tuple[str, ...]] = {}
-        for share in index.shares(parameter):
+        for share in plan.shares(parameter):
             if share.layer.refreshes:
                 owned = share.layer.stored.owners
                 needed[share.layer] = tuple(side for side in owned if share.is_weight or side == "G")
@@ -129,7 +121,7 @@ def _needs(group: Group, index: ParameterIndex) -> Iterator[tuple[int, _Needed]]
             yield id(parameter), needed
 
 
-def _turns(needs: Iterable[tuple[int, _Needed]]) -> Iterator[tuple[frozenset[int], _Needed]]:
+def turns_of(needs: Iterable[tuple[int, Needed]]) -> Iterator[tuple[frozenset[int], Needed]]:
     """Divide parameters into turns, each with about ``ELEMENTS`` elements of inverses."""
     parameters: list[int] = []
     of_turn: dict[LayerCurvature, tuple[str, ...]] = {}
@@ -148,54 +140,13 @@ def _turns(needs: Iterable[tuple[int, _Needed]]) -> Iterator[tuple[frozenset[int
         yield frozenset(parameters), of_turn
 
 
-def collectives_of_step(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
-    """Return the collectives of a step that collect the inverses, if all layers have them and are in one group."""
-    found = []
-    needs: defaultdict[int, dict[LayerCurvature, tuple[str, ...]]] = defaultdict(dict)
-    for one in layers:
-        needs[id(one.weight)][one] = tuple(one.stored.owners)
-    for _, needed in _turns((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
-        shapes: defaultdict[torch.dtype, list[Shape]] = defaultdict(list)
-        bounds: defaultdict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
-        for layer, sides in needed.items():
-            dtype = factor_dtype(layer.weight.dtype)
-            for owners in (layer.stored.owners[side] for side in sides):
-                shapes[dtype] += [shape[:2] for shape in owners.layout.shapes if shape is not None]
-                bounds[dtype] += owners.bounds
-        found += [from_owners(packed_sizes(shapes[dtype], bounds[dtype]), dtype.itemsize) for dtype in shapes]
-    return found
-
-
-@contextmanager
-def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -> Iterator[None]:
-    """Let layers without state be those of one of many processes that divide them, to plan with them."""
-    owners = owners_of(layers, processes, rank)
-    for layer in layers:
-        layer.stored.owners = {side: owners[layer.name, side] for side in layer.sides if (layer.name, side) in owners}
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.stored.owners = {}
-
-
-def own_bytes(layers: Iterable[LayerCurvature]) -> int:
-    """Return the size of the blocks that this process keeps."""
-    size = 0
-    for layer in layers:
-        for owners in layer.stored.owners.values():
-            elements = sum(math.prod(shape) for shape in owners.shapes if shape is not None)
-            size += 2 * factor_dtype(layer.weight.dtype).itemsize * elements
-    return size
-
-
 def elements_of(layer: LayerCurvature, sides: Iterable[str]) -> int:
     """Return the number of elements that the inverses of a layer have when they are sent."""
     shapes = itertools.chain(*(layer.stored.owners[side].layout.shapes for side in sides))
     return sum(shape[0] * packed_size(shape[1]) for shape in shapes if shape is not None)
 
 
-def _collect(needed: _Needed) -> None:
+def _collect(needed: Needed) -> None:
     """Collect the inverses of some layers, with one collective for each dtype and device."""
     found: list[tuple[LayerCurvature, dict[str, BlockDiagonal]]] = []
     parts: list[Tensor] = []

@@ -8,87 +8,64 @@ generators do not change.
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Normal
 
-from torch_thor.optim.joint_training import JointTraining
 from torch_thor.torch_internals import tree_leaves
+
+if TYPE_CHECKING:
+    from torch_thor.optim.base import CurvatureOptimizer
 
 Predicts = str | Callable[[Any], Distribution]
 
 
-class SampledFisher(JointTraining):
-    """The part of THOR that gathers statistics from sampled labels (``fisher="sampled"``)."""
-
-    def sample_fisher(
-        self,
-        output: Any,
-        distribution: Predicts = "categorical",
-        *,
-        dim: int | None = None,
-        mask: Tensor | None = None,
-        seed: int = 0,
-    ) -> None:
-        """Gather statistics from labels drawn from the model's predictions; does nothing between refreshes.
-
-        Call it once for each forward pass, before ``loss.backward()``. With ``fisher="sampled"`` a refresh step
-        requires it. It costs a backward pass from the drawn labels to the outputs of the layers, without the gradients
-        of weights. ``.grad`` and torch's random generators are not changed.
-
-        Args:
-            output: the predictions of the model, not detached.
-            distribution: the distribution of the labels given the output: ``"categorical"`` (of logits, for
-                ``cross_entropy``), ``"bernoulli"`` (of logits, for ``binary_cross_entropy_with_logits``), ``"normal"``
-                (of means, with variance 1, for half of ``mse_loss``), or a callable from the output to a
-                :class:`torch.distributions.Distribution`, which is called on refresh steps only. Each element of its
-                ``batch_shape`` is a loss term; N is their number, unless ``loss_terms`` is set.
-            dim: the dimension of categorical logits that holds the classes. None means the last one, and is allowed for
-                logits of at most two dimensions.
-            mask: bool, in the shape of the labels, True for the labels that count (``labels != -100``); None: all.
-            seed: determines the drawn labels, together with the step, the process and the number of the call.
-
-        Raises:
-            RuntimeError: the optimizer was created with ``fisher="empirical"``, the call is not between a forward pass
-                and its ``loss.backward()``, or it is the second call for this forward pass.
-            ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output has no gradient.
-        """
-        capture = self._registry.capture
-        sampler = capture.sampler
-        if sampler is None:
-            raise RuntimeError(
-                'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
-                'leave the call out or, without scaling="spectral", make the optimizer with THOR(..., fisher="sampled")'
-            )
-        if not capture.watching or not torch.is_grad_enabled():
-            return
-        capture.discard_stale()
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if not any(tensor.requires_grad for tensor in tensors):
-            raise ValueError(
-                "the output given to sample_fisher() requires no gradient, so no layer's statistics can come from it; "
-                "give what the model returned, not detached"
-            )
-        if any(_nonfinite(tensor) for tensor in tensors):
-            sampler.nonfinite = True  # as a rule the loss is not finite either, and step() raises the error
-            return
-        where = tensors[0].device
-        key = f"{seed}/{self.param_groups[0]['step']}/{self._processes().rank}/{sampler.passes}"
-        with torch.autocast(where.type, enabled=False):
-            labels = _distribution(output, distribution, dim)
-            with _drawing(where, key), torch.no_grad():
-                drawn = labels.sample()
-            likelihoods = labels.log_prob(drawn)
-            terms = likelihoods.numel() if mask is None else _count(mask, likelihoods.shape)
-            if mask is not None:
-                likelihoods = likelihoods.where(mask, 0.0)
-            try:
-                sampler.differentiate(-likelihoods.sum(), terms)
-            except BaseException:
-                capture.discard()
-                raise
+def sample(
+    optimizer: "CurvatureOptimizer",
+    output: Any,
+    distribution: Predicts,
+    dim: int | None,
+    mask: Tensor | None,
+    seed: int,
+) -> None:
+    """Gather statistics from labels drawn from the model's predictions (:meth:`torch_thor.THOR.sample_fisher`)."""
+    capture = optimizer._capture
+    sampler = capture.sampler
+    if sampler is None:
+        raise RuntimeError(
+            'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
+            'leave the call out, or make the optimizer with THOR(..., fisher="sampled")'
+        )
+    if not capture.watching or not torch.is_grad_enabled():
+        return
+    capture.discard_stale()
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "the output given to sample_fisher() requires no gradient, so no layer's statistics can come from it; "
+            "give what the model returned, not detached"
+        )
+    if any(_nonfinite(tensor) for tensor in tensors):
+        sampler.nonfinite = True  # as a rule the loss is not finite either, and step() raises the error
+        return
+    where = tensors[0].device
+    rank = optimizer.distributed.processes(optimizer._plan.device).rank
+    key = f"{seed}/{optimizer.param_groups[0]['step']}/{rank}/{sampler.passes}"
+    with torch.autocast(where.type, enabled=False):
+        labels = _distribution(output, distribution, dim)
+        with _drawing(where, key), torch.no_grad():
+            drawn = labels.sample()
+        likelihoods = labels.log_prob(drawn)
+        terms = likelihoods.numel() if mask is None else _count(mask, likelihoods.shape)
+        if mask is not None:
+            likelihoods = likelihoods.where(mask, 0.0)
+        try:
+            sampler.differentiate(-likelihoods.sum(), terms)
+        except BaseException:
+            capture.discard()
+            raise
 
 
 def _nonfinite(output: Tensor) -> bool:

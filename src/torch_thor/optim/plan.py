@@ -1,0 +1,199 @@
+"""A snapshot of the model: its layers, and the name, group, state, layers and shards of each parameter.
+
+Wrappers such as Accelerate put new parameters into modules and groups, users prune, freeze or replace layers, and a
+state dict replaces the state. So every step compares a fingerprint of all this with that of the plan, and makes the
+plan anew, as a whole, if they differ. The truth stays in ``optimizer.state`` and ``optimizer.param_groups``. Layers
+that are still there keep the statistics of the running step; new ones gather from the next step on.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_thor.capture.coverage import NOT_TRAINED, Covered
+from torch_thor.capture.inspection import inspect_model
+from torch_thor.capture.layers import Layer
+from torch_thor.capture.module_hooks import ModuleHook, hooks_of
+from torch_thor.capture.owners import owners_of
+from torch_thor.capture.patterns import Patterns
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.curvature.row_shards import RowShards
+from torch_thor.distributed.sharded_parameters import device_of_mesh, is_sharded, row_shards_of
+from torch_thor.optim.parameters import Group, States
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of a layer in a parameter."""
+
+    layer: LayerCurvature
+    view: ParameterView  # the parameter, or the rows of it that belong to the layer
+    is_weight: bool  # whether it is the layer's weight; otherwise it is a bias
+
+
+class Plan:
+    """What an optimizer knows about its model, made at once and never changed but for ``fingerprint``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[Group],
+        states: States,
+        sides: tuple[str, ...],
+        chosen: Patterns,
+        before: "Plan | None" = None,
+    ) -> None:
+        self.model, self.group_of = model, {id(p): group for group in groups for p in group["params"]}
+        found = inspect_model(model, self.parameters(groups), chosen=chosen, matrices_alone="G" not in sides)
+        self.entries: list[Covered] = found.entries
+        self.left_out: list[Layer] = found.left_out
+        self.names: dict[int, str] = {}
+        # parameters that are DTensors, and how their rows are divided, by name
+        self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {}
+        self.attributes: list[tuple[str, nn.Module, str]] = []
+        owners = owners_of(model)
+        for name, parameter in model.named_parameters():
+            owner = owners[id(parameter)][0]
+            self.names[id(parameter)] = name
+            self.attributes.append((name, owner.module, owner.attribute))
+            if is_sharded(parameter):
+                known = before.sharded.get(name) if before is not None else None
+                same = known is not None and known[0] is parameter
+                self.sharded[name] = known if same and known else (parameter, row_shards_of(parameter))
+        self._check_present(groups, before)
+        self.first_shards = next((shards for _, shards in self.sharded.values() if shards is not None), None)
+        self.layers: dict[str, LayerCurvature] = {}
+        for name, layer in found.layers.items():
+            old = None if before is None else before.layers.get(name)
+            made = LayerCurvature(name, layer.kind, layer.weight, layer.biases, layer.prefix, sides)
+            self.layers[name] = old if old is not None and self._is_same(old, layer) else made
+        self.hooks: list[ModuleHook] = hooks_of(found.layers, self.layers)
+        self.shares_of: dict[int, list[Share]]  # by the id of the parameter
+        self.bind(states)
+        plain = {name: parameter for name, parameter in model.named_parameters() if name in found.matrices}
+        # parameters that are matrices without factors, by id
+        self.matrix_of: dict[int, PlainMatrix] = {id(p): found.matrices[name] for name, p in plain.items()}
+        weights = [
+            len([s for s in shares if s.is_weight]) for key, shares in self.shares_of.items() if self._moves(key)
+        ]
+        self.depth = sum(weights) + sum(self._moves(key) for key in self.matrix_of)  # matrices that are trained
+        self.fingerprint = self.fingerprint_now(groups, states)
+
+    @staticmethod
+    def parameters(groups: Iterable[Group]) -> list[nn.Parameter]:
+        """Return the parameters of all groups."""
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _moves(self, key: int) -> bool:
+        return key in self.group_of and self._parameter[key].requires_grad
+
+    def _is_same(self, old: LayerCurvature, new: Layer) -> bool:
+        """Return whether a layer of the plan before is still this one: the same weight, divided in the same way."""
+        view = old.weight_view
+        return (
+            view.is_same_as(new.weight)
+            and len(old.biases) == len(new.biases)
+            and view.shards == self.shards_of(new.weight.parameter)
+        )
+
+    def bind(self, states: States) -> None:
+        """Give every view of a layer its parameter, state, options and shards."""
+        found = (module._parameters[attribute] for _, module, attribute in self.attributes)
+        self.shares_of = {}
+        self._parameter = {id(parameter): parameter for parameter in found if parameter is not None}
+        for layer in self.layers.values():
+            for view in (layer.weight_view, *layer.biases):
+                parameter = getattr(view.module, view.attribute)
+                group = self.group_of.get(id(parameter), {})
+                view.bind(states.get(parameter), group, parameter, self.shards_of(parameter))
+                self.shares_of.setdefault(id(parameter), []).append(Share(layer, view, view is layer.weight_view))
+        for shares in self.shares_of.values():
+            longest = max(share.view.longest for share in shares)
+            for share in shares:
+                share.view.longest = longest
+
+    def _check_present(self, groups: list[Group], before: "Plan | None") -> None:
+        """Raise an error if the groups hold nothing of the model, or weights were tied since the plan before."""
+        trained = self.parameters(groups)
+        if trained and not any(id(p) in self.names for p in trained):
+            if all(p.dim() == 1 for p in trained):
+                raise RuntimeError(
+                    "the optimizer's parameter groups have flat tensors in the place of the model's parameters, as "
+                    "DeepSpeed's ZeRO and bf16 optimizers make them: the matrices are needed, and such partitioned "
+                    "parameters cannot be used; use FSDP2 (fully_shard, then the optimizer) or "
+                    "DistributedDataParallel in the place of ZeRO"
+                )
+            raise RuntimeError(
+                f"parameter {next(iter(self.names.values()))!r} is in none of the optimizer's parameter groups, and so "
+                f"are all others: they were replaced after the optimizer was made. Make it after that (after "
+                f"fully_shard, which replaces all parameters), or assign to parameter.data instead"
+            )
+        if before is None:
+            return
+        of_layers = {before.names[key] for key in before.shares_of}
+        first: dict[int, str] = {}
+        for name, module, attribute in before.attributes:
+            now = module._parameters.get(attribute)
+            other = name if now is None else first.setdefault(id(now), name)
+            if other != name and not of_layers.isdisjoint((other, name)):
+                raise RuntimeError(
+                    f"{other!r} and {name!r} are one parameter: they were tied after the optimizer was made, which "
+                    f"takes them for the weights of two layers. Tie the weights first, then make the optimizer"
+                )
+
+    # ---- queries ----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model; of sharded parameters, the one for collectives."""
+        for parameter, _ in self.sharded.values():
+            return device_of_mesh(parameter)
+        for layer in self.layers.values():
+            return layer.weight.device
+        return next(self.model.parameters()).device
+
+    def fingerprint_now(self, groups: Iterable[Group], states: Mapping[Tensor, Any]) -> list[Any]:
+        """Return everything on which the plan depends."""
+        found: list[Any] = [len(states)]
+        if not self.sharded:  # FSDP2 replaces the parameters of modules while they run, and those of groups stay
+            for _, module, attribute in self.attributes:
+                found.append(id(module._parameters.get(attribute)))
+        for group in groups:
+            found.append((id(group), group["split_dim"], len(group["params"])))
+            for p in group["params"]:
+                found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(states.get(p))))
+        return found
+
+    def has_lost_modules(self) -> bool:
+        """Return whether a module that owns a parameter was removed, which the fingerprint cannot see."""
+        return not {id(module) for _, module, _ in self.attributes} <= {id(module) for module in self.model.modules()}
+
+    def name(self, parameter: Tensor) -> str:
+        """Return a parameter's name in the model."""
+        return self.names.get(id(parameter), f"<parameter of shape {tuple(parameter.shape)}>")
+
+    def shards_of(self, parameter: Tensor) -> RowShards | None:
+        """Return how the rows of a parameter are divided."""
+        return self.sharded.get(self.name(parameter), (parameter, None))[1] if self.sharded else None
+
+    def shares(self, parameter: Tensor) -> list[Share]:
+        """Return the shares of the layers that precondition a parameter."""
+        return self.shares_of.get(id(parameter), [])
+
+    def untrained_since(self, before: "Plan") -> list[str]:
+        """Return the parameters that the model has got since an earlier plan, and that are in no parameter group."""
+        known = {entry.name for entry in before.entries if entry.reason == NOT_TRAINED}
+        return [entry.name for entry in self.entries if entry.reason == NOT_TRAINED and entry.name not in known]
+
+
+def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:
+    """Return the rows of a parameter that belong to no layer, such as a projection that the user has left out."""
+    rows = sorted((0, length) if one is None else (one.start, one.stop) for one in taken)
+    rows = [(start, stop) for start, stop in rows if start < stop]
+    starts, stops = [0, *(stop for _, stop in rows)], [*(start for start, _ in rows), length]
+    return [slice(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

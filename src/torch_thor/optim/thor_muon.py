@@ -1,0 +1,103 @@
+"""ThorMuon: Muon's orthogonalised step, preconditioned with THOR's curvature of the inputs."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_thor.capture.patterns import Patterns
+from torch_thor.curvature.precision import factor_dtype
+from torch_thor.distributed.divided import DividedInverses
+from torch_thor.distributed.group import Distributed
+from torch_thor.intervals import Geometric, UpdateInterval
+from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.natural import momentum_buffer
+from torch_thor.optim.orthogonal import orthogonal_step
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.plan import Plan
+
+
+class ThorMuon(CurvatureOptimizer):
+    """Momentum, preconditioned with the second moment A of a layer's input, orthogonalised, at a fixed length.
+
+    For a matrix W (``d_out × d_in``): ``v ← μ v + ∇W``, ``u = ∇W + μ v``,
+    ``d = orth(u (A + λ tr(A)/d_in · I)⁻¹)`` with ``‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)``, and
+    ``W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d`` for L trained matrices (η ∝ 1/√depth, HyperP,
+    arXiv 2603.28743). The step does not depend on the scale of the loss or the width of the layer, so one lr serves all
+    layers and tasks. ``orth`` returns polar factors of blocks of ``split_dim`` rows
+    (:mod:`torch_thor.curvature.polar`). A matrix without factors, of a layer that is not known or left out by
+    ``layers``, takes the same step with the identity in the place of A. What is no matrix (biases, parameters of
+    normalisation layers, embeddings) is trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). :meth:`coverage` lists
+    the treatment of each parameter. Where it is created and what may be set before :meth:`step`: as for
+    :class:`torch_thor.THOR`.
+
+    Args:
+        params: the model; or parameters or parameter groups of it, together with ``model``.
+        lr: learning rate: the spectral norm of the step of a square matrix.
+        damping: λ, relative to the mean diagonal of A. Every parameter group holds it.
+        momentum: μ in [0, 1).
+        nesterov: ``u = ∇W + μ v`` instead of ``u = v``.
+        weight_decay: decoupled: ``W ← (1 − lr · weight_decay) W``. For some parameters alone:
+            :func:`torch_thor.param_groups`.
+        update_interval: as for :class:`torch_thor.THOR`; by default every step at first and every 50th from step 98 on.
+        split_dim: block size of A, and the number of rows that are orthogonalised together; None for whole matrices.
+        factor_decay: weight of the old A in a running average.
+        max_update_ratio: r; the step of each matrix is at most ``r · max(‖W‖_F, 0.03 √d_out)`` long, of each group of a
+            convolution and each expert on its own. None: no bound. Weights that are small on purpose (SIREN): 0.05.
+        model: the model, where ``params`` are parameters.
+        layers: the layers whose A is used, as for :class:`torch_thor.THOR`; all other matrices of known layers are
+            trained with AdamW. None: all.
+        distributed: how to train with other processes; None: with those of the default group, if there is one.
+
+    Raises:
+        ValueError: an option is out of range, a parameter is not the model's, a pattern matches no layer, or nothing is
+            trained.
+        TypeError: ``params`` are parameters and ``model`` is missing.
+    """
+
+    sides = ("A",)
+    relative_damping = True
+    trace_thresholds = (0.01, 0.0)  # a layer whose trace has changed by 1 % or less keeps its factor
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 0.08,
+        damping: float | Tensor = 0.1,
+        momentum: float = 0.8,
+        nesterov: bool = True,
+        weight_decay: float = 0.0,
+        *,
+        update_interval: UpdateInterval = Geometric(1, 50, factor=1.5),  # noqa: B008  # immutable
+        split_dim: int | None = 128,
+        factor_decay: float = 0.5,
+        max_update_ratio: float | None = 0.15,
+        model: nn.Module | None = None,
+        layers: Patterns = None,
+        distributed: Distributed | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "damping": damping,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "update_interval": update_interval,
+            "split_dim": split_dim,
+            "factor_decay": factor_decay,
+            "max_update_ratio": max_update_ratio,
+        }
+        super().__init__(params, options, model=model, layers=layers, distributed=distributed)
+
+    def _update(self, plan: Plan, inverses: DividedInverses | None) -> None:
+        whole = self.distributed.whole_matrices
+        orthogonal_step(self.param_groups, plan, self.state, inverses, whole_matrices=whole)
+
+    def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
+        if id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of:
+            momentum_buffer(parameter, state)
+        elif "exp_avg" not in state:  # as torch.optim.AdamW has it
+            state["step"] = torch.zeros(())
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
