@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_thor import LAMB, THOR
+from torch_thor import LAMB, THOR, ThorMuon
 from torch_thor.bench import TUNING_SEED, Folder, Search, describe, final_accuracy, script, stages
 from torch_thor.training import DivergedError, Run, load_recipe, train
 from torch_thor.training.optimizers import MuonAdamW
@@ -106,7 +106,7 @@ class Setting:
             case "thor":
                 return THOR(model, lr=lr, momentum=momentum, damping=0.01, update_interval=20)
             case "thor-spectral":
-                return THOR(model, lr=lr, momentum=momentum, weight_decay=0.01, scaling="spectral")
+                return ThorMuon(model, lr=lr, momentum=momentum, weight_decay=0.01)
             case "lamb":
                 return LAMB(model, lr=lr, betas=(momentum, 0.999))
             case "adamw":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torch_thor import THOR
+from torch_thor import ThorMuon
 from torch_thor.training.optimizers import MuonAdamW
 
 BUDGET = 6  # learning rates an optimizer and task
@@ -65,7 +65,7 @@ class Setting:
             The optimizer.
         """
         if self.optimizer == "thor":
-            return THOR(model, lr=self.lr, damping=self.damping, weight_decay=0.01, scaling="spectral")
+            return ThorMuon(model, lr=self.lr, damping=self.damping, weight_decay=0.01)
         momentum = USUAL_MOMENTUM[self.optimizer] if self.momentum is None else self.momentum
         if self.optimizer == "muon":
             return _muon(model, self.lr, momentum, self.adamw_share or 1.0)

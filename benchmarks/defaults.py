@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torch_thor import THOR
+from torch_thor import ThorMuon
 from torch_thor.bench import Folder, describe, markdown, missing, script, write_tables
 from torch_thor.files import write_text
 from torch_thor.training.data import DataSpec, characters, load_data
@@ -40,11 +40,11 @@ Result = dict[str, Any]
 
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-    "spectral": lambda model: THOR(model, scaling="spectral"),
-    "unbounded": lambda model: THOR(model, scaling="spectral", max_update_ratio=None),
+    "spectral": lambda model: ThorMuon(model),
+    "unbounded": lambda model: ThorMuon(model, max_update_ratio=None),
 }
 LRS = (0.04, 0.08, 0.16)
-OPTIMIZERS |= {f"lr{lr:g}": partial(THOR, lr=lr, scaling="spectral") for lr in LRS}
+OPTIMIZERS |= {f"lr{lr:g}": partial(ThorMuon, lr=lr) for lr in LRS}
 
 
 def descend(model: nn.Module, make: Make, loss_of: Callable[[], Tensor], steps: int, decay: bool) -> list[float]:

@@ -32,12 +32,12 @@ from torch_thor.bench.drawing import note, save
 from torch_thor.bench.markdown import table
 from torch_thor.curvature import LayerCurvature
 from torch_thor.distributed.ownership import deal_out, pads
-from torch_thor.training.reports.traffic import blocks_of
 from torch_thor.training.models import masked_lm
 from torch_thor.training.models.library import find_model
 from torch_thor.training.reports.plan_division import share_of
 from torch_thor.training.reports.plan_sample import VOCABULARY, make_sample
 from torch_thor.training.reports.plan_sharded import shard_layers, sharded_share
+from torch_thor.training.reports.traffic import blocks_of
 
 ROOT = Path(__file__).parent
 FOLDER, FIGURE = ROOT / "results" / "plan", ROOT.parent / "docs" / "images" / "many_devices.png"

@@ -27,13 +27,13 @@ from local_ranks import on_ranks, parallel, thor
 from torch_thor import THOR
 from torch_thor.bench import describe, write_json
 from torch_thor.bench.markdown import table
-from torch_thor.training.reports.traffic import Collective
 from torch_thor.training.reports.plan_division import share_of
 from torch_thor.training.reports.plan_measure import measure_costs
 from torch_thor.training.reports.plan_network import parse_interconnect
 from torch_thor.training.reports.plan_sample import make_sample
 from torch_thor.training.reports.plan_sharded import shard_layers, sharded_share
 from torch_thor.training.reports.plan_times import Workload, predict
+from torch_thor.training.reports.traffic import Collective
 
 FOLDER = Path(__file__).parent / "results" / "plan"
 MODELS, WORLDS = ("resnet18", "bert-mini"), (1, 2, 4)

@@ -28,7 +28,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from tasks import TASKS
-from torch_thor import THOR
+from torch_thor import Distributed, ThorMuon
 from torch_thor.bench import describe, markdown, write_json
 from torch_thor.training.data import Shard
 
@@ -55,7 +55,7 @@ def train(rank: int, world: int, folder: str, whole: bool, seed: int) -> None:
     torch.manual_seed(seed)
     model = task.build_model()
     fully_shard(model)
-    optimizer = THOR(model, scaling="spectral", whole_matrices=whole)
+    optimizer = ThorMuon(model, distributed=Distributed(whole_matrices=whole))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / benchmark.steps)
     streams = task.open_data(Shard(rank, world))
     for _, batch in zip(range(benchmark.steps), streams.train.endless(), strict=False):

@@ -80,3 +80,11 @@ def assert_matches_reference(
         expected = factors_of(None if projection else modules[name], pairs, terms, scale or terms, split_dim, mask)
         assert_factors(optimizer.curvature[name], expected)
     return optimizer
+
+
+def having(optimizer, **attributes):
+    """Return an optimizer with some attributes set, such as ``loss_terms``."""
+    for name, value in attributes.items():
+        assert hasattr(optimizer, name)
+        setattr(optimizer, name, value)
+    return optimizer

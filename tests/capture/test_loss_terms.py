@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from comparing import having
 from torch_thor import THOR
 from torch_thor.capture.loss_terms import Call, Pass, loss_terms_of_pass, loss_terms_of_step
 
@@ -229,7 +230,7 @@ def test_layers_that_disagree_are_said_once():
 
 def test_a_given_number_is_not_doubted():
     model = Forward(lambda m, x: m["head"](torch.tanh(m["body"](x)).flatten(0, 1)), body=linear(), head=linear())
-    optimizer = THOR(model, loss_terms=30)
+    optimizer = having(THOR(model), loss_terms=30)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(SEQUENCES).square().mean().backward()

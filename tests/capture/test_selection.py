@@ -94,7 +94,7 @@ def test_skip(name):
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name not in ("norms", "by_module")])
 def test_only(name):
     selection, meant = PATTERNS[name]
-    optimizer = THOR(Model(), only=selection)
+    optimizer = THOR(Model(), layers=selection)
     assert set(optimizer.curvature) == meant - NORMS
     for entry in optimizer.coverage():
         module = entry.name.rpartition(".")[0]
@@ -106,7 +106,7 @@ def test_only(name):
 @pytest.mark.parametrize("name", ["norms", "by_module"])
 def test_only_norms_is_nothing_that_needs_thor(name):
     with pytest.raises(ValueError, match="SGD"):
-        THOR(Model(), only=PATTERNS[name][0])
+        THOR(Model(), layers=PATTERNS[name][0])
 
 
 def test_both_together():
@@ -131,7 +131,7 @@ def test_pattern_that_matches_nothing_is_an_error(argument, pattern):
 def test_long_lists_of_layers_are_cut():
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)])
     with pytest.raises(ValueError, match=r"0, 1, 2.* 19 and 30 more"):
-        THOR(model, skip="head")
+        THOR(model, layers="-head")
 
 
 @pytest.mark.parametrize("argument", ["skip", "only"])
@@ -147,10 +147,10 @@ def test_what_is_no_selection(argument, wrong):
 def test_empty_list(argument):
     """Nothing to leave out is nothing left out; nothing to keep leaves nothing."""
     if argument == "skip":
-        assert set(THOR(Model(), skip=[]).curvature) == names() - NORMS
+        assert set(THOR(Model(), layers=[]).curvature) == names() - NORMS
     else:
         with pytest.raises(ValueError, match="SGD"):
-            THOR(Model(), only=[])
+            THOR(Model(), layers=[])
 
 
 def test_skipped_layer_is_plain_sgd():
@@ -241,7 +241,7 @@ def test_selection_with_parameter_groups():
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1]},
     ]
-    optimizer = THOR(groups, model=model, skip=["head", "*.norm"])
+    optimizer = THOR(groups, model=model, layers=["-head", "-*.norm"])
     assert set(optimizer.curvature) == names() - NORMS - {"head"}
     train(model, optimizer, tokens(2))
 
@@ -249,7 +249,7 @@ def test_selection_with_parameter_groups():
 def test_selection_holds_for_a_group_that_comes_later():
     """Patterns are of the layers that are trained: one for a later group would match nothing at first."""
     model = Model()
-    optimizer = THOR(model.blocks.parameters(), model=model, skip="*.norm")
+    optimizer = THOR(model.blocks.parameters(), model=model, layers="-*.norm")
     optimizer.add_param_group({"params": [*model.embedding.parameters(), *model.head.parameters()]})
     assert set(optimizer.curvature) == names() - NORMS
 
@@ -269,7 +269,7 @@ def test_skip_makes_room_for_a_layer_used_in_a_way_of_its_own():
     with pytest.warns(RuntimeWarning, match=r"bypassed.*skip="):
         train(model, THOR(model), batches(1))
     model = Bypassed().double()
-    optimizer = THOR(model, skip="bypassed")
+    optimizer = THOR(model, layers="-bypassed")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer, batches(2))
@@ -282,4 +282,4 @@ def test_case_counts():
             super().__init__()
             self.Query, self.query = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    assert set(THOR(Model(), skip="Q*").curvature) == {"query"}
+    assert set(THOR(Model(), layers="-Q*").curvature) == {"query"}

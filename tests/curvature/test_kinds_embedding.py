@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from comparing import assert_factors, assert_matches_reference, refreshed
+from comparing import assert_factors, assert_matches_reference, having, refreshed
 from reference import by_stages, factors_of, gradients
 from tiny import assert_same, cross_entropy, weights
 from torch_thor import THOR
@@ -187,7 +187,7 @@ def test_all_true_is_none_bit_for_bit():
 def test_each_micro_batch_has_its_own_mask():
     x, labels, mask = sentences()
     model, terms = language_model(), int(mask.sum())
-    optimizer = THOR(model, lr=0.0, damping=0.07, loss_terms=terms)
+    optimizer = having(THOR(model, lr=0.0, damping=0.07), loss_terms=terms)
     for part in (slice(0, 1), slice(1, 3)):
         optimizer.row_mask = mask[part]
         loss = masked_loss(labels[part], mask[part])(model(x[part]))

@@ -17,7 +17,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from comparing import compare
+from comparing import compare, having
 from reference import expert_by_hand, expert_layers
 from tiny import assert_same, cross_entropy, train, weights
 from torch_thor import THOR
@@ -157,7 +157,7 @@ def test_factors_by_hand():
             return torch.cat([F.linear(x[:2], self.weight[0]), F.linear(x[2:], self.weight[1])])
 
     model = nn.Sequential(Experts())
-    optimizer = THOR(model, lr=1.0, damping=0.25, momentum=0.0, loss_terms=4, kl_clip=None)
+    optimizer = having(THOR(model, lr=1.0, damping=0.25, momentum=0.0, kl_clip=None), loss_terms=4)
     x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]).double()
     (model(x) * torch.tensor([[1.0], [2.0], [3.0]]).double()).sum().div(4).backward()
     optimizer.step()
@@ -185,7 +185,7 @@ def test_the_trace_counts_what_an_expert_without_rows_keeps():
             return torch.cat([F.linear(rows, weight) for rows, weight in zip(x, self.weight, strict=False)])
 
     model = nn.Sequential(Experts())
-    optimizer = THOR(model, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0), loss_terms=6)
+    optimizer = having(THOR(model, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0)), loss_terms=6)
     for experts in (2, 1):  # the second expert has no rows in the second step
         optimizer.zero_grad()
         model(torch.randn(experts, 3, 4).double()).square().sum().div(6).backward()
@@ -211,7 +211,7 @@ def test_every_expert_sees_every_token():
     x, coefficients = torch.randn(6, 2).double(), torch.randn(3, 6, 4).double()
     for how in ("bmm", "matmul", "left"):
         model = nn.Sequential(Experts(how))
-        optimizer = THOR(model, lr=0.0, loss_terms=6, split_dim=None)
+        optimizer = having(THOR(model, lr=0.0, split_dim=None), loss_terms=6)
         (model(x) * coefficients).sum().div(6).backward()
         optimizer.step()
         A, G = optimizer.curvature["0.weight"].factors()
@@ -275,7 +275,7 @@ def test_a_product_that_is_not_understood_is_said_and_trained_plainly():
 
 
 def test_left_out():
-    entries = {e.name: e for e in THOR(Model("linear"), skip="experts.down_proj").coverage()}
+    entries = {e.name: e for e in THOR(Model("linear"), layers="-experts.down_proj").coverage()}
     assert entries["experts.down_proj"].reason == "left out by skip="
     assert entries["experts.gate_up_proj"].preconditioned
 

@@ -13,7 +13,7 @@ import torch_thor
 from comparing import assert_matches_reference, compare
 from reference.agc import clipped, output_of_each_number
 from tiny import assert_same, batches, cross_entropy, train, weights
-from torch_thor import THOR, adaptive_clip_grad_, register_kind
+from torch_thor import THOR, ThorMuon, adaptive_clip_grad_, register_kind
 from torch_thor.curvature import LinearKind, MatrixWeight
 from torch_thor.curvature.kinds import kind_of, registry, why_not
 
@@ -207,7 +207,7 @@ def test_scale_free_steps_are_those_of_linear_layers(make):
                 other.weight.copy_(own.weight if first else own.weight.flatten(1).mT)
                 other.bias.copy_(own.bias.flatten())
     for one in (model, twin):
-        train(one, THOR(one, scaling="spectral", split_dim=4), STREAM)
+        train(one, ThorMuon(one, split_dim=4), STREAM)
     x = STREAM[0][0]
     torch.testing.assert_close(model(x), twin(x), rtol=1e-6, atol=1e-8)  # what polar factors are iterated to
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from comparing import having
 from tiny import assert_same, batches, listened_to, mlp, train, weights
 from torch_thor import THOR
 from torch_thor.curvature import Decision, RefreshEvent
@@ -124,7 +125,7 @@ def test_failed_refreshes_say_so(what, first):
 def test_what_told_nothing_tells_nothing():
     """A step that is refused or skipped, a loaded state and a copy decide nothing."""
     model = mlp()
-    optimizer = THOR(model, update_interval=1, nonfinite="skip")
+    optimizer = having(THOR(model, update_interval=1), nonfinite="skip")
     assert optimizer.last_refresh == ()
     train(model, optimizer, STREAM[:1])
     assert len(optimizer.last_refresh) == 3

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 SIZE = 12  # examples of a joined batch: divided by 1, 2, 3 and 4
 OPTIONS = {"lr": 0.02, "damping": 0.05, "split_dim": 8, "update_interval": 3, "trace_thresholds": (0.08, 0.02)}
@@ -132,7 +132,7 @@ def parallel(rank, world, make=network, ddp=None, **options):
 def alone(make=network, **options):
     """The same in one process, whatever the default group is."""
     model = make()
-    return model, THOR(model, **{**OPTIONS, **options}, process_group=False)
+    return model, THOR(model, **{**OPTIONS, **options}, distributed=Distributed(process_group=False))
 
 
 def assert_same_training(ranks, single, rtol=1e-8, atol=1e-11):

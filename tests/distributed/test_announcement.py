@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from joined import OPTIONS, alone, assert_same_training, copies, mean_loss, network, share, stream, train
 from tiny import assert_same
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 from torch_thor.distributed import announcement
 
 
@@ -26,7 +26,7 @@ def differing(rank, world, choices):
     """DDP over all ranks, and THOR with a group that differs; then they mend it, and train as one process."""
     group = group_of(choices[rank], world)
     model = network()
-    optimizer = THOR(model, **OPTIONS, process_group=group)
+    optimizer = THOR(model, **OPTIONS, distributed=Distributed(process_group=group))
     wrapped = DDP(model)
     batches = list(stream(4))
     inputs, labels = share(batches[0], rank, world)
@@ -111,11 +111,11 @@ def trials(rank, world):
     with mock.patch.object(announcement, "LISTEN_SECONDS", 0.2):
         if rank == 0:
             other = tiny(7)
-            step_alone(other, THOR(other, process_group=False))
+            step_alone(other, THOR(other, distributed=Distributed(process_group=False)))
         halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         trainings = [(tiny(4), None), (tiny(6), None), (tiny(8), halves[rank // 2]), (tiny(9), False)]
         for model, group in trainings:
-            optimizer = THOR(model, process_group=group)
+            optimizer = THOR(model, distributed=Distributed(process_group=group))
             wrapped = model if group is False else DDP(model, process_group=group)
             step_alone(wrapped, optimizer)
             assert optimizer.param_groups[0]["step"] == 2

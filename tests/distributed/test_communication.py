@@ -22,7 +22,7 @@ from joined import (
     stream,
     train,
 )
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 COLLECTIVES = [name for name in dir(dist) if name.startswith(("all_", "reduce", "broadcast", "gather", "scatter"))]
 COLLECTIVES += ["barrier", "send", "recv", "isend", "irecv", "batch_isend_irecv", "monitored_barrier"]
@@ -221,7 +221,7 @@ def copied(rank, world):
     batches = [share(b, rank, world) for b in stream(8)]
     group = dist.new_group([0, 1])
     model = network()
-    optimizer = THOR(model, **OPTIONS, process_group=group)
+    optimizer = THOR(model, **OPTIONS, distributed=Distributed(process_group=group))
     train(DDP(model, process_group=group), optimizer, batches[:4])
     twin = copy.deepcopy(optimizer)
     assert twin.process_group is group
@@ -233,7 +233,7 @@ def copied(rank, world):
     read.zero_grad()
     read.process_group = None
     train(DDP(read.model), read, batches[4:])
-    default = pickle.loads(pickle.dumps(THOR(network(), process_group=False)))
+    default = pickle.loads(pickle.dumps(THOR(network(), distributed=Distributed(process_group=False))))
     assert default.process_group is False
     return len({digest(one.model, one) for one in (optimizer, twin, read)})
 

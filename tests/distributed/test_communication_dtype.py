@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from joined import OPTIONS, mean_loss, network, parallel, share, stream, train
 from sharded import mesh_of, sharded, whole_weights
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
 
@@ -43,7 +43,7 @@ def test_steps_differ_by_the_rounding_of_bfloat16(run, mesh, options):
 
 def different(rank, world):
     model = network()
-    optimizer = THOR(model, communication_dtype=torch.bfloat16 if rank else None, **OPTIONS)
+    optimizer = THOR(model, **OPTIONS, distributed=Distributed(communication_dtype=torch.bfloat16 if rank else None))
     inputs, labels = share(next(stream(1)), rank, world)
     mean_loss(DDP(model)(inputs), labels).backward()
     with pytest.raises(RuntimeError, match=r"rank 1 has 'communication_dtype=torch.bfloat16'"):
@@ -57,4 +57,4 @@ def test_ranks_must_send_the_same_dtype(run):
 @pytest.mark.parametrize("dtype", [torch.float16, "bfloat16"])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=r"communication_dtype must be None, torch.bfloat16 or torch.float32"):
-        THOR(nn.Linear(3, 2), communication_dtype=dtype)
+        THOR(nn.Linear(3, 2), distributed=Distributed(communication_dtype=dtype))

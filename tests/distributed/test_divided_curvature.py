@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from joined import OPTIONS, mean_loss, network, parallel, routed, share, stream, train
 from sharded import GLOBAL, mesh_of, sharded, whole_weights
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 from torch_thor.training.reports import traffic as divided_curvature
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
@@ -111,7 +111,7 @@ def in_small_turns(rank, world, way):
             {"params": [p for name, p in model.named_parameters() if name.endswith("bias")], "lr": 0.01},
             {"params": [p for name, p in model.named_parameters() if not name.endswith("bias")]},
         ]
-        optimizer = THOR(groups, model=model, divide_curvature=True, **OPTIONS)
+        optimizer = THOR(groups, model=model, **OPTIONS, distributed=Distributed(divide_curvature=True))
         with mock.patch.object(divided_curvature, "ELEMENTS", elements):
             train(model, optimizer, batches[:-1])
             inputs, labels = batches[-1]
@@ -252,7 +252,7 @@ def replaced(rank, world):
     found = []
     for divided in (True, False):
         model = network()
-        optimizer = THOR(model, divide_curvature=divided, **OPTIONS)
+        optimizer = THOR(model, **OPTIONS, distributed=Distributed(divide_curvature=divided))
         train(DDP(model), optimizer, batches[:2])
         torch.manual_seed(1)
         model.head = nn.Linear(7, 5).double()
@@ -271,7 +271,7 @@ def test_a_replaced_layer_is_divided_too(run):
 
 def test_one_process_keeps_everything():
     model = network()
-    optimizer = THOR(model, divide_curvature=True, **OPTIONS)
+    optimizer = THOR(model, **OPTIONS, distributed=Distributed(divide_curvature=True))
     train(model, optimizer, stream(2))
     optimizer.consolidate_state_dict()
     assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
@@ -279,4 +279,4 @@ def test_one_process_keeps_everything():
 
 def test_the_option_is_checked():
     with pytest.raises(ValueError, match="divide_curvature='yes': divide_curvature must be True or False"):
-        THOR(network(), divide_curvature="yes")
+        THOR(network(), distributed=Distributed(divide_curvature="yes"))

@@ -23,7 +23,7 @@ from joined import (
     stream,
     train,
 )
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 STEPS = 14
 
@@ -272,7 +272,7 @@ def pairs_of_ranks(rank, world):
     mine = groups[rank // 2]
     batches = list(stream(STEPS + rank // 2))[-STEPS:]
     model = network()
-    optimizer = THOR(model, **OPTIONS, process_group=mine)
+    optimizer = THOR(model, **OPTIONS, distributed=Distributed(process_group=mine))
     wrapped = DDP(model, process_group=mine)
     decisions = train(wrapped, optimizer, [share(b, rank % 2, 2) for b in batches])
     twin, its_optimizer = alone()

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from joined import OPTIONS, alone, mean_loss, part, share, stream
 from sharded import GLOBAL, in_row_parts, joined_parts, mesh_of, sharded, whole_weights
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 MESHES = {"fsdp-1": (1,), "fsdp-2": (2,), "fsdp-4": (4,), "hsdp": (2, 2), "replicas-alone": (2, 1)}
 INNER = ("images.0", "attention")  # these are sharded on their own
@@ -139,7 +139,10 @@ def with_a_layer_for_each_shard(rank, world, options):
     options = {**OPTIONS, "split_dim": 3, "trace_thresholds": (0.0, 0.0), "update_interval": 2, **options}
     twin = in_row_parts(linear(), world)
     model = fully_shard(linear(), mesh=mesh_of((world,)))
-    optimizer, its_optimizer = THOR(model, **options), THOR(twin, process_group=False, **options)
+    optimizer, its_optimizer = (
+        THOR(model, **options),
+        THOR(twin, **options, distributed=Distributed(process_group=False)),
+    )
     for batch in stream(6):
         inputs, labels = share(batch, rank, world)
         mean_loss(model(words(inputs)), labels).backward()

@@ -8,7 +8,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from joined import OPTIONS, mean_loss, share, stream
 from sharded import mesh_of, whole_weights
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 SPECTRAL = {**OPTIONS, "scaling": "spectral", "lr": 0.05, "damping": 0.1, "trace_thresholds": (0.0, 0.0)}
 
@@ -44,8 +44,8 @@ def free():
 def both(rank, world, shape, options):
     options = {**SPECTRAL, **options}
     twin, model = free(), fully_shard(free(), mesh=mesh_of(shape))
-    optimizer = THOR(model, whole_matrices=True, **options)
-    its_optimizer = THOR(twin, process_group=False, **options)
+    optimizer = THOR(model, **options, distributed=Distributed(whole_matrices=True))
+    its_optimizer = THOR(twin, **options, distributed=Distributed(process_group=False))
     sent = []
     for batch in stream(7):
         inputs, labels = share(batch, rank, world)

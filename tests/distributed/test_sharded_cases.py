@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from joined import OPTIONS, mean_loss, part, share, stream
 from sharded import GLOBAL, in_row_parts, joined_parts, mesh_of, whole_weights
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 BOTH = {**OPTIONS, **GLOBAL, "split_dim": 3, "trace_thresholds": (0.0, 0.0), "update_interval": 2}
 
@@ -41,7 +41,7 @@ def uneven(batch, rank, world):
 def uneven_batches(rank, world):
     """Each rank divides its summed loss by ΣN / P, so that every example has the same weight."""
     twin, model = in_row_parts(hidden(), world), fully_shard(hidden(), mesh=mesh_of((world,)))
-    optimizer, its_optimizer = THOR(model, **BOTH), THOR(twin, process_group=False, **BOTH)
+    optimizer, its_optimizer = THOR(model, **BOTH), THOR(twin, **BOTH, distributed=Distributed(process_group=False))
     for batch in stream(6):
         inputs, labels = uneven(batch, rank, world)
         terms = len(batch[1]) // world
@@ -80,7 +80,7 @@ class TwoHeads(nn.Module):
 def a_head_for_each_rank(rank, world):
     """Examples are sorted, so that a head is used by some ranks alone; it has rows on all."""
     twin, model = in_row_parts(TwoHeads().double(), world), fully_shard(TwoHeads().double(), mesh=mesh_of((world,)))
-    optimizer, its_optimizer = THOR(model, **BOTH), THOR(twin, process_group=False, **BOTH)
+    optimizer, its_optimizer = THOR(model, **BOTH), THOR(twin, **BOTH, distributed=Distributed(process_group=False))
     for (pixels, _), labels in stream(6):
         x, which = pixels.flatten(1)[:, :8], (torch.arange(len(labels)) >= len(labels) // 2).long()
         own = slice(rank * len(labels) // world, (rank + 1) * len(labels) // world)
@@ -117,7 +117,7 @@ def checkpointed(rank, world, reentrant):
     for layer in model.layers:
         fully_shard(layer, mesh=mesh_of((world,)))
     fully_shard(model, mesh=mesh_of((world,)))
-    optimizer, its_optimizer = THOR(model, **BOTH), THOR(twin, process_group=False, **BOTH)
+    optimizer, its_optimizer = THOR(model, **BOTH), THOR(twin, **BOTH, distributed=Distributed(process_group=False))
     for batch in stream(6):
         inputs, labels = share(batch, rank, world)
         mean_loss(model(rows_of(inputs).requires_grad_()), labels).backward()
@@ -138,7 +138,10 @@ def mixed(rank, world, scaling):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     twin, model = hidden(torch.float32), fully_shard(hidden(torch.float32), mesh=mesh_of((world,)), mp_policy=policy)
     options = {**BOTH, "split_dim": 1, "scaling": scaling, "lr": 0.01}
-    optimizer, its_optimizer = THOR(model, **options), THOR(twin, process_group=False, **options)
+    optimizer, its_optimizer = (
+        THOR(model, **options),
+        THOR(twin, **options, distributed=Distributed(process_group=False)),
+    )
     losses = []
     for batch in stream(5):
         inputs, labels = share(batch, rank, world)
@@ -183,7 +186,10 @@ def shared_and_frozen(rank, world, frozen):
         one.get_parameter(frozen).requires_grad_(False)
     fully_shard(model, mesh=mesh_of((world,)))
     options = {**BOTH, "split_dim": 1}
-    optimizer, its_optimizer = THOR(model, **options), THOR(twin, process_group=False, **options)
+    optimizer, its_optimizer = (
+        THOR(model, **options),
+        THOR(twin, **options, distributed=Distributed(process_group=False)),
+    )
     for batch in stream(6):
         inputs, labels = share(batch, rank, world)
         mean_loss(model(rows_of(inputs)), labels).backward()
@@ -236,8 +242,8 @@ def with_a_closure(rank, world, scaling):
         fully_shard(layer, mesh=mesh_of((world,)))
     fully_shard(model, mesh=mesh_of((world,)))
     options = {**BOTH, "split_dim": 1, "scaling": scaling}
-    optimizer = THOR(model, whole_matrices=scaling is not None, **options)
-    its_optimizer = THOR(twin, process_group=False, **options)
+    optimizer = THOR(model, **options, distributed=Distributed(whole_matrices=scaling is not None))
+    its_optimizer = THOR(twin, **options, distributed=Distributed(process_group=False))
 
     def closure_of(model, optimizer, batch):
         def closure():
@@ -265,8 +271,8 @@ def reduced_once(rank, world, scaling):
     """Accumulation as torch's documentation has it: gradients are reduced with the last micro-batch alone."""
     twin, model = hidden(), fully_shard(hidden(), mesh=mesh_of((world,)))
     options = {**BOTH, "split_dim": 1, "scaling": scaling}
-    optimizer = THOR(model, whole_matrices=scaling is not None, **options)
-    its_optimizer = THOR(twin, process_group=False, **options)
+    optimizer = THOR(model, **options, distributed=Distributed(whole_matrices=scaling is not None))
+    its_optimizer = THOR(twin, **options, distributed=Distributed(process_group=False))
     for batch in stream(6):
         for i in range(3):
             model.set_requires_gradient_sync(i == 2)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tiny import weights
-from torch_thor import THOR
+from torch_thor import THOR, Distributed
 
 
 def regression():
@@ -45,7 +45,7 @@ def sums_of_ranks(rank, world):
 
 def test_two_ranks_that_sum_are_one_process_that_averages(run):
     model = regression()
-    optimizer = THOR(model, update_interval=2, process_group=False)
+    optimizer = THOR(model, update_interval=2, distributed=Distributed(process_group=False))
     wanted = fit(model, optimizer, stream(5), 64)
     ranks = run(2, sums_of_ranks)
     for found, scale, told, events in ranks:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from comparing import having
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
@@ -238,7 +239,7 @@ def test_clipping_after_unscale(attached):
     model, optimizer, twin, plain = pair(update_interval=2)
     scaler = scaler_of()
     if attached == "argument":
-        optimizer = THOR(model, update_interval=2, grad_scaler=scaler)
+        optimizer = having(THOR(model, update_interval=2), grad_scaler=scaler)
     elif attached == "attribute":
         optimizer.grad_scaler = scaler
     for x, labels in STREAM:
@@ -258,7 +259,7 @@ def test_clipping_after_unscale(attached):
 def test_attached_scaler_without_unscale():
     model, _, twin, plain = pair(update_interval=2)
     scaler = scaler_of()
-    optimizer = THOR(model, update_interval=2, grad_scaler=scaler)
+    optimizer = having(THOR(model, update_interval=2), grad_scaler=scaler)
     for x, labels in STREAM:
         scaled_step(model, optimizer, scaler, x, labels)
     train(twin, plain, STREAM)
@@ -297,7 +298,7 @@ def test_unscale_without_the_scaler_is_fine_between_refreshes():
 def test_disabled_scaler(attach):
     model, _, twin, plain = pair(update_interval=2)
     scaler = scaler_of(enabled=False)
-    optimizer = THOR(model, update_interval=2, grad_scaler=scaler if attach else None)
+    optimizer = having(THOR(model, update_interval=2), grad_scaler=scaler if attach else None)
     for x, labels in STREAM:
         scaled_step(model, optimizer, scaler, x, labels)
     train(twin, plain, STREAM)

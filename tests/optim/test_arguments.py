@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from comparing import having
 from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
 
@@ -122,7 +123,7 @@ def test_unknown_option():
 @pytest.mark.parametrize("terms", [0, -1, 2.5, None])
 def test_wrong_number_of_loss_terms_from_a_callable(terms):
     model = mlp()
-    optimizer = THOR(model, loss_terms=lambda: terms)
+    optimizer = having(THOR(model), loss_terms=lambda: terms)
     model(torch.randn(2, 5).double()).sum().backward()
     before = [p.detach().clone() for p in model.parameters()]
     if terms is None:  # "as by default"

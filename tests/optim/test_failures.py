@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from comparing import having
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
@@ -60,7 +61,7 @@ def test_message_names_the_step_and_the_way_out():
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_nonfinite_gradient_skipped_and_counted(bad):
     model, twin = model_and_twin()
-    optimizer = THOR(model, update_interval=2, nonfinite="skip")
+    optimizer = having(THOR(model, update_interval=2), nonfinite="skip")
     other = THOR(twin, update_interval=2)
     assert optimizer.skipped_steps == 0
     for step, (x, labels) in enumerate(STREAM):
@@ -80,7 +81,7 @@ def test_nonfinite_gradient_skipped_and_counted(bad):
 def test_refused_step_drops_its_statistics(nonfinite):
     """Also where the loop zeroes the gradients by itself and tells the optimizer nothing."""
     model, twin = model_and_twin()
-    optimizer, other = THOR(model, nonfinite=nonfinite), THOR(twin)
+    optimizer, other = having(THOR(model), nonfinite=nonfinite), THOR(twin)
     cross_entropy(STREAM[0][1])(model(STREAM[0][0])).backward()
     spoil(model, torch.nan)
     if nonfinite == "skip":

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tiny import assert_same, batches, listened_to, mlp, train, weights
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 STREAM = batches(8)
 SCALINGS = pytest.mark.parametrize("scaling", [None, "spectral"])
@@ -218,4 +218,4 @@ def test_what_the_user_has_left_out_is_no_surprise(options):
 
 def test_most_of_it_is_preconditioned():
     assert not said(lambda: THOR(mlp()))[1]
-    assert not said(lambda: THOR(mlp(), scaling="spectral"))[1]
+    assert not said(lambda: ThorMuon(mlp()))[1]

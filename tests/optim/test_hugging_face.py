@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from comparing import assert_same_weights, compare
+from comparing import assert_same_weights, compare, having
 from reference import ReferenceTHOR
 from tiny import assert_same, cross_entropy, mlp, weights
 from torch_thor import THOR
@@ -93,7 +93,7 @@ def test_every_layer_is_covered(name):
 def test_ten_steps_learn(name):
     build, _ = MODELS[name]
     model = build()
-    optimizer = THOR(model, lr=0.05, damping=0.1, update_interval=3, loss_terms=lambda: 4 * 5)
+    optimizer = having(THOR(model, lr=0.05, damping=0.1, update_interval=3), loss_terms=lambda: 4 * 5)
     losses = train(model, optimizer)
     assert losses[-1] < losses[0]
     assert all(p.isfinite().all() for p in model.parameters())

@@ -88,7 +88,7 @@ def test_plain_parameters_are_bit_equal_to_sgd(settings, dtype):
     model = Model().to(dtype)
     plain = {name: p for name, p in model.named_parameters() if not name.startswith("linear")}
     twins = {name: p.detach().clone().requires_grad_() for name, p in plain.items()}
-    thor = THOR(model, lr=0.1, update_interval=2, skip=["embedding"], kl_clip=None, **{"momentum": 0.0, **settings})
+    thor = THOR(model, lr=0.1, update_interval=2, layers=["-embedding"], kl_clip=None, **{"momentum": 0.0, **settings})
     sgd = torch.optim.SGD(twins.values(), lr=0.1, **settings)
     for _ in range(6):
         cross_entropy(torch.randint(3, (8,)))(model(torch.randint(11, (8,)))).backward()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tiny import assert_same, batches, cross_entropy, train, weights
-from torch_thor import AGCSGD, LAMB, THOR
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
 
 STREAM = batches(8, dtype=torch.float32)
 
@@ -22,7 +22,7 @@ def thor(model):
 
 
 def spectral(model):
-    return THOR(model, update_interval=3, scaling="spectral")
+    return ThorMuon(model, update_interval=3)
 
 
 def trained(make, steps=4):

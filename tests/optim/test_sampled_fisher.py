@@ -13,6 +13,7 @@ from torch.distributions import Categorical
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from comparing import having
 from tiny import assert_same, batches, mlp, weights
 from torch_thor import THOR
 
@@ -493,7 +494,7 @@ def test_rows_of_padding_leave_the_factors(fisher):
     model, x, keep = mlp(), torch.randn(2, 3, 5).double(), torch.tensor([[True, True, False], [True, False, False]])
     optimizers = []
     for some, mask in ((x, keep), (x[keep], None)):
-        optimizer = THOR(model, lr=0.0, fisher=fisher, split_dim=4, loss_terms=3)
+        optimizer = having(THOR(model, lr=0.0, fisher=fisher, split_dim=4), loss_terms=3)
         optimizer.row_mask = mask
         logits = model(some)
         if fisher == "sampled":

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tiny import assert_same, batches, conv_model, cross_entropy, mlp, train, weights
-from torch_thor import THOR, intervals
+from torch_thor import THOR, ThorMuon, intervals
 
 ADAMW_SHARE = 0.2  # of lr, for what is no matrix
 RATIO = 0.08  # some steps of the reference are bounded by it, and some are not
@@ -143,7 +143,7 @@ def test_blocks_keep_to_themselves():
     for split_dim in (2, 7, None):
         torch.manual_seed(0)
         model = mlp()
-        train(model, THOR(model, scaling="spectral", split_dim=split_dim), batches(3))
+        train(model, ThorMuon(model, split_dim=split_dim), batches(3))
         results.append(weights(model))
     assert_same(results[1], results[2])
     assert not torch.equal(results[0]["0.weight"], results[1]["0.weight"])
@@ -154,7 +154,7 @@ def test_scale_of_the_loss_does_not_matter(scale):
     """Ten steps of the same directions, whatever the loss is multiplied with (AdamW's epsilon aside)."""
     plain, scaled = mlp(bias=False), mlp(bias=False)
     scaled.load_state_dict(plain.state_dict())
-    one, two = (THOR(model, scaling="spectral", update_interval=2) for model in (plain, scaled))
+    one, two = (ThorMuon(model, update_interval=2) for model in (plain, scaled))
     for x, labels in batches(10):
         train(plain, one, [(x, labels)])
         (scale * cross_entropy(labels)(scaled(x))).backward()
@@ -170,7 +170,7 @@ def test_length_of_the_first_step(name):
     """Each group of a convolution is a matrix of its own: ‖ΔW‖_F = lr √min(o, i) √max(1, o / i)."""
     model, x = conv_model(name)
     before = weights(model)
-    optimizer = THOR(model, lr=0.1, scaling="spectral", max_update_ratio=None)
+    optimizer = ThorMuon(model, lr=0.1, max_update_ratio=None)
     cross_entropy(torch.tensor([0, 1, 2]))(model(x)).backward()
     optimizer.step()
     conv = model[2]
@@ -190,7 +190,7 @@ def test_no_step_is_longer_than_a_share_of_the_weight():
             model[2].weight[:3] *= 100
             model[2].weight[3:] = 0
         before = model[2].weight.detach().clone().unflatten(0, (2, 3)).flatten(1)
-        optimizer = THOR(model, lr=0.1, scaling="spectral", max_update_ratio=ratio)
+        optimizer = ThorMuon(model, lr=0.1, max_update_ratio=ratio)
         cross_entropy(torch.tensor([0, 1, 2]))(model(x)).backward()
         optimizer.step()
         moved[ratio] = model[2].weight.detach().unflatten(0, (2, 3)).flatten(1) - before
@@ -206,7 +206,7 @@ def test_tall_kernel_in_channels_last():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 32, 3, bias=False, groups=2), nn.Flatten(), nn.Linear(32, 2)).double()
         model = model.to(memory_format=layout)
-        optimizer = THOR(model, scaling="spectral")
+        optimizer = ThorMuon(model)
         torch.manual_seed(1)
         for _ in range(3):
             cross_entropy(torch.tensor([0, 1]))(model(torch.randn(2, 2, 3, 3).double())).backward()
@@ -222,7 +222,7 @@ def test_layer_without_gradient_is_left_where_it_is():
     with torch.no_grad():
         model[4].weight.zero_()  # so that no gradient reaches the layers before it
     before = weights(model)
-    train(model, THOR(model, scaling="spectral"), batches(1))
+    train(model, ThorMuon(model), batches(1))
     assert torch.equal(model[0].weight, before["0.weight"])
     assert not torch.equal(model[4].weight, before["4.weight"])
 
@@ -242,7 +242,7 @@ def test_what_is_no_matrix_is_left_to_adamw(sparse):
     for module in (model.tokens, model.norm, model.head):
         module.double()
     twin = copy.deepcopy(model)
-    optimizer = THOR(model, lr=0.1, scaling="spectral")
+    optimizer = ThorMuon(model, lr=0.1)
     rest = [p for n, p in twin.named_parameters() if n != "head.weight"]
     adamw = torch.optim.AdamW(rest, lr=ADAMW_SHARE * 0.1, betas=(0.9, 0.95), weight_decay=0.0)
     assert {c.name for c in optimizer.coverage() if c.preconditioned} == {"head.weight"}
@@ -271,19 +271,19 @@ def test_defaults_go_with_the_scaling():
     for scaling, values in wanted.items():
         group = THOR(mlp(), scaling=scaling).param_groups[0]
         assert tuple(group[key] for key in keys) == values
-    assert THOR(mlp(), scaling="spectral", lr=0.3).param_groups[0]["lr"] == 0.3
-    assert THOR(mlp(), scaling="spectral", momentum=0.0).param_groups[0]["nesterov"] is False
+    assert ThorMuon(mlp(), lr=0.3).param_groups[0]["lr"] == 0.3
+    assert ThorMuon(mlp(), momentum=0.0).param_groups[0]["nesterov"] is False
 
 
 def test_clipping_a_step_of_fixed_length_is_refused():
     with pytest.raises(ValueError, match="kl_clip"):
-        THOR(mlp(), scaling="spectral", kl_clip=1e-3)
+        ThorMuon(mlp(), kl_clip=1e-3)
 
 
 def test_sampled_labels_are_refused():
     """No label is looked at."""
     with pytest.raises(ValueError, match=r"fisher='sampled'.*scaling='spectral'"):
-        THOR(mlp(), scaling="spectral", fisher="sampled")
+        ThorMuon(mlp(), fisher="sampled")
 
 
 def test_groups_have_the_scaling_of_their_optimizer():
@@ -298,14 +298,14 @@ def test_state_of_the_other_scaling_is_refused():
     plain = THOR(model)
     train(model, plain, batches(2))
     with pytest.raises(ValueError, match="scaling=None"):
-        THOR(mlp(), scaling="spectral").load_state_dict(plain.state_dict())
+        ThorMuon(mlp()).load_state_dict(plain.state_dict())
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4])
 def test_resume_is_never_having_stopped(stop):
     stream = batches(8)
     model = mlp()
-    optimizer = THOR(model, scaling="spectral", **OPTIONS)
+    optimizer = ThorMuon(model, **OPTIONS)
     train(model, optimizer, stream[:stop])
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved)
@@ -314,7 +314,7 @@ def test_resume_is_never_having_stopped(stop):
     loaded = torch.load(saved, weights_only=True)
     other = mlp()
     other.load_state_dict(loaded["model"])
-    resumed = THOR(other, scaling="spectral", **OPTIONS)
+    resumed = ThorMuon(other, **OPTIONS)
     resumed.load_state_dict(loaded["optimizer"])
     train(other, resumed, stream[stop:])
     assert_same(weights(model), weights(other))
@@ -322,7 +322,7 @@ def test_resume_is_never_having_stopped(stop):
 
 def test_distributed_checkpoint_of_a_fresh_optimizer():
     model = mlp()
-    optimizer = THOR(model, scaling="spectral", **OPTIONS)
+    optimizer = ThorMuon(model, **OPTIONS)
     before = weights(model)
     empty = get_optimizer_state_dict(model, optimizer)
     assert_same(before, weights(model))
@@ -333,7 +333,7 @@ def test_distributed_checkpoint_of_a_fresh_optimizer():
         assert entry.keys() == empty["state"][name].keys()
     other = mlp()
     other.load_state_dict(model.state_dict())
-    resumed = THOR(other, scaling="spectral", **OPTIONS)
+    resumed = ThorMuon(other, **OPTIONS)
     set_optimizer_state_dict(other, resumed, full)
     train(model, optimizer, batches(5))
     train(other, resumed, batches(5))
@@ -342,7 +342,7 @@ def test_distributed_checkpoint_of_a_fresh_optimizer():
 
 def test_bfloat16_parameters_have_float32_state():
     model = mlp(dtype=torch.bfloat16)
-    optimizer = THOR(model, scaling="spectral")
+    optimizer = ThorMuon(model)
     train(model, optimizer, batches(3, dtype=torch.bfloat16))
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all(), name

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tiny import assert_same, batches, mlp, train, weights
-from torch_thor import THOR
+from torch_thor import ThorMuon
 
 LR = 0.1
 ADAMW_SHARE = 0.2  # of lr, for what is no matrix
@@ -77,7 +77,7 @@ def with_norm_of_a_step(matrices):
 def one_step(**options):
     """A model, its optimizer before the step, gradients of all parameters."""
     model = Odd()
-    optimizer = THOR(model, lr=LR, scaling="spectral", max_update_ratio=None, **options)
+    optimizer = ThorMuon(model, lr=LR, max_update_ratio=None, **options)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     model.linear.weight.grad = model.head.weight.grad = None  # no forward pass, so no statistics
@@ -138,7 +138,7 @@ KNOWN = {
 def test_a_preconditioned_step_of_every_memory_layout(name, split_dim):
     """``orth(u A⁻¹)``, each group for itself, whichever way round the weight lies in memory."""
     model = Kinds().double()
-    optimizer = THOR(model, lr=LR, scaling="spectral", split_dim=split_dim, max_update_ratio=None)
+    optimizer = ThorMuon(model, lr=LR, split_dim=split_dim, max_update_ratio=None)
     label, matrices = KNOWN[name]
     before = weights(model)[label]
     model(torch.randn(6, 4, 7).double()).sum().backward()
@@ -171,7 +171,7 @@ def test_rows_of_a_fused_weight_that_are_left_out(left_out, runs):
     """Each run of them is a matrix without factors, with weight decay as the others; coverage says so."""
     model = nn.MultiheadAttention(8, 2, batch_first=True).double()
     options = {"split_dim": None, "weight_decay": 0.1, "max_update_ratio": None}
-    optimizer = THOR(model, lr=LR, scaling="spectral", **options, **left_out)
+    optimizer = ThorMuon(model, lr=LR, **options, **left_out)
     [entry] = [entry for entry in optimizer.coverage() if entry.name == "in_proj_weight"]
     assert entry.note.count("orthogonalised momentum for") == 3 - entry.groups
     before = model.in_proj_weight.detach().clone()
@@ -202,7 +202,7 @@ def test_a_model_without_a_layer():
     """It is trained, with one warning, also by a copy with a loaded state; a group may be added."""
     model, x = Bare(), batches(1)[0][0]
     with pytest.warns(UserWarning, match=r"0 of 35 .*first \(5, 7\) \(orthogonalised momentum\)") as told:
-        optimizer = THOR([model.first], model=model, scaling="spectral", lr=LR, split_dim="auto")
+        optimizer = ThorMuon([model.first], model=model, lr=LR, split_dim="auto")
     optimizer.add_param_group({"params": [model.second, model.offset], "momentum": 0.0})
     for _ in range(2):
         model.loss(x).backward()
@@ -225,7 +225,7 @@ def test_a_model_without_a_layer():
     assert_same(weights(copied.model), weights(model))
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no layer to precondition"):
-        THOR(model, scaling="spectral")
+        ThorMuon(model)
 
 
 @pytest.mark.filterwarnings("ignore:THOR preconditions")
@@ -253,7 +253,7 @@ def test_coverage_says_which_is_which():
 def test_resumed_it_is_the_same():
     (model, optimizer), other = one_step(weight_decay=0.1), Odd()
     optimizer.step()
-    resumed = THOR(other, lr=LR, scaling="spectral", weight_decay=0.1)
+    resumed = ThorMuon(other, lr=LR, weight_decay=0.1)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for one, twin in zip(model.parameters(), other.parameters(), strict=True):
@@ -268,7 +268,7 @@ def test_resumed_it_is_the_same():
 def test_a_known_layer_whose_statistics_never_came(split_dim):
     """Its weight is used without calling it: it takes the step of a matrix without factors."""
     model = mlp()
-    optimizer = THOR(model, scaling="spectral", lr=LR, split_dim=split_dim, max_update_ratio=None)
+    optimizer = ThorMuon(model, lr=LR, split_dim=split_dim, max_update_ratio=None)
     before = weights(model)["0.weight"]
     [(x, labels)] = batches(1)
     h = torch.tanh(nn.functional.linear(x, model[0].weight, model[0].bias))
@@ -289,7 +289,7 @@ def test_eigenvalues_that_are_not_found_change_little(monkeypatch, recwarn):
 
     model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     twin.load_state_dict(model.state_dict())
-    optimizer, other = (THOR(one, scaling="spectral", lr=LR) for one in (model, twin))
+    optimizer, other = (ThorMuon(one, lr=LR) for one in (model, twin))
     before = weights(model)
     train(twin, other, batches(1, dtype=torch.float32))
     monkeypatch.setattr(torch.linalg, "eigh", failing)
@@ -308,7 +308,7 @@ def test_eigenvalues_that_are_not_found_change_little(monkeypatch, recwarn):
 def test_3x3_kernels_on_1x1_maps_are_preconditioned():
     """Eight of nine taps see nothing but padding: the factor is singular before it is damped."""
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(64, 10))
-    optimizer = THOR(model, scaling="spectral")
+    optimizer = ThorMuon(model)
     nn.functional.cross_entropy(model(torch.randn(32, 64, 1, 1)), torch.randint(10, (32,))).backward()
     optimizer.step()
     assert all(layer.refreshes == 1 for layer in optimizer.curvature.values())

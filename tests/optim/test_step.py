@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from comparing import assert_same_steps, assert_same_weights, compare
+from comparing import assert_same_steps, assert_same_weights, compare, having
 from reference import ReferenceTHOR
 from tiny import CONVOLUTIONS, assert_same, batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import THOR
@@ -153,7 +153,10 @@ def test_loss_terms_counted_as_a_tensor():
     """`mask.sum()` is how tokens are counted."""
     models = mlp(), mlp()
     models[1].load_state_dict(models[0].state_dict())
-    optimizers = THOR(models[0], loss_terms=12), THOR(models[1], loss_terms=lambda: torch.ones(12).bool().sum())
+    optimizers = (
+        having(THOR(models[0]), loss_terms=12),
+        having(THOR(models[1]), loss_terms=lambda: torch.ones(12).bool().sum()),
+    )
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, batches(3))
     assert_same(weights(models[0]), weights(models[1]))

@@ -53,7 +53,7 @@ def test_the_layer_takes_plain_steps_and_the_others_their_own(options):
     """As if it had been left out by `skip=`, bit for bit."""
     model, optimizer = build(**options)
     twin = copy.deepcopy(model)
-    left_out = THOR(twin, skip="middle", trace_thresholds=(0.0, 0.0), **options)
+    left_out = THOR(twin, layers="-middle", trace_thresholds=(0.0, 0.0), **options)
     messages = caught(train, model, optimizer, STREAM)
     train(twin, left_out, STREAM)
     assert_same(weights(model), weights(twin))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-
-from torch_thor import THOR
 from torch_thor.optim.whole_matrices import deal_out
+
+from torch_thor import THOR, Distributed
 
 
 @given(
@@ -27,4 +27,4 @@ def test_the_largest_come_first():
 @pytest.mark.parametrize("value", [True, "yes"])
 def test_it_is_an_option_of_the_scale_free_step(value):
     with pytest.raises(ValueError, match=rf"whole_matrices={value!r}"):
-        THOR(nn.Linear(2, 2), whole_matrices=value)
+        THOR(nn.Linear(2, 2), distributed=Distributed(whole_matrices=value))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.training import Run, RunConfig, train
 from torch_thor.training.data import DataBundle
 from torch_thor.training.tasks import ImageClassification
@@ -27,9 +27,7 @@ MAKERS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "thor": lambda model: THOR(model, lr=0.01, damping=0.1, update_interval=2, split_dim=8),
     "thor-average": lambda model: THOR(model, lr=0.01, damping=0.1, update_interval=2, factor_decay=0.5),
-    "thor-scale-free": lambda model: THOR(
-        model, lr=0.01, damping=0.1, update_interval=2, factor_decay=0.9, scaling="spectral"
-    ),
+    "thor-scale-free": lambda model: ThorMuon(model, lr=0.01, damping=0.1, update_interval=2, factor_decay=0.9),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_tasks import PaddedRows
 
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.training import EvalPoint, History, Run, RunConfig, UserError, evaluate, primary, train
 from torch_thor.training.data import Shard
 from torch_thor.training.tasks import TASKS
@@ -114,7 +114,7 @@ def test_scale_free_thor_has_no_use_for_the_number_of_terms():
     config = RunConfig(batch_size=6)
     task = PaddedRows(config)
     model = model_of(task)
-    optimizer = THOR(model, scaling="spectral")
+    optimizer = ThorMuon(model)
     before = copy.deepcopy(optimizer.state_dict()["param_groups"])
     Run(model, optimizer, task, config).stepper.take(next(iter(task.open_data(Shard()).train)), 1)
     assert optimizer.loss_terms is None

@@ -63,7 +63,7 @@ MEANINGS: dict[type, dict[str, str]] = {
 }
 TYPES = {
     "update_interval": Any, "trace_thresholds": Any, "decay_filter": Any, "split_dim": int | str | None,
-    "layers": Any, "divide_curvature": bool,
+    "layers": Any, "divide_curvature": bool, "max_update_ratio": float | None,
 }  # fmt: skip
 
 
