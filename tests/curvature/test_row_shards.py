@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.row_shards import (
+from torch_thor.curvature.shards import (
     ShardedBlocks,
     ShardedLayout,
     bounds_within,

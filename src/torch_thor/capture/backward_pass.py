@@ -115,11 +115,11 @@ class BackwardPasses:
         if outer >= 0 and saves_through_hooks():
             return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
         if layer not in self._waiting:
-            self._waiting[layer] = _Waiting(Statistics(layer.kind, layer.weight_view, layer.layouts))
+            self._waiting[layer] = _Waiting(Statistics(layer.kind, layer.weight_view, layer.stored))
         waiting, mask = self._waiting[layer], capture.row_mask
         keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
         waiting.masked |= keep is not None
-        enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.layouts()["A"].block)
+        enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
         waiting.rows.gather_inputs(kind, x, output.shape, keep, enough)
         reference, weight_node = weakref.ref(capture), get_gradient_edge(weight).node if weight.is_leaf else None
 

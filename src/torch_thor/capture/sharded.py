@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from torch_thor.capture.layers import Layer
-from torch_thor.curvature.row_shards import why_not_by_rows
+from torch_thor.curvature.shards import why_not_by_rows
 from torch_thor.distributed.sharded_parameters import (
     is_fully_sharded,
     is_sharded,

@@ -4,16 +4,15 @@ This package does not depend on optimizers or on torch.distributed: state is pas
 tensors and decisions.
 """
 
-from torch_thor.curvature.block_layout import BlockLayout
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks, Cut
 from torch_thor.curvature.kinds import Kind, LinearKind, MatrixWeight, ProjectionKind, register_kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.refresh import Decision, RefreshEvent
 
 __all__ = [
-    "BlockDiagonal",
-    "BlockLayout",
+    "Blocks",
+    "Cut",
     "Decision",
     "Kind",
     "LayerCurvature",

@@ -1,143 +1,185 @@
-"""Block-diagonal symmetric matrices, split from index 0 into blocks of one size.
+"""One representation of every factor: rows, cut into runs of equal square blocks.
 
-There are ``groups`` independent matrices of size ``n``, each split into ``k = n // s`` blocks of size ``s`` and, if
-``s`` does not divide ``n``, one tail block of size ``r = n % s``. Tensors have these shapes:
-
-- ``blocks``: ``(groups * k, s, s)``, group-major
-- ``tail``: ``(groups, r, r)``, or None
-- samples: ``(groups, n, rows)``, features first: their columns are the vectors ``a`` and ``g`` of the paper
-
-A diagonal matrix has blocks of size 1. Only the blocks are stored; the full matrix is formed by
-:meth:`BlockDiagonal.dense` alone, for users to look at.
+A factor of n rows is block-diagonal. Row i of its tensor ``(n, width)`` holds row i of its block, from the first column
+of the block on, and zeros where the block is narrower than the widest one. Blocks end at every ``split_dim`` rows, and
+where a group (of a grouped convolution, an expert) or a shard of the weight (FSDP2) ends. So rows can be divided among
+processes like those of the weight, saved, and divided differently when they are loaded. A diagonal factor has width 1.
+Only the blocks are ever computed and stored; :meth:`Blocks.dense` is for users to look at.
 """
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.block_layout import BlockLayout
 from torch_thor.curvature.precision import add_product_, product
 
 
-@dataclass
-class BlockDiagonal:
-    """A block-diagonal matrix for each group, stored as blocks."""
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring blocks of one size: rows ``first`` to ``last``."""
 
-    layout: BlockLayout  # the sizes of the matrices and of their blocks
-    blocks: Tensor  # `(groups * k, s, s)`
-    tail: Tensor | None = None  # `(groups, r, r)`, or None if the block size divides the size
+    first: int
+    count: int
+    size: int
+
+    @property
+    def last(self) -> int:
+        """The row after the last one."""
+        return self.first + self.count * self.size
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the rows of a factor are cut into blocks."""
+
+    blocks: tuple[tuple[int, int], ...]  # (count, size) of the blocks of each run, in the order of rows
+    groups: int = 1  # independent matrices of equally many rows, which follow each other
 
     @classmethod
-    def zeros(cls, layout: BlockLayout, *, dtype: torch.dtype, device: torch.device) -> "BlockDiagonal":
-        """Return zero matrices of a layout."""
-        shape, tail = layout.shapes
-        return cls(
-            layout,
-            torch.zeros(shape, dtype=dtype, device=device),
-            None if tail is None else torch.zeros(tail, dtype=dtype, device=device),
-        )
+    def of(cls, rows: int, split_dim: int | None, groups: int = 1, edges: Sequence[int] = ()) -> "Cut":
+        """Return the cut of ``groups`` matrices of some rows; ``edges`` are further rows at which blocks end."""
+        if split_dim == 1:
+            return cls(((groups * rows, 1),), groups)
+        sizes: list[int] = []
+        for start, stop in itertools.pairwise(sorted({*edges, *range(0, groups * rows + 1, max(rows, 1))})):
+            most = stop - start if split_dim is None else split_dim
+            sizes += [min(most, stop - first) for first in range(start, stop, most)]
+        return cls(tuple((len(list(same)), size) for size, same in itertools.groupby(sizes)), groups)
 
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The runs of equal blocks."""
+        found, first = [], 0
+        for count, size in self.blocks:
+            found.append(Run(first, count, size))
+            first += count * size
+        return tuple(found)
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of rows of all groups together."""
+        return sum(count * size for count, size in self.blocks)
+
+    @cached_property
+    def width(self) -> int:
+        """The number of rows of the largest block."""
+        return max((size for _, size in self.blocks), default=1)
+
+    @cached_property
+    def is_diagonal(self) -> bool:
+        """Whether all blocks are numbers."""
+        return self.width == 1
+
+    def groups_of(self, run: Run) -> Tensor:
+        """Return the group of each block of a run."""
+        return torch.arange(run.first, run.last, run.size) // max(1, self.rows // self.groups)
+
+    def held(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
+        """Return the cut of the blocks that a process holds: of run i those from ``bounds[i][process]`` on."""
+        counts = (of_run[process + 1] - of_run[process] for of_run in bounds)
+        return Cut(tuple((n, size) for n, (_, size) in zip(counts, self.blocks, strict=True) if n))
+
+
+class Blocks:
+    """A block-diagonal matrix, or one for each group: rows ``(n, at least width)`` and where they are cut."""
+
+    def __init__(self, cut: Cut, rows: Tensor) -> None:
+        self.cut, self.rows = cut, rows
+
+    @classmethod
+    def zeros(cls, cut: Cut, dtype: torch.dtype, device: torch.device) -> "Blocks":
+        """Return zero matrices."""
+        return cls(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the numbers."""
+        return self.rows.dtype
+
+    @cached_property
     def parts(self) -> list[Tensor]:
-        """Return the stored tensors, each a batch of square blocks."""
-        return [self.blocks] if self.tail is None else [self.blocks, self.tail]
-
-    def with_parts(self, parts: list[Tensor]) -> "BlockDiagonal":
-        """Return a matrix of the same layout with other tensors."""
-        return BlockDiagonal(self.layout, *parts)
-
-    def cut(self, split_dim: int | None) -> "BlockDiagonal":
-        """Return the matrix split into smaller blocks; the elements between the new blocks are dropped."""
-        layout, new = self.layout, BlockLayout.of(self.layout.groups, self.layout.size, split_dim)
-        if new.block >= layout.block:
-            return self
-        if layout.block % new.block and layout.full_blocks > 1:
-            raise ValueError(f"blocks of {layout.block} cannot be cut into blocks of {new.block}: give a divisor")
-        pieces = [_diagonal_blocks(part, new.block) for part in self.parts()]
-        per_group = [blocks.reshape(layout.groups, -1, new.block, new.block) for blocks, _ in pieces]
-        # only the last part can have a tail: the size of the others is a multiple of the new one
-        return BlockDiagonal(new, torch.cat(per_group, dim=1).flatten(0, 1), pieces[-1][1])
+        """The blocks of each run, ``(count, size, size)``, as views of the rows."""
+        found = []
+        for run in self.cut.runs:
+            found.append(self.rows[run.first : run.last, : run.size].unflatten(0, (run.count, run.size)))
+        return found
 
     def add_second_moment_(self, samples: Tensor) -> None:
-        """Add ``Σ x xᵀ`` over the columns of ``samples``, block by block."""
-        layout = self.layout
-        if layout.block == 1:
-            self._diagonal().add_(samples.square().sum(-1))
+        """Add ``Σ x xᵀ`` over the columns of ``samples`` ``(groups, n, samples)``, block by block."""
+        samples = samples.flatten(0, 1)
+        if self.cut.is_diagonal:
+            self.rows[:, 0].add_(samples.square().sum(-1))
             return
-        head = samples[:, : layout.covered].reshape(-1, layout.block, samples.shape[-1])
-        add_product_(self.blocks, head, head.mT)
-        if self.tail is not None:
-            rest = samples[:, layout.covered :]
-            add_product_(self.tail, rest, rest.mT)
+        for run, part in zip(self.cut.runs, self.parts, strict=True):
+            own = samples[run.first : run.last].unflatten(0, (run.count, run.size))
+            add_product_(part, own, own.mT)
 
-    def group(self, index: int) -> "BlockDiagonal":
-        """Return the matrix of one group."""
-        layout, own = self.layout, slice(index, index + 1)
-        k = layout.full_blocks
-        blocks = self.blocks[index * k : (index + 1) * k]
-        return BlockDiagonal(
-            BlockLayout(1, layout.size, layout.block), blocks, None if self.tail is None else self.tail[own]
-        )
+    def group(self, index: int) -> "Blocks":
+        """Return the matrix of one group, a view."""
+        size = self.cut.rows // self.cut.groups
+        split_dim = 1 if self.cut.is_diagonal else min(self.cut.width, size)
+        return Blocks(Cut.of(size, split_dim), self.rows[index * size : (index + 1) * size])
 
     def scale_groups_(self, scales: Tensor) -> None:
         """Multiply the matrix of each group by a number."""
-        for part in self.parts():
-            part.unflatten(0, (self.layout.groups, -1)).mul_(scales[:, None, None, None])
+        self.rows.unflatten(0, (self.cut.groups, -1)).mul_(scales[:, None, None])
 
-    def with_identities(self, groups: Tensor) -> "BlockDiagonal":
-        """Return the matrices with identities in the place of those of some groups."""
-        found = []
-        for part in self.parts():
-            identity = torch.eye(part.shape[-1], dtype=part.dtype, device=part.device)
-            chosen = groups.repeat_interleave(len(part) // self.layout.groups)
-            found.append(torch.where(chosen[:, None, None], identity, part))
-        return self.with_parts(found)
-
-    def group_traces(self) -> Tensor:
-        """Return the trace of each group's matrix."""
-        traces = self.blocks.diagonal(dim1=-2, dim2=-1).reshape(self.layout.groups, -1).sum(-1)
-        if self.tail is not None:
-            traces = traces + self.tail.diagonal(dim1=-2, dim2=-1).sum(-1)
-        return traces
+    def traces(self) -> Tensor:
+        """Return the trace of each group's matrix, ``(groups,)``."""
+        groups, width = self.cut.groups, self.cut.width
+        size = self.cut.rows // groups
+        if self.cut != Cut.of(size, width, groups):  # one matrix, cut at shards
+            sums = [part.diagonal(dim1=-2, dim2=-1).sum() for part in self.parts]
+            return torch.stack(sums).sum()[None] if sums else self.rows.new_zeros(1)
+        rows, full = self.rows.unflatten(0, (groups, size)), size // width * width
+        heads = rows[:, :full, :width].unflatten(1, (-1, width)).diagonal(dim1=-2, dim2=-1)
+        found: Tensor = heads.reshape(groups, -1).sum(-1)
+        return found if full == size else found + rows[:, full:, : size - full].diagonal(dim1=-2, dim2=-1).sum(-1)
 
     def left_multiply(self, matrix: Tensor) -> Tensor:
-        """Return ``self @ matrix``."""
-        layout = self.layout
-        if layout.block == 1:
-            return self._diagonal()[..., None] * matrix
-        head = matrix[:, : layout.covered].reshape(-1, layout.block, matrix.shape[-1])
-        solved = product(self.blocks, head).view(layout.groups, layout.covered, -1)
-        if self.tail is None:
-            return solved
-        return torch.cat([solved, product(self.tail, matrix[:, layout.covered :])], dim=1)
+        """Return ``self @ matrix`` for a matrix ``(groups, n, columns)``."""
+        flat = matrix.flatten(0, 1)
+        if self.cut.is_diagonal:
+            return (self.rows * flat).view_as(matrix)
+        solved = []
+        for run, part in zip(self.cut.runs, self.parts, strict=True):
+            own = flat[run.first : run.last].reshape(run.count, run.size, -1)
+            solved.append(product(part, own).flatten(0, 1))
+        return (solved[0] if len(solved) == 1 else torch.cat(solved)).view(matrix.shape)
 
     def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
-        """Compute ``into ← decay * into + scale * matrix @ self`` without a temporary product."""
-        layout = self.layout
-        if layout.block == 1:
-            scale_(into, decay).addcmul_(matrix, self._diagonal()[:, None], value=scale)
-            return
-        head, target = matrix[..., : layout.covered], into[..., : layout.covered]
-        if layout.full_blocks == 1:
-            add_product_(target, head, self.blocks, decay, scale)
-        else:  # one batched product per group, because the strides do not allow one for all groups
-            cut = (layout.full_blocks, layout.block)
-            heads, targets = (tensor.unflatten(-1, cut).transpose(1, 2) for tensor in (head, target))
-            blocks = self.blocks.unflatten(0, (layout.groups, layout.full_blocks))
-            for one_target, one_head, block in zip(targets, heads, blocks, strict=True):
-                add_product_(one_target, one_head, block, decay, scale)
-        if self.tail is not None:
-            add_product_(into[..., layout.covered :], matrix[..., layout.covered :], self.tail, decay, scale)
-
-    def _diagonal(self) -> Tensor:
-        """Return the diagonal of a matrix with blocks of size 1, ``(groups, n)``."""
-        return self.blocks.view(self.layout.groups, self.layout.size)
+        """Compute ``into ← decay * into + scale * matrix @ self`` for ``(groups, m, n)``, without a temporary."""
+        groups, size = self.cut.groups, matrix.shape[-1]
+        if self.cut.is_diagonal:
+            diagonal = self.rows.view(groups, 1, size)
+            scale_(into, decay).addcmul_(matrix, diagonal, value=scale)
+        elif self.cut.width == size:  # one block for each group
+            add_product_(into, matrix, self.parts[0], decay, scale)
+        else:  # one batched product per run, because the strides do not allow one for all groups
+            for index in range(groups):
+                own = self if groups == 1 else self.group(index)
+                for run, part in zip(own.cut.runs, own.parts, strict=True):
+                    head, target = (
+                        tensor[index, :, run.first : run.last].unflatten(-1, (run.count, run.size)).transpose(0, 1)
+                        for tensor in (matrix, into)
+                    )
+                    add_product_(target, head, part, decay, scale)
 
     def dense(self) -> list[Tensor]:
-        """Return the full matrices, with zeros outside of the blocks."""
-        per_group = self.blocks.unflatten(0, (self.layout.groups, self.layout.full_blocks))
-        tails = [[]] * self.layout.groups if self.tail is None else [[t] for t in self.tail]
-        return [torch.block_diag(*blocks, *tail) for blocks, tail in zip(per_group, tails, strict=True)]
+        """Return the full matrix of each group, with zeros outside of the blocks."""
+        size = self.cut.rows // self.cut.groups
+        blocks = iter([block for part in self.parts for block in part])
+        found = []
+        for _ in range(self.cut.groups):
+            of_group: list[Tensor] = []
+            while sum(len(block) for block in of_group) < size:
+                of_group.append(next(blocks))
+            found.append(torch.block_diag(*of_group))
+        return found
 
 
 def scale_(into: Tensor, decay: float) -> Tensor:
@@ -145,10 +187,22 @@ def scale_(into: Tensor, decay: float) -> Tensor:
     return into.mul_(decay) if decay else into.zero_()
 
 
-def _diagonal_blocks(matrices: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
-    """Return the diagonal blocks ``(count * k, size, size)`` of ``(count, n, n)``, and the tail block, if any."""
-    count, n, _ = matrices.shape
-    full = n // size * size
-    cut = matrices[:, :full, :full].reshape(count, n // size, size, n // size, size)
-    blocks = cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
-    return blocks, matrices[:, full:, full:].clone() if full < n else None
+def first_rows(cut: Cut) -> Iterator[int]:
+    """Yield the first row of the block of each row."""
+    for run in cut.runs:
+        for first in range(run.first, run.last, run.size):
+            yield from itertools.repeat(first, run.size)
+
+
+def cut_again(rows: Tensor, before: Cut, after: Cut) -> Tensor:
+    """Return rows for other blocks. What is between the old blocks is zero."""
+    starts, ends = [], []
+    for cut in (before, after):
+        start = torch.tensor(list(first_rows(cut)), dtype=torch.long)
+        size = torch.cat([torch.full((run.last - run.first,), run.size) for run in cut.runs])
+        starts.append(start.to(rows.device)[:, None])
+        ends.append((start + size).to(rows.device)[:, None])
+    column = starts[1] + torch.arange(rows.shape[1], device=rows.device)  # of the whole matrix
+    kept = (column >= starts[0]) & (column < ends[0]) & (column < ends[1])
+    source = (column - starts[0]).clamp(0, rows.shape[1] - 1)
+    return torch.where(kept, rows.gather(1, source), 0.0)

@@ -8,12 +8,15 @@ train together, each block is summed over them and inverted by its owner, which 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.precision import ieee_float32
-from torch_thor.curvature.processes import ALONE, BlockExchange, Processes
+from torch_thor.curvature.processes import ALONE, Processes
 
 # The factors of the damping that are tried until a block is positive definite.
 DAMPING_RAISES = (1.0, 10.0, 100.0)
@@ -21,124 +24,151 @@ DAMPING_RAISES = (1.0, 10.0, 100.0)
 _NOT_POSITIVE = len(DAMPING_RAISES)
 
 
-@dataclass(frozen=True)
-class KeptBlocks:
-    """The owners of blocks of which every process keeps a part alone."""
+@dataclass
+class NewFactor:
+    """A new factor, to sum over the processes, to average with the one in use, and to invert."""
 
-    bounds: Sequence[int]  # process r owns the blocks from index r to index r + 1 of this list
-    source: int  # the process that owns those that this process keeps
-    replicas: object = None  # the group of the processes that keep the same blocks as this one
+    factor: Factor
+    sums: Blocks  # of the blocks of all processes; overwritten
+    damping: Sequence[float]  # the number that is added to the diagonal, of each group
+    in_use: Blocks | None = None  # what this process holds of the factor in use; None if there is none
+    decay: float = 0.0  # the weight of the factor in use in the running average
+    keeps: Sequence[bool] = ()  # for each group, whether it keeps the factor in use; empty if none does
+    plain: Sequence[bool] = ()  # for each group, whether the identity takes the place of its inverse
+    pieces: list["_Piece"] = field(default_factory=list)
 
     @property
-    def held(self) -> slice:
-        """The blocks that this process keeps."""
-        return slice(self.bounds[self.source], self.bounds[self.source + 1])
+    def raised(self) -> bool:
+        """Whether the damping of a block had to be raised."""
+        return any(piece.raised for piece in self.pieces)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a block was not positive definite with the highest damping, or its inverse is not finite."""
+        return any(piece.failed for piece in self.pieces)
+
+    def store(self) -> None:
+        """Write the factor and its inverse into the state."""
+        for inverse in (False, True):
+            found = [piece.inverse if inverse else piece.blocks for piece in self.pieces]
+            held = [blocks for blocks in found if len(blocks)]
+            for into, blocks in zip(self.factor.read(inverse=inverse).parts, held, strict=True):
+                into.copy_(blocks)
 
 
-@dataclass
-class NewBlocks:
-    """Blocks of a new factor, to sum over the processes, to average with those in use, and to invert."""
+class _Piece:
+    """The blocks of one run of a new factor."""
 
-    blocks: Tensor  # `(count, s, s)`, over the rows of this process
-    damping: Sequence[float]  # the number that is added to the diagonal, of each group (`√(λ/T)`)
-    in_use: Tensor | None = None  # the blocks in use; None if there are none
-    decay: float = 0.0  # the weight of the blocks in use in the running average
-    keeps: Sequence[bool] = ()  # for each group, whether it keeps the blocks in use; empty if none does
-    kept: "KeptBlocks | None" = None  # the owners of the blocks, if every process keeps a part of them alone
-    inverse: Tensor = field(init=False)
-    raised: bool = field(default=False, init=False)
-    failed: bool = field(default=False, init=False)
+    def __init__(self, of: NewFactor, run: int) -> None:
+        self.blocks = of.sums.parts[run]
+        owners = of.factor.owners
+        self.kept = None if owners is None else owners.held(run)  # the blocks that this process keeps; None for all
+        self.fixed = None if owners is None else owners.bounds[run]  # the owners of the blocks, if they are known
+        self.replicas = None if owners is None else owners.replicas
+        self.raised = self.failed = False
+        self._of, self._run, self._old = of, run, None
+        self.inverse = self.blocks
+        if of.in_use is not None and (self.kept is None or self.kept.start < self.kept.stop):
+            before = [p for p in of.pieces if p.kept is None or p.kept.start < p.kept.stop]
+            self._old = of.in_use.parts[len(before)]
 
     def average_(self, own: slice) -> tuple[Tensor, Tensor]:
-        """Replace blocks by their running average with those in use."""
-        new, of_one_group = self.blocks[own], len(self.blocks) // len(self.damping)
-        if self.in_use is not None and len(new):
-            in_use = self.in_use if self.kept is not None else self.in_use[own]
-            if any(self.keeps):
-                keeps = torch.tensor(self.keeps, device=new.device).repeat_interleave(of_one_group)[own]
-                new.copy_(torch.where(keeps[:, None, None], in_use, new))
-            if self.decay:
-                new.lerp_(in_use, self.decay)
-        return new, new.new_tensor(self.damping).repeat_interleave(of_one_group)[own]
+        """Replace own blocks by their running average with those in use; return them, and the damping of each."""
+        of, new = self._of, self.blocks[own]
+        groups = of.sums.cut.groups_of(of.sums.cut.runs[self._run])[own].to(new.device)
+        if self._old is not None and len(new):
+            old = self._old if self.kept is not None else self._old[own]
+            if any(of.keeps):
+                keeps = torch.tensor(of.keeps, device=new.device)[groups]
+                new.copy_(torch.where(keeps[:, None, None], old, new))
+            if of.decay:
+                new.lerp_(old, of.decay)
+        self._plain = torch.tensor(of.plain, device=new.device)[groups] if any(of.plain) else None
+        return new, new.new_tensor(of.damping)[groups]
+
+    def take(self, inverse: Tensor) -> None:
+        """Take the inverses of the own blocks."""
+        if self._plain is not None:
+            identity = torch.eye(inverse.shape[-1], dtype=inverse.dtype, device=inverse.device)
+            inverse = torch.where(self._plain[:, None, None], identity, inverse)
+        self.inverse = inverse
 
 
-def invert_(new: Sequence[NewBlocks], processes: Processes = ALONE) -> None:
-    """Sum, average and invert blocks, and store the results in them."""
+def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
+    """Sum, average and invert factors; :meth:`NewFactor.store` has the results, on all processes."""
     exchange, rank = processes.exchange, processes.rank
-    if exchange is not None:
-        parts = [one.blocks for one in new]
-        bounds = exchange.deal_out(parts, [None if one.kept is None else one.kept.bounds for one in new])
-        exchange.sum_to_owners_(parts, bounds)
-    damped = []
-    for i, one in enumerate(new):
-        own = slice(None) if exchange is None else slice(bounds[i][rank], bounds[i][rank + 1])
-        damped.append((one, *one.average_(own)))
-    invert_own_(damped)
-    if exchange is not None:
-        flags = processes.gather([flag for one in new for flag in (one.raised, one.failed)])
-        any_of = iter([any(of_ranks) for of_ranks in zip(*flags, strict=True)])
-        shared: list[Tensor] = []
-        shared_bounds: list[Sequence[int]] = []
-        for one, of_ranks in zip(new, bounds, strict=True):
-            one.raised, one.failed = next(any_of), next(any_of)
-            of_all = torch.zeros_like(one.blocks)
-            of_all[of_ranks[rank] : of_ranks[rank + 1]] = one.inverse
-            one.inverse = of_all
-            if one.kept is None:
-                shared += [one.blocks, of_all]
-                shared_bounds += [of_ranks, of_ranks]
-        exchange.share_(shared, shared_bounds)
-        _keep_own([one for one in new if one.kept is not None], exchange)
-
-
-def _keep_own(new: Sequence[NewBlocks], exchange: BlockExchange) -> None:
-    """Keep the blocks and inverses of which this process keeps its part, from their owner."""
-    groups: dict[int, tuple[object, list[Tensor]]] = {}
     for one in new:
-        assert one.kept is not None
-        one.blocks, one.inverse = one.blocks[one.kept.held].clone(), one.inverse[one.kept.held].clone()
-        if one.kept.replicas is not None:
-            groups.setdefault(id(one.kept.replicas), (one.kept.replicas, []))[1].extend((one.blocks, one.inverse))
-    for replicas, parts in groups.values():
-        exchange.share_with_replicas_(parts, replicas)
+        for run in range(len(one.sums.cut.runs)):
+            one.pieces.append(_Piece(one, run))
+    pieces = [piece for one in new for piece in one.pieces]
+    owned = [slice(None)] * len(pieces)
+    if exchange is not None:
+        parts = [piece.blocks for piece in pieces]
+        bounds = exchange.deal_out(parts, [piece.fixed for piece in pieces])
+        exchange.sum_to_owners_(parts, bounds)
+        owned = [slice(of_ranks[rank], of_ranks[rank + 1]) for of_ranks in bounds]
+    invert_own_([(piece, *piece.average_(own)) for piece, own in zip(pieces, owned, strict=True)])
+    if exchange is None:
+        return
+    flags = processes.gather([flag for piece in pieces for flag in (piece.raised, piece.failed)])
+    any_of = iter([any(of_ranks) for of_ranks in zip(*flags, strict=True)])
+    shared: list[Tensor] = []
+    shared_bounds: list[Sequence[int]] = []
+    for piece, own, of_ranks in zip(pieces, owned, bounds, strict=True):
+        piece.raised, piece.failed = next(any_of), next(any_of)
+        of_all = torch.zeros_like(piece.blocks, memory_format=torch.contiguous_format)
+        of_all[own] = piece.inverse
+        piece.inverse = of_all
+        if piece.kept is None:
+            shared += [piece.blocks, of_all]
+            shared_bounds += [of_ranks, of_ranks]
+    exchange.share_(shared, shared_bounds)
+    groups: dict[int, tuple[object, list[Tensor]]] = {}
+    for piece in pieces:
+        if piece.kept is not None:
+            piece.blocks, piece.inverse = piece.blocks[piece.kept], piece.inverse[piece.kept]
+            if piece.replicas is not None:
+                own_parts = groups.setdefault(id(piece.replicas), (piece.replicas, []))[1]
+                own_parts.extend((piece.blocks, piece.inverse))
+    for replicas, own_parts in groups.values():
+        exchange.share_with_replicas_(own_parts, replicas)
 
 
-def invert_own_(damped: Sequence[tuple[NewBlocks, Tensor, Tensor]]) -> None:
-    """Invert the blocks of this process, in one batch for each block size."""
-    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[NewBlocks]] = defaultdict(list)
-    inputs: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+def invert_own_(damped: Sequence[tuple[Any, Tensor, Tensor]]) -> None:
+    """Invert blocks in one batch for each size: of things that ``take`` inverses, blocks, and the damping of each."""
+    batches: defaultdict[tuple[int, torch.dtype, torch.device], list[tuple[Any, Tensor, Tensor]]] = defaultdict(list)
     for one, blocks, damping in damped:
-        one.inverse = blocks
         if len(blocks):
-            batches[blocks.shape[-1], blocks.dtype, blocks.device].append(one)
-            inputs[blocks.shape[-1], blocks.dtype, blocks.device].append((blocks, damping))
+            batches[blocks.shape[-1], blocks.dtype, blocks.device].append((one, blocks, damping))
+        else:
+            one.take(blocks)
     levels: list[Tensor] = []  # for each batch, the index of the damping raise with which each block was inverted
-    highest: list[Tensor] = []
     for key, members in batches.items():
-        blocks_of, damping_of = zip(*inputs[key], strict=True)
+        _, blocks_of, damping_of = zip(*members, strict=True)
         with ieee_float32(key[-1].type):
             inverse, level = _invert_batch(torch.cat(blocks_of), torch.cat(damping_of))
         levels.append(level)
-        highest.append(level.amax().to(levels[0].device))
-        first = 0
-        for one in members:
-            last = first + len(one.inverse)
-            # A copy, because a view would keep the whole batch alive, and would be saved with all of it. Row-major,
-            # which LAPACK's results are not: checkpoints may lose strides, on which the rounding of products depends.
-            one.inverse = inverse[first:last].clone(memory_format=torch.contiguous_format)
-            first = last
+        for (one, _, _), own in zip(members, inverse.split([len(b) for b in blocks_of]), strict=True):
+            one.take(own)
+    highest = [level.amax().to(levels[0].device) for level in levels]
     if highest and any(torch.stack(highest).tolist()):  # one host–device synchronisation for all batches
         for members, level in zip(batches.values(), levels, strict=True):
-            _note_raises(members, level)
+            of_members = level.split([len(blocks) for _, blocks, _ in members])
+            worst = torch.stack([of_member.amax() for of_member in of_members]).tolist()
+            for (one, *_), level_of in zip(members, worst, strict=True):
+                one.raised, one.failed = level_of > 0, level_of == _NOT_POSITIVE
 
 
-def _note_raises(members: Sequence[NewBlocks], level: Tensor) -> None:
-    """Record for each tensor of a batch whether damping was raised and whether the inversion failed."""
-    of_members = level.split([len(one.inverse) for one in members])
-    worst = torch.stack([of_member.amax() for of_member in of_members]).tolist()
-    for one, level_of in zip(members, worst, strict=True):
-        one.raised = level_of > 0
-        one.failed = level_of == _NOT_POSITIVE
+def inverse_of(blocks: Blocks, damping: float) -> Blocks | None:
+    """Return the damped inverse of a factor on this process; None if a block is not positive definite."""
+    found = Blocks(blocks.cut, torch.zeros_like(blocks.rows))
+    for into, part in zip(found.parts, blocks.parts, strict=True):
+        with ieee_float32(part.device.type):
+            inverse, level = _invert_batch(part, part.new_full((len(part),), damping))
+        if bool((level == _NOT_POSITIVE).any()):
+            return None
+        into.copy_(inverse)
+    return found
 
 
 def _invert_batch(blocks: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,30 +1,40 @@
 """The curvature of one layer: its factors, their inverses and its counters.
 
-Factors, inverses and counters are stored in the optimizer's state of the weight, as tensors and numbers only, so a
-checkpoint of the optimizer contains them. :mod:`torch_thor.curvature.layer_state` creates these entries and checks
-whether they are complete. The update rules multiply gradients with the inverses. New statistics
-(:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of the step and are not part of the state.
+They are stored in the optimizer's state of the weight, as tensors and numbers only, so a checkpoint of the optimizer
+contains them. New statistics (:class:`torch_thor.curvature.statistics.Statistics`) exist until the end of the step. If
+several layers are rows of one parameter, the keys of each have a prefix.
 """
 
 import copy
 from collections.abc import Sequence
-from typing import cast
 
+import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.experts import group_rows_per_term, plain_where_unknown, weight_
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.owned_blocks import OwnedBlocks
 from torch_thor.curvature.parameter_view import ParameterView, State
-from torch_thor.curvature.row_shards import RowShards
-from torch_thor.curvature.statistics import Factors, Statistics, Sums
-from torch_thor.curvature.stored_factors import StoredFactors
+from torch_thor.curvature.precision import factor_dtype
+from torch_thor.curvature.shards import RowShards
+from torch_thor.curvature.statistics import Statistics
 
 SIDES = ("A", "G")
+SHARDS = "row_shards"  # the key of the number of shards at whose boundaries the blocks of the rows end
 
 # The stored trace change before the first one. It must be a number, and NaN would not compare equal to itself.
-NO_CHANGE_YET = -1.0
+_NO_CHANGE_YET = -1.0
+# The numbers in the state, with their initial values. ``due``: the next step with statistics applies the trace rule;
+# ``idle``: it was due on a step in which the loss did not reach it, and has not been reached since; ``uncalled``: its
+# weight is used without calling its module, so it had a gradient but no statistics on a refresh.
+_NUMBERS = {
+    "rows_per_term": 0.0,
+    "refreshes": 0,
+    "stopped": 0,
+    "due": 1,
+    "idle": 0,
+    "uncalled": 0,
+    "last_trace_change": _NO_CHANGE_YET,
+}
 
 
 class LayerCurvature:
@@ -45,11 +55,9 @@ class LayerCurvature:
         self.biases = tuple(biases)
         self.prefix = prefix
         self.sides = sides
-        self.stored = StoredFactors(kind, weight, prefix, sides)
-        self.layouts = self.stored.layouts
-        self.inverse = self.stored.inverse
+        self.stored = tuple(Factor(side, kind, weight, prefix) for side in sides)
+        self.statistics = Statistics(kind, weight, self.stored)  # those of the current step
         self._geometry: tuple[RowShards, Kind] | None = None  # a cache
-        self.statistics = Statistics(kind, weight, self.layouts)  # those of the current step
 
     # ---- for users ----------------------------------------------------------------------------------------------
 
@@ -58,18 +66,18 @@ class LayerCurvature:
 
         Returns:
             ``(A, G)``, of shapes ``(d_in, d_in)`` and ``(d_out, d_out)``, where ``d_in`` is the size of a patch for a
-            convolution; for a grouped convolution two lists with one matrix per group. G is None for the scale-free
-            step, which has A alone.
+            convolution; for a grouped convolution two lists with one matrix per group. G is None for ThorMuon, which
+            has A alone.
 
         Raises:
             RuntimeError: the layer has no factors yet.
         """
-        return tuple(self._dense(key) if key in self.sides else None for key in SIDES)
+        return self._dense(inverse=False)
 
     def inverses(self) -> tuple[Tensor | list[Tensor] | None, ...]:
         """Return the damped inverses in use, ``(A + √(λ/T) I)⁻¹`` and ``(G + √(λ/T) I)⁻¹``, as dense matrices.
 
-        For the scale-free step they are ``(A + λ tr(A)/d_in I)⁻¹`` and None.
+        For ThorMuon they are ``(A + λ tr(A)/d_in I)⁻¹`` and None.
 
         Returns:
             Two matrices or lists, in the shapes of :meth:`factors`.
@@ -77,30 +85,28 @@ class LayerCurvature:
         Raises:
             RuntimeError: the layer has no factors yet.
         """
-        return tuple(self._dense(f"{key}_inverse") if key in self.sides else None for key in SIDES)
+        return self._dense(inverse=True)
 
     @property
     def refreshes(self) -> int:
         """The number of times that new factors were taken and inverted."""
-        entries = self.weight_view.entries
-        return 0 if entries is None else int(entries.get(self.prefix + "refreshes", 0))
+        return int(self._number("refreshes"))
 
     @property
     def stopped(self) -> bool:
         """Whether the trace rule has stopped this layer, so that it takes no new factors any more."""
-        return bool(self.state.get(self.prefix + "stopped", 0))
+        return bool(self._number("stopped"))
 
     @property
     def last_trace_change(self) -> float | None:
         """Δ of the latest refresh with factors to compare with; None before there was one."""
-        change = float(self.state.get(self.prefix + "last_trace_change", NO_CHANGE_YET))
-        return None if change == NO_CHANGE_YET else change
+        change = float(self._number("last_trace_change"))
+        return None if change == _NO_CHANGE_YET else change
 
     @property
     def rows_per_term(self) -> float:
         """T = R / N of the factors in use; 0 if there are none."""
-        entries = self.weight_view.entries
-        return 0.0 if entries is None else float(entries.get(self.prefix + "rows_per_term", 0.0))
+        return float(self._number("rows_per_term"))
 
     def __repr__(self) -> str:
         return (
@@ -109,20 +115,20 @@ class LayerCurvature:
             f"last_trace_change={self.last_trace_change})"
         )
 
-    @property
-    def geometry(self) -> Kind:
-        """The kind for those rows of the weight that this process holds; the layer's own if it holds all of them."""
-        shards = self.weight_view.shards
-        if shards is None:
-            return self.kind
-        if self._geometry is None or self._geometry[0] is not shards:
-            own = shards.own_of(self.weight_view.rows)
-            kind = copy.copy(self.kind)
-            setattr(kind, "inputs" if kind.transposed else "outputs", own.stop - own.start)
-            self._geometry = shards, kind
-        return self._geometry[1]
+    def _dense(self, *, inverse: bool) -> tuple[Tensor | list[Tensor] | None, ...]:
+        if not self.refreshes:
+            raise RuntimeError(
+                f"layer {self.name!r} has no factors yet: they are taken in the first optimizer.step() after a "
+                f"backward pass through the layer"
+            )
+        _ = self.weight_view.parameter  # raises if the module computes the weight now
+        found: list[Tensor | list[Tensor] | None] = [None, None]
+        for i, factor in enumerate(self.stored):
+            matrices = factor.dense(inverse=inverse)
+            found[i] = matrices if self.kind.groups > 1 else matrices[0]
+        return tuple(found)
 
-    # ---- state --------------------------------------------------------------------------------------------------
+    # ---- the weight and its state -----------------------------------------------------------------------------------
 
     @property
     def weight(self) -> nn.Parameter:
@@ -137,90 +143,75 @@ class LayerCurvature:
         return self.weight_view.state
 
     @property
+    def geometry(self) -> Kind:
+        """The kind for those rows of the weight that this process holds; the layer's own if it holds all of them."""
+        shards = self.weight_view.shards
+        if shards is None:
+            return self.kind
+        if self._geometry is None or self._geometry[0] is not shards:
+            own = shards.own_of(self.weight_view.rows)
+            kind = copy.copy(self.kind)
+            setattr(kind, "inputs" if kind.transposed else "outputs", own.stop - own.start)
+            self._geometry = shards, kind
+        return self._geometry[1]
+
+    def _number(self, key: str) -> float:
+        entries = self.weight_view.entries
+        found: float = _NUMBERS[key] if entries is None else entries.get(self.prefix + key, _NUMBERS[key])
+        return found
+
+    @property
     def due(self) -> bool:
         """Whether the next step with statistics applies the trace rule to this layer."""
-        return bool(self.state.get(self.prefix + "due", 1))
+        return bool(self._number("due"))
 
     @property
     def idle(self) -> bool:
-        """Whether it was due on a step in which the loss did not reach it, and has not been reached since."""
-        return bool(self.state.get(self.prefix + "idle", 0))
+        """Whether it was due when the loss did not reach it, and has not been reached since."""
+        return bool(self._number("idle"))
 
     @property
     def uncalled(self) -> bool:
-        """Whether its weight is used without calling its module: it had a gradient but no statistics on a refresh."""
-        return bool(self.state.get(self.prefix + "uncalled", 0))
+        """Whether its weight is used without calling its module."""
+        return bool(self._number("uncalled"))
 
-    def record(
-        self,
-        change: float | None = None,
-        *,
-        stopped: bool | None = None,
-        due: bool | None = None,
-        idle: bool | None = None,
-        uncalled: bool | None = None,
-    ) -> None:
-        """Write entries of the state; None leaves an entry as it is."""
-        state, prefix = self.weight_view.entries, self.prefix
-        if state is None:
+    def record(self, **numbers: float) -> None:
+        """Write numbers of the state, if there is one."""
+        if self.weight_view.entries is not None:
+            for key, value in numbers.items():
+                self.weight_view.entries[self.prefix + key] = type(_NUMBERS[key])(value)
+
+    # ---- creating and checking the state ----------------------------------------------------------------------------
+
+    def make_state(self) -> None:
+        """Create all missing entries, so that a checkpoint has the same keys and shapes at any time."""
+        prefix, state, weight = self.prefix, self.state, self.weight
+        if prefix + "refreshes" in state or not weight.requires_grad:
             return
-        if change is not None:
-            state[prefix + "last_trace_change"] = change
-        for key, flag in (("stopped", stopped), ("due", due), ("idle", idle), ("uncalled", uncalled)):
-            if flag is not None:
-                state[prefix + key] = int(flag)
-
-    def _dense(self, key: str) -> Tensor | list[Tensor]:
-        if not self.refreshes:
-            raise RuntimeError(
-                f"layer {self.name!r} has no factors yet: they are taken in the first optimizer.step() after a "
-                f"backward pass through the layer"
-            )
-        _ = self.weight  # raises if the module computes the weight now, for which these factors do not hold
-        matrices = self.stored.dense(key)
-        return matrices if self.kind.groups > 1 else matrices[0]
-
-    # ---- new factors --------------------------------------------------------------------------------------------
-
-    def fresh_group_terms(self, terms: int) -> Tensor | None:
-        """Return T of each group, if groups have their own rows. Must be called before :meth:`fresh_factors`."""
-        if not self.kind.routed or "G" not in self.sides:
-            return None
-        return group_rows_per_term(self.statistics.group_rows, terms, self.state[self.prefix + "group_rows_per_term"])
-
-    def groups_without_rows(self) -> list[bool]:
-        """Return which groups keep the factors in use. Must be called before :meth:`fresh_factors`."""
-        return [not rows for rows in self.statistics.group_rows] if self.refreshes else []
-
-    def fresh_factors(self, terms: int = 1) -> Sums | None:
-        """Return the factors of the rows of this step, and drop the rows."""
-        if not self.kind.routed:
-            return self.statistics.means()
-        sums, group_rows = self.statistics.gathered(), self.statistics.group_rows
-        self.statistics.forget()
-        if sums is not None:  # weights whose groups have their own rows are not preconditioned in shards
-            weight_(cast(Factors, sums), group_rows, terms if "G" in self.sides else None)
-        return sums
-
-    # ---- factors and inverses in use ----------------------------------------------------------------------------
-
-    def set_factors(
-        self,
-        factors: Sequence[BlockDiagonal | OwnedBlocks],
-        inverses: Sequence[BlockDiagonal | OwnedBlocks],
-        rows_per_term: float,
-        group_rows_per_term: Tensor | None = None,
-        traces: Sequence[float] = (),
-    ) -> None:
-        """Store new factors and their inverses in the state."""
-        state, prefix = self.weight_view.entries, self.prefix
-        assert state is not None  # it has been created before the first refresh
-        if group_rows_per_term is not None:
-            state[prefix + "group_rows_per_term"] = group_rows_per_term
+        dtype = factor_dtype(weight.dtype)
+        for factor in self.stored:
+            factor.make_zeros(dtype, weight.device)
+            if factor.by_rows:
+                state[SHARDS] = 1 if self.weight_view.shards is None else self.weight_view.shards.count
+        state.update({prefix + key: value for key, value in _NUMBERS.items()})
         if self.kind.routed:
-            inverses = plain_where_unknown(traces, inverses)
-        for side, factor, inverse in zip(self.sides, factors, inverses, strict=True):
-            self.stored.write(side, factor)
-            self.stored.write(f"{side}_inverse", inverse)
-        state[prefix + "rows_per_term"] = rows_per_term
-        state[prefix + "refreshes"] = self.refreshes + 1
+            state[prefix + "group_rows_per_term"] = torch.zeros(self.kind.groups, dtype=dtype, device=weight.device)
+
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes of all tensors of the factors, by their keys in the state."""
+        return {key: shape for factor in self.stored for key, shape in factor.shapes().items()}
+
+    def missing_entries(self) -> list[str]:
+        """Return the entries that are missing although others are there."""
+        numbers = [*_NUMBERS, "group_rows_per_term"] if self.kind.routed else list(_NUMBERS)
+        own = [self.prefix + key for key in numbers]
+        keys = own + list(self.shapes())
+        return [key for key in keys if key not in self.state] if any(key in self.state for key in own) else []
+
+    def misfitting_entry(self) -> tuple[str, tuple[int, int]] | None:
+        """Find a tensor in the state that has another shape than the layer needs now."""
+        for key, shape in self.shapes().items():
+            tensor = self.state.get(key)
+            if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape):
+                return key, shape
+        return None

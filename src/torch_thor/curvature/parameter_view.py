@@ -10,12 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.row_shards import RowShards
+from torch_thor.curvature.shards import RowShards
 
 State = MutableMapping[str, Any]
-
-# The block size while the split dimension is being chosen, which limits a block of a large factor to 256 MB.
-LARGEST = 8192
 
 
 class ParameterView:
@@ -54,10 +51,9 @@ class ParameterView:
     @property
     def split_dim(self) -> int | None:
         """The block size of the factors, from the parameter's group; None for factors that are not split."""
-        # While `"auto"` is undecided it is 8192, because the choice needs factors that are not split. It is 8192 too
-        # for a value that the next step refuses, so that the forward pass before that does not fail.
-        split_dim: int | str | None = self.options.get("split_dim")
-        return split_dim if split_dim is None or (isinstance(split_dim, int) and split_dim >= 1) else LARGEST
+        split_dim: Any = self.options.get("split_dim")
+        # None too for a value that the next step refuses, so that the forward pass before that does not fail
+        return split_dim if isinstance(split_dim, int) and split_dim >= 1 else None
 
     @property
     def state(self) -> State:

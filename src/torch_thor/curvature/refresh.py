@@ -6,22 +6,18 @@ it, and sent to all.
 """
 
 import enum
-import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
-from torch_thor.curvature.inverse import DAMPING_RAISES, KeptBlocks, NewBlocks, invert_, relative_damping
+from torch_thor.curvature.blocks import Blocks
+from torch_thor.curvature.inverse import DAMPING_RAISES, NewFactor, invert_, relative_damping
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.owned_blocks import OwnedBlocks
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.curvature.row_shards import ShardedBlocks, ShardedLayout
-from torch_thor.curvature.statistics import Sums
 
 _PLAINLY = "it takes its plain gradient, and the next step tries again"
 
@@ -75,9 +71,9 @@ def decide(change: float, thresholds: tuple[float, float]) -> Decision:
 class Candidate:
     """A layer with new statistics, on a refresh step."""
 
-    layer: LayerCurvature  # the layer
-    step: int  # the step, counted from 0
-    factors: Sums
+    layer: LayerCurvature
+    step: int  # counted from 0
+    factors: list[Blocks]  # A and G of the rows of this process, for the blocks of all
     rows_per_term: float  # T of this step
     damping: float  # λ
     thresholds: tuple[float, float]  # (ω1, ω2)
@@ -90,12 +86,49 @@ class Candidate:
 class _Verdict:
     """The decision on a candidate."""
 
-    candidate: Candidate  # the candidate
+    candidate: Candidate
     trace: float  # tr(F + λI) of its new statistics
     change: float | None  # Δ; None if there is nothing to compare with
     decision: Decision  # the decision of the trace rule; FAILED if the new factors are not finite
     traces: list[list[float]]  # for each side the trace of its new factor, of each group, after the running average
-    new: list[list[NewBlocks]] = field(default_factory=list)
+    new: list[NewFactor] = field(default_factory=list)
+
+    def make_new(self, *, relative: bool) -> list[NewFactor]:
+        """Return the new factors of the layer, with all that their inversion needs."""
+        c = self.candidate
+        # experts that have never had a row take the plain gradient: the inverse of their zeros would be I / √λ
+        plain = [trace == 0 for trace in self.traces[0]] if c.layer.kind.routed else []
+        for factor, sums, traces in zip(c.layer.stored, c.factors, self.traces, strict=True):
+            damping = [math.sqrt(c.damping / c.rows_per_term)] * len(traces)
+            if relative:
+                size = sums.cut.rows // sums.cut.groups
+                damping = [relative_damping(trace, size, c.damping, sums.dtype) for trace in traces]
+            in_use = factor.read() if c.layer.refreshes else None
+            self.new.append(NewFactor(factor, sums, damping, in_use, c.decay, c.without_rows, plain))
+        return self.new
+
+    def commit(self, report: Callable[[LayerCurvature, str], None]) -> RefreshEvent:
+        """Store the decision and the new factors; the decision becomes FAILED if an inverse has failed."""
+        c, layer, what = self.candidate, self.candidate.layer, "its new factors hold NaN or inf and were not inverted"
+        if self.decision is not Decision.FAILED:
+            if self.change is not None:
+                layer.record(last_trace_change=self.change)
+            if self.decision is Decision.STOP:
+                layer.record(stopped=True)
+        if any(one.failed for one in self.new):
+            self.decision = Decision.FAILED
+            what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
+        if self.decision is Decision.FAILED:
+            report(layer, f"{what}; {'the last good inverse stays' if layer.refreshes else _PLAINLY}")
+        elif self.decision is Decision.UPDATE:
+            for one in self.new:
+                one.store()
+            if c.group_rows_per_term is not None:
+                layer.state[layer.prefix + "group_rows_per_term"] = c.group_rows_per_term
+            layer.record(rows_per_term=c.rows_per_term, refreshes=layer.refreshes + 1)
+            if any(one.raised for one in self.new):
+                report(layer, "a block was not positive definite; its damping was raised for this refresh")
+        return RefreshEvent(layer.name, c.step, self.decision, self.change, self.trace)
 
 
 def refresh(
@@ -109,18 +142,10 @@ def refresh(
     if not candidates:
         return ()
     verdicts = _judge(candidates, relative, processes)
-    new: list[NewBlocks] = []
-    for verdict in verdicts:
-        if verdict.decision is Decision.UPDATE:
-            new += _new_blocks(verdict, relative)
-    invert_(new, processes)
+    taken = [one for v in verdicts if v.decision is Decision.UPDATE for one in v.make_new(relative=relative)]
+    invert_(taken, processes)
     # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
-    events = []
-    for verdict in verdicts:
-        _store_decision(verdict, report)
-        layer, step = verdict.candidate.layer, verdict.candidate.step
-        events.append(RefreshEvent(layer.name, step, verdict.decision, verdict.change, verdict.trace))
-    return tuple(events)
+    return tuple(verdict.commit(report) for verdict in verdicts)
 
 
 def trace_of_fisher(
@@ -134,13 +159,8 @@ def trace_of_fisher(
 
 def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[_Verdict]:
     """Apply the trace rule to each candidate, with one host–device synchronisation for all layers."""
-    traces: list[Tensor] = []
-    for c in candidates:
-        for factor in c.factors:
-            traces.append(factor.group_traces())
-    for c in candidates:
-        for key in c.layer.sides:
-            traces.append(c.layer.stored.read(key).group_traces())
+    stored = [factor for c in candidates for factor in c.layer.stored]
+    traces = [sums.traces() for c in candidates for sums in c.factors] + [factor.read().traces() for factor in stored]
     device = traces[0].device
     for i, trace in enumerate(traces):
         traces[i] = trace.to(device, torch.float64 if trace.dtype == torch.float64 else torch.float32)
@@ -152,10 +172,12 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
         # Those of the first process: on different hardware the last bits of a sum may differ, and if a layer stopped on
         # one process and not on another, their weights would differ from then on.
         in_use = rows[0][len(new) :]
-        for i, process in _divided(candidates):
-            if process == 0:
-                in_use[i] = 0.0
-            in_use[i] += rows[process][len(new) + i]
+        i = 0
+        for factor in stored:
+            if factor.owners is not None:  # which have one group: every owner adds the trace of its blocks
+                starts = [sum(of_run[r + 1] - of_run[r] for of_run in factor.owners.bounds) for r in range(len(rows))]
+                in_use[i] = sum(rows[r][len(new) + i] for r, blocks in enumerate(starts) if blocks)
+            i += factor.cut.groups
     verdicts, first = [], 0
     for c in candidates:
         now, before = [], []
@@ -182,84 +204,3 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
                     now_of_side[i] += c.decay * (old - now_of_side[i])
         verdicts.append(_Verdict(c, fisher, change, decision, now))
     return verdicts
-
-
-def _divided(candidates: Sequence[Candidate]) -> Iterator[tuple[int, int]]:
-    """Yield the index of each trace whose factor is divided, with every process that owns a part of it."""
-    i = 0
-    for c in candidates:
-        for side, layout in c.layer.layouts().items():
-            owners = c.layer.stored.owners.get(side)
-            if isinstance(layout, ShardedLayout):
-                yield from ((i, process) for process in layout.owners)
-            elif owners is not None:
-                of_groups = range(i, i + layout.groups)
-                yield from itertools.product(of_groups, range(len(owners.bounds[0]) - 1))
-            i += layout.groups
-
-
-def _new_blocks(verdict: _Verdict, relative: bool) -> list[NewBlocks]:
-    """Return the blocks of the new factors of a layer, with all that their inversion needs, and note them."""
-    c, found = verdict.candidate, []
-    for key, factor, traces in zip(c.layer.sides, c.factors, verdict.traces, strict=True):
-        damping = [math.sqrt(c.damping / c.rows_per_term)] * len(traces)
-        if relative:
-            for i, trace in enumerate(traces):
-                damping[i] = relative_damping(trace, factor.layout.size, c.damping, factor.blocks.dtype)
-        in_use = c.layer.stored.read(key).parts() if c.layer.refreshes else []
-        owners = c.layer.stored.owners.get(key)
-        if isinstance(factor, ShardedBlocks):
-            of_side = _blocks_of_rows(c, factor, damping, in_use)
-        else:
-            of_side = []
-            for i, blocks in enumerate(factor.parts()):
-                kept = None if owners is None else KeptBlocks(owners.bounds[i], owners.rank)
-                old = in_use[i] if in_use else None
-                of_side.append(NewBlocks(blocks, damping, old, c.decay, c.without_rows, kept))
-        verdict.new.append(of_side)
-        found += of_side
-    return found
-
-
-def _blocks_of_rows(
-    c: Candidate, factor: ShardedBlocks, damping: Sequence[float], in_use: Sequence[Tensor]
-) -> list[NewBlocks]:
-    """Return the blocks of a factor whose rows are divided; ``in_use`` holds those of the rows of this process."""
-    shards, parts = c.layer.weight_view.shards, factor.parts()
-    assert shards is not None
-    old = factor.spread(in_use) if in_use else [None] * len(parts)
-    return [
-        NewBlocks(blocks, damping, its_old, c.decay, kept=KeptBlocks(bounds, shards.source, shards.replicas))
-        for blocks, bounds, its_old in zip(parts, factor.bounds(), old, strict=True)
-    ]
-
-
-def _store_decision(verdict: _Verdict, report: Callable[[LayerCurvature, str], None]) -> None:
-    """Store the decision and the new factors in the layer; the decision becomes FAILED if an inverse has failed."""
-    c, layer, what = verdict.candidate, verdict.candidate.layer, ""
-    factors: list[BlockDiagonal | OwnedBlocks] = []
-    inverses: list[BlockDiagonal | OwnedBlocks] = []
-    raised = False
-    if verdict.decision is Decision.FAILED:
-        what = "its new factors hold NaN or inf and were not inverted"
-    else:
-        layer.record(verdict.change, stopped=True if verdict.decision is Decision.STOP else None)
-    for key, factor, of_side in zip(layer.sides, c.factors, verdict.new, strict=False):
-        owners = layer.stored.owners.get(key)
-        for one in of_side:
-            raised = raised or one.raised
-            if one.failed:
-                verdict.decision = Decision.FAILED
-                what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
-        for found, parts in ((factors, [one.blocks for one in of_side]), (inverses, [one.inverse for one in of_side])):
-            if isinstance(factor, ShardedBlocks):
-                found.append(factor.of_owner(parts))
-            else:
-                found.append(factor.with_parts(parts) if owners is None else OwnedBlocks(owners, parts))
-    if verdict.decision is Decision.FAILED:
-        then = "the last good inverse stays" if layer.refreshes else _PLAINLY
-        report(layer, f"{what}; {then}")
-    elif verdict.decision is Decision.UPDATE:
-        layer.set_factors(tuple(factors), tuple(inverses), c.rows_per_term, c.group_rows_per_term, verdict.traces[0])
-        if raised:
-            report(layer, "a block was not positive definite; its damping was raised for this refresh")

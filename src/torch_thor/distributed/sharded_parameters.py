@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from torch_thor.curvature.factor_rows import shard_bounds
-from torch_thor.curvature.row_shards import RowShards
+from torch_thor.curvature.shards import RowShards, shard_bounds
 
 
 def is_sharded(parameter: Tensor) -> bool:

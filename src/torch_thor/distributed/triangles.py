@@ -21,9 +21,10 @@ def pack(blocks: Tensor, into: Tensor) -> None:
 def unpack_(blocks: Tensor, packed: Tensor) -> None:
     """Overwrite symmetric blocks with those that a flat tensor holds as lower triangles."""
     lower, upper = _places(blocks)
-    rows, triangles = blocks.flatten(1), packed.view(len(blocks), -1).to(blocks.dtype)
-    rows.index_copy_(1, lower, triangles)
-    rows.index_copy_(1, upper, triangles)
+    triangles, whole = packed.view(len(blocks), -1).to(blocks.dtype), torch.empty_like(blocks.flatten(1))
+    whole.index_copy_(1, lower, triangles)
+    whole.index_copy_(1, upper, triangles)
+    blocks.copy_(whole.view(blocks.shape))
 
 
 def _places(blocks: Tensor) -> tuple[Tensor, Tensor]:

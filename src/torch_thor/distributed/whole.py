@@ -20,7 +20,7 @@ from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import ieee_float32
-from torch_thor.curvature.row_shards import RowShards
+from torch_thor.curvature.shards import RowShards
 
 
 @dataclass

@@ -12,7 +12,6 @@ from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.patterns import Patterns, some
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.layer_state import make_layer_state
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import DividedInverses, divide
 from torch_thor.distributed.group import Distributed
@@ -58,7 +57,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     sides: ClassVar[tuple[str, ...]]  # the factors that are used: ("A", "G") or ("A",)
     relative_damping: ClassVar[bool]  # whether the damping is relative to the mean diagonal of a factor
-    trace_thresholds: ClassVar[tuple[float, float]]  # of an optimizer whose groups have none
+    trace_thresholds: ClassVar[tuple[float, float]]  # where a group has none
 
     def __init__(
         self,
@@ -296,7 +295,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                     self._make_parameter_state(parameter, state, group)
         plan.bind(self.state)
         for layer in layers:
-            make_layer_state(layer)
+            layer.make_state()
         plan.fingerprint = plan.fingerprint_now(self.param_groups, self.state)
         self._complete = True
 

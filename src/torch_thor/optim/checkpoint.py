@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.layer_state import misfitting_entry
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.row_shards import local
+from torch_thor.curvature.shards import local
 from torch_thor.optim.plan import Plan
 
 StateDict = dict[str, Any]
@@ -156,7 +155,7 @@ def conform(plan: Plan, groups: Iterable[dict[str, Any]], states: Mapping[Tensor
                     f"after the shape of a weight has changed; weights and optimizer state are as before this step"
                 )
     for layer in plan.layers.values():
-        misfit = misfitting_entry(layer)
+        misfit = layer.misfitting_entry()
         if misfit is not None:
             raise RuntimeError(
                 f"split_dim={layer.weight_view.options['split_dim']!r}: the factors of layer {layer.name!r} are cut in "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.row_shards import local
+from torch_thor.curvature.shards import local
 from torch_thor.optim.checkpoint import check_origin
 from torch_thor.optim.checks import check_flags, in_range, require
 from torch_thor.optim.exclusion import Exclude, ExcludingOptimizer

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import scale_
-from torch_thor.curvature.experts import bias_scales
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.row_shards import local
+from torch_thor.curvature.shards import local
 from torch_thor.distributed.divided import ALL_AT_ONCE, DividedInverses
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Plan, Share, free_rows
@@ -107,7 +106,7 @@ def _parts(group: Group, plan: Plan, states: States) -> tuple[_Part, _Part]:
 
 
 def _kl_divergence(clipped: Sequence[tuple[_Part, list[Tensor]]], plan: Plan) -> Tensor:
-    """Return ``Σ lr² ⟨d, ∇⟩``, twice the predicted Kullback–Leibler divergence of a step, over the rows of all processes."""
+    """Return ``Σ lr² ⟨d, ∇⟩`` over all processes, twice the predicted Kullback–Leibler divergence of a step."""
     products: dict[bool, list[tuple[int, Tensor]]] = {False: [], True: []}  # of rows that are divided, and others
     order = {key: i for i, key in enumerate(plan.names)}  # the sum does not depend on how parameters are grouped
     total = None
@@ -216,21 +215,21 @@ def _accumulate_natural_gradient_(layer: LayerCurvature, gradient: Tensor, into:
         return
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    left, right, geometry = layer.inverse("G"), layer.inverse("A"), layer.geometry
+    (right, left), geometry = (factor.inverse() for factor in layer.stored), layer.geometry
     if geometry.transposed:
         left, right = right, left
     matrix, target = geometry.to_matrix(gradient), geometry.to_matrix(into)
     with ieee_float32(gradient.device.type):
-        solved = left.left_multiply(matrix.to(left.blocks.dtype))
+        solved = left.left_multiply(matrix.to(left.dtype))
         right.accumulate_right_product_(solved, 1.0 / layer.rows_per_term, target, decay)
     geometry.from_matrix_(target, into)
 
 
 def _accumulate_rows_(layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float) -> None:
     """Do the same for the sparse gradient of an embedding, which changes the rows of its tokens only."""
-    a_inverse, g_inverse = layer.inverse("A"), layer.inverse("G")
-    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.blocks.dtype)
-    scaled = rows * a_inverse.blocks.view(-1)[tokens, None]
+    a_inverse, g_inverse = (factor.inverse() for factor in layer.stored)
+    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.dtype)
+    scaled = rows * a_inverse.rows[tokens]
     solved = torch.zeros_like(scaled)
     with ieee_float32(gradient.device.type):
         g_inverse.accumulate_right_product_(scaled[None], 1.0 / layer.rows_per_term, solved[None], 0.0)
@@ -239,14 +238,16 @@ def _accumulate_rows_(layer: LayerCurvature, gradient: Tensor, into: Tensor, dec
 
 def _accumulate_natural_bias_gradient_(layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float) -> None:
     """Compute ``into ← decay * into + (1/T) · G_d⁻¹ ∇b``: a bias has the constant input 1, so its A is 1."""
-    g_inverse = layer.inverse("G")
+    g_inverse = layer.stored[1].inverse()
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    column = gradient.to(g_inverse.blocks.dtype).reshape(g_inverse.layout.groups, g_inverse.layout.size, 1)
+    column = gradient.to(g_inverse.dtype).reshape(g_inverse.cut.groups, -1, 1)
     with ieee_float32(gradient.device.type):
         solved = g_inverse.left_multiply(column)
     if layer.kind.routed:
-        solved *= bias_scales(layer.state[layer.prefix + "group_rows_per_term"])[:, None, None]
+        # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
+        terms = layer.state[layer.prefix + "group_rows_per_term"]
+        solved *= torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
     scale_(into, decay).add_(solved.reshape(into.shape), alpha=1.0 / layer.rows_per_term)
 
 

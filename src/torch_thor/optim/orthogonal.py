@@ -32,7 +32,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.polar import orthogonalise
 from torch_thor.curvature.precision import ieee_float32
-from torch_thor.curvature.row_shards import RowShards, bounds_within, local
+from torch_thor.curvature.shards import RowShards, bounds_within, local
 from torch_thor.distributed.divided import DividedInverses
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.natural import SMALLEST_SHARE
@@ -83,7 +83,7 @@ class _Piece:
 
 def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) -> None:
     """Compute ``into ← ∇W A_d⁻¹``, for a layer that has A alone (the scale-free step)."""
-    geometry, inverse = layer.geometry, layer.inverse("A")
+    geometry, inverse = layer.geometry, layer.stored[0].inverse()
     matrix = geometry.to_matrix(gradient).to(into.dtype)
     if geometry.transposed:
         into.copy_(inverse.left_multiply(matrix))

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_thor.curvature.row_shards import local
+from torch_thor.curvature.shards import local
 
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: entries by parameter

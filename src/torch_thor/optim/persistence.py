@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from torch_thor.capture.layers import Layer
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.layer_state import SHARDS, misfitting_entry, missing_entries
-from torch_thor.distributed.divided import whole_entries
+from torch_thor.curvature.factor import collected
+from torch_thor.curvature.layer import SHARDS, LayerCurvature
 from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
 from torch_thor.optim.checkpoint import (
     StateDict,
@@ -23,7 +23,7 @@ from torch_thor.optim.checkpoint import (
     restored_on_error,
 )
 from torch_thor.optim.options import check
-from torch_thor.optim.saved_rows import fit_loaded_rows, join_blocks
+from torch_thor.optim.saved_rows import fit_loaded_rows
 
 if TYPE_CHECKING:
     from torch_thor.optim.base import CurvatureOptimizer
@@ -100,14 +100,14 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
 @contextmanager
 def _undivided(layers: Iterable[LayerCurvature]) -> Iterator[None]:
     """Take whole tensors as the state from here on, unless the block raises an error."""
-    before = [(layer.stored, layer.stored.owners) for layer in layers]
-    for stored, _ in before:
-        stored.owners = {}
+    before = [(factor, factor.divided) for layer in layers for factor in layer.stored]
+    for factor, _ in before:
+        factor.divided = None
     try:
         yield
     except BaseException:
-        for stored, owners in before:
-            stored.owners = owners
+        for factor, owners in before:
+            factor.divided = owners
         raise
 
 
@@ -130,13 +130,13 @@ def _check_selection(
 def _check_factors(layers: Iterable[LayerCurvature]) -> None:
     """Check that the loaded state of each layer is complete, and that its tensors have the shapes that it needs."""
     for layer in layers:
-        missing = missing_entries(layer)
+        missing = layer.missing_entries()
         if missing:
             raise ValueError(
                 f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
                 f"is whole, or let the optimizer start anew"
             )
-        misfit = misfitting_entry(layer)
+        misfit = layer.misfitting_entry()
         if misfit is not None:
             key, needed = misfit
             found = layer.state[key]
@@ -157,7 +157,7 @@ def _check_factors(layers: Iterable[LayerCurvature]) -> None:
 
 def is_divided(optimizer: "CurvatureOptimizer") -> bool:
     """Return whether processes keep parts of the curvature alone."""
-    return any(layer.stored.owners for layer in optimizer._plan.layers.values())
+    return any(factor.divided for layer in optimizer._plan.layers.values() for factor in layer.stored)
 
 
 def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
@@ -168,20 +168,22 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
         return
     keeps = to is None or optimizer.distributed.processes(plan.device).rank == to
     found: dict[int, dict[str, Tensor]] = {}
-    for layer, entries in whole_entries(list(plan.layers.values())):
-        if keeps:
-            of_parameter = found.setdefault(id(layer.weight_view.parameter), {})
-            of_parameter.update({key: tensor.cpu() for key, tensor in entries.items()})
-    if not keeps:
-        return
-    for parameter in plan.parameters(optimizer.param_groups):
-        layers = [share.layer for share in plan.shares(parameter) if share.is_weight]
-        side = layers[0].stored.whole_side_by_rows if layers else None
-        if side is not None and all(side in layer.stored.owners for layer in layers):
-            shape = len(parameter), layers[0].stored.width(side)
-            for name in (side, f"{side}_inverse"):
-                join_blocks(found[id(parameter)], name, layers, shape)
-    optimizer._whole = _steps(optimizer), found
+    for layer in plan.layers.values():
+        view = layer.weight_view
+        for factor in [factor for factor in layer.stored if factor.divided is not None]:
+            for inverse in (False, True):
+                rows = collected([factor], inverse=inverse)[0].rows
+                if not keeps:
+                    continue
+                entries = found.setdefault(id(view.parameter), {})
+                owners, factor.divided = factor.divided, None  # its place in a state that is not divided
+                key, (length, width) = factor.key(inverse), factor.shapes()[factor.key(inverse)]
+                factor.divided = owners
+                whole = entries.setdefault(key, torch.zeros((length, width), dtype=rows.dtype))
+                into = view.of(whole) if len(whole) != len(rows) else whole
+                into[:, : rows.shape[1]].copy_(rows)
+    if keeps:
+        optimizer._whole = _steps(optimizer), found
 
 
 def _steps(optimizer: "CurvatureOptimizer") -> list[int]:
@@ -207,10 +209,11 @@ def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
         if entries is None or of_all is None:
             continue
         layers = [share.layer for share in optimizer._plan.shares(parameter) if share.is_weight]
-        divided = {key for layer in layers for key in layer.stored.divided_keys()}
+        divided = [factor for layer in layers for factor in layer.stored if factor.divided is not None]
+        keys = {factor.key(inverse) for factor in divided for inverse in (False, True)}
         replaced[parameter] = entries
-        state[parameter] = {key: value for key, value in entries.items() if key not in divided} | of_all
-        if layers[0].stored.whole_side_by_rows:
+        state[parameter] = {key: value for key, value in entries.items() if key not in keys} | of_all
+        if any(factor.of_rows for factor in divided):
             state[parameter].setdefault(SHARDS, 1)
     try:
         yield

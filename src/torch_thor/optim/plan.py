@@ -22,7 +22,7 @@ from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.parameter_view import ParameterView
-from torch_thor.curvature.row_shards import RowShards
+from torch_thor.curvature.shards import RowShards
 from torch_thor.distributed.sharded_parameters import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.optim.parameters import Group, States
 

@@ -62,16 +62,20 @@ def _candidates(optimizer: "CurvatureOptimizer", layers: Sequence[LayerCurvature
         options, rows = layer.weight_view.options, layer.statistics.rows
         if layer.weight_view.parameter.grad is None:
             continue
-        group_terms, without_rows = None, []
-        if layer.kind.routed:
-            group_terms, without_rows = layer.fresh_group_terms(terms), layer.groups_without_rows()
-        factors = layer.fresh_factors(terms)
+        group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
+        if group_rows:
+            without_rows = [not own for own in group_rows] if layer.refreshes else []
+            if "G" in layer.sides:
+                before = layer.state[layer.prefix + "group_rows_per_term"]
+                now = before.new_tensor(group_rows) / terms
+                group_terms = torch.where(now > 0, now, before)
+        factors = layer.statistics.take(terms)
         if factors is None:
             if layer in optimizer._capture.reached:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
                 optimizer._report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
             continue
-        thresholds = options["trace_thresholds"] if "trace_thresholds" in options else optimizer.trace_thresholds
+        thresholds = options.get("trace_thresholds", optimizer.trace_thresholds)
         candidates.append(
             Candidate(
                 layer,
@@ -121,7 +125,7 @@ def _mean_squares(layers: Iterable[LayerCurvature], processes: Processes) -> lis
         sums = layer.statistics.gathered()
         if sums is not None:
             groups = 1 if layer.kind.routed else layer.kind.groups  # a row of routed experts belongs to one group
-            mean = sums[1].group_traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
+            mean = sums[1].traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
             means.append(mean.to(means[0]) if means else mean)
     if not means:
         return []

@@ -97,7 +97,7 @@ def _facts(optimizer: "CurvatureOptimizer", inputs: Inputs) -> Iterator[str]:
     for layer in inputs.due:
         weight = layer.weight
         yield (
-            f"layer {layer.name!r}: factors {layer.layouts()}, {weight.dtype}, refreshes={layer.refreshes}, "
+            f"layer {layer.name!r}: {[f.cut for f in layer.stored]}, {weight.dtype}, refreshes={layer.refreshes}, "
             f"gradient={weight.grad is not None}"
         )
 

@@ -81,6 +81,7 @@ class THOR(CurvatureOptimizer):
 
     sides = ("A", "G")
     relative_damping = False
+    trace_thresholds = (0.01, 0.0)
 
     def __init__(
         self,

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.parameter_view import LARGEST
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.split.machine import device_name
-from torch_thor.split.observe import Losses, LossFn, Observer
+from torch_thor.split.observe import LARGEST, Losses, LossFn, Observer
 from torch_thor.split.timing import inverse_seconds
 
 MAX_LOSS = 0.01  # a factor counts as preserved if it loses less than this share of its spectral norm

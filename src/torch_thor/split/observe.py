@@ -7,7 +7,7 @@ are dropped when their losses are known. So if every layer is called once, those
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,26 +16,25 @@ from torch.nn import functional as F
 from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.module_calls import module_calls
 from torch_thor.capture.module_hooks import hooks_of
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.parameter_view import LARGEST
-from torch_thor.curvature.statistics import Factors
 from torch_thor.split.spectral import spectral_losses
 
+LARGEST = 8192  # the largest block that is tried, which limits a block of a large factor to 256 MB
 LossFn = Callable[..., Tensor]
 Losses = dict[str, dict[str, tuple[float, ...]]]
 
 
 def losses_of(
-    factors: Sequence[BlockDiagonal], split_dims: Sequence[int], layer: LayerCurvature
+    factors: Sequence[Blocks], split_dims: Sequence[int], layer: LayerCurvature
 ) -> dict[str, tuple[float, ...]]:
     """Return the spectral losses of the factors of a layer."""
     losses = {}
     for key, factor in zip(layer.sides, factors, strict=True):
         if key == "A" and layer.kind.diagonal_input:
             continue
-        if not bool(torch.stack([part.isfinite().all() for part in factor.parts()]).all()):
+        if not bool(factor.rows.isfinite().all()):
             raise ValueError(
                 f"factor {key} of layer {layer.name!r} holds NaN or inf; check the model and its sample batch"
             )
@@ -105,7 +104,7 @@ class Observer:
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
     def _finish(self, layer: LayerCurvature) -> None:
-        factors = cast(Factors | None, layer.fresh_factors())  # the model is a copy on one process
+        factors = layer.statistics.take(terms=1)
         if factors is not None:
             self._losses[layer.name] = losses_of(factors, self._split_dims, layer)
 

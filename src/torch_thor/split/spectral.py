@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.precision import ieee_float32
 
 # The relative residual at which to stop, far below the 1 % of the choice. It bounds the error, which is most often
@@ -62,17 +62,24 @@ def largest_eigenvalues(matrices: Tensor, tolerance: float = TOLERANCE) -> Tenso
     return ritz * scale[:, 0]
 
 
-def spectral_norm(matrix: BlockDiagonal) -> Tensor:
-    """Return the spectral norm of a block-diagonal positive semidefinite matrix."""
-    return torch.stack([largest_eigenvalues(part).amax() for part in matrix.parts()]).amax()
-
-
-def spectral_losses(matrix: BlockDiagonal, split_dims: Sequence[int]) -> tuple[float, ...]:
+def spectral_losses(matrix: Blocks, split_dims: Sequence[int]) -> tuple[float, ...]:
     """Return ``L = 1 - |Â|₂ / |A|₂`` for several block sizes of Â."""
-    whole = spectral_norm(matrix)
-    cut = [size < matrix.layout.block for size in split_dims]
-    norms = torch.stack(
-        [spectral_norm(matrix.cut(size)) if is_cut else whole for size, is_cut in zip(split_dims, cut, strict=True)]
-    )
+    whole = _norm(matrix.parts)
+    norms = torch.stack([_norm([c for part in matrix.parts for c in _cut(part, size)]) for size in split_dims])
     losses = torch.where(whole == 0, torch.zeros_like(norms), 1 - norms / whole)
     return tuple(losses.clamp(0, 1).tolist())
+
+
+def _norm(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([largest_eigenvalues(part).amax() for part in parts]).amax()
+
+
+def _cut(blocks: Tensor, size: int) -> list[Tensor]:
+    """Return the diagonal blocks of some size of blocks ``(count, n, n)``, and the smaller ones at their ends."""
+    count, n, _ = blocks.shape
+    if size >= n:
+        return [blocks]
+    full = n // size * size
+    cut = blocks[:, :full, :full].reshape(count, n // size, size, n // size, size)
+    found = cut.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
+    return [found] if full == n else [found, blocks[:, full:, full:]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.block_layout import BlockLayout
+from torch_thor.curvature.blocks import Cut
 from torch_thor.curvature.precision import ieee_float32
 
 # Each candidate is timed for about this long, and at least and at most this many times.
@@ -40,9 +40,8 @@ def inverse_seconds(
 def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.dtype, device: torch.device) -> float:
     counts: Counter[int] = Counter()
     for groups, rows in sizes:
-        for shape in BlockLayout.of(groups, rows, split_dim).shapes:
-            if shape is not None:
-                counts[shape[-1]] += shape[0]
+        for count, size in Cut.of(rows, split_dim, groups).blocks:
+            counts[size] += count
     batches = [_positive_definite(count, size, dtype, device) for size, count in counts.items()]
     _synchronise(device)
     started = time.perf_counter()

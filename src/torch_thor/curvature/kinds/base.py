@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 
 
 class Kind(Protocol):
@@ -75,7 +75,7 @@ class Kind(Protocol):
         ...
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
         """Add ``Σ a aᵀ`` of one call to the input factor.
 
@@ -92,7 +92,7 @@ class Kind(Protocol):
         """
         ...
 
-    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add ``Σ g gᵀ`` of one call to the output factor.
 
         Args:

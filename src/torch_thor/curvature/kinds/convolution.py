@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.base import shares_memory, spacing
 from torch_thor.curvature.kinds.patches import Patches, Reach, evenly_spread
 
@@ -57,10 +57,10 @@ class ConvKind:
         return torch.Size()
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
         """Add the patches, a few images at a time; with ``most``, evenly spread patches of all images at once."""
-        x, sizes, dtype = self._batched(x), output[-len(self.kernel) :], a.blocks.dtype
+        x, sizes, dtype = self._batched(x), output[-len(self.kernel) :], a.dtype
         pixels = math.prod(sizes)
         step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)  # several images differ in position
         if step > 1:
@@ -72,9 +72,9 @@ class ConvKind:
             a.add_second_moment_(self._samples(self._patches(piece.to(dtype), sizes)))
         return len(x) * pixels
 
-    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the pixels of the gradient of the output, a few images at a time."""
-        grad, dtype = self._batched(grad), g.blocks.dtype
+        grad, dtype = self._batched(grad), g.dtype
         for piece in _pieces(grad, grad[:1].numel() * dtype.itemsize):
             g.add_second_moment_(self._output_samples(piece.to(dtype)))
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.base import MatrixWeight
 
 
@@ -39,21 +39,21 @@ class EmbeddingKind(MatrixWeight):
         return 1.0
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
         """Count the tokens."""
         chosen = self._chosen(x, keep)
         tokens = x.reshape(-1) if chosen is None else x.reshape(-1)[chosen]
         if len(tokens):
-            a.blocks.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
+            a.rows.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
         return len(tokens)
 
-    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the gradients of the vectors."""
         chosen, rows = self._chosen(x, keep), grad.reshape(-1, self.outputs)
         rows = rows if chosen is None else rows[chosen]
         if len(rows):
-            g.add_second_moment_((rows.to(g.blocks.dtype) * self.scale()).mT[None])
+            g.add_second_moment_((rows.to(g.dtype) * self.scale()).mT[None])
 
     def _chosen(self, x: Tensor, keep: Tensor | None) -> Tensor | None:
         """Return a mask of the tokens that are rows, ``(tokens,)``; None where all of them are."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.base import shares_memory
 
 
@@ -41,15 +41,15 @@ class ExpertsKind:
         return torch.Size()
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
         """Add the rows of the input, the same number for each expert."""
-        a.add_second_moment_(x.to(a.blocks.dtype).mT)
+        a.add_second_moment_(x.to(a.dtype).mT)
         return [x.shape[1]] * self.groups
 
-    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the rows of the gradient of the output, the same number for each expert."""
-        g.add_second_moment_(grad.to(g.blocks.dtype).mT)
+        g.add_second_moment_(grad.to(g.dtype).mT)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the weight's shape as a batch of matrices."""
@@ -71,7 +71,7 @@ class ExpertsCall(ExpertsKind):
         self._columns = columns
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
         """Add the rows of the input."""
         x = self._rows_first(x)
@@ -79,7 +79,7 @@ class ExpertsCall(ExpertsKind):
             return super().add_inputs_(a, x.expand(self.groups, -1, -1), output, keep)
         return self._add_(a, x, self.inputs)
 
-    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the rows of the gradient of the output."""
         grad = self._rows_first(grad)
         if self._which is None:
@@ -90,7 +90,7 @@ class ExpertsCall(ExpertsKind):
     def _rows_first(self, tensor: Tensor) -> Tensor:
         return tensor.mT if self._columns else tensor
 
-    def _add_(self, factor: BlockDiagonal, rows: Tensor, features: int) -> list[int]:
+    def _add_(self, factor: Blocks, rows: Tensor, features: int) -> list[int]:
         """Add to each expert's factor its rows of ``(rows, ..., features)``, and return the number of rows of each."""
         which = self._which
         if isinstance(which, int):
@@ -105,7 +105,7 @@ class ExpertsCall(ExpertsKind):
         start = 0
         for expert, count in enumerate(counts):
             if count:
-                own = rows[start : start + count].reshape(1, -1, features).to(factor.blocks.dtype)
+                own = rows[start : start + count].reshape(1, -1, features).to(factor.dtype)
                 factor.group(expert).add_second_moment_(own.mT)
             start += count
         inner = math.prod(rows.shape[1:-1])

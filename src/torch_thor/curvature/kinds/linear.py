@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.base import MatrixWeight, spacing
 from torch_thor.curvature.kinds.lookup import class_of
 
@@ -35,20 +35,20 @@ class LinearKind(MatrixWeight):
         return x.shape[:-1]
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
         """Add the rows of the input."""
         rows = _kept(x.reshape(-1, self.inputs), keep)
         rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
         if len(rows):
-            a.add_second_moment_(rows.to(a.blocks.dtype).mT[None])
+            a.add_second_moment_(rows.to(a.dtype).mT[None])
         return len(rows)
 
-    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the rows of the gradient of the output."""
         rows = _kept(grad.reshape(-1, self.outputs), keep)
         if len(rows):
-            g.add_second_moment_(rows.to(g.blocks.dtype).mT[None])
+            g.add_second_moment_(rows.to(g.dtype).mT[None])
 
 
 def _kept(rows: Tensor, keep: Tensor | None) -> Tensor:

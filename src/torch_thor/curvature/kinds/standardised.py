@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature.blocks import BlockDiagonal
+from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.convolution import ConvKind
 
 # Packages and classes whose forward is known, by name, because none of them is a dependency or imported here.
@@ -39,9 +39,9 @@ class StandardisedConvKind(ConvKind):
         self.label = _owner_of_forward(module).__name__
         self._module: Any = module  # eps, gain and scale are attributes of the subclasses
 
-    def add_outputs_(self, g: BlockDiagonal, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the pixels of the gradient of the output, each channel multiplied by its ``c``."""
-        scales = self._scales(g.blocks.dtype)
+        scales = self._scales(g.dtype)
         super().add_outputs_(g, x, grad.to(scales.dtype) * scales[:, None, None], keep)
 
     def _samples(self, patches: Tensor) -> Tensor:

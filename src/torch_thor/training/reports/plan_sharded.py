@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature import LayerCurvature
-from torch_thor.curvature.factor_rows import shard_bounds
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.row_shards import RowShards, side_of_rows, why_not_by_rows
+from torch_thor.curvature.shards import RowShards, shard_bounds, side_of_rows, why_not_by_rows
 from torch_thor.distributed.ownership import imbalance
 from torch_thor.training.reports.plan_times import parameter_collectives
 from torch_thor.training.reports.traffic import blocks_of, collectives_of_refresh

@@ -1,6 +1,5 @@
 """What a refresh sends: the collectives that it starts, and their bytes, computed without starting any."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.row_shards import ShardedLayout
 from torch_thor.distributed.agreement import HEADER, NUMBERS
 from torch_thor.distributed.divided import owners_of, turns_of
 from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes, pads
@@ -51,14 +50,9 @@ def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
     found: list[Blocks] = []
     for layer in layers:
         dtype = factor_dtype(layer.weight.dtype)
-        for side, layout in layer.layouts().items():
-            divided = layer.stored.owners.get(side)
-            if isinstance(layout, ShardedLayout):
-                found += [Blocks(dtype, shape[:2], owners) for shape, owners in layout.parts]
-                continue
-            shapes = [shape[:2] for shape in layout.shapes if shape is not None]
-            for i, shape in enumerate(shapes):
-                found.append(Blocks(dtype, shape, None if divided is None else divided.bounds[i]))
+        for factor in layer.stored:
+            for i, shape in enumerate(factor.cut.blocks):
+                found.append(Blocks(dtype, shape, None if factor.owners is None else factor.owners.bounds[i]))
     return found
 
 
@@ -91,11 +85,11 @@ def _to_replicas(layers: Iterable[LayerCurvature], sent_as: torch.dtype | None) 
     """Return the collectives that send blocks and inverses of the rows of this rank to those that hold the same."""
     elements: dict[torch.dtype, int] = {}
     for layer in layers:
-        shards, dtype = layer.weight_view.shards, factor_dtype(layer.weight.dtype)
-        for layout in layer.layouts().values():
-            if isinstance(layout, ShardedLayout) and shards is not None and shards.replicas is not None:
-                own = [shape for shape in layout.local.shapes if shape is not None and layout.own]
-                elements[dtype] = elements.get(dtype, 0) + sum(2 * shape[0] * packed_size(shape[1]) for shape in own)
+        dtype = factor_dtype(layer.weight.dtype)
+        for factor in layer.stored:
+            if factor.owners is not None and factor.owners.replicas is not None:
+                own = sum(2 * count * packed_size(size) for count, size in factor.held.blocks)
+                elements[dtype] = elements.get(dtype, 0) + own
     sizes = [n * (sent_as or dtype).itemsize for dtype, n in elements.items()]
     return [Collective("broadcast", size, size) for size in sizes]
 
@@ -122,18 +116,18 @@ def _gather(numbers: int, processes: int) -> Collective:
 def collectives_of_step(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
     """Return the collectives of a step that collect the inverses, if all layers have them and are in one group."""
     found = []
-    needs: defaultdict[int, dict[LayerCurvature, tuple[str, ...]]] = defaultdict(dict)
-    for one in layers:
-        needs[id(one.weight)][one] = tuple(one.stored.owners)
-    for _, needed in turns_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
-        shapes: defaultdict[torch.dtype, list[Shape]] = defaultdict(list)
-        bounds: defaultdict[torch.dtype, list[tuple[int, ...]]] = defaultdict(list)
-        for layer, sides in needed.items():
-            dtype = factor_dtype(layer.weight.dtype)
-            for owners in (layer.stored.owners[side] for side in sides):
-                shapes[dtype] += [shape[:2] for shape in owners.layout.shapes if shape is not None]
-                bounds[dtype] += owners.bounds
-        found += [from_owners(packed_sizes(shapes[dtype], bounds[dtype]), dtype.itemsize) for dtype in shapes]
+    needs: dict[int, list[Factor]] = {}
+    dtypes: dict[Factor, torch.dtype] = {}
+    for layer in layers:
+        divided = [factor for factor in layer.stored if factor.divided is not None]
+        needs.setdefault(id(layer.weight), []).extend(divided)
+        dtypes.update(dict.fromkeys(divided, factor_dtype(layer.weight.dtype)))
+    for _, factors in turns_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
+        for dtype in dict.fromkeys(dtypes[factor] for factor in factors):
+            alike = [factor for factor in factors if dtypes[factor] is dtype]
+            shapes = [shape for factor in alike for shape in factor.cut.blocks]
+            bounds = [of_run for factor in alike for of_run in (factor.owners.bounds if factor.owners else ())]
+            found.append(from_owners(packed_sizes(shapes, bounds), dtype.itemsize))
     return found
 
 
@@ -141,20 +135,21 @@ def collectives_of_step(parameters: Iterable[Tensor], layers: Iterable[LayerCurv
 def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -> Iterator[None]:
     """Let layers without state be those of one of many processes that divide them, to plan with them."""
     owners = owners_of(layers, processes, rank)
-    for layer in layers:
-        layer.stored.owners = {side: owners[layer.name, side] for side in layer.sides if (layer.name, side) in owners}
+    for factor, of_factor in owners.items():
+        factor.divided = of_factor
     try:
         yield
     finally:
-        for layer in layers:
-            layer.stored.owners = {}
+        for factor in owners:
+            factor.divided = None
 
 
 def own_bytes(layers: Iterable[LayerCurvature]) -> int:
     """Return the size of the blocks that this process keeps."""
     size = 0
     for layer in layers:
-        for owners in layer.stored.owners.values():
-            elements = sum(math.prod(shape) for shape in owners.shapes if shape is not None)
-            size += 2 * factor_dtype(layer.weight.dtype).itemsize * elements
+        for factor in layer.stored:
+            if factor.divided is not None:
+                elements = sum(count * block * block for count, block in factor.held.blocks)
+                size += 2 * factor_dtype(layer.weight.dtype).itemsize * elements
     return size
