@@ -118,7 +118,8 @@ def _kl_divergence(clipped: Sequence[tuple[_Part, list[Tensor]]], plan: Plan) ->
         divided: _sum([p for _, p in sorted(found, key=lambda pair: pair[0])]) for divided, found in products.items()
     }
     if total is None:
-        return sums[False]
+        found: Tensor = sums[False]
+        return found
     of_all = total(sums[True])
     return of_all if sums[False] is None else of_all + sums[False].to(of_all)
 

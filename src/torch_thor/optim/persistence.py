@@ -203,7 +203,7 @@ def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
             "optimizer.consolidate_state_dict(to=RANK) on all processes after the last step, then state_dict() on that "
             "rank; with torch.distributed.checkpoint, to=None and state_dict() on all"
         )
-    replaced = {}
+    replaced: dict[Tensor, Any] = {}
     for parameter in optimizer._plan.parameters(optimizer.param_groups):
         entries, of_all = state.get(parameter), whole[1].get(id(parameter))
         if entries is None or of_all is None:

@@ -76,8 +76,10 @@ def read_inputs(optimizer: "CurvatureOptimizer", state_only: bool) -> Inputs:
 
 
 # Options that affect weights and factors. update_interval may be a function, so its results are compared instead.
-_COMPARED = ("lr", "damping", "momentum", "nesterov", "weight_decay", "trace_thresholds", "split_dim", "factor_decay")
-_COMPARED += ("kl_clip", "max_update_ratio", "step", "next_refresh")
+_COMPARED = (
+    *("lr", "damping", "momentum", "nesterov", "weight_decay", "trace_thresholds", "split_dim", "factor_decay"),
+    *("kl_clip", "max_update_ratio", "step", "next_refresh"),
+)
 
 
 def _facts(optimizer: "CurvatureOptimizer", inputs: Inputs) -> Iterator[str]:

@@ -68,9 +68,9 @@ def curvature_of(model: nn.Module, layers: Iterable[LayerCurvature]) -> Curvatur
     by_rows: set[int] = set()  # weights whose layers share the factor of their rows
     for layer in layers:
         size, weight = factor_dtype(layer.weight.dtype).itemsize, id(layer.weight)
-        for key, shape in layer.stored.shapes().items():
-            if key.removesuffix("_inverse") != layer.stored.side_by_rows or weight not in by_rows:
-                state += size * math.prod(shape)
+        for factor in layer.stored:
+            if not factor.by_rows or weight not in by_rows:
+                state += sum(size * math.prod(shape) for shape in factor.shapes().values())
         by_rows.add(weight)
     trained = [p for p in model.parameters() if p.requires_grad]
     return Curvature(

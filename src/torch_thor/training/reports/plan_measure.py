@@ -9,7 +9,8 @@ import torch
 
 from torch_thor import THOR, ThorMuon, __version__
 from torch_thor.curvature import LayerCurvature
-from torch_thor.curvature.inverse import NewBlocks, invert_own_
+from torch_thor.curvature.blocks import Blocks, Cut
+from torch_thor.curvature.inverse import inverse_of
 from torch_thor.distributed.triangles import pack, packed_size, unpack_
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.split.machine import device_name
@@ -168,13 +169,12 @@ def _timed_step(sample: Sample, optimizer: CurvatureOptimizer, samples: int, clo
 
 def _timed_inversion(shape: tuple[int, int], device: torch.device, clock: Clock) -> float:
     size, count = shape
-    blocks = torch.full((count, size, size), 1 / size, device=device)
-    blocks.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    new, damping = NewBlocks(blocks, [0.1]), torch.full((count,), 0.1, device=device)
+    blocks = Blocks(Cut(((count, size),)), torch.full((count * size, size), 1 / size, device=device))
+    blocks.parts[0].diagonal(dim1=-2, dim2=-1).add_(1.0)
     repeats = 1 if count > 1 else 5
     started = clock()
     for _ in range(repeats):
-        invert_own_([(new, blocks, damping)])
+        inverse_of(blocks, 0.1)
     return (clock() - started) / repeats
 
 

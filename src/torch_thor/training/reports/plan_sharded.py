@@ -1,6 +1,5 @@
 """The layers of a model as the first of many processes would hold them under FSDP2, and what that process stores."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.shards import RowShards, shard_bounds, side_of_rows, why_not_by_rows
+from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
 from torch_thor.distributed.ownership import imbalance
 from torch_thor.training.reports.plan_times import parameter_collectives
 from torch_thor.training.reports.traffic import blocks_of, collectives_of_refresh
@@ -111,11 +110,12 @@ def stored_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
     by_rows: set[int] = set()  # weights whose layers share the factor of their rows
     for layer in layers:
         item = factor_dtype(layer.weight.dtype).itemsize
-        for key, shape in layer.stored.shapes().items():
-            if key.removesuffix("_inverse") != side_of_rows(layer.kind):
-                size += item * math.prod(shape)
-            elif id(layer.weight) not in by_rows:
-                size += item * -(-shape[0] // processes) * math.prod(shape[1:])
+        for factor in layer.stored:
+            for rows, columns in factor.shapes().values():
+                if not factor.by_rows:
+                    size += item * rows * columns
+                elif id(layer.weight) not in by_rows:
+                    size += item * -(-rows // processes) * columns
         by_rows.add(id(layer.weight))
     return size
 
