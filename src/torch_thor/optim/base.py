@@ -159,7 +159,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if inputs.due or not self._complete:
                 refresh_layers(self, inputs, state_only)
             if not state_only:  # nothing raises from here on, so a step is taken completely or not at all
-                self._update(self._plan, self._inverses())
+                self._update(self._plan)
                 self._advance(inputs)
             return loss
         except BaseException as error:
@@ -168,7 +168,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self._capture.discard()
             raise
 
-    def _update(self, plan: Plan, inverses: DividedInverses | None) -> None:
+    def _update(self, plan: Plan) -> None:
         """Update every parameter that has a gradient."""
         raise NotImplementedError
 

@@ -1,74 +1,110 @@
-"""The update rule of the paper: natural gradient, weight decay, the bound on the step and momentum, in this order.
+"""The update of the paper: natural gradient, weight decay, the bound on the step and momentum, in this order.
 
-Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same rounding.
+Parameters that are not preconditioned take the step of :class:`torch.optim.SGD`, with the same rounding. The natural
+gradient of early, low-rank factors can be many times longer than the weights, and without a bound most networks that
+were not tuned for it diverge within a few steps. There are two bounds, both applied before momentum:
+
+- relative to each parameter (the default): ``lr · ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out)``. LARS (You et al. 2017, section 4)
+  gives every layer a step of that proportion; used as a limit, it leaves a shorter natural gradient as it is.
+- over all preconditioned layers (``kl_clip``): ``Σ lr² ⟨d, ∇⟩ ≤ κ`` (Ba et al. 2017, section 5).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.blocks import scale_
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.shards import local
-from torch_thor.distributed.divided import ALL_AT_ONCE, DividedInverses
-from torch_thor.optim.parameters import Group, States
-from torch_thor.optim.plan import Plan, Share, free_rows
+from torch_thor.optim.parameters import Group
+from torch_thor.optim.plan import Plan, free_rows
+
+if TYPE_CHECKING:
+    from torch_thor.optim.base import CurvatureOptimizer
+
+# A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so its norm counts as at
+# least this number times √d_out. That is a twentieth of the norm of a newly initialised linear layer, √(d_out / 3).
+SMALLEST_SHARE = 0.03
 
 
 @dataclass
-class _Part:
-    """The parameters of one group that are preconditioned, or those that are not; only those with a gradient."""
+class _Piece:
+    """Rows of a parameter, and how they are preconditioned."""
 
-    group: Group  # their parameter group
-    params: list[Tensor] = field(default_factory=list)  # the parameters
-    gradients: list[Tensor] = field(default_factory=list)  # their gradients, which are not changed
-    divided: list[bool] = field(default_factory=list)
-    buffers: list[Tensor] = field(default_factory=list)  # their momentum buffers; empty if momentum is 0
-    shares: list[Sequence[Share]] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)  # the `id` of each parameter
-    on_cpu: bool = True  # whether all parameters are on the CPU
-    total: Callable[[Tensor | None], Tensor] | None = None
-
-    def dense_gradients(self) -> list[Tensor]:
-        """Return the gradients as dense tensors."""
-        return [g.to_dense() if g.is_sparse else g for g in self.gradients]
+    rows: slice | None  # None for all
+    kind: Kind | None = None  # None where the rows take their plain gradient
+    factors: Sequence[Factor] = ()  # those on the left and on the right of a weight, or the one of a bias
+    scale: float = 1.0  # 1 / T
+    scales: Tensor | None = None  # 1 / T of each expert, for a bias
 
 
-def natural_step(groups: list[Group], plan: Plan, states: States, inverses: DividedInverses | None) -> None:
+@dataclass
+class _Work:
+    """A trained parameter with all that its steps need until the next refresh."""
+
+    parameter: Tensor
+    own: Tensor  # the rows that this process holds
+    state: dict[str, Any]
+    pieces: list[_Piece]  # none if the parameter is not preconditioned
+    smallest: float  # the smallest norm that is assumed for the bound
+    order: int  # its place in the model
+
+    def buffer(self) -> Tensor:
+        """Return the momentum buffer of the own rows."""
+        return local(momentum_buffer(self.parameter, self.state))
+
+
+def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
     """Update every parameter that has a gradient."""
-    clipped: list[tuple[_Part, list[Tensor]]] = []
-    for group in groups:
-        natural, plain = _parts(group, plan, states)
-        if plain.params:
-            _update_plain(plain)
-        clips = group["kl_clip"] is not None
-        turns = ALL_AT_ONCE if inverses is None else inverses.turns(group, plan)
-        if not clips and natural.buffers and not group["nesterov"] and natural.on_cpu:
-            _update_one_by_one(natural, turns)
-            continue
-        directions = [torch.empty_like(p, dtype=factor_dtype(p.dtype)) for p in natural.params]
-        for ready in turns:
-            for i, direction in enumerate(directions):
-                if ready is None or natural.keys[i] in ready:
-                    _accumulate_direction_(natural, i, direction, 0.0)
-        if directions and group["weight_decay"]:
-            torch._foreach_add_(directions, natural.params, alpha=float(group["weight_decay"]))
-        if clips:
-            clipped.append((natural, directions))
+    if plan.program is None:
+        plan.program = [_prepared(group, plan, optimizer.state) for group in optimizer.param_groups]
+    clipped: list[tuple[Group, list[_Work], list[Tensor], list[Tensor]]] = []
+    inverses = optimizer._inverses()
+    memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
+    for group, program in zip(optimizer.param_groups, plan.program, strict=True):
+        plain: list[_Work] = []
+        natural: list[_Work] = []
+        directions: list[Tensor] = []
+        gradients: list[Tensor] = []
+        on_cpu = True
+        for work in program:
+            gradient = work.parameter.grad
+            if gradient is None:
+                continue
+            gradient = gradient if work.own is work.parameter else local(gradient)
+            if work.pieces:
+                natural.append(work)
+                gradients.append(gradient)
+                on_cpu = on_cpu and gradient.device.type == "cpu"
+                continue
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            plain.append(work)
+            # copied only if it is changed below, or if the momentum has a higher precision
+            directions.append(gradient.to(factor_dtype(work.own.dtype), copy=bool(group["weight_decay"])))
+        if plain:
+            _step(group, plain, directions, None)
+        directions = []
+        one_by_one = on_cpu and group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
+        for ready in (None,) if inverses is None else inverses.turns(group, plan):
+            for work, gradient in zip(natural, gradients, strict=True):
+                if ready is not None and id(work.parameter) not in ready:
+                    continue
+                if one_by_one:
+                    _update_one(group, work, gradient, memory)
+                else:
+                    directions.append(torch.empty_like(work.own, dtype=factor_dtype(work.own.dtype)))
+                    _accumulate_direction_(work, gradient, directions[-1], 0.0)
+        if group["kl_clip"] is not None:
+            clipped.append((group, natural, directions, gradients))
         elif directions:
-            _momentum_step(natural, _bounded(natural, directions))
-    clipped = [(part, directions) for part, directions in clipped if directions or part.total is not None]
+            _step(group, natural, directions, None)
     if clipped:
-        divergence = _kl_divergence(clipped, plan)
-    for part, directions in clipped:
-        if directions:
-            torch._foreach_mul_(directions, kl_scale(divergence, part.group).to(directions[0].dtype))
-        _momentum_step(part, directions)
+        _clip(clipped, None if plan.first_shards is None else plan.first_shards.total)
 
 
 def momentum_buffer(parameter: Tensor, state: dict[str, Any]) -> Tensor:
@@ -79,243 +115,170 @@ def momentum_buffer(parameter: Tensor, state: dict[str, Any]) -> Tensor:
     return buffer
 
 
-def _parts(group: Group, plan: Plan, states: States) -> tuple[_Part, _Part]:
-    natural, plain = _Part(group), _Part(group)
+def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
+    """Look up all that the parameters of a group need."""
+    found = []
+    order = {key: i for i, key in enumerate(plan.names)}
     for parameter in group["params"]:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        part, own, shares = plain, local(parameter), plan.shares_of.get(id(parameter), ())
-        for share in shares:
-            if share.layer.refreshes:
-                part = natural
-                if share.view.shards is not None:
-                    part.total = share.view.shards.total
-                break
-        if not own.numel():  # a shard without rows
-            continue
-        part.shares.append(shares)
-        part.keys.append(id(parameter))
-        part.divided.append(own is not parameter)
-        part.params.append(own)
-        part.on_cpu = part.on_cpu and own.device.type == "cpu"
-        part.gradients.append(local(gradient))
-        if group["momentum"]:
-            part.buffers.append(local(momentum_buffer(parameter, states[parameter])))
-    return natural, plain
+        own, pieces, shares = local(parameter), [], plan.shares(parameter)
+        used = any(share.layer.refreshes for share in shares)
+        if used and shares[0].view.local_rows is not None:
+            pieces += [_Piece(rows) for rows in free_rows([share.view.local_rows for share in shares], len(own))]
+        for share in shares if used else ():
+            layer, rows = share.layer, share.view.local_rows
+            if rows is not None and rows.start == rows.stop:  # another process holds these rows
+                continue
+            if not layer.refreshes:  # one projection of a fused weight may have no factors yet
+                pieces.append(_Piece(rows))
+                continue
+            (a, g), kind, scales = layer.stored, layer.geometry, None
+            if kind.routed:  # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
+                terms = layer.state[layer.prefix + "group_rows_per_term"]
+                scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
+            factors = ((a, g) if kind.transposed else (g, a)) if share.is_weight else (g,)
+            pieces.append(_Piece(rows, kind, factors, 1.0 / layer.rows_per_term, scales))
+        if own.numel():  # else a shard without rows
+            size = next((size for size in own.shape if size != 1), 1)
+            place, state = order.get(id(parameter), len(order)), states.get(parameter, {})
+            found.append(_Work(parameter, own, state, pieces, SMALLEST_SHARE * math.sqrt(size), place))
+    return found
 
 
-def _kl_divergence(clipped: Sequence[tuple[_Part, list[Tensor]]], plan: Plan) -> Tensor:
-    """Return ``Σ lr² ⟨d, ∇⟩`` over all processes, twice the predicted Kullback–Leibler divergence of a step."""
-    products: dict[bool, list[tuple[int, Tensor]]] = {False: [], True: []}  # of rows that are divided, and others
-    order = {key: i for i, key in enumerate(plan.names)}  # the sum does not depend on how parameters are grouped
-    total = None
-    for part, directions in clipped:
-        total, lr = total or part.total, float(part.group["lr"])
-        for i, (direction, gradient) in enumerate(zip(directions, part.dense_gradients(), strict=True)):
-            products[part.divided[i]].append((order[part.keys[i]], torch.sum(direction * gradient) * lr**2))
-    sums = {
-        divided: _sum([p for _, p in sorted(found, key=lambda pair: pair[0])]) for divided, found in products.items()
-    }
-    if total is None:
-        found: Tensor = sums[False]
-        return found
-    of_all = total(sums[True])
-    return of_all if sums[False] is None else of_all + sums[False].to(of_all)
-
-
-def _sum(products: Sequence[Tensor]) -> Any:
-    return torch.stack([p.to(products[0].device) for p in products]).sum() if products else None
-
-
-def _update_plain(part: _Part) -> None:
-    directions = []
-    for parameter, gradient in zip(part.params, part.dense_gradients(), strict=True):
-        # copied only if it is changed below, or if the momentum has a higher precision
-        directions.append(gradient.to(factor_dtype(parameter.dtype), copy=bool(part.group["weight_decay"])))
-    if part.group["weight_decay"]:
-        torch._foreach_add_(directions, part.params, alpha=float(part.group["weight_decay"]))
-    _momentum_step(part, directions if part.group["kl_clip"] is not None else _bounded(part, directions))
-
-
-def _update_one_by_one(natural: _Part, turns: Iterable[frozenset[int] | None]) -> None:
-    """Update one parameter at a time, for a CPU: the parameter and its direction then stay in the cache."""
-    memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
-    for ready in turns:
-        for i, key in enumerate(natural.keys):
-            if ready is None or key in ready:
-                _update_one(natural, i, memory)
-
-
-def _update_one(natural: _Part, i: int, memory: dict[torch.dtype, Tensor]) -> None:
-    group, parameter, buffer = natural.group, natural.params[i], natural.buffers[i]
-    momentum, lr, ratio = float(group["momentum"]), float(group["lr"]), group["max_update_ratio"]
-    if ratio is None:  # v ← μ v + d, where d is added to v block by block and never stored
-        _accumulate_direction_(natural, i, buffer, momentum)
-        if group["weight_decay"]:
-            buffer.add_(parameter, alpha=float(group["weight_decay"]))
-    else:
+def _update_one(group: Group, work: _Work, gradient: Tensor, memory: dict[torch.dtype, Tensor]) -> None:
+    """Update one parameter, for a CPU: the parameter and its direction then stay in the cache."""
+    parameter, buffer, ratio = work.own, work.buffer(), group["max_update_ratio"]
+    momentum, lr = float(group["momentum"]), float(group["lr"])
+    direction = buffer
+    if ratio is not None:
         scratch = memory.get(buffer.dtype)
         if scratch is None or scratch.numel() < buffer.numel():
             scratch = memory[buffer.dtype] = torch.empty(buffer.numel(), dtype=buffer.dtype)
         direction = scratch[: buffer.numel()].as_strided(buffer.shape, buffer.stride())
-        _accumulate_direction_(natural, i, direction, 0.0)
-        if group["weight_decay"]:
-            direction.add_(parameter, alpha=float(group["weight_decay"]))
-        scale = relative_scale(parameter, direction, lr, float(ratio))
+    # without a bound v ← μ v + d, where d is added to v block by block and never stored
+    _accumulate_direction_(work, gradient, direction, momentum if ratio is None else 0.0)
+    if group["weight_decay"]:
+        direction.add_(parameter, alpha=float(group["weight_decay"]))
+    if ratio is not None:
+        scale = _scale(work, direction, lr, float(ratio))
         if scale != 1.0:
             direction.mul_(scale)
         torch.add(direction, buffer, alpha=momentum, out=buffer)  # one pass over memory; mul_ and add_ take two
     torch._foreach_add_([parameter], [buffer], alpha=-lr)
 
 
-def _bounded(part: _Part, directions: list[Tensor]) -> list[Tensor]:
-    """Return the directions with ``max_update_ratio`` applied; directions are not changed in place."""
-    ratio, lr = part.group["max_update_ratio"], float(part.group["lr"])
-    if ratio is None or not lr:
-        return directions
-    bounded = list(directions)
-    if part.on_cpu:
-        for i, (parameter, direction) in enumerate(zip(part.params, directions, strict=True)):
-            scale = relative_scale(parameter, direction, lr, float(ratio))
-            if scale != 1.0:
-                bounded[i] = direction * scale
-        return bounded
-    for members in by_device(directions):
-        chosen = [directions[i] for i in members]
-        scales = relative_scales([part.params[i] for i in members], chosen, lr, float(ratio))
-        if scales is not None:
-            for i, direction in zip(members, torch._foreach_mul(chosen, list(scales.unbind())), strict=True):
-                bounded[i] = direction
-    return bounded
+def _step(group: Group, works: Sequence[_Work], directions: list[Tensor], clip: Tensor | None) -> None:
+    """Add weight decay to directions, bound them, and take the steps.
+
+    ``v ← μ v + d`` and ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``).
+    """
+    params, lr, momentum = [work.own for work in works], float(group["lr"]), float(group["momentum"])
+    if group["weight_decay"] and clip is None:
+        torch._foreach_add_(directions, params, alpha=float(group["weight_decay"]))
+    if clip is not None:
+        torch._foreach_mul_(directions, clip.to(directions[0].dtype))
+    elif group["max_update_ratio"] is not None and group["kl_clip"] is None and lr:
+        directions = _bounded(works, directions, lr, float(group["max_update_ratio"]))
+    if momentum:
+        buffers = [work.buffer() for work in works]
+        torch._foreach_mul_(buffers, momentum)
+        torch._foreach_add_(buffers, directions)
+        directions = list(torch._foreach_add(directions, buffers, alpha=momentum)) if group["nesterov"] else buffers
+    torch._foreach_add_(params, directions, alpha=-lr)
 
 
-def _accumulate_direction_(part: _Part, i: int, target: Tensor, decay: float) -> None:
-    """Compute ``target ← decay * target + d``, where d is the natural gradient of the i-th parameter."""
-    shares, gradient = part.shares[i], part.gradients[i]
-    if shares[0].view.local_rows is not None:
-        for free in free_rows([share.view.local_rows for share in shares], len(target)):
-            scale_(target[free], decay).add_(gradient[free])
-    for share in shares:
-        layer, rows = share.layer, share.view.local_rows
-        if rows is not None and rows.start == rows.stop:  # another process holds these rows
+def _accumulate_direction_(work: _Work, gradient: Tensor, target: Tensor, decay: float) -> None:
+    """Compute ``target ← decay * target + d``, where d is the natural gradient of a parameter."""
+    for piece in work.pieces:
+        source, into = (gradient, target) if piece.rows is None else (gradient[piece.rows], target[piece.rows])
+        kind = piece.kind
+        if source.is_sparse and source.sparse_dim() == 1 and kind is not None and kind.diagonal_input:
+            _accumulate_rows_(piece, source.coalesce(), into, decay)
             continue
-        source, into = (gradient, target) if rows is None else (gradient[rows], target[rows])
-        if not layer.refreshes:  # one projection of a fused weight may have no factors yet
-            scale_(into, decay).add_(source)
-        elif share.is_weight:
-            _accumulate_natural_gradient_(layer, source, into, decay)
-        else:
-            _accumulate_natural_bias_gradient_(layer, source, into, decay)
+        source = source.to_dense() if source.is_sparse else source
+        if kind is None:
+            (into.mul_(decay) if decay else into.zero_()).add_(source)
+            continue
+        left = piece.factors[0].inverse()
+        with ieee_float32(source.device.type):
+            if len(piece.factors) > 1:  # d = (1/T) · G_d⁻¹ ∇W A_d⁻¹, added to the target at once
+                solved = left.left_multiply(kind.to_matrix(source).to(left.rows.dtype))
+                matrix = kind.to_matrix(into)
+                piece.factors[1].inverse().accumulate_right_product_(solved, piece.scale, matrix, decay)
+                kind.from_matrix_(matrix, into)
+                continue
+            # d = (1/T) · G_d⁻¹ ∇b: a bias has the constant input 1, so its A is 1
+            solved = left.left_multiply(source.to(left.rows.dtype).reshape(left.cut.groups, -1, 1))
+        if piece.scales is not None:
+            solved *= piece.scales
+        (into.mul_(decay) if decay else into.zero_()).add_(solved.reshape(into.shape), alpha=piece.scale)
 
 
-def _accumulate_natural_gradient_(layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float) -> None:
-    """Compute ``into ← decay * into + (1/T) · G_d⁻¹ ∇W A_d⁻¹``, which can update a momentum buffer at once."""
-    if gradient.is_sparse and layer.kind.diagonal_input and gradient.sparse_dim() == 1:
-        _accumulate_rows_(layer, gradient.coalesce(), into, decay)
-        return
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    (right, left), geometry = (factor.inverse() for factor in layer.stored), layer.geometry
-    if geometry.transposed:
-        left, right = right, left
-    matrix, target = geometry.to_matrix(gradient), geometry.to_matrix(into)
-    with ieee_float32(gradient.device.type):
-        solved = left.left_multiply(matrix.to(left.dtype))
-        right.accumulate_right_product_(solved, 1.0 / layer.rows_per_term, target, decay)
-    geometry.from_matrix_(target, into)
-
-
-def _accumulate_rows_(layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float) -> None:
+def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: float) -> None:
     """Do the same for the sparse gradient of an embedding, which changes the rows of its tokens only."""
-    a_inverse, g_inverse = (factor.inverse() for factor in layer.stored)
+    a_inverse, g_inverse = (factor.inverse() for factor in piece.factors)
     tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.dtype)
     scaled = rows * a_inverse.rows[tokens]
     solved = torch.zeros_like(scaled)
     with ieee_float32(gradient.device.type):
-        g_inverse.accumulate_right_product_(scaled[None], 1.0 / layer.rows_per_term, solved[None], 0.0)
-    scale_(into, decay).index_add_(0, tokens, solved)
-
-
-def _accumulate_natural_bias_gradient_(layer: LayerCurvature, gradient: Tensor, into: Tensor, decay: float) -> None:
-    """Compute ``into ← decay * into + (1/T) · G_d⁻¹ ∇b``: a bias has the constant input 1, so its A is 1."""
-    g_inverse = layer.stored[1].inverse()
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    column = gradient.to(g_inverse.dtype).reshape(g_inverse.cut.groups, -1, 1)
-    with ieee_float32(gradient.device.type):
-        solved = g_inverse.left_multiply(column)
-    if layer.kind.routed:
-        # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
-        terms = layer.state[layer.prefix + "group_rows_per_term"]
-        solved *= torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
-    scale_(into, decay).add_(solved.reshape(into.shape), alpha=1.0 / layer.rows_per_term)
-
-
-def _momentum_step(part: _Part, directions: list[Tensor]) -> None:
-    """Compute ``v ← μ v + d`` and ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``)."""
-    momentum = float(part.group["momentum"])
-    if momentum:
-        torch._foreach_mul_(part.buffers, momentum)
-        torch._foreach_add_(part.buffers, directions)
-        nesterov = bool(part.group["nesterov"])
-        directions = list(torch._foreach_add(directions, part.buffers, alpha=momentum)) if nesterov else part.buffers
-    torch._foreach_add_(part.params, directions, alpha=-float(part.group["lr"]))
+        g_inverse.accumulate_right_product_(scaled[None], piece.scale, solved[None], 0.0)
+    (into.mul_(decay) if decay else into.zero_()).index_add_(0, tokens, solved)
 
 
 # ---- bounds on the length of a step ----------------------------------------------------------------------------------
 
-# A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so its norm counts as at
-# least this number times √d_out. That is a twentieth of the norm of a newly initialised linear layer, √(d_out / 3).
-SMALLEST_SHARE = 0.03
 
-
-def smallest_norm(parameter: Tensor) -> float:
-    """Return the smallest norm that is assumed for a parameter."""
-    for size in parameter.shape:
-        if size != 1:
-            return SMALLEST_SHARE * math.sqrt(size)
-    return SMALLEST_SHARE
-
-
-def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Group tensors that can be measured together."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(i)
-    return list(groups.values())
-
-
-def relative_scales(
-    parameters: Sequence[Tensor], directions: Sequence[Tensor], lr: float, ratio: float
-) -> Tensor | None:
-    """Return the factors by which directions are multiplied so that no step is too long for its parameter."""
-    if directions[0].device.type == "cpu":
-        scales = [relative_scale(p, d, lr, ratio) for p, d in zip(parameters, directions, strict=True)]
-        return None if all(scale == 1.0 for scale in scales) else torch.tensor(scales, dtype=directions[0].dtype)
-    lengths = torch.stack(list(torch._foreach_norm(list(directions)))) * lr
-    # in the dtype of the directions: a norm in half precision has 3 digits and may overflow
-    norms = torch.stack(list(torch._foreach_norm(list(parameters), 2, dtype=directions[0].dtype)))
-    smallest = torch.tensor([smallest_norm(p) for p in parameters], dtype=lengths.dtype, device=lengths.device)
-    longest = ratio * torch.maximum(norms, smallest)
-    return (longest / lengths.clamp(min=torch.finfo(lengths.dtype).tiny)).clamp(max=1.0)
-
-
-def relative_scale(parameter: Tensor, direction: Tensor, lr: float, ratio: float) -> float:
+def _scale(work: _Work, direction: Tensor, lr: float, ratio: float) -> float:
     """Return the factor by which a direction on the CPU is multiplied so that the step is not too long."""
-    length = lr * _norm(direction, direction.dtype)
-    longest = ratio * smallest_norm(parameter)
+    length = lr * float(torch.linalg.vector_norm(direction, dtype=direction.dtype))
+    longest = ratio * work.smallest
     if length <= longest:  # then the norm of the parameter, which can only raise the bound, is not needed
         return 1.0
-    longest = max(longest, ratio * _norm(parameter, direction.dtype))
+    longest = max(longest, ratio * float(torch.linalg.vector_norm(work.own, dtype=direction.dtype)))
     return 1.0 if length <= longest else longest / length
 
 
-def _norm(tensor: Tensor, dtype: torch.dtype) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=dtype))
+def _bounded(works: Sequence[_Work], directions: list[Tensor], lr: float, ratio: float) -> list[Tensor]:
+    """Return the directions with ``max_update_ratio`` applied; directions are not changed in place."""
+    bounded = list(directions)
+    others: dict[tuple[torch.device, torch.dtype], list[int]] = {}  # those that can be measured together
+    for i, (work, direction) in enumerate(zip(works, directions, strict=True)):
+        if direction.device.type != "cpu":
+            others.setdefault((direction.device, direction.dtype), []).append(i)
+            continue
+        scale = _scale(work, direction, lr, ratio)
+        if scale != 1.0:
+            bounded[i] = direction * scale
+    for (device, dtype), members in others.items():
+        chosen = [directions[i] for i in members]
+        lengths = torch.stack(torch._foreach_norm(chosen)) * lr
+        # in the dtype of the directions: a norm in half precision has 3 digits and may overflow
+        norms = torch.stack(torch._foreach_norm([works[i].own for i in members], 2, dtype=dtype))
+        smallest = torch.tensor([works[i].smallest for i in members], dtype=dtype, device=device)
+        longest = ratio * torch.maximum(norms, smallest)
+        scales = (longest / lengths.clamp(min=torch.finfo(dtype).tiny)).clamp(max=1.0)
+        for i, direction in zip(members, torch._foreach_mul(chosen, list(scales.unbind())), strict=True):
+            bounded[i] = direction
+    return bounded
 
 
-def kl_scale(divergence: Tensor, group: Group) -> Tensor:
-    """Return the factor by which the directions of a group are multiplied, ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))``."""
-    limit = float(group["kl_clip"]) / divergence.clamp(min=torch.finfo(divergence.dtype).tiny)
-    return limit.sqrt().clamp(max=1.0)
+def _clip(clipped: Sequence[tuple[Group, list[_Work], list[Tensor], list[Tensor]]], total: Any) -> None:
+    """Scale all directions by ``min(1, √(κ / Σ lr² ⟨d, ∇⟩))`` and take the steps; the sum is over all processes."""
+    products: dict[bool, list[tuple[int, Tensor]]] = {False: [], True: []}  # of rows that are divided, and others
+    for group, works, directions, gradients in clipped:
+        if directions and group["weight_decay"]:
+            torch._foreach_add_(directions, [work.own for work in works], alpha=float(group["weight_decay"]))
+        for work, direction, gradient in zip(works, directions, gradients, strict=True):
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            product = torch.sum(direction * dense) * float(group["lr"]) ** 2
+            products[work.own is not work.parameter].append((work.order, product))
+    # in the order of the model, so that the sum does not depend on how parameters are grouped
+    sums = {divided: [p for _, p in sorted(found, key=lambda pair: pair[0])] for divided, found in products.items()}
+    whole, rows = (torch.stack([p.to(x[0].device) for p in x]).sum() if x else None for x in sums.values())
+    divergence = whole
+    if total is not None:
+        of_all = total(rows)
+        divergence = of_all if whole is None else of_all + whole.to(of_all)
+    for group, works, directions, _ in clipped:
+        if directions and divergence is not None:
+            limit = float(group["kl_clip"]) / divergence.clamp(min=torch.finfo(divergence.dtype).tiny)
+            _step(group, works, directions, limit.sqrt().clamp(max=1.0))

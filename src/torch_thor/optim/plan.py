@@ -105,6 +105,7 @@ class Plan:
         """Give every view of a layer its parameter, state, options and shards."""
         found = (module._parameters[attribute] for _, module, attribute in self.attributes)
         self.shares_of = {}
+        self.program: Any = None  # what an update looks up for its steps until the next refresh
         self._parameter = {id(parameter): parameter for parameter in found if parameter is not None}
         for layer in self.layers.values():
             for view in (layer.weight_view, *layer.biases):

@@ -45,6 +45,7 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
                 relative=optimizer.relative_damping,
                 processes=processes,
             )
+            optimizer._plan.program = None  # it holds what the refresh has changed
             for layer, what in silent:
                 optimizer._report(layer, what)
             capture.finish_refresh(due, optimizer._last_refresh, [layer for layer, _ in silent])

@@ -6,13 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
-from torch_thor.distributed.divided import DividedInverses
 from torch_thor.distributed.group import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer, natural_step
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.plan import Plan
 from torch_thor.optim.sampled import Predicts, sample
 
 # "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2) in the paper.
@@ -81,6 +79,7 @@ class THOR(CurvatureOptimizer):
 
     sides = ("A", "G")
     relative_damping = False
+    _update = natural_step
     trace_thresholds = (0.01, 0.0)
 
     def __init__(
@@ -181,9 +180,6 @@ class THOR(CurvatureOptimizer):
             ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output has no gradient.
         """
         sample(self, output, distribution, dim, mask, seed)
-
-    def _update(self, plan: Plan, inverses: DividedInverses | None) -> None:
-        natural_step(self.param_groups, plan, self.state, inverses)
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         if group["momentum"]:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.distributed.divided import DividedInverses
 from torch_thor.distributed.group import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
@@ -90,9 +89,9 @@ class ThorMuon(CurvatureOptimizer):
         }
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
 
-    def _update(self, plan: Plan, inverses: DividedInverses | None) -> None:
+    def _update(self, plan: Plan) -> None:
         whole = self.distributed.whole_matrices
-        orthogonal_step(self.param_groups, plan, self.state, inverses, whole_matrices=whole)
+        orthogonal_step(self.param_groups, plan, self.state, self._inverses(), whole_matrices=whole)
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         if id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of:
