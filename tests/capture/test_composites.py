@@ -24,8 +24,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "register-kind.md"
 
 @pytest.fixture(autouse=True)
 def _registered_for_one_test(monkeypatch):
-    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
-    monkeypatch.setattr(kinds, "_classes", dict(kinds._classes))
+    monkeypatch.setattr(registry.COMPOSITES, "classes", dict(registry.COMPOSITES.classes))
+    monkeypatch.setattr(kinds.KINDS, "classes", dict(kinds.KINDS.classes))
 
 
 class TwoLayers(nn.Module):

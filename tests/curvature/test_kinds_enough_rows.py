@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from reference import keep_blocks
 from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, transposed_input_rows
 from torch_thor.curvature import BlockDiagonal, BlockLayout, ProjectionKind
-from torch_thor.curvature.kinds import SequenceCall, kind_of
+from torch_thor.curvature.kinds import PackedCall, kind_of
 from torch_thor.curvature.kinds.base import spacing
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
 from torch_thor.curvature.kinds.patches import evenly_spread
@@ -66,7 +66,7 @@ ROWS = {
     "linear": lambda: kind_of(nn.Linear(4, 3)),
     "gpt2": lambda: kind_of(Conv1D(3, 4)),
     "projection": lambda: ProjectionKind(torch.zeros(3, 4), "MultiheadAttention"),
-    "recurrent": lambda: SequenceCall(ProjectionKind(torch.zeros(3, 4), "LSTM"), 5, packed=False),
+    "packed": lambda: PackedCall(torch.zeros(3, 4), "LSTM", 5),
 }
 
 

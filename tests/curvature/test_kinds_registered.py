@@ -166,7 +166,7 @@ STREAM = batches(8)
 
 @pytest.fixture(autouse=True)
 def _registered_for_one_test(monkeypatch):
-    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+    monkeypatch.setattr(registry.KINDS, "classes", dict(registry.KINDS.classes))
 
 
 @pytest.fixture(params=KINDS)
