@@ -28,16 +28,13 @@ def language_model(**options):
 # ---------------------------------------------------------------------------------------- embedding
 
 
-@pytest.mark.parametrize("split_dim", [None, 1, 3])
-@pytest.mark.parametrize("shape", [(6,), (3, 4), (2, 3, 2)])
-def test_embedding(shape, split_dim):
-    """A is diagonal whatever the split; G is cut as any other."""
-    x = torch.randint(11, shape)
-    assert_matches_reference(language_model(), x, loss_of(shape[0]), terms=shape[0], split_dim=split_dim)
-
-
-def test_one_token_alone():
-    assert_matches_reference(language_model(), torch.tensor(3), loss_of(1), terms=1, split_dim=None)
+def test_embedding():
+    """A is diagonal whatever the split; G is cut as any other. One token alone is one term."""
+    for shape in ((6,), (3, 4), (2, 3, 2), ()):
+        for split_dim in (None, 1, 3):
+            terms = shape[0] if shape else 1
+            x = torch.randint(11, shape)
+            assert_matches_reference(language_model(), x, loss_of(terms), terms=terms, split_dim=split_dim)
 
 
 def test_token_counts_by_hand():
@@ -84,14 +81,15 @@ def test_any_embedding(tokens, width, padding, split_dim):
 # ---------------------------------------------------------------------------- Hugging Face's Conv1D
 
 
-@pytest.mark.parametrize("split_dim", [None, 1, 4])
-@pytest.mark.parametrize("leading", [(6,), (3, 4), (2, 1, 3)])
-def test_hugging_face_conv1d(leading, split_dim):
-    model = nn.Sequential(Conv1D(7, 5), nn.Tanh(), Conv1D(3, 7)).double()
-    x = torch.randn(*leading, 5).double()
-    optimizer = assert_matches_reference(model, x, loss_of(leading[0]), terms=leading[0], split_dim=split_dim)
-    assert [entry.factor_sizes for entry in optimizer.coverage()] == [(5, 7), (7,), (7, 3), (3,)]
-    assert {entry.kind for entry in optimizer.coverage()} == {"Conv1D"}
+def test_hugging_face_conv1d():
+    for leading in ((6,), (3, 4), (2, 1, 3)):
+        for split_dim in (None, 1, 4):
+            model = nn.Sequential(Conv1D(7, 5), nn.Tanh(), Conv1D(3, 7)).double()
+            x, terms = torch.randn(*leading, 5).double(), leading[0]
+            optimizer = assert_matches_reference(model, x, loss_of(terms), terms=terms, split_dim=split_dim)
+    assert [(e.kind, e.factor_sizes) for e in optimizer.coverage()] == [
+        ("Conv1D", sizes) for sizes in ((5, 7), (7,), (7, 3), (3,))
+    ]
 
 
 def test_a_conv1d_of_another_library_is_not_hugging_faces():
@@ -112,11 +110,10 @@ def test_a_conv1d_of_another_library_is_not_hugging_faces():
 # ---------------------------------------------------------------------------------------- row_mask
 
 
-def sentences(masked=((0, 3), (1, 1), (1, 2), (1, 3))):
+def sentences():
     """(tokens (3, 4), labels, mask): the mask leaves out some places."""
     mask = torch.ones(3, 4, dtype=torch.bool)
-    for place in masked:
-        mask[place] = False
+    mask[0, 3] = mask[1, 1:] = False
     return torch.randint(11, (3, 4)), torch.randint(3, (3, 4)), mask
 
 
@@ -132,31 +129,27 @@ def masked_step(model, x, loss, mask, **options):
     return optimizer
 
 
-@pytest.mark.parametrize("split_dim", [None, 3])
-def test_masked_rows_leave_both_factors(split_dim):
-    x, labels, mask = sentences()
-    model, loss, terms = language_model(), masked_loss(labels, mask), int(mask.sum())
-    optimizer = masked_step(model, x, loss, mask, loss_terms=terms, split_dim=split_dim)
+def assert_masked(optimizer, model, x, loss, mask, terms, split_dim=128):
     assert_matches_reference(model, x, loss, terms=terms, split_dim=split_dim, optimizer=optimizer, mask=mask.numpy())
-    assert all(curvature.rows_per_term == 1 for curvature in optimizer.curvature.values())
 
 
-def test_mask_equals_packed_rows():
-    """The same tokens without padding, in one row: all factors are the same."""
-    x, labels, mask = sentences()
-    model, terms = language_model(), int(mask.sum())
-    optimizer = masked_step(model, x, masked_loss(labels, mask), mask, loss_terms=terms)
-    assert_matches_reference(
-        model, x[mask], cross_entropy(labels[mask]), terms=terms, split_dim=128, optimizer=optimizer
-    )
+def test_masked_rows_leave_both_factors():
+    """And those of the same tokens without padding, in one row, are the same."""
+    for split_dim in (None, 3, 128):
+        x, labels, mask = sentences()
+        model, loss, terms = language_model(), masked_loss(labels, mask), int(mask.sum())
+        optimizer = masked_step(model, x, loss, mask, loss_terms=terms, split_dim=split_dim)
+        assert_masked(optimizer, model, x, loss, mask, terms, split_dim)
+        assert all(curvature.rows_per_term == 1 for curvature in optimizer.curvature.values())
+        packed = {"terms": terms, "split_dim": split_dim, "optimizer": optimizer}
+        assert_matches_reference(model, x[mask], cross_entropy(labels[mask]), **packed)
 
 
 def test_mask_and_padding_index_together():
     x, labels, mask = sentences()
     x[0, 0] = x[1, 2] = 5
     model, loss = language_model(padding_idx=5), masked_loss(labels, mask)
-    optimizer = masked_step(model, x, loss, mask)
-    assert_matches_reference(model, x, loss, terms=3, split_dim=128, optimizer=optimizer, mask=mask.numpy())
+    assert_masked(masked_step(model, x, loss, mask), model, x, loss, mask, 3)
 
 
 def test_predicted_tokens_are_other_than_real_ones():
@@ -166,7 +159,7 @@ def test_predicted_tokens_are_other_than_real_ones():
     predicted[0, 1] = predicted[1, 0] = predicted[2, 2] = True
     model, loss = language_model(), masked_loss(labels, predicted)
     optimizer = masked_step(model, x, loss, mask, loss_terms=lambda: predicted.sum())
-    assert_matches_reference(model, x, loss, terms=3, split_dim=128, optimizer=optimizer, mask=mask.numpy())
+    assert_masked(optimizer, model, x, loss, mask, 3)
     assert optimizer.curvature["2"].rows_per_term == 8 / 3
 
 
@@ -202,57 +195,35 @@ def test_each_micro_batch_has_its_own_mask():
 def test_mask_holds_for_layers_of_its_shape_only():
     """A pooled classifier after the sequence has a row a sentence: all of them count."""
 
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(self.embedding(x).mean(1))
-
-    def by_hand(model, x):
-        y = model.embedding(x)
-        pooled = y.mean(1)
-        z = model.head(pooled)
-        return z, [("embedding", x, y), ("head", pooled, z)]
+    class Pool(nn.Module):
+        def forward(self, y):
+            return y.mean(1)
 
     x, _, mask = sentences()
-    model, loss = Classifier().double(), cross_entropy(torch.tensor([0, 2, 1]))
+    model, loss = nn.Sequential(nn.Embedding(11, 4), Pool(), nn.Linear(4, 3)).double(), loss_of(3)
     optimizer = masked_step(model, x, loss, mask)
-    _, uses = gradients(model, x, loss, by_hand)
-    assert_factors(
-        optimizer.curvature["embedding"], factors_of(model.embedding, uses["embedding"], 3, 3, 128, mask.numpy())
-    )
-    assert_factors(optimizer.curvature["head"], factors_of(model.head, uses["head"], 3, 3, 128))
+    _, uses = gradients(model, x, loss, by_stages)
+    assert_factors(optimizer.curvature["0"], factors_of(model[0], uses["0"], 3, 3, 128, mask.numpy()))
+    assert_factors(optimizer.curvature["2"], factors_of(model[2], uses["2"], 3, 3, 128))
 
 
 def test_mask_that_fits_no_layer_is_an_error():
+    """On a refresh step; on other steps no mask is looked at, whatever its shape."""
     x, labels, mask = sentences()
     model = language_model()
-    optimizer = THOR(model)
+    optimizer = THOR(model, update_interval=2)
     before = weights(model)
     optimizer.row_mask = mask.T
     cross_entropy(labels)(model(x)).backward()
     with pytest.raises(RuntimeError, match=r"row_mask of shape \(4, 3\) fits no layer"):
         optimizer.step()
     assert_same(weights(model), before)
-    optimizer.zero_grad()
-    optimizer.row_mask = mask
-    cross_entropy(labels)(model(x)).backward()
-    optimizer.step()
-    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
-
-
-def test_mask_stays_without_harm_between_refreshes():
-    """No statistics are wanted, so no mask is looked at, whatever its shape."""
-    x, labels, mask = sentences()
-    model = language_model()
-    optimizer = THOR(model, update_interval=2)
-    for step in range(2):
-        optimizer.row_mask = mask if step == 0 else mask.T
+    for own in (mask, mask.T):
+        optimizer.zero_grad()
+        optimizer.row_mask = own
         cross_entropy(labels)(model(x)).backward()
         optimizer.step()
-        optimizer.zero_grad()
+    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
 
 
 @pytest.mark.parametrize("mask", [torch.ones(3, 4), [[True]], torch.tensor(True), np.ones((3, 4), dtype=bool), True])
