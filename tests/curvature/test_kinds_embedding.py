@@ -1,14 +1,24 @@
-"""Factors of embeddings (token counts) and of Hugging Face's Conv1D, and the mask that leaves rows out."""
+"""Factors of embeddings (token counts), plain and scaled, and of Hugging Face's Conv1D, and the mask that leaves rows out."""
+
+import importlib
+import re
+from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+import transformers
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import BartConfig, BartForConditionalGeneration, Gemma2Config, Gemma2ForCausalLM
+from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from comparing import assert_factors, assert_matches_reference, refreshed
+from comparing import assert_factors, assert_matches_reference, compare, refreshed
 from reference import by_stages, factors_of, gradients
 from tiny import assert_same, cross_entropy, weights
 from torch_thor import THOR
@@ -28,30 +38,13 @@ def language_model(**options):
 # ---------------------------------------------------------------------------------------- embedding
 
 
-def test_embedding():
-    """A is diagonal whatever the split; G is cut as any other. One token alone is one term."""
-    for shape in ((6,), (3, 4), (2, 3, 2), ()):
-        for split_dim in (None, 1, 3):
-            terms = shape[0] if shape else 1
-            x = torch.randint(11, shape)
-            assert_matches_reference(language_model(), x, loss_of(terms), terms=terms, split_dim=split_dim)
-
-
 def test_token_counts_by_hand():
-    """Six tokens: two 1s, three 4s, one 0. A = diag(1, 2, 0, 0, 3) / 6, and T = 6 / 2."""
-    model = nn.Sequential(nn.Embedding(5, 2)).double()
-    optimizer = refreshed(model, torch.tensor([[4, 1, 4], [0, 1, 4]]), loss_of(2))
-    A, _ = optimizer.curvature["0"].factors()
-    torch.testing.assert_close(A, torch.diag(torch.tensor([1, 2, 0, 0, 3]).double() / 6))
-    assert optimizer.curvature["0"].rows_per_term == 3
-
-
-def test_padding_index_is_no_row():
-    x = torch.tensor([[0, 3, 0, 2], [7, 0, 0, 0]])
-    model = nn.Sequential(nn.Embedding(11, 4, padding_idx=0)).double()
-    optimizer = assert_matches_reference(model, x, loss_of(2), terms=2, split_dim=None)
-    assert optimizer.curvature["0"].rows_per_term == 1.5
-    assert optimizer.curvature["0"].factors()[0][0, 0] == 0
+    """Six tokens: two 1s, three 4s, one 0. A = diag(1, 2, 0, 0, 3) / 6, and T = 6 / 2; without the 0s, 5 / 2."""
+    for padding, counts in ((None, [1, 2, 0, 0, 3]), (0, [0, 2, 0, 0, 3])):
+        model = nn.Sequential(nn.Embedding(5, 2, padding_idx=padding)).double()
+        curvature = refreshed(model, torch.tensor([[4, 1, 4], [0, 1, 4]]), loss_of(2)).curvature["0"]
+        torch.testing.assert_close(curvature.factors()[0], torch.diag(torch.tensor(counts).double() / sum(counts)))
+        assert curvature.rows_per_term == sum(counts) / 2
 
 
 def test_the_diagonal_alone_is_stored():
@@ -65,17 +58,145 @@ def test_the_diagonal_alone_is_stored():
 
 
 @given(
-    tokens=st.lists(st.integers(0, 6), min_size=1, max_size=12),
+    shape=st.lists(st.integers(1, 4), max_size=3),
     width=st.integers(1, 5),
     padding=st.one_of(st.none(), st.integers(0, 6)),
     split_dim=st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_any_embedding(tokens, width, padding, split_dim):
-    model = nn.Sequential(nn.Embedding(7, width, padding_idx=padding)).double()
-    x = torch.tensor(tokens)
-    if all(token == padding for token in tokens):
-        return
-    assert_matches_reference(model, x, loss_of(len(x)), terms=len(x), split_dim=split_dim)
+def test_any_embedding(shape, width, padding, split_dim):
+    """A is diagonal whatever the split; G is cut as any other. One token alone is one term."""
+    model = nn.Sequential(nn.Embedding(7, width, padding_idx=padding), nn.Tanh(), nn.Linear(width, 3)).double()
+    x, terms = torch.randint(7, shape), shape[0] if shape else 1
+    assume((x != (-1 if padding is None else padding)).any())
+    assert_matches_reference(model, x, loss_of(terms), terms=terms, split_dim=split_dim)
+
+
+# ---- embeddings that multiply what they look up by a number, as Gemma's and BART's do --------------------------------
+
+SCALED = (GemmaTextScaledWordEmbedding, BartScaledWordEmbedding)
+
+
+def test_factors_of_scaled_ones():
+    """g is that of the vector, scale times the output's; A counts tokens as before."""
+    for kind, split_dim, padding_idx in product(SCALED, (None, 3), (None, 2)):
+        model = nn.Sequential(kind(7, 4, padding_idx, embed_scale=3.5), nn.Tanh(), nn.Linear(4, 3)).double()
+        x = torch.randint(7, (3, 4))
+        assert_matches_reference(model, x, lambda y: (y**3).sum() / 3, terms=3, split_dim=split_dim)
+
+
+class Tied(nn.Module):
+    """Scaled on the way in, plain on the way out, as Gemma has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = GemmaTextScaledWordEmbedding(7, 4, None, embed_scale=2.0)
+        self.decoder = nn.Linear(4, 7, bias=False)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, x):
+        return tied_by_hand(self, x)[0]
+
+
+def tied_by_hand(model, x):
+    e = model.embedding(x)
+    return model.decoder(torch.tanh(e)), [("embedding", x, e)]
+
+
+def test_steps_of_a_tied_one():
+    stream = [(torch.randint(7, (5, 3)), cross_entropy(torch.randint(7, (5, 3)))) for _ in range(10)]
+    options = {"reference_options": {"preconditioned": ["embedding"]}, "update_interval": 3}
+    compare(Tied().double(), stream, forward=tied_by_hand, **options)
+
+
+def test_a_plain_embedding_of_scaled_vectors_takes_the_same_steps():
+    """Scale 2 with vectors v is scale 1 with vectors 2 v: g twice as large for a weight half as large."""
+    scaled = nn.Sequential(BartScaledWordEmbedding(7, 4, None, embed_scale=2.0), nn.Linear(4, 3)).double()
+    plain = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).double()
+    plain.load_state_dict(scaled.state_dict())
+    with torch.no_grad():
+        plain[0].weight.mul_(2)
+    x, labels = torch.randint(7, (5, 3)), torch.randint(3, (5, 3))
+    for model in (scaled, plain):
+        optimizer = THOR(model, lr=0.0)
+        cross_entropy(labels)(model(x)).backward()
+        optimizer.step()
+        model.curvature = optimizer.curvature["0"]
+    torch.testing.assert_close(scaled.curvature.factors()[1], 4 * plain.curvature.factors()[1])
+    torch.testing.assert_close(scaled.curvature.factors()[0], plain.curvature.factors()[0])
+
+
+class AlsoShifted(BartScaledWordEmbedding):
+    """Scaled, and something else."""
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) + 1.0
+
+
+class OfPositions(nn.Embedding):
+    """What it wants is no tokens."""
+
+    embed_scale = 2.0
+
+    def forward(self, tokens, positions):
+        return super().forward(positions) * self.embed_scale
+
+
+@pytest.mark.filterwarnings("ignore:THOR preconditions")
+def test_what_does_more_than_scale_is_not_guessed():
+    for other in (
+        AlsoShifted(7, 4, None, embed_scale=2.0),
+        OfPositions(7, 4),
+        T5Gemma2TextScaledWordEmbedding(7, 4, 0, embed_scale=2.0, eoi_token_index=3),
+        BartScaledWordEmbedding(7, 4, None, embed_scale=None),
+    ):
+        entries = {e.name: e for e in THOR(nn.Sequential(other, nn.Linear(4, 3))).coverage()}
+        assert entries["0.weight"].reason == f"{type(other).__name__} overrides the forward of Embedding"
+
+
+@pytest.mark.slow
+def test_every_one_of_transformers():
+    """Every class of the name, in every model of the library."""
+    found = []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        for name in re.findall(r"^class (\w*ScaledWordEmbedding)\(nn\.Embedding\)", path.read_text(), re.MULTILINE):
+            found.append(name)
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            entries = THOR(nn.Sequential(getattr(module, name)(7, 4, 0, embed_scale=3.0), nn.Linear(4, 3))).coverage()
+            assert entries[0].preconditioned == (name != "T5Gemma2TextScaledWordEmbedding"), name
+    assert len(found) > 10
+
+
+def gemma():
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return Gemma2ForCausalLM(Gemma2Config(vocab_size=17, **sizes, **heads))
+
+
+def bart():
+    sizes = {"vocab_size": 17, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "scale_embedding": True}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return BartForConditionalGeneration(BartConfig(**sizes, **heads, **tokens, forced_eos_token_id=2))
+
+
+@pytest.mark.filterwarnings("ignore:THOR preconditions")
+@pytest.mark.parametrize("make", [gemma, bart])
+@pytest.mark.parametrize("scaling", [None, "spectral"])
+def test_models_with_scaled_ones(make, scaling):
+    """The whole model's largest matrix is covered, and it trains."""
+    model = make()
+    optimizer = THOR(model, lr=0.01, scaling=scaling)
+    shared = next(e for e in optimizer.coverage() if e.shape[0] == 17)
+    assert shared.preconditioned == (scaling is None)
+    assert shared.kind == "Embedding" if scaling is None else shared.reason == "the input factor is diagonal"
+    tokens, losses = torch.randint(3, 17, (4, 6)), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
 
 
 # ---------------------------------------------------------------------------- Hugging Face's Conv1D
