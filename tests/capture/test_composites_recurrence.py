@@ -14,49 +14,37 @@ KINDS = {
     "rnn": lambda **o: nn.RNN(3, 4, **o),
     "rnn_relu": lambda **o: nn.RNN(3, 4, nonlinearity="relu", **o),
 }
-OPTIONS = {
-    "one": {},
-    "batch_first_no_bias": {"batch_first": True, "bias": False},
-    "two_ways": {"bidirectional": True},
-    "deep": {"num_layers": 3, "bidirectional": True, "batch_first": True},
-    "dropout": {"num_layers": 2, "dropout": 0.5},
-    "dropout_batch_first": {"num_layers": 2, "dropout": 0.5, "batch_first": True, "bidirectional": True},
-}
-INPUTS = {
-    "batch": lambda: torch.randn(5, 2, 3).double(),
-    "alone": lambda: torch.randn(5, 3).double(),
-    "packed": lambda: pack_sequence([torch.randn(n, 3).double() for n in (4, 2, 5)], enforce_sorted=False),
-}
+OPTIONS = [
+    {},
+    {"batch_first": True, "bias": False},
+    {"bidirectional": True},
+    {"num_layers": 3, "bidirectional": True, "batch_first": True},
+    {"num_layers": 2, "dropout": 0.5},
+    {"num_layers": 2, "dropout": 0.5, "batch_first": True, "bidirectional": True},
+]
 
 
-def tensors(result):
-    """All that a recurrent layer returns."""
-    output, states = result
-    return [
-        output if isinstance(output, torch.Tensor) else output.data,
-        *(states if isinstance(states, tuple) else [states]),
-    ]
-
-
-@pytest.mark.parametrize("data", INPUTS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_step_by_step_is_the_fused_function(name, options, data):
-    """Values, gradients and masks of dropout; and every weight is seen."""
-    module, x = KINDS[name](**OPTIONS[options]).double(), INPUTS[data]()
-    seen, results = set(), []
-    for opened in (False, True):
-        torch.manual_seed(5)
-        if opened:
-            with RecurrenceMode(module._flat_weights_names, lambda name, *_: seen.add(name)):
-                results.append(tensors(module(x)))
-        else:
-            results.append(tensors(module(x)))
-    for fused, own in zip(*results, strict=True):
-        torch.testing.assert_close(own, fused)
-    wanted, found = (torch.autograd.grad(sum((y**3).sum() for y in r), module.parameters()) for r in results)
-    torch.testing.assert_close(found, wanted)
-    assert seen == {weight for weight, _ in module.named_parameters() if weight.startswith("weight")}
+def test_step_by_step_is_the_fused_function(name, options):
+    """Values, gradients and masks of dropout, for a batch, a sequence alone and packed ones; each weight is seen."""
+    module = KINDS[name](**options).double()
+    packed = pack_sequence([torch.randn(n, 3).double() for n in (4, 2, 5)], enforce_sorted=False)
+    for x in (torch.randn(5, 2, 3).double(), torch.randn(5, 3).double(), packed):
+        seen, results = set(), []
+        for mode in (None, RecurrenceMode(module._flat_weights_names, lambda name, *_, seen=seen: seen.add(name))):
+            torch.manual_seed(5)
+            if mode is None:
+                output, states = module(x)
+            else:
+                with mode:
+                    output, states = module(x)
+            output = output if isinstance(output, torch.Tensor) else output.data
+            results.append([output, *(states if isinstance(states, tuple) else [states])])
+        torch.testing.assert_close(results[1], results[0])
+        wanted, found = (torch.autograd.grad(sum((y**3).sum() for y in r), module.parameters()) for r in results)
+        torch.testing.assert_close(found, wanted)
+        assert seen == {weight for weight, _ in module.named_parameters() if weight.startswith("weight")}
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn"])

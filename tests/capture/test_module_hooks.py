@@ -12,12 +12,9 @@ from torch_thor.capture.module_calls import ModuleCalls
 class Watcher:
     """Notes what it is told of."""
 
-    def __init__(self, wants):
-        self.wants = wants
+    def __init__(self, gathers):
+        self.gathers = lambda layer: gathers
         self.seen = []
-
-    def gathers(self, layer):
-        return self.wants
 
     def watch(self, layer, kind, x, output):
         self.seen.append((layer.name, kind.loss_terms(x), tuple(x.shape), tuple(output.shape)))
@@ -32,11 +29,10 @@ def listening():
     """Returns a function that has a watcher listen to a model."""
     calls, made = ModuleCalls(), []
 
-    def listen(model, wants=True):
-        watcher = Watcher(wants)
-        made.append(watcher)
-        calls.listen(watcher, hooked(model)[1])
-        return watcher
+    def listen(model, gathers=True):
+        made.append(Watcher(gathers))
+        calls.listen(made[-1], hooked(model)[1])
+        return made[-1]
 
     yield listen
     for watcher in made:
@@ -64,45 +60,39 @@ def test_modules_that_share_a_weight_are_one_layer(listening):
     assert watcher.names == ["0", "0"]
 
 
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "out_proj"]
 MODULES = {
-    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda m, x: m(x, x, x, need_weights=False)),
-    "sequence first": (lambda: nn.MultiheadAttention(4, 2), lambda m, x: m(*[x.transpose(0, 1)] * 3)),
-    "lstm": (lambda: nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x)),
-    "cell": (lambda: nn.GRUCell(4, 4), lambda m, x: m(x[:, 0], x[:, 1])),
-}
-INSIDE = {
-    "attention": ["q_proj", "k_proj", "v_proj", "out_proj"],
-    "sequence first": ["q_proj", "k_proj", "v_proj", "out_proj"],
-    "lstm": ["weight_ih_l0", "weight_hh_l0"],
-    "cell": ["weight_ih", "weight_hh"],
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+        lambda m, x: m(x, x, x, need_weights=False)[0],
+        PROJECTIONS,
+    ),
+    "sequence first": (
+        lambda: nn.MultiheadAttention(4, 2),
+        lambda m, x: m(*[x.transpose(0, 1)] * 3)[0],
+        PROJECTIONS,
+    ),
+    "lstm": (lambda: nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x)[0], ["weight_ih_l0", "weight_hh_l0"]),
+    "cell": (lambda: nn.GRUCell(4, 4), lambda m, x: m(x[:, 0], x[:, 1]), ["weight_ih", "weight_hh"]),
 }
 
 
-@pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("name", MODULES)
-def test_layers_inside_a_module(name, wants, listening):
-    """Opened where rows are wanted; where not, every layer is told of the samples, for the loss terms alone."""
-    make, call = MODULES[name]
-    model = nn.ModuleDict({"m": make()})
-    x = torch.randn(3, 5, 4)
+def test_layers_inside_a_module(name, listening):
+    """Seen where rows are wanted; without gradients, or where no rows are, the module's own code runs and no more."""
+    make, call, inside = MODULES[name]
+    model, x = nn.ModuleDict({"m": make()}), torch.randn(3, 5, 4)
     before = call(model["m"], x)
-    watcher = listening(model, wants)
-    after = call(model["m"], x)
-    assert watcher.names == [f"m.{inside}" for inside in INSIDE[name]]
-    assert {terms for _, terms, *_ in watcher.seen} == {3}
-    flat = [tensor for one in (before, after) for tensor in torch.utils._pytree.tree_leaves(one) if tensor is not None]
-    for old, new in zip(flat[: len(flat) // 2], flat[len(flat) // 2 :], strict=True):
-        torch.testing.assert_close(old, new, rtol=0 if not wants else 1e-5, atol=0 if not wants else 1e-6)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_nothing_is_opened_where_no_gradient_is_wanted(name, listening):
-    make, call = MODULES[name]
-    model = nn.ModuleDict({"m": make()})
+    other = listening(model, gathers=False)
+    assert torch.equal(call(model["m"], x), before)
     watcher = listening(model)
     with torch.no_grad():
-        call(model["m"], torch.randn(3, 5, 4))
+        call(model["m"], x)
     assert not watcher.seen
+    torch.testing.assert_close(call(model["m"], x), before, rtol=1e-5, atol=1e-6)
+    assert watcher.names == [f"m.{one}" for one in inside]
+    assert {terms for _, terms, *_ in watcher.seen} == {3}
+    assert not other.seen
 
 
 class Experts(nn.Module):
@@ -116,12 +106,11 @@ class Experts(nn.Module):
         return x @ self.up[1].T
 
 
-@pytest.mark.parametrize("wants", [True, False])
-def test_experts_are_told_of_their_products(wants, listening):
+def test_experts_are_told_of_their_products(listening):
     model = nn.Sequential(Experts())
-    watcher = listening(model, wants)
+    watchers = [listening(model, gathers) for gathers in (True, False)]
     model(torch.randn(5, 4))
-    assert watcher.names == (["0.up"] if wants else [])  # what a router sends says nothing of the loss
+    assert [watcher.names for watcher in watchers] == [["0.up"], []]
 
 
 def test_an_exception_inside_forward_closes_what_was_opened(listening):

@@ -1,6 +1,7 @@
 """`most` of each kind of layer: which rows are left, their number and their sum, against slow calculations."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from reference import keep_blocks
 from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, transposed_input_rows
 from torch_thor.curvature import BlockDiagonal, BlockLayout, ProjectionKind
-from torch_thor.curvature.kinds import SequenceCall, kind_of
+from torch_thor.curvature.kinds import PackedCall, kind_of
 from torch_thor.curvature.kinds.base import spacing
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
 from torch_thor.curvature.kinds.patches import evenly_spread
@@ -46,53 +47,37 @@ def second_moment(rows):
     return torch.from_numpy(total)
 
 
-@pytest.mark.parametrize("period", [1, 2, 4, 5, 6, 9])
-def test_every_so_many(period):
-    for count in range(1, 40):
-        for most in (*range(1, 45), None):
-            found = list(range(0, count, spacing(count, most, period)))
-            assert found == chosen(count, most, period)
-            assert most is None or min(count, most) <= len(found)
-
-
-def test_every_place_in_a_sample_has_its_turn():
-    """64 images of 6 pixels, 16 rows are enough: not every 24th, which is always the first pixel, but every 23rd."""
-    step = spacing(64 * 6, 16, 6)
-    assert step == 23
-    assert {row % 6 for row in range(0, 64 * 6, step)} == set(range(6))
+def test_every_so_many():
+    for period, count, most in product((1, 2, 4, 5, 6, 9), range(1, 40), (*range(1, 45), None)):
+        found = list(range(0, count, spacing(count, most, period)))
+        assert found == chosen(count, most, period)
+        assert most is None or min(count, most) <= len(found)
+    # every place in a sample has its turn: of 64 images of 6 pixels not every 24th, always the first pixel, is taken
+    assert spacing(64 * 6, 16, 6) == 23
+    assert {row % 6 for row in range(0, 64 * 6, 23)} == set(range(6))
 
 
 ROWS = {
     "linear": lambda: kind_of(nn.Linear(4, 3)),
     "gpt2": lambda: kind_of(Conv1D(3, 4)),
     "projection": lambda: ProjectionKind(torch.zeros(3, 4), "MultiheadAttention"),
-    "recurrent": lambda: SequenceCall(ProjectionKind(torch.zeros(3, 4), "LSTM"), 5, packed=False),
+    "packed": lambda: PackedCall(torch.zeros(3, 4), "LSTM", 5),
 }
 
 
-@pytest.mark.parametrize("split_dim", [None, 3])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("most", MOST)
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_of_sequences(name, most, masked, split_dim):
+def test_rows_of_sequences(name):
     """Of those that count: a masked row is neither taken nor stepped over."""
-    kind, x = ROWS[name](), torch.randn(5, 5, 4).double()
-    keep = torch.rand(5, 5) < 0.7 if masked else None
-    rows, [found] = summed(kind, x, (5, 5, 3), keep=keep, most=most, split_dim=split_dim)
-    counting = [x[n, t].numpy() for n in range(5) for t in range(5) if keep is None or keep[n, t]]
-    wanted = np.array([counting[i] for i in chosen(len(counting), most, 5)])
-    assert rows == len(wanted)
-    whole = second_moment(wanted).numpy()
-    torch.testing.assert_close(found, torch.from_numpy(keep_blocks(whole, split_dim)))
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_no_row_counts(name):
-    rows, [found] = summed(
-        ROWS[name](), torch.randn(2, 3, 4).double(), (2, 3, 3), keep=torch.zeros(2, 3).bool(), most=4
-    )
-    assert rows == 0
-    assert not found.any()
+    kind = ROWS[name]()
+    for most, split_dim, share in product(MOST, (None, 3), (1.0, 0.7, 0.0)):
+        x, keep = torch.randn(5, 5, 4).double(), torch.rand(5, 5) < share
+        rows, [found] = summed(kind, x, (5, 5, 3), keep=None if share == 1 else keep, most=most, split_dim=split_dim)
+        counting = x[keep].numpy()
+        wanted = counting[chosen(len(counting), most, 5)]
+        assert rows == len(wanted)
+        assert share or not rows
+        whole = second_moment(wanted).numpy()
+        torch.testing.assert_close(found, torch.from_numpy(keep_blocks(whole, split_dim)))
 
 
 IMAGES = {
@@ -118,32 +103,29 @@ def chosen_patches(images, pixels, most):
     return places
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("most", [1, 5, 6, 7, 13, 24, 25, 60, 1000, None])
 @pytest.mark.parametrize("name", IMAGES)
-def test_patches_of_all_images(name, most, channels_last):
+def test_patches_of_all_images(name):
     """Pixel after pixel and image after image, every so many."""
     make, size = IMAGES[name]
     module = make().double()
-    x = torch.randn(9, 4 if name == "transposed" else 2, *size).double()
-    x = x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
-    output = module(x).shape
-    pixels = math.prod(output[2:])
-    places = chosen_patches(9, pixels, most)
-    assert len(set(places)) == len(places)
-    rows, found = summed(kind_of(module), x, output, most=most)
-    assert rows == len(places)
-    assert most is None or rows >= min(most, 9 * pixels)
-    some = x.numpy()
-    for group, dense in enumerate(found):
-        if isinstance(module, CONVOLUTIONS):
-            wanted = conv_input_rows(some, module, group)
-        else:
-            wanted = transposed_input_rows(some, module, group, tuple(output[2:]))
-        wanted = wanted[places]
-        if is_standardised(module):
-            wanted = np.array([row - sum(row) / len(row) for row in wanted])
-        torch.testing.assert_close(dense, second_moment(wanted))
+    for most, channels_last in product((1, 5, 6, 7, 13, 24, 25, 60, 1000, None), (False, True)):
+        x = torch.randn(9, 4 if name == "transposed" else 2, *size).double()
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
+        output = module(x).shape
+        pixels = math.prod(output[2:])
+        places = chosen_patches(9, pixels, most)
+        assert len(set(places)) == len(places)
+        rows, found = summed(kind_of(module), x, output, most=most)
+        assert rows == len(places)
+        assert most is None or rows >= min(most, 9 * pixels)
+        for group, dense in enumerate(found):
+            if isinstance(module, CONVOLUTIONS):
+                wanted = conv_input_rows(x.numpy(), module, group)[places]
+            else:
+                wanted = transposed_input_rows(x.numpy(), module, group, tuple(output[2:]))[places]
+            if is_standardised(module):
+                wanted = np.array([row - sum(row) / len(row) for row in wanted])
+            torch.testing.assert_close(dense, second_moment(wanted))
 
 
 def test_every_pixel_of_an_image_has_its_turn():
@@ -174,26 +156,21 @@ def test_an_image_without_a_batch():
     torch.testing.assert_close(found, second_moment(conv_input_rows(x.numpy(), module, 0)[[0, 5, 10]]))
 
 
-@pytest.mark.parametrize("most", [1, 4, None])
-def test_all_tokens_are_counted(most):
-    tokens = torch.tensor([[0, 2, 2], [1, 2, 4]])
-    rows, [found] = summed(kind_of(nn.Embedding(5, 3, padding_idx=1)), tokens, (2, 3, 3), most=most)
-    assert rows == 5
-    assert found.diag().tolist() == [1.0, 0.0, 3.0, 0.0, 1.0]
-
-
-@pytest.mark.parametrize("most", [1, 4, None])
-@pytest.mark.parametrize("which", [1, torch.tensor([2, 0, 2, 2, 0]), (2, 0, 3)])
-def test_all_rows_of_experts_count(which, most):
-    """How many rows an expert has is what weighs it."""
-    kind = ExpertsCall(ExpertsKind(torch.zeros(3, 6, 4), inputs_first=False), which)
-    x = torch.randn(5, 4).double()
-    rows, found = summed(kind, x, (5, 6), most=most)
-    if isinstance(which, tuple):
-        of_rows = [e for e, count in enumerate(which) for _ in range(count)]
-    else:
-        of_rows = [which] * 5 if isinstance(which, int) else which.tolist()
-    assert rows == [of_rows.count(e) for e in range(3)]
-    for expert, dense in enumerate(found):
-        own = np.array([x[i].numpy() for i in range(5) if of_rows[i] == expert]).reshape(-1, 4)
-        torch.testing.assert_close(dense, second_moment(own))
+def test_all_tokens_and_all_rows_of_experts_count():
+    """How often a token comes, and how many rows an expert has, is what weighs it."""
+    tokens, x = torch.tensor([[0, 2, 2], [1, 2, 4]]), torch.randn(5, 4).double()
+    for most in (1, 4, None):
+        rows, [found] = summed(kind_of(nn.Embedding(5, 3, padding_idx=1)), tokens, (2, 3, 3), most=most)
+        assert rows == 5
+        assert found.diag().tolist() == [1.0, 0.0, 3.0, 0.0, 1.0]
+        for which, of_rows in (
+            (1, [1] * 5),
+            (torch.tensor([2, 0, 2, 2, 0]), [2, 0, 2, 2, 0]),
+            ((2, 0, 3), [0, 0, 2, 2, 2]),
+        ):
+            kind = ExpertsCall(ExpertsKind(torch.zeros(3, 6, 4), inputs_first=False), which)
+            rows, found = summed(kind, x, (5, 6), most=most)
+            assert rows == [of_rows.count(e) for e in range(3)]
+            for expert, dense in enumerate(found):
+                own = x[[row for row in range(5) if of_rows[row] == expert]]
+                torch.testing.assert_close(dense, second_moment(own.numpy()))

@@ -8,14 +8,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  # registers its grouped product
 from torch import nn
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from comparing import compare, having
 from reference import expert_by_hand, expert_layers
@@ -65,6 +58,18 @@ class MoeExperts(nn.Module):
             }[self.style]
             y = torch.cat([one(e, x[chosen == e]) for e in range(EXPERTS)])
         return y if bias is None else y + bias[chosen]
+
+
+class Weights(nn.Module):
+    """Experts of one weight, multiplied as a test wants."""
+
+    def __init__(self, product, *size):
+        super().__init__()
+        self.num_experts, self.product = size[0], product
+        self.weight = nn.Parameter(torch.randn(size).double())
+
+    def forward(self, x):
+        return self.product(x, self.weight)
 
 
 class Model(nn.Module):
@@ -136,85 +141,51 @@ def test_steps_with_biases(style, settings):
     against_the_reference(style, stream(8), bias=True, **settings)
 
 
-@pytest.mark.parametrize("style", ["transposed_view", "gathered_columns"])
-def test_the_other_orientation_is_another_use(style):
-    """``weight.mT[e]`` of a weight that says it has inputs first: (out, in), which fits no product of these."""
-    model = Model("matmul").double()
-    model.experts.style = "linear"
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        model(*stream(1)[0][0])
-
-
 def test_factors_by_hand():
     """Expert 0 has tokens (1, 0) and (0, 2), expert 1 has (3, 0), N = 4: A_0 = diag(1, 4) / 2, T = 2 / 4 and 1 / 4."""
-
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3, 1, 2).double())
-
-        def forward(self, x):
-            return torch.cat([F.linear(x[:2], self.weight[0]), F.linear(x[2:], self.weight[1])])
-
-    model = nn.Sequential(Experts())
-    optimizer = having(THOR(model, lr=1.0, damping=0.25, momentum=0.0, kl_clip=None), loss_terms=4)
+    experts = Weights(lambda x, w: torch.cat([F.linear(x[:2], w[0]), F.linear(x[2:], w[1])]), 3, 1, 2)
+    nn.init.zeros_(experts.weight)
+    optimizer = having(THOR(experts, lr=1.0, damping=0.25, momentum=0.0, kl_clip=None), loss_terms=4)
     x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]).double()
-    (model(x) * torch.tensor([[1.0], [2.0], [3.0]]).double()).sum().div(4).backward()
+    (experts(x) * torch.tensor([[1.0], [2.0], [3.0]]).double()).sum().div(4).backward()
     optimizer.step()
-    A, G = optimizer.curvature["0.weight"].factors()
-    for found, wanted in zip(A, ([0.5, 2.0], [9.0, 0.0], [0.0, 0.0]), strict=True):
-        share = {0.5: 2 / 4, 9.0: 1 / 4}.get(wanted[0], 0.0)
+    A, G = optimizer.curvature["weight"].factors()
+    for found, share, wanted in zip(A, (2 / 4, 1 / 4, 0.0), ([0.5, 2.0], [9.0, 0.0], [0.0, 0.0]), strict=True):
         np.testing.assert_allclose(found, math.sqrt(share) * np.diag(wanted), rtol=1e-12)
     np.testing.assert_allclose([g.item() for g in G], [math.sqrt(0.5) * 2.5, math.sqrt(0.25) * 9.0, 0.0], rtol=1e-12)
     # expert 0: ∇ = (1, 4) / 4; √T (A_d) = √0.5 diag(0.5, 2) + 0.5, √T (G_d) = √0.5 · 2.5 + 0.5
     root = math.sqrt(0.5)
     expected = np.array([1.0, 4.0]) / 4 / (root * np.array([0.5, 2.0]) + 0.5) / (root * 2.5 + 0.5)
-    np.testing.assert_allclose(-model[0].weight.detach()[0, 0], expected, rtol=1e-10)
-    assert not model[0].weight[2].any()
+    np.testing.assert_allclose(-experts.weight.detach()[0, 0], expected, rtol=1e-10)
+    assert not experts.weight[2].any()
 
 
 def test_the_trace_counts_what_an_expert_without_rows_keeps():
     """tr(F + λI) of a refresh is that of the factors in use after it, not of the rows of the step alone."""
-
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2, 3, 4).double())
-
-        def forward(self, x):
-            return torch.cat([F.linear(rows, weight) for rows, weight in zip(x, self.weight, strict=False)])
-
-    model = nn.Sequential(Experts())
-    optimizer = having(THOR(model, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0)), loss_terms=6)
-    for experts in (2, 1):  # the second expert has no rows in the second step
+    experts = Weights(lambda x, w: torch.cat([F.linear(*one) for one in zip(x, w, strict=False)]), 2, 3, 4)
+    optimizer = having(THOR(experts, lr=0.0, damping=0.5, update_interval=1, trace_thresholds=(0.0, 0.0)), loss_terms=6)
+    for count in (2, 1):  # the second expert has no rows in the second step
         optimizer.zero_grad()
-        model(torch.randn(experts, 3, 4).double()).square().sum().div(6).backward()
+        experts(torch.randn(count, 3, 4).double()).square().sum().div(6).backward()
         optimizer.step()
-        traces = [a.trace() * g.trace() for a, g in zip(*optimizer.curvature["0.weight"].factors(), strict=True)]
+        traces = [a.trace() * g.trace() for a, g in zip(*optimizer.curvature["weight"].factors(), strict=True)]
         assert all(traces)
         assert optimizer.last_refresh[0].trace == pytest.approx(sum(traces).item() + 0.5 * 24, rel=1e-6)
 
 
 def test_every_expert_sees_every_token():
     """Dense experts: one product of the whole weight. Each is a linear layer that all rows go through."""
-
-    class Experts(nn.Module):
-        def __init__(self, how):
-            super().__init__()
-            self.weight, self.how = nn.Parameter(torch.randn(3, 4, 2).double()), how
-
-        def forward(self, x):
-            if self.how == "bmm":
-                return torch.bmm(x[None].expand(3, -1, -1), self.weight.mT)
-            return {"matmul": lambda: x @ self.weight.mT, "left": lambda: (self.weight @ x.mT).mT}[self.how]()
-
     x, coefficients = torch.randn(6, 2).double(), torch.randn(3, 6, 4).double()
-    for how in ("bmm", "matmul", "left"):
-        model = nn.Sequential(Experts(how))
+    for product in (
+        lambda x, w: torch.bmm(x[None].expand(3, -1, -1), w.mT),
+        lambda x, w: x @ w.mT,
+        lambda x, w: (w @ x.mT).mT,
+    ):
+        model = Weights(product, 3, 4, 2)
         optimizer = having(THOR(model, lr=0.0, split_dim=None), loss_terms=6)
         (model(x) * coefficients).sum().div(6).backward()
         optimizer.step()
-        A, G = optimizer.curvature["0.weight"].factors()
+        A, G = optimizer.curvature["weight"].factors()
         for e in range(3):
             torch.testing.assert_close(A[e], x.T @ x / 6)
             torch.testing.assert_close(G[e], coefficients[e].T @ coefficients[e] / 6)
@@ -223,160 +194,107 @@ def test_every_expert_sees_every_token():
 # ------------------------------------------------------------------------------- what is and is not
 
 
-class Positions(nn.Module):
-    """A 3-d parameter that is no expert's."""
-
-    def __init__(self):
-        super().__init__()
-        self.position = nn.Parameter(torch.zeros(1, 4, 3))
-        self.heads = nn.Parameter(torch.zeros(2, 3, 3))
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(x + self.position)
-
-
-@pytest.mark.filterwarnings("ignore:THOR preconditions 12 of 42")
-def test_other_parameters_of_three_dimensions_are_listed():
-    entries = {e.name: e for e in THOR(Positions()).coverage()}
-    assert not entries["position"].preconditioned
-    assert not entries["heads"].preconditioned
-
-
 def test_coverage():
-    entries = {e.name: e for e in THOR(Model("linear", bias=True)).coverage()}
-    found = {name: (e.kind, e.factor_sizes, e.groups) for name, e in entries.items() if "experts" in name}
+    """Parameters of three dimensions that are no expert's are not covered."""
+    model = Model("linear", bias=True)
+    model.position = nn.Parameter(torch.zeros(1, 4, 3))
+    model.heads = nn.Parameter(torch.zeros(2, 3, 3))
+    entries = {e.name: e for e in THOR(model).coverage()}
+    found = {n: (e.kind, e.factor_sizes, e.groups) for n, e in entries.items() if e.preconditioned and "experts" in n}
     assert found == {
         "experts.gate_up_proj": ("Experts", (HIDDEN, 2 * INNER), EXPERTS),
         "experts.gate_up_proj_bias": ("Experts", (2 * INNER,), EXPERTS),
         "experts.down_proj": ("Experts", (INNER, HIDDEN), EXPERTS),
         "experts.down_proj_bias": ("Experts", (HIDDEN,), EXPERTS),
     }
-
-
-def test_a_product_that_is_not_understood_is_said_and_trained_plainly():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 4, 4))
-
-        def forward(self, x):
-            return torch.einsum("ni,eoi->no", x, self.weight)
-
-    model = nn.Sequential(nn.Linear(4, 4), Experts())
-    optimizer, before = THOR(model), model[1].weight.detach().clone()
-    model(torch.randn(5, 4)).square().mean().backward()
-    with pytest.warns(RuntimeWarning, match=r"layer '1\.weight': it has a gradient and no statistics"):
-        optimizer.step()
-    assert optimizer.curvature["0"].refreshes == 1
-    assert not optimizer.curvature["1.weight"].refreshes
-    assert not torch.equal(model[1].weight, before)
-    assert not next(e for e in optimizer.coverage() if e.name == "1.weight").preconditioned
-
-
-def test_left_out():
+    assert not entries["position"].preconditioned
+    assert not entries["heads"].preconditioned
     entries = {e.name: e for e in THOR(Model("linear"), layers="-experts.down_proj").coverage()}
     assert entries["experts.down_proj"].reason == "left out by skip="
     assert entries["experts.gate_up_proj"].preconditioned
 
 
+def test_a_product_that_is_not_understood_is_said_and_trained_plainly():
+    experts = Weights(lambda x, w: torch.einsum("ni,eoi->no", x, w), 3, 4, 4)
+    model = nn.Sequential(nn.Linear(4, 4).double(), experts)
+    optimizer, before = THOR(model), experts.weight.detach().clone()
+    model(torch.randn(5, 4).double()).square().mean().backward()
+    with pytest.warns(RuntimeWarning, match=r"layer '1\.weight': it has a gradient and no statistics"):
+        optimizer.step()
+    assert optimizer.curvature["0"].refreshes == 1
+    assert not optimizer.curvature["1.weight"].refreshes
+    assert not torch.equal(experts.weight, before)
+    assert not next(e for e in optimizer.coverage() if e.name == "1.weight").preconditioned
+
+
 # ------------------------------------------------------------------------------- models
 
 
-def mixtral(**options):
-    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **options))
-
-
-def qwen(**options):
-    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 6}
-    inner = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
-    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **heads, **inner, **options))
-
-
-def trained(make, implementation, **options):
-    """(model, optimizer, losses) after eight steps; the same start for every implementation."""
-    torch.manual_seed(3)
-    model = make(experts_implementation=implementation)
-    optimizer = THOR(model, **options)
-    tokens, losses = torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(1)), []
-    for _ in range(8):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, optimizer, losses
-
-
-@pytest.mark.parametrize("make", [mixtral, qwen])
-def test_models(make):
-    """Whatever multiplies: the same factors, and next to everything is covered."""
-    found = {}
-    for implementation in ("eager", "grouped_mm", "batched_mm"):
-        model, optimizer, losses = trained(make, implementation, kl_clip=1e-3)
-        assert model.config._experts_implementation == implementation
-        assert losses[-1] < 0.9 * losses[0]
-        covered = sum(math.prod(e.shape) for e in optimizer.coverage() if e.preconditioned)
-        assert covered > 0.95 * sum(p.numel() for p in model.parameters())
-        found[implementation] = optimizer.curvature["model.layers.1.mlp.experts.down_proj"].factors()
-    for other in ("grouped_mm", "batched_mm"):
-        for eager, same in zip(found["eager"], found[other], strict=True):
-            torch.testing.assert_close(same, eager, rtol=1e-4, atol=1e-7)
-
-
-OTHERS = {
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    "mixtral": {},
+    "qwen2_moe": {"num_experts": 6, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
     "gpt_oss": {"head_dim": 8},  # inputs first, biases
     "llama4_text": {"intermediate_size_mlp": 32, "moe_layers": [0, 1], "head_dim": 8},  # every expert sees every token
     "jetmoe": {"kv_channels": 8},  # one weight a module
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_models(name):
-    """No warning of a product that is not understood, and all experts have factors."""
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **heads, **OTHERS[name]))
-    optimizer = THOR(model, kl_clip=1e-3)
-    tokens, losses = torch.randint(1, 32, (4, 6)), []
-    for _ in range(6):
+def trained(name, implementation, **options):
+    """THOR after eight steps, which lower the loss; the same start for every implementation."""
+    torch.manual_seed(3)
+    chosen = {} if implementation is None else {"experts_implementation": implementation}
+    sizes = {**SIZES, **HEADS, **MODELS[name]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), **chosen)
+    optimizer = THOR(model, **options)
+    tokens, losses = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(1)), []
+    for _ in range(8):
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    experts = [layer for layer in optimizer.curvature.values() if layer.kind.routed]
-    assert experts
-    assert all(layer.refreshes == 1 for layer in experts)
-    covered = sum(math.prod(e.shape) for e in optimizer.coverage() if e.preconditioned)
-    assert covered > 0.95 * sum(p.numel() for p in model.parameters())
+    assert implementation in (None, model.config._experts_implementation)
+    return model, optimizer
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen])
-def test_models_scale_free(make):
-    assert trained(make, "grouped_mm", scaling="spectral")[2][-1] < 4.0
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    """All experts have factors, next to everything is covered, and no product warns; the same whatever multiplies."""
+    found = []
+    for implementation in ("eager", "grouped_mm", "batched_mm") if name in ("mixtral", "qwen2_moe") else (None,):
+        model, optimizer = trained(name, implementation, kl_clip=1e-3)
+        experts = {key: layer for key, layer in optimizer.curvature.items() if layer.kind.routed}
+        assert experts
+        assert all(layer.refreshes == 1 for layer in experts.values())
+        covered = sum(math.prod(e.shape) for e in optimizer.coverage() if e.preconditioned)
+        assert covered > 0.95 * sum(p.numel() for p in model.parameters())
+        found.append({key: layer.factors() for key, layer in experts.items()})
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_models_scale_free(name):
+    trained(name, "grouped_mm", scaling="spectral")
 
 
 def test_resume_with_experts_that_had_no_rows():
-    batches = [(x, labels) for (x, _), labels in zip(stream(6), torch.randint(3, (6, 3, 4)), strict=True)]
-
     class Tuple(Model):
         def forward(self, x):
             return super().forward(*x)
 
-    def fresh():
+    def after(some, start=None):
         torch.manual_seed(2)
         model = Tuple("linear", bias=True).double()
-        return model, THOR(model, update_interval=2, factor_decay=0.5)
+        optimizer = THOR(model, update_interval=2, factor_decay=0.5)
+        for new, old in zip((model, optimizer), start or (), strict=False):
+            new.load_state_dict(old.state_dict())
+        train(model, optimizer, some)
+        return model, optimizer
 
-    (whole, one), (first, two), (second, three) = fresh(), fresh(), fresh()
-    train(whole, one, batches)
-    train(first, two, batches[:3])
-    second.load_state_dict(first.state_dict())
-    three.load_state_dict(two.state_dict())
-    train(second, three, batches[3:])
-    assert_same(weights(second), weights(whole))
+    batches = [(x, labels) for (x, _), labels in zip(stream(6), torch.randint(3, (6, 3, 4)), strict=True)]
+    resumed, _ = after(batches[3:], after(batches[:3]))
+    assert_same(weights(resumed), weights(after(batches)[0]))

@@ -10,30 +10,24 @@ from reference import recurrent_layers, sequence_by_hand, step_by_hand
 from tiny import assert_same, cross_entropy, train, weights
 from torch_thor import THOR
 
-# ------------------------------------------------------------------------------- steps
-
 
 class Reader(nn.Module):
     """The last states, and the outputs' mean where no sequence is shorter than another."""
 
     def __init__(self, rnn):
         super().__init__()
-        self.rnn = rnn
-        width = getattr(rnn, "proj_size", 0) or rnn.hidden_size
-        self.directions = 2 if rnn.bidirectional else 1
-        self.head = nn.Linear(width * self.directions, 3)
+        self.rnn, self.directions = rnn, 2 if rnn.bidirectional else 1
+        self.head = nn.Linear((rnn.proj_size or rnn.hidden_size) * self.directions, 3)
 
     def forward(self, x, lengths=None):
         if lengths is not None:
-            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            states = self.rnn(packed)[1]
-            return self.head(self.last(states))
-        output, states = self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))
-        return self.head(self.last(states) + output.mean(1 if self.rnn.batch_first else 0))
-
-    def last(self, states):
+            x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        elif not self.rnn.batch_first:
+            x = x.transpose(0, 1)
+        output, states = self.rnn(x)
         h = states[0] if isinstance(states, tuple) else states
-        return torch.cat(list(h[-self.directions :]), -1)
+        last = torch.cat(list(h[-self.directions :]), -1)
+        return self.head(last if lengths is not None else last + output.mean(1 if self.rnn.batch_first else 0))
 
 
 def by_hand(model, x):
@@ -56,10 +50,7 @@ def stream(count, *, packed=False):
         yield (x, lengths) if packed else x, cross_entropy(torch.randint(3, (4,)))
 
 
-def layers(model):
-    return {"layers": lambda model: recurrent_layers(model, "rnn")}
-
-
+LAYERS = {"layers": lambda model: recurrent_layers(model, "rnn")}
 MODELS = {
     "lstm": lambda: nn.LSTM(3, 4),
     "lstm_deep": lambda: nn.LSTM(3, 4, 2, bidirectional=True, batch_first=True),
@@ -70,20 +61,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("name", MODELS)
-def test_steps(name, packed):
-    model = Reader(MODELS[name]()).double()
-    optimizer, reference = compare(
-        model,
-        list(stream(6, packed=packed)),
-        forward=by_hand,
-        reference_options=layers(model),
-        update_interval=2,
-        split_dim=5,
-    )
-    assert set(optimizer.curvature) == set(reference.curvature)
-    assert optimizer.curvature["rnn.weight_hh_l0"].rows_per_term == (3 if packed else 5)
+def test_steps(name):
+    """Those of the loops, for a batch and for packed sequences."""
+    for packed in (False, True):
+        model = Reader(MODELS[name]()).double()
+        options = {"forward": by_hand, "reference_options": LAYERS, "update_interval": 2, "split_dim": 5}
+        optimizer, reference = compare(model, list(stream(6, packed=packed)), **options)
+        assert set(optimizer.curvature) == set(reference.curvature)
+        assert optimizer.curvature["rnn.weight_hh_l0"].rows_per_term == (3 if packed else 5)
 
 
 class Unrolled(nn.Module):
@@ -104,9 +90,7 @@ def cell_by_hand(model, x):
     rnn, seen, rows = model.rnn, [], []
 
     def product(which, row):
-        y = getattr(rnn, f"weight_{which}") @ row
-        bias = getattr(rnn, f"bias_{which}")
-        y = y if bias is None else y + bias
+        y = nn.functional.linear(row, getattr(rnn, f"weight_{which}"), getattr(rnn, f"bias_{which}"))
         seen.append((f"rnn.weight_{which}", row, y))
         return y
 
@@ -123,30 +107,23 @@ def cell_by_hand(model, x):
 @pytest.mark.parametrize("cell", [nn.LSTMCell(3, 4), nn.GRUCell(3, 4), nn.RNNCell(3, 4, bias=False)], ids=repr)
 def test_steps_of_a_cell(cell):
     model = Unrolled(cell).double()
-    compare(model, list(stream(4)), forward=cell_by_hand, reference_options=layers(model), update_interval=2)
+    compare(model, list(stream(4)), forward=cell_by_hand, reference_options=LAYERS, update_interval=2)
 
 
-def test_rows_that_a_mask_leaves_out():
-    """A mask (N, L) holds for the rows of both projections."""
-    model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
-    optimizer = THOR(model, lr=0.0)
-    optimizer.row_mask = torch.tensor([[True, True, False], [True, False, False]])
-    model[0](torch.randn(2, 3, 3).double())[0].square().sum().backward()
-    optimizer.step()
-    assert {layer.rows_per_term for layer in optimizer.curvature.values()} == {1.5}
-
-
-@pytest.mark.parametrize("x", [torch.randn(6, 3), torch.randn(6, 5, 3)], ids=["alone", "sequence_first"])
-def test_terms_are_sequences(x):
-    """N of a first layer: 1 sequence, or the second dimension."""
-    model = nn.Sequential(nn.GRU(3, 4)).double()
-    optimizer = THOR(model, lr=0.0)
-    model[0](x.double())[0].square().sum().backward()
-    optimizer.step()
-    assert {layer.rows_per_term for layer in optimizer.curvature.values()} == {6.0}
-
-
-# ------------------------------------------------------------------------------- what is and is not
+def test_rows_and_terms():
+    """N of a first layer: the batch, 1 for a sequence alone; a mask (N, L) holds for the rows of both projections."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    for layer, shape, row_mask, expected in (
+        (nn.GRU(3, 4), (6, 3), None, 6.0),
+        (nn.GRU(3, 4), (6, 5, 3), None, 6.0),
+        (nn.LSTM(3, 4, batch_first=True), (2, 3, 3), mask, 1.5),
+    ):
+        model = nn.Sequential(layer).double()
+        optimizer = THOR(model, lr=0.0)
+        optimizer.row_mask = row_mask
+        layer(torch.randn(shape).double())[0].square().sum().backward()
+        optimizer.step()
+        assert {layer.rows_per_term for layer in optimizer.curvature.values()} == {expected}
 
 
 class Other(nn.LSTM):
@@ -174,23 +151,17 @@ def test_coverage():
     assert entries["c.weight_ih_l0"].reason == "Other overrides the forward of LSTM"
 
 
-def test_without_gradients_the_fused_function_runs():
-    """An evaluation on a refresh step has the bits of the fused kernels, and leaves nothing behind."""
-    model = nn.LSTM(3, 4)
+def test_evaluation_and_frozen_layers_are_as_without_thor():
+    """On a refresh step an evaluation has the bits of the fused kernels; what is frozen needs no gradient."""
+    model = nn.ModuleDict({"rnn": nn.LSTM(3, 4, proj_size=2), "head": nn.Linear(2, 3)})
     x = torch.randn(5, 2, 3)
     with torch.no_grad():  # both times: with gradients torch may choose another kernel
-        wanted = model(x)[0]
+        wanted = model["rnn"](x)[0]
         optimizer = THOR(model)
-        assert torch.equal(model(x)[0], wanted)
+        assert torch.equal(model["rnn"](x)[0], wanted)
     assert not any(layer.statistics.rows for layer in optimizer.curvature.values())
-
-
-def test_a_frozen_layer_needs_no_gradient():
-    """What is computed in its place asks for none either."""
-    model = nn.ModuleDict({"rnn": nn.LSTM(3, 4, proj_size=2), "head": nn.Linear(2, 3)})
     model["rnn"].requires_grad_(False)
-    optimizer = THOR(model)
-    output = model["rnn"](torch.randn(5, 2, 3))[0]
+    output = model["rnn"](x)[0]
     assert not output.requires_grad
     model["head"](output).square().sum().backward()
     optimizer.step()
@@ -209,15 +180,14 @@ def test_resume(scaling):
 
     batches = [(torch.randn(4, 5, 3), torch.randint(3, (4, 5))) for _ in range(6)]
 
-    def fresh():
+    def trained(stream, start=None):
         torch.manual_seed(2)
         model = Model()
-        return model, THOR(model, update_interval=2, lr=0.01, scaling=scaling)
+        optimizer = THOR(model, update_interval=2, lr=0.01, scaling=scaling)
+        for new, old in zip((model, optimizer), start or (), strict=False):
+            new.load_state_dict(old.state_dict())
+        train(model, optimizer, stream)
+        return model, optimizer
 
-    (whole, one), (first, two), (second, three) = fresh(), fresh(), fresh()
-    train(whole, one, batches)
-    train(first, two, batches[:3])
-    second.load_state_dict(first.state_dict())
-    three.load_state_dict(two.state_dict())
-    train(second, three, batches[3:])
-    assert_same(weights(second), weights(whole))
+    resumed, _ = trained(batches[3:], trained(batches[:3]))
+    assert_same(weights(resumed), weights(trained(batches)[0]))

@@ -220,43 +220,6 @@ def test_frozen_projections(frozen):
         assert torch.equal(parameter, before[name]) == (name == f"attention.{frozen}"), name
 
 
-class AttentionFirst(nn.Module):
-    """An attention that the data reach before any other layer, and a layer with more rows after it."""
-
-    def __init__(self, batch_first, by_name):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(E, HEADS, batch_first=batch_first)
-        self.last = nn.Linear(E // 2, 1)
-        self.by_name = by_name
-
-    def forward(self, x):
-        y = self.attention(key=x, query=x, value=x)[0] if self.by_name else self.attention(x, x, x)[0]
-        return self.last(y.unflatten(-1, (2, -1)))
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_stopped_attention_still_counts_the_loss_terms(batch_first, by_name):
-    """N is the batch's, whichever layers are being refreshed; the attention is not opened for it."""
-    model = AttentionFirst(batch_first, by_name)
-    attention, rest = list(model.attention.parameters()), list(model.last.parameters())
-    optimizer = THOR(
-        [{"params": attention, "trace_thresholds": (1e9, 1e8)}, {"params": rest, "trace_thresholds": (0.0, 0.0)}],
-        model=model,
-        lr=0.0,
-        update_interval=1,
-    )
-    for step in range(3):
-        x = (1 + step) * torch.randn((N, L, E) if batch_first else (L, N, E))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(optimizer.curvature[f"attention.{part}_proj"].stopped for part in ("q", "k", "v", "out"))
-    assert optimizer.curvature["last"].refreshes == 3
-    assert optimizer.curvature["last"].rows_per_term == 2 * L
-    assert torch.equal(model(x), copy.deepcopy(model)(x))
-
-
 # ------------------------------------------------------------------------- the transformer's fast path
 
 

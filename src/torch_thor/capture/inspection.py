@@ -17,7 +17,7 @@ from torch_thor.capture.layers import Inside, Layer
 from torch_thor.capture.owners import Owner, Owners, owners_of, reasons_of_parameters, shared_by
 from torch_thor.capture.patterns import Patterns, selected
 from torch_thor.capture.sharded import check_sharded, leave_out_sharded
-from torch_thor.curvature.kinds import Kind, check_weight, kind_of
+from torch_thor.curvature.kinds import Kind, kind_of
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.distributed.sharded_parameters import is_sharded
@@ -89,8 +89,6 @@ def inspect_model(
 def _called_layers(model: nn.Module, owners: Owners, reasons: dict[int, str]) -> dict[str, Layer]:
     """Find the layers that are modules, one per weight: modules that share a weight are one layer."""
     uncalled = {id(module) for module in model.modules() for module in _uncalled_children(module)}
-    for module in model.modules():
-        check_weight(module)
     layers = {}
     for parameter in model.parameters():
         sharing = owners[id(parameter)]

@@ -5,21 +5,21 @@ several layers without calling a module for any of them; its hook is registered 
 (:mod:`torch_thor.capture.composites`). When the hooks are called is decided in :mod:`torch_thor.capture.module_calls`.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from torch_thor.capture.composites import CompositeHook
+from torch_thor.capture.composites.hook import Watcher
 from torch_thor.capture.layers import Layer
-from torch_thor.capture.watcher import ModuleHook, Watcher, first_argument
+from torch_thor.capture.module_calls import CallHandler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 
-__all__ = ["CalledModuleHook", "ModuleHook", "Watcher", "hooks_of"]
 
-
-class CalledModuleHook(ModuleHook):
+class CalledModuleHook(CallHandler):
     """The hook on a module that is one layer: the rows are those of its own input and output."""
 
     def __init__(self, module: nn.Module, kind: Kind, layer: LayerCurvature) -> None:
@@ -28,10 +28,15 @@ class CalledModuleHook(ModuleHook):
         self.kind = kind
 
     def leave(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Report the input and the output of the module."""
-        x = args[0] if args else first_argument(self.module, args, kwargs)
-        if isinstance(x, Tensor):
-            subscriber.watch(self.layers[0], self.kind, x, output)
+        """Report the first argument, also where it was passed by name, and the output of the module."""
+        if not args:
+            names = list(inspect.signature(type(self.module).forward).parameters)[1:2]
+            args = [kwargs.get(name) for name in names]
+        if args and isinstance(args[0], Tensor):
+            subscriber.watch(self.layers[0], self.kind, args[0], output)
+
+
+ModuleHook = CalledModuleHook | CompositeHook
 
 
 def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -> list[ModuleHook]:
@@ -41,8 +46,7 @@ def hooks_of(found: Mapping[str, Layer], layers: Mapping[str, LayerCurvature]) -
     for name, layer in found.items():
         hooks += [CalledModuleHook(module, kind, layers[name]) for module, kind in layer.modules]
         if layer.inside is not None:
-            key = id(layer.inside.module)
-            if key not in composite:
-                composite[key] = layer.inside.hook(layer.inside.module)
-            composite[key].add(layer.inside.name, layers[name])
+            module = layer.inside.module
+            hook = composite.get(id(module)) or composite.setdefault(id(module), layer.inside.hook(module))
+            hook.by_name[layer.inside.name] = layers[name]
     return [*hooks, *composite.values()]

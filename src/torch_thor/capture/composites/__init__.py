@@ -5,21 +5,15 @@ A new family is a file that says which layers a module has and which hook report
 
 from torch import nn
 
-from torch_thor.capture.composites.attention import ATTENTION
-from torch_thor.capture.composites.experts import EXPERTS, is_experts
+from torch_thor.capture.composites.attention import AttentionHook, projections
+from torch_thor.capture.composites.experts import ExpertsHook, expert_layers, is_experts
 from torch_thor.capture.composites.hook import CompositeHook, Report
-from torch_thor.capture.composites.recurrent import RECURRENT
-from torch_thor.capture.composites.registry import (
-    InnerLayer,
-    composite_of,
-    register_built_in,
-    register_composite,
-    register_found,
-)
+from torch_thor.capture.composites.recurrence import RecurrentHook, gate_layers
+from torch_thor.capture.composites.registry import COMPOSITES, Composite, InnerLayer, composite_of, register_composite
 
 __all__ = ["CompositeHook", "InnerLayer", "Report", "composite_of", "register_composite"]
 
-register_built_in(nn.MultiheadAttention, ATTENTION)
+COMPOSITES.classes[nn.MultiheadAttention] = Composite(projections, AttentionHook, with_children=True)
 for _recurrent in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell):
-    register_built_in(_recurrent, RECURRENT)
-register_found(is_experts, EXPERTS)
+    COMPOSITES.classes[_recurrent] = Composite(gate_layers, RecurrentHook)
+COMPOSITES.tests.append((is_experts, Composite(expert_layers, ExpertsHook)))

@@ -8,20 +8,23 @@ matrices or with a gathered copy of them is a call of those experts. Recognised 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.hook import CompositeHook, Report
-from torch_thor.capture.composites.registry import Composite, InnerLayer
+from torch_thor.capture.composites.registry import InnerLayer
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
 from torch_thor.curvature.parameter_view import ParameterView
 
-_PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
+_MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+_FUNCTIONS = ("__getitem__", "linear", *_MATRIX_PRODUCTS, *_GROUPED)
+# the names of the first two arguments of all of them
+_OPERANDS = ("input", "weight", "mat_a", "mat_b", "mat2", "other")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -75,30 +78,22 @@ class ExpertsHook(CompositeHook):
         """Return the mode that recognises the products."""
         # looked up at each call: a wrapper may have replaced the parameters, and pruning removed one
         there = {name: layer for name, layer in self.by_name.items() if layer.weight_view.is_there}
-        kinds = {name: (layer.weight, layer.kind) for name, layer in there.items()}
-        return ExpertsMode({n: (w, k) for n, (w, k) in kinds.items() if isinstance(k, ExpertsKind)}, report)
-
-    def count(self, report: Report, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Report nothing: the number of rows that a router sends to an expert is not a number of loss terms."""
+        return ExpertsMode({name: (layer.weight, layer.kind) for name, layer in there.items()}, report)
 
 
-EXPERTS = Composite(expert_layers, ExpertsHook)
-
-
-@dataclass(frozen=True)
-class _Operand:
+class _Operand(NamedTuple):
     """Which matrices of an experts' weight a tensor holds."""
 
     name: str  # the weight's name in its module
     kind: ExpertsKind  # the kind of the weight
-    which: int | Tensor | None  # one expert
+    which: int | Tensor | None  # one expert, or that of each matrix; None for the whole weight
     outputs_first: bool  # whether the matrices in the tensor are `(out, in)`
 
 
 class ExpertsMode(TorchFunctionMode):
     """While it is active, products with the experts' weights are reported."""
 
-    def __init__(self, weights: Mapping[str, tuple[Tensor, ExpertsKind]], report: Report) -> None:
+    def __init__(self, weights: Mapping[str, tuple[Tensor, Any]], report: Report) -> None:
         super().__init__()
         self._weights = weights
         self._report = report
@@ -111,47 +106,41 @@ class ExpertsMode(TorchFunctionMode):
         given = kwargs or {}
         result = func(*args, **given)
         name = getattr(func, "__name__", "")
+        if name not in _FUNCTIONS:
+            return result
+        left, right = (*args, *(given[key] for key in _OPERANDS if key in given))[:2]
         if name == "__getitem__":
-            self._note_gathered(args[0], args[1], result)
-        elif name == "linear":
-            x, weight = (*args, *(given[key] for key in ("input", "weight") if key in given))[:2]
-            self._report_product(x, weight, result, outputs_first=True)
-        elif name in _GROUPED:
-            self._report_grouped(args, given, result)
-        elif name in _PRODUCTS or name == "__rmatmul__":
-            left, right = (*args, *(given[key] for key in ("mat2", "other") if key in given))[:2]
-            if name == "__rmatmul__":
-                left, right = right, left
-            if not self._report_product(left, right, result, outputs_first=False):
-                self._report_product(right, left, result, outputs_first=True, columns=True)
+            self._note_gathered(left, right, result)
+            return result
+        left, right = (right, left) if name == "__rmatmul__" else (left, right)
+        uses = [(left, right, name == "linear")]  # the rows, the experts, and whether their matrices are `(out, in)`
+        if name in _MATRIX_PRODUCTS:
+            uses.append((right, left, True))
+        for x, experts, outputs_first in uses:
+            operand = self._operand(experts)
+            if operand is not None and operand.outputs_first is outputs_first and isinstance(x, Tensor):
+                offsets = given.get("offs", args[2] if len(args) > 2 else None) if name in _GROUPED else None
+                self._report_product(operand, x, result, offsets, columns=experts is left)
         return result
 
-    def _report_product(self, x: Any, weight: Any, y: Any, *, outputs_first: bool, columns: bool = False) -> bool:
-        """Report a product if it is one with experts, and return whether it is."""
-        operand = self._operand(weight)
-        if operand is None or not isinstance(x, Tensor) or operand.outputs_first is not outputs_first:
-            return False
-        if not isinstance(operand.which, int) and y.dim() != 3:  # several matrices, broadcast over leading dimensions
-            return False
-        self._report(operand.name, x, y, ExpertsCall(operand.kind, operand.which, columns=columns))
-        return True
-
-    def _report_grouped(self, args: tuple[Any, ...], given: Mapping[str, Any], y: Tensor) -> None:
-        x, weight = args[:2]
-        offsets = given["offs"] if "offs" in given else args[2] if len(args) > 2 else None
-        operand = self._operand(weight)
-        if operand is None or operand.which is not None or operand.outputs_first or offsets is None or x.dim() != 2:
+    def _report_product(
+        self, operand: _Operand, x: Tensor, y: Tensor, offsets: Tensor | None, *, columns: bool
+    ) -> None:
+        which: int | Tensor | list[int] | None = operand.which
+        if offsets is not None:  # a grouped product
+            if which is not None or x.dim() != 2:
+                return
+            ends = offsets.tolist()  # a host–device synchronisation, once per call on a refresh step
+            which = [end - start for start, end in pairwise([0, *ends])]
+        elif not isinstance(which, int) and y.dim() != 3:  # several matrices, broadcast over leading dimensions
             return
-        ends = offsets.tolist()  # a host–device synchronisation, once per call on a refresh step
-        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        self._report(operand.name, x, y, ExpertsCall(operand.kind, counts))
+        self._report(operand.name, x, y, ExpertsCall(operand.kind, which, columns=columns))
 
     def _note_gathered(self, weight: Any, index: Any, result: Any) -> None:
         is_list = isinstance(index, Tensor) and index.dim() == 1 and not index.is_floating_point()
         operand = self._operand(weight) if is_list and index.dtype != torch.bool else None
         if operand is not None and operand.which is None:
-            gathered = _Operand(operand.name, operand.kind, index.long(), operand.outputs_first)
-            self._gathered.append((result, gathered))
+            self._gathered.append((result, operand._replace(which=index.long())))
 
     def _operand(self, tensor: Any) -> _Operand | None:
         if not isinstance(tensor, Tensor) or tensor.dim() not in (2, 3):
@@ -162,8 +151,7 @@ class ExpertsMode(TorchFunctionMode):
         for name, (weight, kind) in self._weights.items():
             place = _place(tensor, weight)
             if place is not None:
-                which, is_transposed = place
-                return _Operand(name, kind, which, outputs_first=is_transposed is kind.transposed)
+                return _Operand(name, kind, place[0], outputs_first=place[1] is kind.transposed)
         return None
 
 
@@ -171,17 +159,12 @@ def _place(tensor: Tensor, weight: Tensor) -> tuple[int | None, bool] | None:
     """Return which matrix of a weight a tensor is (None: all) and whether it is transposed; None if it is none."""
     if tensor.dtype != weight.dtype or tensor.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
         return None
-    matrix, strides = tuple(weight.shape[1:]), tuple(weight.stride()[1:])
-    found = tuple(tensor.shape[-2:]), tuple(tensor.stride()[-2:])
-    if found == (matrix, strides):
-        is_transposed = False
-    elif found == (matrix[::-1], strides[::-1]):
-        is_transposed = True
-    else:
+    own, wanted = ([*zip(t.shape, t.stride(), strict=True)][-2:] for t in (tensor, weight))
+    if own not in (wanted, wanted[::-1]):
         return None
-    offset = int(tensor.storage_offset()) - int(weight.storage_offset())
+    is_transposed = own != wanted
+    expert, rest = divmod(int(tensor.storage_offset() - weight.storage_offset()), int(weight.stride(0)))
     if tensor.dim() == 3:
-        whole = len(tensor) == len(weight) and tensor.stride(0) == weight.stride(0) and offset == 0
+        whole = len(tensor) == len(weight) and tensor.stride(0) == weight.stride(0) and expert == rest == 0
         return (None, is_transposed) if whole else None
-    expert, rest = divmod(offset, int(weight.stride(0)))
     return (expert, is_transposed) if rest == 0 and 0 <= expert < len(weight) else None

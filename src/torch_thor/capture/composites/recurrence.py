@@ -1,28 +1,57 @@
-"""The recurrence of recurrent layers, computed step by step, because torch's fused kernels give no gradient of a gate.
+"""``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells: one linear layer per weight, and the recurrence step by step.
 
-On a step that gathers statistics, what ``nn.LSTM``, ``nn.GRU``, ``nn.RNN`` and their cells compute is computed step by
-step, with the projections of the input and of the hidden state as linear layers. This holds for any number of layers
-and directions, for output projections (``proj_size``) and for packed sequences. The numbers are equal except for the
-order of rounding. Dropout between layers draws the same masks on a CPU; on a GPU cuDNN uses a generator of its own, so
-the masks differ.
+The weights ``weight_ih_l0``, ``weight_hh_l0_reverse``, ``weight_hr_l0``, ... are linear layers on the input, the hidden
+state and the unprojected output. The rows of each are those of all sequences and time steps, so T is the length of the
+sequences, and the outputs of the first two are all gates together. A weight is the same at every time step, so its rows
+depend on each other as the patches of a convolution do, and are treated in the same way.
+
+torch's fused kernels give no gradient of a gate. So on a step that gathers statistics, what these modules compute is
+computed step by step, for any number of layers and directions, for output projections (``proj_size``) and for packed
+sequences. The numbers are equal except for the order of rounding. Dropout between layers draws the same masks on a CPU;
+on a GPU cuDNN uses a generator of its own, so the masks differ.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-ReportCall = Callable[[str, int, Tensor, Tensor], None]
+from torch_thor.capture.composites.hook import CompositeHook, Report
+from torch_thor.capture.composites.registry import InnerLayer
+from torch_thor.curvature.kinds import PackedCall, ProjectionKind, class_of
+from torch_thor.curvature.parameter_view import ParameterView
+from torch_thor.torch_internals import tree_map
+
+# from the gates of the input, those of the hidden state, and the states: the new states
 Cell = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+
+
+def gate_layers(module: nn.Module) -> Iterator[InnerLayer]:
+    """Yield the linear layers of a recurrent layer or cell, each with its bias."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.startswith("weight_") and parameter.dim() == 2:
+            bias = name.replace("weight_", "bias_", 1)
+            biases = [] if module._parameters.get(bias) is None else [ParameterView(module, bias)]
+            kind = ProjectionKind(parameter, class_of(module).__name__)
+            yield InnerLayer(name, kind, ParameterView(module, name), biases)
+
+
+class RecurrentHook(CompositeHook):
+    """The hook on a recurrent layer or cell: reports its linear layers."""
+
+    def mode(self, report: Report) -> TorchFunctionMode:
+        """Return the mode that computes the recurrence step by step."""
+        return RecurrenceMode(getattr(self.module, "_flat_weights_names", ()), report)
 
 
 class RecurrenceMode(TorchFunctionMode):
     """While it is active, recurrent functions run step by step."""
 
-    def __init__(self, names: Sequence[str], report: ReportCall) -> None:
+    def __init__(self, names: Sequence[str], report: Report) -> None:
         super().__init__()
         self._names = list(names)
         self._report = report
@@ -41,116 +70,107 @@ class RecurrenceMode(TorchFunctionMode):
             return run(cell, *args)
         # autocast runs these functions as a whole in its dtype; all others operation by operation, as happens here too
         with torch.autocast(device, enabled=False):
-            return run(cell, *_cast(args, torch.get_autocast_dtype(device)))
+            dtype = torch.get_autocast_dtype(device)
+            return run(
+                cell, *tree_map(lambda a: a.to(dtype) if torch.is_tensor(a) and a.is_floating_point() else a, args)
+            )
 
     def _one_step(
-        self,
-        cell: Cell,
-        x: Tensor,
-        state: Any,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
+        self, cell: Cell, x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
-        states = list(state) if isinstance(state, tuple | list) else [state]
+        states = _listed(state)
         from_input, from_hidden = F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh)
-        self._report("weight_ih", len(x), x, from_input)
-        self._report("weight_hh", len(x), states[0], from_hidden)
+        self._report("weight_ih", x, from_input)
+        self._report("weight_hh", states[0], from_hidden)
         new = cell(from_input, from_hidden, states)
         return new if len(new) > 1 else new[0]
 
     def _sequences(self, cell: Cell, *args: Any) -> tuple[Tensor, ...]:
         # the arguments are data, batch_sizes, state, weights, ... for packed sequences, else x, state, weights, ...
         packed = isinstance(args[3], list | tuple)
-        x, sizes, state, flat, *options = args if packed else (args[0], None, *args[1:])
-        has_bias, layers, dropout, training, bidirectional = options[:5]
-        batch_first = not packed and bool(options[5])
-        directions = 2 if bidirectional else 1
-        states = list(state) if isinstance(state, tuple | list) else [state]
-        if not packed and not batch_first:
+        x, sizes, state, flat, _, layers, dropout, training, bidirectional, *batch_first = (
+            args if packed else (args[0], None, *args[1:])
+        )
+        time_first = not packed and not batch_first[0]
+        if time_first:
             x = x.transpose(0, 1)
-        counts = sizes.tolist() if packed else None
+        steps = _Steps(x, sizes.tolist() if packed else None)
+        directions = 2 if bidirectional else 1
         size = len(flat) // (layers * directions)
         finals = []
         for layer in range(layers):
             outputs = []
-            for direction in range(directions):
-                place = layer * directions + direction
-                mine = slice(place * size, (place + 1) * size)
-                start = [one[place] for one in states]
-                run = _Run(self._names[mine], flat[mine], has_bias, self._report)
-                y, final = run.over(cell, x, counts, start, backwards=direction == 1)
+            for place in range(layer * directions, (layer + 1) * directions):
+                weights = list(zip(self._names, flat, strict=True))[place * size : (place + 1) * size]
+                start = [one[place] for one in _listed(state)]
+                y, final = self._run(cell, x, steps, start, dict(weights), backwards=place % directions == 1)
                 outputs.append(y)
                 finals.append(final)
             x = torch.cat(outputs, -1)
             if dropout and layer < layers - 1:
                 # drawn in the order of time, as the fused function draws it
-                x = F.dropout(x, dropout, training) if packed else _drop(x, dropout, training)
+                x = x if packed else x.transpose(0, 1).contiguous()
+                x = F.dropout(x, dropout, training)
+                x = x if packed else x.transpose(0, 1)
         stacked = [torch.stack(one) for one in zip(*finals, strict=True)]
-        return (x if packed or batch_first else x.transpose(0, 1), *stacked)
+        return (x.transpose(0, 1) if time_first else x, *stacked)
 
-
-class _Run:
-    """One layer of the recurrence in one direction."""
-
-    def __init__(self, names: Sequence[str], weights: Sequence[Tensor], has_bias: bool, report: ReportCall) -> None:
-        self._names = names
-        self._ih, self._hh = weights[:2]
-        self._b_ih: Tensor | None = weights[2] if has_bias else None
-        self._b_hh: Tensor | None = weights[3] if has_bias else None
-        self._hr = weights[-1] if len(weights) % 2 else None
-        self._trained = any(w.requires_grad for w in weights)
-        self._report = report
-
-    def over(
-        self, cell: Cell, x: Tensor, counts: Sequence[int] | None, start: list[Tensor], *, backwards: bool
+    def _run(
+        self,
+        cell: Cell,
+        x: Tensor,
+        steps: "_Steps",
+        states: list[Tensor],
+        weights: dict[str, Tensor],
+        *,
+        backwards: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the outputs, in the layout of ``x``, and the final states."""
-        # packed rows are ordered by time step, the longest sequences first: counts[t] rows belong to step t
-        per_step = [len(x)] * x.shape[1] if counts is None else list(counts)
-        batch = len(x) if counts is None else per_step[0]
-        gates = F.linear(x, self._ih, self._b_ih)
-        self._report(self._names[0], batch, x, gates)
-        inputs = gates.unbind(1) if counts is None else gates.split(per_step)
-        hidden = _Probe(gates.shape, gates, per_step, self._trained)
-        projected = None
-        if self._hr is not None:
-            projected = _Probe((*x.shape[:-1], len(self._hr)), gates, per_step, self._trained)
-        states, outputs = start, [x] * len(per_step)
-        for t in reversed(range(len(per_step))) if backwards else range(len(per_step)):
-            n = per_step[t]
+        """Return the outputs of one layer in one direction, in the layout of ``x``, and the final states."""
+
+        def report(name: str, x: Tensor, y: Tensor) -> None:
+            self._report(name, x, y, PackedCall(weights[name], name, steps.counts[0]) if steps.packed else None)
+
+        names, (w_ih, w_hh, *rest) = list(weights), weights.values()
+        b_ih, b_hh = rest[:2] if len(rest) > 1 else (None, None)
+        w_hr = rest[-1] if len(rest) % 2 else None
+        gates = F.linear(x, w_ih, b_ih)
+        report(names[0], x, gates)
+        # Zeros are added to the outputs of all time steps, so that one tensor receives all their gradients. The output
+        # of a frozen layer must not require a gradient because of them.
+        zeros = partial(gates.new_zeros, requires_grad=any(weight.requires_grad for weight in weights.values()))
+        of_hidden, of_output = zeros(gates.shape), zeros((*x.shape[:-1], 0 if w_hr is None else len(w_hr)))
+        inputs, add_hidden, add_output = steps.split(gates), steps.split(of_hidden), steps.split(of_output)
+        hidden, unprojected, outputs = ([x] * len(inputs) for _ in range(3))
+        for t in reversed(range(len(inputs))) if backwards else range(len(inputs)):
+            n = steps.counts[t]
             now = [one[:n] for one in states]
-            from_hidden = hidden.see(t, now[0], F.linear(now[0], self._hh, self._b_hh))
-            new = list(cell(inputs[t], from_hidden, now))
-            if projected is not None and self._hr is not None:
-                new[0] = projected.see(t, new[0], F.linear(new[0], self._hr))
+            hidden[t] = now[0].detach()
+            new = list(cell(inputs[t], F.linear(now[0], w_hh, b_hh) + add_hidden[t], now))
+            if w_hr is not None:
+                unprojected[t] = new[0].detach()
+                new[0] = F.linear(new[0], w_hr) + add_output[t]
             outputs[t] = new[0]
             states = [torch.cat([a, b[n:]]) if n < len(b) else a for a, b in zip(new, states, strict=True)]
-        for name, probe in ((self._names[1], hidden), (self._names[-1], projected)):
-            if probe is not None:
-                self._report(name, batch, probe.inputs(), probe.zeros)
-        return (torch.stack(outputs, 1) if counts is None else torch.cat(outputs)), states
+        report(names[1], steps.join(hidden), of_hidden)
+        if w_hr is not None:
+            report(names[-1], steps.join(unprojected), of_output)
+        return steps.join(outputs), states
 
 
-class _Probe:
-    """Zeros that are added to the outputs of all time steps, so that one tensor receives all their gradients."""
+class _Steps:
+    """The time steps of a batch ``(N, L, ...)``, or of packed rows, ordered by time, the longest sequences first."""
 
-    def __init__(self, shape: Sequence[int], like: Tensor, per_step: list[int], trained: bool) -> None:
-        # the output of a frozen layer must not require a gradient because of these zeros
-        self.zeros = torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=trained)
-        self._is_batch = len(shape) == 3
-        self._steps = self.zeros.unbind(1) if self._is_batch else self.zeros.split(per_step)
-        self._inputs = [like] * len(per_step)
+    def __init__(self, x: Tensor, counts: list[int] | None) -> None:
+        self.packed = counts is not None
+        self.counts = [len(x)] * x.shape[1] if counts is None else counts  # the number of rows of each step
 
-    def see(self, t: int, x: Tensor, y: Tensor) -> Tensor:
-        """Record the input of a time step, and return its output with the zeros added."""
-        self._inputs[t] = x.detach()
-        return y + self._steps[t]
+    def split(self, rows: Tensor) -> Sequence[Tensor]:
+        """Return the rows of each step."""
+        return rows.split(self.counts) if self.packed else rows.unbind(1)
 
-    def inputs(self) -> Tensor:
-        """Return the inputs of all time steps, in the layout of the zeros."""
-        return torch.stack(self._inputs, 1) if self._is_batch else torch.cat(self._inputs)
+    def join(self, rows: list[Tensor]) -> Tensor:
+        """Return the rows of all steps, in the layout that was split."""
+        return torch.cat(rows) if self.packed else torch.stack(rows, 1)
 
 
 def _lstm(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -165,23 +185,13 @@ def _gru(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> t
     return (new + (z + hidden_z).sigmoid() * (states[0] - new),)
 
 
-def _rnn_tanh(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return ((from_input + from_hidden).tanh(),)
+_CELLS: Mapping[str, Cell] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": lambda from_input, from_hidden, _: ((from_input + from_hidden).tanh(),),
+    "rnn_relu": lambda from_input, from_hidden, _: ((from_input + from_hidden).relu(),),
+}
 
 
-def _rnn_relu(from_input: Tensor, from_hidden: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return ((from_input + from_hidden).relu(),)
-
-
-_CELLS: Mapping[str, Cell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn_tanh, "rnn_relu": _rnn_relu}
-
-
-def _drop(x: Tensor, dropout: float, training: bool) -> Tensor:
-    return F.dropout(x.transpose(0, 1).contiguous(), dropout, training).transpose(0, 1)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return arguments with their floating-point tensors converted to a dtype."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    return type(value)(_cast(one, dtype) for one in value) if isinstance(value, list | tuple) else value
+def _listed(state: Any) -> list[Tensor]:
+    return list(state) if isinstance(state, tuple | list) else [state]

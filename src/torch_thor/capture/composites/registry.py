@@ -12,9 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_thor.capture.composites.hook import CompositeHook
-from torch_thor.curvature.kinds import Kind, has_kind
-from torch_thor.curvature.kinds.checks import check_fits
-from torch_thor.curvature.kinds.lookup import registered_for
+from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.kinds.registry import KINDS, Registration, Registry, check_fits
 from torch_thor.curvature.parameter_view import ParameterView
 
 
@@ -40,15 +39,12 @@ class InnerLayer:
 
 
 @dataclass(frozen=True)
-class Composite:
-    """How composite modules of one class are preconditioned."""
+class Composite(Registration):
+    """How composite modules are preconditioned."""
 
     layers: Callable[[Any], Iterable[InnerLayer]]  # returns the layers that a module computes
     hook: Callable[[Any], CompositeHook]  # makes the hook that reports their calls
     with_children: bool = False
-    fixed: tuple[str, ...] = ("forward",)
-    why_not: Callable[[Any], str | None] = lambda _: None
-    checked: bool = False  # whether what `layers` returns is checked; what this package registers is not
 
     def layers_of(self, module: nn.Module) -> list[InnerLayer]:
         """Return the layers of a module."""
@@ -58,9 +54,7 @@ class Composite:
         return found
 
 
-_classes: dict[type[nn.Module], Composite] = {}
-# Composite modules of packages that are not imported here, recognised by their parameters.
-_found: list[tuple[Callable[[nn.Module], bool], Composite]] = []
+COMPOSITES: Registry[Composite] = Registry()
 
 
 def register_composite(
@@ -88,61 +82,37 @@ def register_composite(
         ValueError: the class is already registered, here or with :func:`torch_thor.register_kind`. An optimizer raises
             it when it is made, where a layer does not fit its weight.
     """
-    if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
-        raise TypeError(
-            f"register_composite: module_type={module_type!r} must be a class of torch.nn.Module; give the class of "
-            f"the modules, not one of them"
-        )
+    for registry in (COMPOSITES, KINDS):
+        registry.check_new(module_type, "register_composite")
     for argument, value in (("layers", layers), ("hook", hook)):
         if not callable(value):
             raise TypeError(
                 f"register_composite: {argument}={value!r} must be callable with a module of class "
                 f"{module_type.__name__}; pass a function or a class"
             )
-    if module_type in _classes or has_kind(module_type):
-        raise ValueError(
-            f"register_composite: {module_type.__module__}.{module_type.__qualname__} is registered already, and a "
-            f"class is registered once; register a class derived from it"
-        )
-    _classes[module_type] = Composite(layers, hook, with_children, checked=True)
-
-
-def register_built_in(module_type: type[nn.Module], composite: Composite) -> None:
-    """Register composite modules of a class for this package."""
-    _classes[module_type] = composite
-
-
-def register_found(is_one: Callable[[nn.Module], bool], composite: Composite) -> None:
-    """Register, for this package, composite modules that are recognised without their class."""
-    _found.append((is_one, composite))
+    COMPOSITES.classes[module_type] = Composite(layers, hook, with_children, checked=True)
 
 
 def composite_of(module: nn.Module) -> tuple[Composite | None, str | None]:
-    """Return how a composite module is preconditioned."""
-    composite, reason = registered_for(module, _classes, _found)
-    return composite, reason if composite is not None else None
+    """Return how a composite module is preconditioned, and the reason why it is not."""
+    return COMPOSITES.find(module)
 
 
 def _check(layers: Sequence[InnerLayer], module: nn.Module) -> None:
     """Raise an error for layers that do not fit the module they are registered for."""
-    owner = type(module).__name__
-    names, states = set(), set()
+    seen: set[tuple[Any, ...]] = set()
     for layer in layers:
-        who = f"layer {layer.name!r}, registered for {owner},"
-        if layer.name in names:
-            raise ValueError(f"{who} has the name of another layer of the module; give each layer a name of its own")
-        names.add(layer.name)
-        weight = getattr(layer.weight.module, layer.weight.attribute, None)
-        if not isinstance(weight, Tensor):
+        who, view = f"layer {layer.name!r}, registered for {type(module).__name__},", layer.weight
+        if not isinstance(getattr(view.module, view.attribute, None), Tensor):
             raise ValueError(
-                f"{who} has the weight {layer.weight.attribute!r}, and the module has no parameter of that name; "
-                f"correct the name"
+                f"{who} has the weight {view.attribute!r}, and the module has no parameter of that name; correct the "
+                f"name"
             )
-        state = id(layer.weight.module), layer.weight.attribute, layer.prefix
-        if state in states:
+        own = {("name", layer.name), (id(view.module), view.attribute, layer.prefix)}
+        if own & seen:
             raise ValueError(
-                f"{who} has the prefix {layer.prefix!r}, as another layer of the same parameter has; give each a "
-                f"prefix of its own"
+                f"{who} has the name of another layer of the module, or the prefix {layer.prefix!r} of another layer "
+                f"of the same parameter; give each layer a name, and each layer of a parameter a prefix, of its own"
             )
-        states.add(state)
-        check_fits(layer.kind, layer.weight.outline(), [view.outline() for view in layer.biases], who)
+        seen |= own
+        check_fits(layer.kind, view.outline(), [bias.outline() for bias in layer.biases], who)

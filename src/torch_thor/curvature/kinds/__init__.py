@@ -10,20 +10,19 @@ from torch_thor.curvature.kinds.convolution import ConvKind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled, why_not_counted
 from torch_thor.curvature.kinds.linear import (
     LinearKind,
+    PackedCall,
+    ProjectionKind,
     TransposedLinearKind,
     is_hugging_face_conv1d,
     is_linear_of_a_library,
 )
-from torch_thor.curvature.kinds.lookup import class_of
-from torch_thor.curvature.kinds.projection import ProjectionKind, SequenceCall
 from torch_thor.curvature.kinds.registry import (
-    check_weight,
+    KINDS,
+    KindRegistration,
     class_name_of,
-    has_kind,
+    class_of,
     kind_of,
     parameter_names_of,
-    register_built_in,
-    register_found,
     register_kind,
     why_not,
 )
@@ -39,26 +38,26 @@ __all__ = [
     "Kind",
     "LinearKind",
     "MatrixWeight",
+    "PackedCall",
     "ProjectionKind",
-    "SequenceCall",
-    "check_weight",
     "class_name_of",
     "class_of",
-    "has_kind",
     "kind_of",
     "parameter_names_of",
     "register_kind",
     "why_not",
 ]
 
-register_built_in(nn.Linear, LinearKind)
-register_built_in(nn.Embedding, EmbeddingKind, why_not=why_not_counted)
+KINDS.classes[nn.Linear] = KindRegistration(LinearKind)
+KINDS.classes[nn.Embedding] = KindRegistration(EmbeddingKind, why_not=why_not_counted)
 for _convolution in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-    register_built_in(_convolution, ConvKind, fixed=("forward", "_conv_forward"))
+    KINDS.classes[_convolution] = KindRegistration(ConvKind, fixed=("forward", "_conv_forward"))
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    register_built_in(_transposed, ConvTransposeKind)
-register_found(is_standardised, StandardisedConvKind)
-register_found(is_same_padded, SameConvKind)
-register_found(is_scaled, ScaledEmbeddingKind, why_not=why_not_counted)
-register_found(is_linear_of_a_library, LinearKind)
-register_found(is_hugging_face_conv1d, TransposedLinearKind)
+    KINDS.classes[_transposed] = KindRegistration(ConvTransposeKind)
+KINDS.tests += [
+    (is_standardised, KindRegistration(StandardisedConvKind)),
+    (is_same_padded, KindRegistration(SameConvKind)),
+    (is_scaled, KindRegistration(ScaledEmbeddingKind, why_not=why_not_counted)),
+    (is_linear_of_a_library, KindRegistration(LinearKind)),
+    (is_hugging_face_conv1d, KindRegistration(TransposedLinearKind)),
+]

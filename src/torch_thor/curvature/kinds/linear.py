@@ -1,4 +1,4 @@
-"""Linear layers: ``nn.Linear``, those of PyTorch Geometric and timm, and Hugging Face's ``Conv1D`` (GPT-2).
+"""Linear layers: ``nn.Linear``, those of PyTorch Geometric and timm, Hugging Face's ``Conv1D`` (GPT-2), projections.
 
 Every leading index of the input is a row.
 """
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.base import MatrixWeight, spacing
-from torch_thor.curvature.kinds.lookup import class_of
+from torch_thor.curvature.kinds.registry import class_of
 
 
 class LinearKind(MatrixWeight):
@@ -65,6 +65,40 @@ class TransposedLinearKind(LinearKind):
         weight = module.weight
         assert isinstance(weight, Tensor)
         self.inputs, self.outputs = weight.shape
+
+
+class ProjectionKind(LinearKind):
+    """A linear layer inside a composite module, which receives its inputs batch first, ``(N, ..., in)``.
+
+    The module computes it without calling a module for it: a projection of an attention, a gate matrix of a recurrent
+    layer (:mod:`torch_thor.capture.composites`). Its weight is a parameter, or rows of a fused one.
+
+    Args:
+        weight: the weight, ``(out, in)``, of which only the shape is used.
+        label: the name of the kind in ``optimizer.coverage()``.
+    """
+
+    batch_first = True
+
+    def __init__(self, weight: Tensor, label: str) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.label = label
+
+
+class PackedCall(ProjectionKind):
+    """One call of a projection on packed sequences, whose rows are all their time steps, ``(rows, in)``."""
+
+    def __init__(self, weight: Tensor, label: str, sequences: int) -> None:
+        super().__init__(weight, label)
+        self._sequences = sequences
+
+    def loss_terms(self, x: Tensor) -> int:
+        """Return the number of sequences."""
+        return self._sequences
+
+    def row_shape(self, x: Tensor) -> torch.Size:
+        """Return no dimensions: a mask of padded sequences does not fit packed ones."""
+        return torch.Size()
 
 
 def is_linear_of_a_library(module: nn.Module) -> bool:

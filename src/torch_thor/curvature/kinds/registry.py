@@ -1,31 +1,82 @@
 """Which kind of layer a module is: :func:`register_kind`, through which the built-in kinds are known too."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.kinds.checks import REMEDY, check_complete, check_fits
-from torch_thor.curvature.kinds.lookup import class_name, class_of, registered_for
+
+_METHODS = ("loss_terms", "row_shape", "add_inputs_", "add_outputs_", "to_matrix", "from_matrix_")
+_ATTRIBUTES = ("label", "groups", "inputs", "outputs", "diagonal_input", "transposed", "solves_biases", "routed")
+_REMEDY = "derive it from torch_thor.curvature.LinearKind, or see torch_thor.curvature.Kind for what a kind must define"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """What is registered for a class of modules, or for modules that pass a test."""
+
+    fixed: tuple[str, ...] = ("forward",)  # the methods that it depends on, which a subclass may not override
+    why_not: Callable[[Any], str | None] = lambda _: None  # the reason why it does not hold for one of the modules
+    checked: bool = False  # whether what it makes is checked; what this package registers is not
 
 
 @dataclass(frozen=True)
-class Registration:
-    """How modules of a class that are one layer are preconditioned."""
+class KindRegistration(Registration):
+    """How modules that are one layer are preconditioned."""
 
     kind: Callable[[Any], Kind]  # makes the kind of a module
     weight: str = "weight"  # the name of the weight
     bias: str = "bias"  # the name of the bias, which a module may lack
-    fixed: tuple[str, ...] = ("forward",)
-    why_not: Callable[[Any], str | None] = lambda _: None
-    checked: bool = True  # whether what `kind` makes is checked; what this package registers is not
 
 
-_classes: dict[type[nn.Module], Registration] = {}
-# Modules of packages that are not imported here, recognised by the name of their class or by what they compute.
-_found: list[tuple[Callable[[nn.Module], bool], Registration]] = []
+R = TypeVar("R", bound=Registration)
+
+
+class Registry(Generic[R]):
+    """Finds what is registered for a module: for its class, for a parent class whose methods it runs, or by a test."""
+
+    def __init__(self) -> None:
+        self.classes: dict[type[nn.Module], R] = {}
+        self.tests: list[tuple[Callable[[nn.Module], bool], R]] = []  # of packages that are not imported here
+
+    def find(self, module: nn.Module) -> tuple[R | None, str | None]:
+        """Return what is registered for a module, and the reason why it does not hold."""
+        own = type(module)
+        parent = next((cls for cls in own.__mro__ if cls in self.classes), None)
+        found = None if parent is None else self.classes[parent]
+        if found is not None and all(getattr(own, name) is getattr(parent, name) for name in found.fixed):
+            return found, found.why_not(module)
+        for passes, registration in self.tests:
+            if passes(module):
+                return registration, registration.why_not(module)
+        name = self.class_name(class_of(module))
+        overridden = "" if parent is None else f"{name} overrides the forward of {parent.__name__}"
+        return found, overridden or f"no curvature for {name}"
+
+    def class_name(self, own: type) -> str:
+        """Return the name of a class, with its Python module if a registered class has the same name."""
+        alike = any(cls is not own and cls.__name__ == own.__name__ for cls in self.classes)
+        return f"{own.__module__}.{own.__qualname__}" if alike else own.__name__
+
+    def check_new(self, module_type: Any, caller: str) -> None:
+        """Raise an error for what is no class of modules, and for a class that is registered already."""
+        if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+            raise TypeError(
+                f"{caller}: module_type={module_type!r} must be a class of torch.nn.Module; give the class of the "
+                f"modules, not one of them"
+            )
+        if module_type in self.classes:
+            raise ValueError(
+                f"{caller}: {module_type.__module__}.{module_type.__qualname__} is registered already, and a class is "
+                f"registered once; register a class derived from it"
+            )
+
+
+KINDS: Registry[KindRegistration] = Registry()
 
 
 def register_kind(
@@ -59,87 +110,89 @@ def register_kind(
         ValueError: the class is already registered. An optimizer raises it when it is made, where a kind does not fit
             a module.
     """
-    if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
-        raise TypeError(
-            f"register_kind: module_type={module_type!r} must be a class of torch.nn.Module; give the class of the "
-            f"layers, not one of them"
-        )
+    KINDS.check_new(module_type, "register_kind")
     if not callable(kind):
-        raise TypeError(f"register_kind: kind={kind!r} must be a class of kinds, or return one; {REMEDY}")
+        raise TypeError(f"register_kind: kind={kind!r} must be a class of kinds, or return one; {_REMEDY}")
     if isinstance(kind, type):
-        check_complete(kind, f"register_kind: {kind.__name__}", TypeError)
-    if module_type in _classes:
-        raise ValueError(
-            f"register_kind: {module_type.__module__}.{module_type.__qualname__} is registered already, with "
-            f"{_name(_classes[module_type].kind)}, and a class has one kind; register a class derived from it, "
-            f"or change the kind that it has"
-        )
-    _classes[module_type] = Registration(kind, weight, bias)
-
-
-def register_built_in(module_type: type[nn.Module], kind: Callable[[Any], Kind], **options: Any) -> None:
-    """Register a kind for this package."""
-    _classes[module_type] = Registration(kind, checked=False, **options)
-
-
-def register_found(is_one: Callable[[nn.Module], bool], kind: Callable[[Any], Kind], **options: Any) -> None:
-    """Register, for this package, a kind for modules that are recognised without their class."""
-    _found.append((is_one, Registration(kind, checked=False, **options)))
+        _check_complete(kind, f"register_kind: {kind.__name__}", TypeError, _METHODS)
+    KINDS.classes[module_type] = KindRegistration(kind, weight, bias, checked=True)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
     """Return the kind of a module, or None where it has none."""
-    registration, reason = _registration_of(module)
-    if registration is None or reason is not None:
+    found, reason = KINDS.find(module)
+    if found is None or reason is not None:
         return None
-    kind = registration.kind(module)
-    if registration.checked:
-        bias = getattr(module, registration.bias, None)
+    kind = found.kind(module)
+    if found.checked:
+        bias = getattr(module, found.bias, None)
         biases = [bias] if isinstance(bias, Tensor) else []
-        check_fits(kind, getattr(module, registration.weight), biases, _who(registration, module))
+        check_fits(kind, getattr(module, found.weight), biases, _described(found, module))
     return kind
 
 
 def why_not(module: nn.Module) -> str | None:
     """Return the reason why a module has no kind."""
-    return _registration_of(module)[1]
+    return KINDS.find(module)[1]
 
 
-def check_weight(module: nn.Module) -> None:
-    """Raise an error for a module that lacks the weight that is registered for its class."""
-    registration, reason = _registration_of(module)
-    if registration is None or reason is not None or not registration.checked:
-        return
-    if not isinstance(getattr(module, registration.weight, None), Tensor):
+def parameter_names_of(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the weight and the bias of a module; ValueError if it lacks the weight of its kind."""
+    found, reason = KINDS.find(module)
+    if found is None:
+        return "weight", "bias"
+    if found.checked and reason is None and not isinstance(getattr(module, found.weight, None), Tensor):
         raise ValueError(
-            f"{_who(registration, module)} has the weight {registration.weight!r}, and the module has no parameter of "
-            f"that name; name it in register_kind(..., weight=...)"
+            f"{_described(found, module)} has the weight {found.weight!r}, and the module has no parameter of that "
+            f"name; name it in register_kind(..., weight=...)"
         )
+    return found.weight, found.bias
 
 
 def class_name_of(module: nn.Module) -> str:
     """Return the name of a module's class, with that of its Python module if a kind has a class of the same name."""
-    return class_name(class_of(module), _classes)
+    return KINDS.class_name(class_of(module))
 
 
-def has_kind(module_type: type[nn.Module]) -> bool:
-    """Return whether a kind is registered for a class itself, and not only for a parent of it."""
-    return module_type in _classes
+def class_of(module: nn.Module) -> type:
+    """Return the class of a module; where FSDP2 has derived one from it, that from which it was derived."""
+    own = type(module)
+    is_derived = any(base.__name__ == "FSDPModule" for base in own.__bases__)
+    return own.__bases__[-1] if is_derived else own
 
 
-def parameter_names_of(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the weight and the bias of a module."""
-    registration, _ = _registration_of(module)
-    return ("weight", "bias") if registration is None else (registration.weight, registration.bias)
+def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -> None:
+    """Raise an error for a kind whose matrices are not those of its weight."""
+    _check_complete(kind, who, ValueError, _METHODS + _ATTRIBUTES)
+    sizes = kind.groups, kind.outputs, kind.inputs
+    rule = f"groups={kind.groups}, outputs={kind.outputs}, inputs={kind.inputs}"
+    whole = all(isinstance(size, int) and size > 0 for size in sizes)
+    if not whole or math.prod(sizes) != weight.numel():
+        raise ValueError(
+            f"{who} says {rule} of a weight of shape {tuple(weight.shape)}: they must be whole numbers whose product "
+            f"is the weight's {weight.numel()} numbers; correct the kind"
+        )
+    wanted = (kind.groups, kind.inputs, kind.outputs) if kind.transposed else sizes
+    found = tuple(kind.to_matrix(torch.empty(weight.shape, device="meta")).shape)  # a tensor without memory
+    if found != wanted:
+        order = "(groups, inputs, outputs)" if kind.transposed else "(groups, outputs, inputs)"
+        raise ValueError(
+            f"to_matrix of {who} makes {found} of the weight: with {rule} and transposed={kind.transposed} it must be "
+            f"{order} = {wanted}; correct the kind"
+        )
+    for bias in biases if kind.solves_biases else ():
+        if bias.numel() != kind.groups * kind.outputs:
+            raise ValueError(
+                f"{who} says {rule} and solves_biases=True of a bias of shape {tuple(bias.shape)}: a bias has a "
+                f"number for each of the {kind.groups * kind.outputs} outputs; set solves_biases=False if it has not"
+            )
 
 
-def _registration_of(module: nn.Module) -> tuple[Registration | None, str | None]:
-    return registered_for(module, _classes, _found)
+def _check_complete(owner: Any, who: str, error: type[Exception], names: Sequence[str]) -> None:
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise error(f"{who} has no {', '.join(missing)}, which every kind of layer has; {_REMEDY}")
 
 
-def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", repr(kind))
-
-
-def _who(registration: Registration, module: nn.Module) -> str:
-    return f"{_name(registration.kind)}, registered for {class_name_of(module)},"
+def _described(found: KindRegistration, module: nn.Module) -> str:
+    return f"{getattr(found.kind, '__name__', repr(found.kind))}, registered for {class_name_of(module)},"
