@@ -48,11 +48,6 @@ class Capture:
 
     # ---- which layers gather --------------------------------------------------------------------------------------
 
-    @property
-    def watching(self) -> bool:
-        """Whether statistics of a layer are awaited in this step; compiled models then run eagerly."""
-        return bool(self.awaited)
-
     def listen(self) -> None:
         """Register the hooks that the layers' states call for, and remove all others."""
         self.gathering = {layer for layer in self.layers if layer.due and layer.weight.requires_grad}

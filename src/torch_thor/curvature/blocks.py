@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +19,13 @@ from torch import Tensor
 from torch_thor.curvature.precision import add_product_, product
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Neighbouring blocks of one size: rows ``first`` to ``last``."""
 
     first: int
+    last: int
     count: int
     size: int
-
-    @property
-    def last(self) -> int:
-        """The row after the last one."""
-        return self.first + self.count * self.size
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,8 @@ class Cut:
         """The runs of equal blocks."""
         found, first = [], 0
         for count, size in self.blocks:
-            found.append(Run(first, count, size))
-            first += count * size
+            found.append(Run(first, first + count * size, count, size))
+            first = found[-1].last
         return tuple(found)
 
     @cached_property
@@ -153,20 +149,20 @@ class Blocks:
 
     def accumulate_right_product_(self, matrix: Tensor, scale: float, into: Tensor, decay: float) -> None:
         """Compute ``into ← decay * into + scale * matrix @ self`` for ``(groups, m, n)``, without a temporary."""
+        # a factor of 0 overwrites even NaN, as beta=0 of a matrix product does
         groups, size = self.cut.groups, matrix.shape[-1]
         if self.cut.is_diagonal:
             diagonal = self.rows.view(groups, 1, size)
-            scale_(into, decay).addcmul_(matrix, diagonal, value=scale)
+            (into.mul_(decay) if decay else into.zero_()).addcmul_(matrix, diagonal, value=scale)
         elif self.cut.width == size:  # one block for each group
             add_product_(into, matrix, self.parts[0], decay, scale)
         else:  # one batched product per run, because the strides do not allow one for all groups
             for index in range(groups):
                 own = self if groups == 1 else self.group(index)
                 for run, part in zip(own.cut.runs, own.parts, strict=True):
-                    head, target = (
-                        tensor[index, :, run.first : run.last].unflatten(-1, (run.count, run.size)).transpose(0, 1)
-                        for tensor in (matrix, into)
-                    )
+                    shape = run.count, run.size
+                    head = matrix[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
+                    target = into[index, :, run.first : run.last].unflatten(-1, shape).transpose(0, 1)
                     add_product_(target, head, part, decay, scale)
 
     def dense(self) -> list[Tensor]:
@@ -180,11 +176,6 @@ class Blocks:
                 of_group.append(next(blocks))
             found.append(torch.block_diag(*of_group))
         return found
-
-
-def scale_(into: Tensor, decay: float) -> Tensor:
-    """Multiply a tensor in place; a factor of 0 overwrites even NaN, as ``beta=0`` of a matrix product does."""
-    return into.mul_(decay) if decay else into.zero_()
 
 
 def first_rows(cut: Cut) -> Iterator[int]:

@@ -26,10 +26,9 @@ class Factor:
     def __init__(self, side: str, kind: Kind, weight: ParameterView, prefix: str) -> None:
         self.side, self._kind, self._weight, self._prefix = side, kind, weight, prefix
         self._found: tuple[Any, Any, Cut, Owners | None] | None = None
-        self._inverse: tuple[Tensor, Blocks] | None = None
         self.divided: Owners | None = None  # the owners of the blocks, if curvature is divided (divide_curvature)
         self.exchange: BlockExchange | None = None  # with the other owners
-        self.collected: Blocks | None = None  # the whole inverse, while it is used
+        self.whole: Blocks | None = None  # the inverse for a step; while it is collected, if curvature is divided
 
     # ---- where its blocks are --------------------------------------------------------------------------------------
 
@@ -111,15 +110,9 @@ class Factor:
             rows = rows[self._weight.local_rows]
         return Blocks(self.held, rows)
 
-    def inverse(self) -> Blocks:
-        """Return the inverse for a step: of all rows if curvature is divided, else what this process holds."""
-        if self.divided is not None:
-            assert self.collected is not None  # a step collects it first
-            return self.collected
-        tensor = self._weight.state[self.key(True)]
-        if self._inverse is None or self._inverse[0] is not tensor:
-            self._inverse = tensor, self.read(inverse=True)
-        return self._inverse[1]
+    def prepare(self) -> None:
+        """Look up the inverse for the steps until the next refresh, unless steps collect it."""
+        self.whole = self.read(inverse=True) if self.divided is None else None
 
     def spread(self, *, inverse: bool) -> Blocks:
         """Return the blocks of all rows, with zeros for those that other processes keep (``divide_curvature``)."""

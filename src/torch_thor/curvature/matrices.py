@@ -7,23 +7,21 @@ import math
 
 from torch import Tensor, nn
 
-from torch_thor.curvature.kinds.base import shares_memory
+from torch_thor.curvature.kinds.base import MatrixWeight
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
-class PlainMatrix:
+class PlainMatrix(MatrixWeight):
     """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns."""
-
-    transposed = False
 
     def __init__(self, groups: int, outputs: int, inputs: int, taps: int = 0) -> None:
         self.groups = groups
         self.outputs = outputs
         self.inputs = inputs
-        self._taps = taps
+        self.taps = taps
 
     def of_rows(self, shape: tuple[int, ...], rows: int) -> "PlainMatrix | None":
         """Return the matrices of some rows of the parameter, which one process holds."""
@@ -33,24 +31,9 @@ class PlainMatrix:
             return PlainMatrix(rows, self.outputs, self.inputs)
         if self.groups > 1:
             return None
-        if self._taps:
-            return PlainMatrix(1, self.outputs, rows * self._taps, self._taps)
+        if self.taps:
+            return PlainMatrix(1, self.outputs, rows * self.taps, self.taps)
         return PlainMatrix(1, rows, self.inputs)
-
-    def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the parameter's shape as matrices."""
-        if not self._taps:
-            return tensor.reshape(self.groups, self.outputs, self.inputs)
-        by_group = tensor.reshape(self.groups, -1, self.outputs, self._taps)
-        return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
-
-    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into the tensor that they were made of."""
-        if shares_memory(matrix, tensor):
-            return
-        if self._taps:
-            matrix = matrix.reshape(self.groups, self.outputs, -1, self._taps).transpose(1, 2)
-        tensor.copy_(matrix.reshape(tensor.shape))
 
 
 def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatrix | None:

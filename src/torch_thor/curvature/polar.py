@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.precision import product
+from torch_thor.curvature.precision import ieee_float32, product
 
 # Coefficients of a X + (b X Xᵀ + c (X Xᵀ)²) X in each iteration, which are optimal for singular values from 0.001 to 1.
 _POLAR_EXPRESS = (
@@ -32,6 +32,31 @@ _MARGIN = {torch.bfloat16: 1.05, torch.float32: 1.01, torch.float64: 1.01}
 # Eigenvalues of a Gram matrix below this number of rounding errors of the largest are noise. They are raised to that
 # limit, so that the singular values of their directions stay below 1.
 _NOISE = 32.0
+
+
+def unit_polars(matrices: Sequence[Tensor], rows: int | None, limits: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Return the polar factors of batches of wide matrices, or of their blocks of rows, each scaled to norm 1.
+
+    ``limits`` holds a number ``(count,)`` for each matrix by which it is multiplied further.
+    """
+    alike: defaultdict[tuple[torch.dtype, torch.device], defaultdict[torch.Size, list[int]]]
+    alike = defaultdict(lambda: defaultdict(list))
+    for i, matrix in enumerate(matrices):
+        alike[matrix.dtype, matrix.device][matrix.shape[1:]].append(i)
+    found = list(matrices)
+    for (dtype, device), by_shape in alike.items():
+        members = list(by_shape.values())
+        with ieee_float32(device.type):
+            polars = orthogonalise([torch.cat([matrices[i] for i in own]) for own in members], rows)
+        for own, polar in zip(members, polars, strict=True):
+            # clamped for matrices of zeros, whose step is zero
+            norms = torch.linalg.matrix_norm(polar, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
+            if limits is not None:
+                norms /= torch.cat([limits[i] for i in own])[:, None, None]
+            polar.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
+            for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
+                found[i] = one
+    return found
 
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:

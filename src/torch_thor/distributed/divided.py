@@ -84,12 +84,12 @@ class DividedInverses:
                 needs.append((id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"]))
         for parameters, factors in turns_of(needs):
             for factor, whole in zip(factors, collected(factors, inverse=True), strict=True):
-                factor.collected = whole
+                factor.whole = whole
             try:
                 yield parameters
             finally:
                 for factor in factors:
-                    factor.collected = None
+                    factor.whole = None
 
 
 def turns_of(needs: Iterable[tuple[int, Sequence[Factor]]]) -> Iterator[tuple[frozenset[int], list[Factor]]]:

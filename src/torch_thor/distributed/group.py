@@ -57,10 +57,10 @@ class Distributed:
             if not holds:
                 raise ValueError(f"{name}={getattr(self, name)!r}: {name} must be {rule}; {remedy}")
 
-    def processes(self, device: torch.device) -> Processes:
-        """Return the processes that train together at this time; ``device`` is that of the model."""
+    def processes(self, plan: Any) -> Processes:
+        """Return the processes that train together at this time; ``plan.device`` is the device of the model."""
         if self.process_group is False or not (dist.is_available() and dist.is_initialized()):
             return ALONE
         group: Any = dist.group.WORLD if self.process_group is None else self.process_group
         alone = dist.get_world_size(group) == 1
-        return ALONE if alone else DataParallel(group, device, self.communication_dtype)
+        return ALONE if alone else DataParallel(group, plan.device, self.communication_dtype)

@@ -8,7 +8,6 @@ least work so far.
 
 import heapq
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,8 +17,7 @@ from torch import Tensor
 
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.matrices import PlainMatrix
-from torch_thor.curvature.polar import orthogonalise
-from torch_thor.curvature.precision import ieee_float32
+from torch_thor.curvature.polar import unit_polars
 from torch_thor.curvature.shards import RowShards
 
 
@@ -92,19 +90,9 @@ def _assembled(matrices: Sequence[DividedMatrix], received: Tensor, processes: i
 
 
 def _orthogonalise_(whole: Sequence[Tensor], geometries: Sequence[Kind | PlainMatrix], rows: int | None) -> None:
-    """Replace whole weights by polar factors of norm 1, in one batch for each shape."""
-    by_shape: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    """Replace whole weights by polar factors of norm 1."""
     matrices = [geometry.to_matrix(tensor) for tensor, geometry in zip(whole, geometries, strict=True)]
     wide = [matrix.mT if matrix.shape[1] > matrix.shape[2] else matrix for matrix in matrices]
-    for i, one in enumerate(wide):
-        by_shape[one.shape[1], one.shape[2]].append(i)
-    if not by_shape:
-        return
-    with ieee_float32(whole[0].device.type):
-        steps = orthogonalise([torch.cat([wide[i] for i in members]) for members in by_shape.values()], rows)
-    for members, step in zip(by_shape.values(), steps, strict=True):
-        # clamped for matrices of zeros, whose step is zero
-        step.div_(torch.linalg.matrix_norm(step, keepdim=True).clamp_(min=torch.finfo(step.dtype).tiny))
-        for i, own in zip(members, step.split([len(wide[i]) for i in members]), strict=True):
-            wide[i].copy_(own)  # a view of the matrix
-            geometries[i].from_matrix_(matrices[i], whole[i])
+    for i, unit in enumerate(unit_polars(wide, rows)):
+        wide[i].copy_(unit)  # a view of the matrix
+        geometries[i].from_matrix_(matrices[i], whole[i])

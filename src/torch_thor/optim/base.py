@@ -18,7 +18,7 @@ from torch_thor.distributed.group import Distributed
 from torch_thor.distributed.sharded_parameters import check_shards_fit
 from torch_thor.optim import covered, persistence
 from torch_thor.optim.checkpoint import conform
-from torch_thor.optim.options import OPTIONS, check
+from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, parameters_of
 from torch_thor.optim.plan import Plan
 from torch_thor.optim.refresh_step import refresh_layers
@@ -150,7 +150,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._last_refresh = ()
         try:
             loss = None if closure is None else torch.enable_grad()(closure)()
-            state_only = creates_state_only(self)
+            state_only = not self.state and creates_state_only(self)
             inputs = read_inputs(self, state_only)
             if inputs.skip:
                 self._capture.discard()
@@ -189,16 +189,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         changed = self._renewed or bool(inputs.due)
         if not inputs.due and self._capture.gathering:
             changed = self._capture.finish_step() or changed
-        if any(group["step"] >= group["next_refresh"] for group in self.param_groups):
-            for layer in self._plan.layers.values():
-                options = layer.weight_view.options
-                if options["step"] >= options["next_refresh"]:
-                    layer.record(due=not layer.stopped)
-            changed = True
+        for group in self.param_groups:
+            if group["step"] >= group["next_refresh"]:
+                for layer in self._plan.layers.values():
+                    if layer.weight_view.options is group:
+                        layer.record(due=not layer.stopped)
+                changed = True
         if changed:
             self._renewed = False
             self._capture.listen()
-        self._warnings.issue()
+        if self._warnings.pending:
+            self._warnings.issue()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop their statistics; those of a backward pass that is still to come stay.
@@ -243,22 +244,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             del self.param_groups[before:]
             raise
 
-    def _check_groups(self) -> None:
-        """Check the options of all groups that were replaced since they were last checked."""
-        check(type(self), {"nonfinite": self.nonfinite})
-        for group in self.param_groups:
-            checked = self._checked.setdefault(id(group), {})
-            for name, option in OPTIONS.items():
-                value = group.get(name, checked)
-                # a tensor or a list may have been changed in place
-                if value is checked or (value is checked.get(name, checked) and not isinstance(value, list | Tensor)):
-                    continue
-                if not option.test(value):
-                    check(type(self), {name: value})
-                checked[name] = value
-
     def _make_plan(self, before: Plan | None) -> Plan:
-        return Plan(self.model, self.param_groups, self.state, self.sides, self.layers, before)
+        plan = Plan(self.model, self.param_groups, self.state, self.sides, self.layers, before)
+        plan.fingerprint = self._fingerprint(plan)
+        return plan
+
+    def _fingerprint(self, plan: Plan) -> list[Any]:
+        """Return everything on which a plan depends; it is made anew if this differs from the plan's."""
+        found: list[Any] = [len(self.state)]
+        if not plan.sharded:  # FSDP2 replaces the parameters of modules while they run, and those of groups stay
+            for _, module, attribute in plan.attributes:
+                found.append(id(module._parameters.get(attribute)))
+        for group in self.param_groups:
+            found.append((id(group), group["split_dim"], len(group["params"])))
+            for p in group["params"]:
+                found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(self.state.get(p))))
+        return found
 
     def _adopt(self, plan: Plan) -> None:
         self._plan, self._complete, self._renewed = plan, False, True
@@ -267,8 +268,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _plan_now(self) -> Plan:
         """Return the plan; the same object unless something that it describes was replaced."""
         plan = self._plan
-        lost = self._capture.watching and plan.has_lost_modules()
-        if not lost and plan.fingerprint == plan.fingerprint_now(self.param_groups, self.state):
+        lost = self._capture.awaited and plan.has_lost_modules()
+        if not lost and plan.fingerprint == self._fingerprint(plan):
             return plan
         now = self._make_plan(plan)
         if not now.layers and "G" in self.sides:
@@ -285,7 +286,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         plan = self._plan
         layers = list(plan.layers.values())
         if self.distributed.divide_curvature and divided:
-            divide(layers, self.distributed.processes(plan.device))
+            divide(layers, self.distributed.processes(plan))
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -296,7 +297,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         plan.bind(self.state)
         for layer in layers:
             layer.make_state()
-        plan.fingerprint = plan.fingerprint_now(self.param_groups, self.state)
+        plan.fingerprint = self._fingerprint(plan)
         self._complete = True
 
     # ---- state dicts ----------------------------------------------------------------------------------------------
@@ -459,18 +460,18 @@ class StepWarnings:
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
-        self._pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
+        self.pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
 
     def note(self, about: Hashable, message: str, name: str | None = None, then: str = "") -> None:
         """Add a warning, unless one about the same problem has been added before."""
         if about not in self._known:
             self._known.add(about)
-            names = self._pending.setdefault((message, then), [])
+            names = self.pending.setdefault((message, then), [])
             names += [] if name is None else [repr(name)]
 
     def issue(self) -> None:
         """Issue the warnings that have been added."""
-        pending, self._pending = self._pending, {}
+        pending, self.pending = self.pending, {}
         for (message, then), names in pending.items():
             others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
             text = f"{message}{''.join(names[:1])}{others}{then}"

@@ -51,12 +51,10 @@ class _Work:
     own: Tensor  # the rows that this process holds
     state: dict[str, Any]
     pieces: list[_Piece]  # none if the parameter is not preconditioned
+    dtype: torch.dtype  # of directions and momentum
     smallest: float  # the smallest norm that is assumed for the bound
     order: int  # its place in the model
-
-    def buffer(self) -> Tensor:
-        """Return the momentum buffer of the own rows."""
-        return local(momentum_buffer(self.parameter, self.state))
+    buffer: Tensor | None = None  # the momentum of the own rows; None where momentum has been 0 so far
 
 
 def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
@@ -64,7 +62,7 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
     if plan.program is None:
         plan.program = [_prepared(group, plan, optimizer.state) for group in optimizer.param_groups]
     clipped: list[tuple[Group, list[_Work], list[Tensor], list[Tensor]]] = []
-    inverses = optimizer._inverses()
+    inverses = optimizer._inverses() if optimizer._distributed.divide_curvature else None
     memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
     for group, program in zip(optimizer.param_groups, plan.program, strict=True):
         plain: list[_Work] = []
@@ -77,6 +75,8 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             if gradient is None:
                 continue
             gradient = gradient if work.own is work.parameter else local(gradient)
+            if work.buffer is None and group["momentum"]:
+                work.buffer = local(momentum_buffer(work.parameter, work.state))
             if work.pieces:
                 natural.append(work)
                 gradients.append(gradient)
@@ -85,7 +85,7 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             plain.append(work)
             # copied only if it is changed below, or if the momentum has a higher precision
-            directions.append(gradient.to(factor_dtype(work.own.dtype), copy=bool(group["weight_decay"])))
+            directions.append(gradient.to(work.dtype, copy=bool(group["weight_decay"])))
         if plain:
             _step(group, plain, directions, None)
         directions = []
@@ -97,7 +97,7 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
                 if one_by_one:
                     _update_one(group, work, gradient, memory)
                 else:
-                    directions.append(torch.empty_like(work.own, dtype=factor_dtype(work.own.dtype)))
+                    directions.append(torch.empty_like(work.own, dtype=work.dtype))
                     _accumulate_direction_(work, gradient, directions[-1], 0.0)
         if group["kl_clip"] is not None:
             clipped.append((group, natural, directions, gradients))
@@ -132,6 +132,8 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
                 pieces.append(_Piece(rows))
                 continue
             (a, g), kind, scales = layer.stored, layer.geometry, None
+            a.prepare()
+            g.prepare()
             if kind.routed:  # 1 / T of each expert, of which its G contains one √T, and the A of a bias none
                 terms = layer.state[layer.prefix + "group_rows_per_term"]
                 scales = torch.where(terms > 0, terms, 1.0).rsqrt()[:, None, None]
@@ -140,13 +142,15 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
         if own.numel():  # else a shard without rows
             size = next((size for size in own.shape if size != 1), 1)
             place, state = order.get(id(parameter), len(order)), states.get(parameter, {})
-            found.append(_Work(parameter, own, state, pieces, SMALLEST_SHARE * math.sqrt(size), place))
+            smallest, dtype = SMALLEST_SHARE * math.sqrt(size), factor_dtype(own.dtype)
+            found.append(_Work(parameter, own, state, pieces, dtype, smallest, place))
     return found
 
 
 def _update_one(group: Group, work: _Work, gradient: Tensor, memory: dict[torch.dtype, Tensor]) -> None:
     """Update one parameter, for a CPU: the parameter and its direction then stay in the cache."""
-    parameter, buffer, ratio = work.own, work.buffer(), group["max_update_ratio"]
+    parameter, buffer, ratio = work.own, work.buffer, group["max_update_ratio"]
+    assert buffer is not None  # there is momentum
     momentum, lr = float(group["momentum"]), float(group["lr"])
     direction = buffer
     if ratio is not None:
@@ -171,7 +175,13 @@ def _step(group: Group, works: Sequence[_Work], directions: list[Tensor], clip: 
 
     ``v ← μ v + d`` and ``W ← W − lr · v`` (Nesterov: ``W ← W − lr · (d + μ v)``).
     """
-    params, lr, momentum = [work.own for work in works], float(group["lr"]), float(group["momentum"])
+    lr, momentum = float(group["lr"]), float(group["momentum"])
+    params: list[Tensor] = []
+    buffers: list[Tensor] = []
+    for work in works:
+        params.append(work.own)
+        if work.buffer is not None:
+            buffers.append(work.buffer)
     if group["weight_decay"] and clip is None:
         torch._foreach_add_(directions, params, alpha=float(group["weight_decay"]))
     if clip is not None:
@@ -179,7 +189,6 @@ def _step(group: Group, works: Sequence[_Work], directions: list[Tensor], clip: 
     elif group["max_update_ratio"] is not None and group["kl_clip"] is None and lr:
         directions = _bounded(works, directions, lr, float(group["max_update_ratio"]))
     if momentum:
-        buffers = [work.buffer() for work in works]
         torch._foreach_mul_(buffers, momentum)
         torch._foreach_add_(buffers, directions)
         directions = list(torch._foreach_add(directions, buffers, alpha=momentum)) if group["nesterov"] else buffers
@@ -198,12 +207,15 @@ def _accumulate_direction_(work: _Work, gradient: Tensor, target: Tensor, decay:
         if kind is None:
             (into.mul_(decay) if decay else into.zero_()).add_(source)
             continue
-        left = piece.factors[0].inverse()
+        left = piece.factors[0].whole
+        assert left is not None
         with ieee_float32(source.device.type):
             if len(piece.factors) > 1:  # d = (1/T) · G_d⁻¹ ∇W A_d⁻¹, added to the target at once
                 solved = left.left_multiply(kind.to_matrix(source).to(left.rows.dtype))
                 matrix = kind.to_matrix(into)
-                piece.factors[1].inverse().accumulate_right_product_(solved, piece.scale, matrix, decay)
+                right = piece.factors[1].whole
+                assert right is not None
+                right.accumulate_right_product_(solved, piece.scale, matrix, decay)
                 kind.from_matrix_(matrix, into)
                 continue
             # d = (1/T) · G_d⁻¹ ∇b: a bias has the constant input 1, so its A is 1
@@ -215,7 +227,9 @@ def _accumulate_direction_(work: _Work, gradient: Tensor, target: Tensor, decay:
 
 def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: float) -> None:
     """Do the same for the sparse gradient of an embedding, which changes the rows of its tokens only."""
-    a_inverse, g_inverse = (factor.inverse() for factor in piece.factors)
+    a_inverse, g_inverse = piece.factors[0].whole, piece.factors[1].whole
+    assert a_inverse is not None
+    assert g_inverse is not None
     tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.dtype)
     scaled = rows * a_inverse.rows[tokens]
     solved = torch.zeros_like(scaled)

@@ -1,152 +1,195 @@
-"""The scale-free update rule: momentum on the raw gradient, preconditioned, orthogonalised and scaled to a fixed norm.
+"""The update of ThorMuon: momentum on the raw gradient, preconditioned, orthogonalised and scaled to a fixed norm.
 
-For a matrix W (``d_out × d_in``) with momentum ``v ← μ v + ∇W`` (Nesterov: ``u = ∇W + μ v``, else ``u = v``)
-
-    d = orth( u (A + λ tr(A)/d_in I)⁻¹ ),    scaled to ‖d‖_F = √min(d_out, d_in) · √max(1, d_out / d_in)
-    W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d
-
-for L trained matrices (:func:`depth_scale`). The last term is at most ``r · max(‖W‖_F, 0.03 √d_out)`` long
-(``max_update_ratio``), of each group of a convolution and each expert on its own.
-
-The step does not depend on the scale of the loss or on the width of the layer, so lr has the same meaning for every
-layer and task. A is the second moment of the input of the layer. It is the only curvature that is used, so no
-statistics of gradients are needed. ``orth`` returns polar factors of blocks of ``split_dim`` rows
-(:mod:`torch_thor.curvature.polar`). A matrix without factors, because THOR has no kind for its layer or has got no
-statistics, takes the same step with the identity in the place of A; so do rows of a fused weight that belong to no
-layer, each run of neighbouring rows as one matrix. Parameters that are not matrices (biases,
-normalisation layers, embeddings) take a step of :class:`torch.optim.AdamW` (:func:`adamw_step_`).
+The formulas are in :class:`torch_thor.ThorMuon`. A is the second moment of the input of the layer. It is the only
+curvature that is used, so no statistics of gradients are needed. A matrix without factors takes the same step with the
+identity in the place of A; so do rows of a fused weight that belong to no layer, each run of neighbouring rows as one
+matrix. Each group of a convolution, each expert, and each projection of a fused weight is a matrix of its own.
 """
 
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.matrices import PlainMatrix
-from torch_thor.curvature.polar import orthogonalise
+from torch_thor.curvature.polar import unit_polars
 from torch_thor.curvature.precision import ieee_float32
 from torch_thor.curvature.shards import RowShards, bounds_within, local
-from torch_thor.distributed.divided import DividedInverses
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.natural import SMALLEST_SHARE
-from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows
 
-_USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced (depth_scale)
+if TYPE_CHECKING:
+    from torch_thor.optim.base import CurvatureOptimizer
+
+_USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
+# The learning rate of AdamW as a share of lr, and its other options.
+ADAMW_SHARE = 0.2
+ADAMW_BETAS = (0.9, 0.95)
+_ADAMW_EPS = 1e-8
 
 
 @dataclass
 class _Piece:
     """A parameter, or the rows of one that belong to a layer, as a batch of matrices."""
 
-    parameter: Tensor  # the parameter, or the rows of it
-    direction: Tensor  # the direction to precondition and orthogonalise, in the shape of `parameter`
+    parameter: Tensor  # the rows of it that this process holds
+    rows: Any  # their index in the own rows of the parameter; None for all
     geometry: Kind | PlainMatrix  # converts tensors of this shape into matrices
     whole: Kind | PlainMatrix  # converts the rows of all processes
-    layer: LayerCurvature | None  # the layer whose factor A preconditions the direction; None if there is no factor
-    bounds: tuple[int, ...] | None  # which process holds which rows of the matrix (:class:`DividedMatrix`)
-    key: int  # the `id` of the parameter
+    factor: Factor | None  # A; None without curvature
+    bounds: tuple[int, ...] | None = None  # which process holds which rows of the matrix
+    key: int = 0  # the `id` of the parameter
+    direction: Any = None  # of this step
 
-    @property
-    def is_tall(self) -> bool:
-        """Whether the matrices that the geometry returns have more rows than columns."""
-        kind = self.geometry
-        return kind.outputs != kind.inputs and (kind.outputs > kind.inputs) != kind.transposed
+    def __post_init__(self) -> None:
+        kind, self.transposed = self.geometry, self.geometry.transposed
+        self.sides = min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
+        # whether the matrices have more rows than columns
+        self.is_tall = kind.outputs != kind.inputs and (kind.outputs > kind.inputs) != kind.transposed
+        # The rows that one process holds are orthogonalised and scaled on their own, so that nothing has to be sent;
+        # those of all processes together have the norm of the whole.
+        share = kind.outputs * kind.inputs / max(1, self.whole.outputs * self.whole.inputs)
+        self.norm = step_norm(self.whole.outputs, self.whole.inputs) * math.sqrt(share)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The smaller and the larger side of the matrices."""
-        kind = self.geometry
-        return min(kind.outputs, kind.inputs), max(kind.outputs, kind.inputs)
-
-    def write(self, into: Tensor) -> None:
-        """Write the preconditioned direction as matrices."""
-        into = into.mT if self.is_tall else into
-        if self.layer is not None:
-            _precondition_inputs(self.layer, self.direction, into)
+    def precondition(self, into: Tensor) -> None:
+        """Write ``∇W A_d⁻¹``, or ∇W without a factor, as matrices."""
+        matrix = self.geometry.to_matrix(self.direction)
+        inverse = None if self.factor is None else self.factor.whole
+        if inverse is None:
+            into.copy_(matrix)
+        elif self.transposed:
+            into.copy_(inverse.left_multiply(matrix.to(into.dtype)))
         else:
-            into.copy_(self.geometry.to_matrix(self.direction))
-
-    def step_(self, unit: Tensor, lr: float) -> None:
-        """Take the step of the parameter."""
-        matrix = self.geometry.to_matrix(self.parameter)  # a view of the parameter if its memory layout allows
-        matrix.add_(unit.mT if self.is_tall else unit, alpha=-lr * _norm_of_part(self.geometry, self.whole))
-        self.geometry.from_matrix_(matrix, self.parameter)
+            inverse.accumulate_right_product_(matrix.to(into.dtype), 1.0, into, 0.0)
 
 
-def _precondition_inputs(layer: LayerCurvature, gradient: Tensor, into: Tensor) -> None:
-    """Compute ``into ← ∇W A_d⁻¹``, for a layer that has A alone (the scale-free step)."""
-    geometry, inverse = layer.geometry, layer.stored[0].inverse()
-    matrix = geometry.to_matrix(gradient).to(into.dtype)
-    if geometry.transposed:
-        into.copy_(inverse.left_multiply(matrix))
-    else:
-        inverse.accumulate_right_product_(matrix, 1.0, into, 0.0)
+@dataclass
+class _Work:
+    """A trained parameter with all that its steps need until the next refresh."""
 
-
-def orthogonal_step(
-    groups: list[Group], plan: Plan, states: States, inverses: DividedInverses | None, *, whole_matrices: bool
-) -> None:
-    """Update every parameter that has a gradient."""
-    for group in groups:
-        lr = float(group["lr"])
-        shrunk: list[Tensor] = []
-        matrices: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameter, gradient, momentum
-        others: list[tuple[Tensor, Tensor, dict[str, Any]]] = []  # parameter, gradient, state
-        for parameter in group["params"]:
-            gradient, key = parameter.grad, id(parameter)
-            if gradient is None:
-                continue
-            own, is_matrix = local(parameter), key in plan.shares_of or key in plan.matrix_of
-            if not (own.numel() or (is_matrix and whole_matrices)):  # a shard without rows
-                continue
-            shrunk.append(own)
-            state = states[parameter]
-            kept, gradient = local(state["momentum_buffer" if is_matrix else "exp_avg"]), local(gradient)
-            if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
-                gradient = gradient.to_dense()
-            gradient = gradient.to(kept.dtype)
-            if is_matrix:
-                matrices.append((parameter, gradient, kept))
-            else:
-                others.append((own, gradient, state))
-        if shrunk and group["weight_decay"]:
-            torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
-        pieces: list[_Piece] = []
-        divided: list[_Piece] = []  # rows of matrices that are orthogonalised as a whole
-        directions = _directions(matrices, group) if matrices else []
-        for (parameter, _, _), direction in zip(matrices, directions, strict=True):
-            for piece in _pieces_of(parameter, direction, plan):
-                if whole_matrices and piece.bounds is not None:
-                    divided.append(piece)
-                elif len(piece.parameter):
-                    pieces.append(piece)
-        if inverses is not None:
-            _precondition_in_turns([*pieces, *divided], inverses.turns(group, plan))
-        if matrices:
-            length, rows, ratio = lr * depth_scale(plan.depth), group["split_dim"], group["max_update_ratio"]
-            _step_(pieces, length, rows, ratio)
-            if divided and plan.first_shards is not None:
-                _step_whole_(divided, length, rows, plan.first_shards, ratio)
-        if others:
-            adamw_step_(others, lr)
+    parameter: Tensor
+    own: Tensor
+    state: dict[str, Any]
+    pieces: list[_Piece]  # none where AdamW trains the parameter
+    kept: Tensor  # the momentum, or AdamW's first moment, of the own rows
 
 
 def step_norm(outputs: int, inputs: int) -> float:
     """Return the Frobenius norm of the step of a matrix at lr 1."""
-    return math.sqrt(min(outputs, inputs) * max(1.0, outputs / inputs))
+    return math.sqrt(min(outputs, inputs) * max(1.0, outputs / max(1, inputs)))
 
 
-def depth_scale(matrices: int) -> float:
-    """Return the factor by which the learning rate of a matrix is multiplied in a deep network, ``√min(1, 10 / L)``."""
-    return math.sqrt(min(1.0, _USUAL_DEPTH / max(1, matrices)))
+def orthogonal_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
+    """Update every parameter that has a gradient."""
+    whole_matrices = optimizer._distributed.whole_matrices
+    if plan.program is None:
+        plan.program = [_prepared(group, plan, optimizer.state, whole_matrices) for group in optimizer.param_groups]
+    inverses = optimizer._inverses() if optimizer._distributed.divide_curvature else None
+    for group, program in zip(optimizer.param_groups, plan.program, strict=True):
+        lr, momentum = float(group["lr"]), float(group["momentum"])
+        shrunk: list[Tensor] = []
+        matrices: list[_Work] = []
+        others: list[tuple[_Work, Tensor]] = []
+        gradients: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for work in program:
+            gradient = work.parameter.grad
+            if gradient is None:
+                continue
+            gradient = gradient if work.own is work.parameter else local(gradient)
+            if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
+                gradient = gradient.to_dense()
+            gradient = gradient.to(work.kept.dtype)
+            shrunk.append(work.own)
+            if work.pieces:
+                matrices.append(work)
+                gradients.append(gradient)
+                buffers.append(work.kept)
+            else:
+                others.append((work, gradient))
+        if shrunk and group["weight_decay"]:
+            torch._foreach_mul_(shrunk, 1 - lr * float(group["weight_decay"]))
+        if matrices:
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, gradients)
+            directions = torch._foreach_add(gradients, buffers, alpha=momentum) if group["nesterov"] else buffers
+            pieces: list[_Piece] = []
+            for work, direction in zip(matrices, directions, strict=True):
+                for piece in work.pieces:
+                    piece.direction = direction if piece.rows is None else direction[piece.rows]
+                    pieces.append(piece)
+            length = lr * math.sqrt(min(1.0, _USUAL_DEPTH / max(1, plan.depth)))
+            _step_matrices(pieces, group, length, plan.first_shards if whole_matrices else None, inverses, plan)
+        if others:
+            _adamw_step(others, lr)
+
+
+def _step_matrices(
+    pieces: list[_Piece], group: Group, lr: float, shards: RowShards | None, inverses: Any, plan: Plan
+) -> None:
+    """Precondition and orthogonalise directions, and take the steps."""
+    wide: list[Tensor] = []
+    for piece in pieces:
+        size = piece.geometry.groups, *piece.sides
+        wide.append(torch.empty(size, dtype=piece.direction.dtype, device=piece.direction.device))
+    for ready in (None,) if inverses is None else inverses.turns(group, plan):
+        for piece, into in zip(pieces, wide, strict=True):
+            if (ready is None or piece.key in ready) and len(piece.parameter):
+                with ieee_float32(into.device.type):
+                    piece.precondition(into.mT if piece.is_tall else into)
+    if inverses is not None:  # parameters whose layers have no factors yet are in no turn
+        for piece, into in zip(pieces, wide, strict=True):
+            if piece.factor is None and len(piece.parameter):
+                piece.precondition(into.mT if piece.is_tall else into)
+    ratio, rows = group["max_update_ratio"], group["split_dim"]
+    alone = [i for i, piece in enumerate(pieces) if (shards is None or piece.bounds is None) and len(piece.parameter)]
+    limits: list[Tensor] | None = None
+    if ratio is not None:
+        norms = [_norms(pieces[i].parameter, pieces[i].geometry.groups, wide[i].dtype) for i in alone]
+        limits = _limits([pieces[i] for i in alone], norms, lr, ratio, whole=False)
+    for i, unit in zip(alone, unit_polars([wide[i] for i in alone], rows, limits), strict=True):
+        piece = pieces[i]
+        matrix = piece.geometry.to_matrix(piece.parameter)  # a view of the parameter if its memory layout allows
+        matrix.add_(unit.mT if piece.is_tall else unit, alpha=-lr * piece.norm)
+        piece.geometry.from_matrix_(matrix, piece.parameter)
+    if shards is not None:
+        members = [i for i, piece in enumerate(pieces) if piece.bounds is not None]
+        _step_whole([pieces[i] for i in members], [wide[i] for i in members], lr, rows, shards, ratio)
+
+
+def _step_whole(
+    pieces: list[_Piece], wide: list[Tensor], lr: float, rows: int | None, shards: RowShards, ratio: float | None
+) -> None:
+    """Take the steps of the rows of this process, of matrices that are orthogonalised as a whole."""
+    matrices = []
+    for piece, own in zip(pieces, wide, strict=True):
+        part = torch.empty(piece.parameter.shape, dtype=own.dtype, device=own.device)
+        if len(part):
+            matrix = piece.geometry.to_matrix(part)
+            matrix.copy_(own.mT if piece.is_tall else own)
+            piece.geometry.from_matrix_(matrix, part)
+        assert piece.bounds is not None
+        matrices.append(DividedMatrix(part, piece.bounds, piece.whole))
+    if not matrices:
+        return
+    orthogonalise_whole_(matrices, shards, rows)
+    if ratio is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
+        squares = torch.stack([_norms(p.parameter, 1, m.own.dtype)[0] for p, m in zip(pieces, matrices, strict=True)])
+        norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
+        for one, limit in zip(matrices, _limits(pieces, norms, lr, ratio, whole=True), strict=True):
+            one.own.mul_(limit)
+    for piece, one in zip(pieces, matrices, strict=True):
+        piece.parameter.add_(one.own, alpha=-lr * step_norm(piece.whole.outputs, piece.whole.inputs))
 
 
 def _norms(tensor: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -156,155 +199,114 @@ def _norms(tensor: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return norms
 
 
-def _bounded_(norms: list[Tensor], rows: list[int], lengths: list[float], ratio: float) -> list[Tensor]:
-    """Replace norms of matrices by ``min(1, r · max(‖W‖, 0.03 √rows) / length of the step)``, without synchronising."""
-    torch._foreach_maximum_(norms, [SMALLEST_SHARE * math.sqrt(count) for count in rows])
+def _limits(pieces: list[_Piece], norms: list[Tensor], lr: float, ratio: float, *, whole: bool) -> list[Tensor]:
+    """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix, without synchronising."""
+    if not pieces:
+        return norms
+    kinds = [piece.whole if whole else piece.geometry for piece in pieces]
+    lengths = [lr * (step_norm(k.outputs, k.inputs) if whole else p.norm) for k, p in zip(kinds, pieces, strict=True)]
+    torch._foreach_maximum_(norms, [SMALLEST_SHARE * math.sqrt(kind.outputs) for kind in kinds])
     torch._foreach_mul_(norms, [ratio / length if length else math.inf for length in lengths])
     torch._foreach_clamp_max_(norms, 1.0)
     return norms
 
 
-def _directions(matrices: list[tuple[nn.Parameter, Tensor, Tensor]], group: Group) -> list[Tensor]:
-    """Update the momenta, and return the directions u; the gradients are not changed."""
-    momentum = float(group["momentum"])
-    gradients, buffers = [g for _, g, _ in matrices], [buffer for _, _, buffer in matrices]
-    torch._foreach_mul_(buffers, momentum)
-    torch._foreach_add_(buffers, gradients)
-    return list(torch._foreach_add(gradients, buffers, alpha=momentum)) if group["nesterov"] else buffers
+# ---- looked up once between refreshes --------------------------------------------------------------------------------
+
+_SIZES: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
 
 
-def _pieces_of(parameter: nn.Parameter, direction: Tensor, plan: Plan) -> Iterator[_Piece]:
-    own, shards, matrix = local(parameter), plan.shards_of(parameter), plan.matrix_of.get(id(parameter))
+def split_rows(module: nn.Module, sizes: Sequence[int]) -> None:
+    """Declare that a layer computes several projections at once, which ThorMuon then orthogonalises apart.
+
+    ``split_rows(block.attn.c_attn, (768, 768, 768))`` for the query, key and value of a fused linear layer. Those of
+    :class:`torch.nn.MultiheadAttention` are known. It holds for optimizers that are made afterwards.
+
+    Args:
+        module: a layer whose weight is one matrix.
+        sizes: the numbers of outputs of the projections, in their order.
+
+    Raises:
+        ValueError: the sizes are no positive whole numbers.
+    """
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"sizes={sizes!r}: must be whole numbers ≥ 1, the outputs of each projection; give (d, d, d)")
+    _SIZES[module] = tuple(sizes)
+
+
+def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> list[_Work]:
+    """Look up all that the parameters of a group need."""
+    found = []
+    for parameter in group["params"]:
+        own, key, state = local(parameter), id(parameter), states.get(parameter)
+        is_matrix = key in plan.shares_of or key in plan.matrix_of
+        # a shard without rows takes part where matrices are orthogonalised as a whole
+        if state and (own.numel() or (is_matrix and whole_matrices)):
+            pieces = list(_pieces_of(parameter, own, plan)) if is_matrix else []
+            kept = local(state["momentum_buffer" if is_matrix else "exp_avg"])
+            found.append(_Work(parameter, own, state, pieces, kept))
+    return found
+
+
+def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
+    key, shards, matrix = id(parameter), plan.shards_of(parameter), plan.matrix_of.get(id(parameter))
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
     if matrix is not None:
         plain = matrix.of_rows(tuple(parameter.shape), len(own))
         assert plain is not None  # others were not found to be matrices
-        yield _Piece(own, direction, plain, matrix, None, bounds if matrix.groups == 1 else None, id(parameter))
+        yield _Piece(own, None, plain, matrix, None, bounds if matrix.groups == 1 else None, key)
         return
-    shares = plan.shares_of[id(parameter)]
+    shares = plan.shares_of[key]
     fused = shares[0].view.rows is not None
     for free in free_rows([share.view.rows for share in shares], len(parameter)) if fused else ():
         kept = free if shards is None else shards.own_of(free)
-        part, its_direction = own[kept], direction[kept]
-        whole = PlainMatrix(1, free.stop - free.start, part.shape[1:].numel())
-        plain = PlainMatrix(1, len(part), whole.inputs)
-        its_bounds = None if bounds is None else bounds_within(bounds, free)
-        yield _Piece(part, its_direction, plain, whole, None, its_bounds, id(parameter))
+        whole = PlainMatrix(1, free.stop - free.start, own.shape[1:].numel())
+        plain = PlainMatrix(1, len(own[kept]), whole.inputs)
+        yield _Piece(own[kept], kept, plain, whole, None, None if bounds is None else bounds_within(bounds, free), key)
     for share in shares:
-        rows, layer = share.view.local_rows, share.layer if share.layer.refreshes else None
-        part, its_direction = (own, direction) if rows is None else (own[rows], direction[rows])
+        layer, rows, kind = share.layer, share.view.local_rows, share.layer.kind
+        factor = layer.stored[0] if layer.refreshes else None
+        if factor is not None:
+            factor.prepare()
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
-        yield _Piece(part, its_direction, share.layer.geometry, share.layer.kind, layer, its_bounds, id(parameter))
-
-
-def _norm_of_part(part: Kind | PlainMatrix, whole: Kind | PlainMatrix) -> float:
-    """Return the norm of the step of some rows; those of all processes together have the norm of the whole."""
-    # The rows that one process holds are orthogonalised and scaled on their own, so that nothing has to be sent.
-    share = part.outputs * part.inputs / (whole.outputs * whole.inputs)
-    return step_norm(whole.outputs, whole.inputs) * math.sqrt(share)
-
-
-def _alike(pieces: list[_Piece]) -> Iterable[tuple[tuple[torch.dtype, torch.device], list[_Piece]]]:
-    found: defaultdict[tuple[torch.dtype, torch.device], list[_Piece]] = defaultdict(list)
-    for piece in pieces:
-        found[piece.direction.dtype, piece.direction.device].append(piece)
-    return found.items()
-
-
-def _precondition_in_turns(pieces: list[_Piece], turns: Iterable[frozenset[int] | None]) -> None:
-    """Replace directions by preconditioned ones, layer by layer, as the inverses are collected."""
-    for ready in turns:
-        for piece in pieces:
-            if piece.layer is not None and (ready is None or piece.key in ready):
-                piece.direction, piece.layer = _preconditioned(piece), None
-
-
-def _preconditioned(piece: _Piece) -> Tensor:
-    """Return the direction ``∇W A_d⁻¹``, or a copy of ∇W without a factor; in the shape of the parameter."""
-    own = torch.empty(piece.parameter.shape, dtype=piece.direction.dtype, device=piece.direction.device)
-    if piece.layer is None or not len(own):
-        return own.copy_(piece.direction)
-    with ieee_float32(own.device.type):
-        _precondition_inputs(piece.layer, piece.direction, piece.geometry.to_matrix(own))
-    return own
-
-
-def _step_whole_(pieces: list[_Piece], lr: float, rows: int | None, shards: RowShards, ratio: float | None) -> None:
-    """Take the steps of the rows of this process, of matrices that are orthogonalised as a whole."""
-    for _, members in _alike(pieces):
-        matrices = []
-        for piece in members:
-            assert piece.bounds is not None
-            matrices.append(DividedMatrix(_preconditioned(piece), piece.bounds, piece.whole))
-        orthogonalise_whole_(matrices, shards, rows)
-        lengths = [lr * step_norm(piece.whole.outputs, piece.whole.inputs) for piece in members]
-        if ratio is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
-            squares = torch.stack(
-                [_norms(p.parameter, 1, m.own.dtype)[0] for p, m in zip(members, matrices, strict=True)]
+        sizes = _SIZES.get(share.view.module)
+        if sizes is None or shards is not None or kind.groups > 1:
+            part = own if rows is None else own[rows]
+            yield _Piece(part, rows, layer.geometry, kind, factor, its_bounds, key)
+            continue
+        if sum(sizes) != kind.outputs:
+            raise ValueError(
+                f"split_rows of layer {layer.name!r}: {sizes} must add up to its {kind.outputs} outputs; correct the "
+                f"sizes"
             )
-            norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
-            scales = _bounded_(norms, [piece.whole.outputs for piece in members], lengths, ratio)
-            for matrix, scale in zip(matrices, scales, strict=True):
-                matrix.own.mul_(scale)
-        for piece, matrix, length in zip(members, matrices, lengths, strict=True):
-            piece.parameter.add_(matrix.own, alpha=-length)
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        for size, end in zip(sizes, ends, strict=True):
+            index = (slice(None), slice(end - size, end)) if kind.transposed else slice(end - size, end)
+            plain = PlainMatrix(1, size, kind.inputs)
+            plain.transposed = kind.transposed
+            yield _Piece(own[index], index, plain, plain, factor, None, key)
 
 
-def _step_(pieces: list[_Piece], lr: float, rows: int | None, ratio: float | None) -> None:
-    """Take the steps of all pieces, in one batch for each shape."""
-    for (dtype, device), members in _alike(pieces):
-        by_shape: defaultdict[tuple[int, int], list[_Piece]] = defaultdict(list)
-        for piece in members:
-            by_shape[piece.shape].append(piece)
-        with ieee_float32(device.type):
-            batches = []
-            for shape, shaped in by_shape.items():
-                counts = [piece.geometry.groups for piece in shaped]
-                batches.append(torch.empty((sum(counts), *shape), dtype=dtype, device=device))
-                for piece, own in zip(shaped, batches[-1].split(counts), strict=True):
-                    piece.write(own)
-            steps = orthogonalise(batches, rows)
-        for shaped, step in zip(by_shape.values(), steps, strict=True):
-            # clamped for matrices of zeros, whose step is zero
-            norms = torch.linalg.matrix_norm(step, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
-            if ratio is not None:
-                weights = [_norms(p.parameter, p.geometry.groups, dtype) for p in shaped]
-                outputs = [p.geometry.outputs for p in shaped]
-                lengths = [lr * _norm_of_part(p.geometry, p.whole) for p in shaped]
-                norms /= torch.cat(_bounded_(weights, outputs, lengths, ratio))[:, None, None]
-            step.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
-            for piece, own in zip(shaped, step.split([p.geometry.groups for p in shaped]), strict=True):
-                piece.step_(own, lr)
+# ---- what is no matrix -----------------------------------------------------------------------------------------------
 
 
-# The learning rate of AdamW as a share of lr, and its other options.
-ADAMW_SHARE = 0.2
-ADAMW_BETAS = (0.9, 0.95)
-_ADAMW_EPS = 1e-8
-
-
-def adamw_step_(others: list[tuple[Tensor, Tensor, dict[str, Any]]], lr: float) -> None:
+def _adamw_step(others: Iterable[tuple[_Work, Tensor]], lr: float) -> None:
     """Take a step of AdamW with ``ADAMW_SHARE`` of the learning rate, without weight decay."""
-    parameters: list[Tensor] = []
-    gradients, averages, squares, steps = [], [], [], []
+    lists: defaultdict[str, list[Tensor]] = defaultdict(list)
     alike = on_cpu = True
     is_complex = False
-    for parameter, gradient, state in others:
-        parameters.append(parameter)
-        gradients.append(gradient)
-        averages.append(local(state["exp_avg"]))
-        squares.append(local(state["exp_avg_sq"]))
-        steps.append(state["step"])
-        alike = alike and parameter.dtype == gradient.dtype
-        on_cpu = on_cpu and parameter.device.type == "cpu"
-        is_complex = is_complex or parameter.is_complex()
+    for work, gradient in others:
+        lists["params"].append(work.own)
+        lists["grads"].append(gradient)
+        lists["exp_avgs"].append(work.kept)
+        lists["exp_avg_sqs"].append(local(work.state["exp_avg_sq"]))
+        lists["state_steps"].append(work.state["step"])
+        alike = alike and work.own.dtype == gradient.dtype
+        on_cpu = on_cpu and work.own.device.type == "cpu"
+        is_complex = is_complex or work.own.is_complex()
     adamw(
-        parameters,
-        gradients,
-        averages,
-        squares,
-        [],
-        steps,
+        **lists,
+        max_exp_avg_sqs=[],
         # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters state is float32
         foreach=None if alike else False,
         fused=(alike and on_cpu and not is_complex) or None,

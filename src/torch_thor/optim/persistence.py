@@ -166,7 +166,7 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
     plan = optimizer._plan_now()
     if not is_divided(optimizer):
         return
-    keeps = to is None or optimizer.distributed.processes(plan.device).rank == to
+    keeps = to is None or optimizer.distributed.processes(plan).rank == to
     found: dict[int, dict[str, Tensor]] = {}
     for layer in plan.layers.values():
         view = layer.weight_view

@@ -6,7 +6,7 @@ plan anew, as a whole, if they differ. The truth stays in ``optimizer.state`` an
 that are still there keep the statistics of the running step; new ones gather from the next step on.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Plan:
             len([s for s in shares if s.is_weight]) for key, shares in self.shares_of.items() if self._moves(key)
         ]
         self.depth = sum(weights) + sum(self._moves(key) for key in self.matrix_of)  # matrices that are trained
-        self.fingerprint = self.fingerprint_now(groups, states)
+        self.fingerprint: list[Any] = []  # of the optimizer when the plan was made
 
     @staticmethod
     def parameters(groups: Iterable[Group]) -> list[nn.Parameter]:
@@ -157,18 +157,6 @@ class Plan:
         for layer in self.layers.values():
             return layer.weight.device
         return next(self.model.parameters()).device
-
-    def fingerprint_now(self, groups: Iterable[Group], states: Mapping[Tensor, Any]) -> list[Any]:
-        """Return everything on which the plan depends."""
-        found: list[Any] = [len(states)]
-        if not self.sharded:  # FSDP2 replaces the parameters of modules while they run, and those of groups stay
-            for _, module, attribute in self.attributes:
-                found.append(id(module._parameters.get(attribute)))
-        for group in groups:
-            found.append((id(group), group["split_dim"], len(group["params"])))
-            for p in group["params"]:
-                found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(states.get(p))))
-        return found
 
     def has_lost_modules(self) -> bool:
         """Return whether a module that owns a parameter was removed, which the fingerprint cannot see."""

@@ -38,7 +38,7 @@ def sample(
             'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
             'leave the call out, or make the optimizer with THOR(..., fisher="sampled")'
         )
-    if not capture.watching or not torch.is_grad_enabled():
+    if not capture.awaited or not torch.is_grad_enabled():
         return
     capture.discard_stale()
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -51,7 +51,7 @@ def sample(
         sampler.nonfinite = True  # as a rule the loss is not finite either, and step() raises the error
         return
     where = tensors[0].device
-    rank = optimizer.distributed.processes(optimizer._plan.device).rank
+    rank = optimizer.distributed.processes(optimizer._plan).rank
     key = f"{seed}/{optimizer.param_groups[0]['step']}/{rank}/{sampler.passes}"
     with torch.autocast(where.type, enabled=False):
         labels = _distribution(output, distribution, dim)

@@ -13,9 +13,10 @@ from torch import distributed as dist
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
+from torch_thor.curvature.shards import local
 from torch_thor.distributed.agreement import agree, check_same_gradients
 from torch_thor.intervals import steps_until_next
-from torch_thor.optim.options import check
+from torch_thor.optim.options import OPTIONS, check
 from torch_thor.optim.parameters import parameters_with_gradient
 from torch_thor.optim.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
 
@@ -39,7 +40,7 @@ class Inputs:
 
 def creates_state_only(optimizer: "CurvatureOptimizer") -> bool:
     """Return whether torch.distributed.checkpoint takes the first step to create the state, with lr and gradients 0."""
-    if optimizer.state or any(float(group["lr"]) for group in optimizer.param_groups):
+    if any(float(group["lr"]) for group in optimizer.param_groups):
         return False
     gradients = parameters_with_gradient(optimizer.param_groups)
     return not any(bool(_real_elements(gradient).any()) for _, _, gradient in gradients)
@@ -50,14 +51,12 @@ def read_inputs(optimizer: "CurvatureOptimizer", state_only: bool) -> Inputs:
     capture = optimizer._capture
     # Processes agree on refreshes; and on every step if the update sends something, because one that raises or skips
     # leaves the others waiting, or if a step may be skipped, because that process would refresh later than the others.
-    divided = optimizer._plan.first_shards is not None
-    sends = optimizer.distributed.divide_curvature or (
-        divided and (optimizer.distributed.whole_matrices or any(g.get("kl_clip") for g in optimizer.param_groups))
-    )
-    together = (capture.watching or sends or optimizer.nonfinite == "skip") and not state_only
+    options, sends = optimizer._distributed, optimizer._distributed.divide_curvature
+    if optimizer._plan.first_shards is not None:
+        sends = sends or options.whole_matrices or any(g.get("kl_clip") for g in optimizer.param_groups)
     processes: Processes = ALONE
-    if together and dist.is_available() and dist.is_initialized():
-        processes = optimizer.distributed.processes(optimizer._plan.device)
+    if (capture.awaited or sends or optimizer.nonfinite == "skip") and not state_only:
+        processes = options.processes(optimizer._plan) if dist.is_available() and dist.is_initialized() else ALONE
     if processes.count == 1:
         return _read(optimizer, processes)
     own, error, facts, numbers = None, None, [], [0.0] * 4
@@ -84,7 +83,7 @@ _COMPARED = (
 
 def _facts(optimizer: "CurvatureOptimizer", inputs: Inputs) -> Iterator[str]:
     """Yield lines of text that must be the same on all processes."""
-    distributed, sampler = optimizer.distributed, optimizer._capture.sampler
+    distributed, sampler = optimizer._distributed, optimizer._capture.sampler
     yield f"loss_reduction={optimizer.loss_reduction!r}, fisher={optimizer.fisher!r}"
     yield f"divide_curvature={distributed.divide_curvature}, whole_matrices={distributed.whole_matrices}"
     yield f"communication_dtype={distributed.communication_dtype}"
@@ -107,13 +106,17 @@ def _facts(optimizer: "CurvatureOptimizer", inputs: Inputs) -> Iterator[str]:
 def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     """Return the inputs of this process; raise an error for an option, a state or a gradient that cannot be used."""
     groups, capture = optimizer.param_groups, optimizer._capture
-    optimizer._check_groups()  # in every step: a schedule may have changed damping to 0
-    plan = optimizer._plan_now()
-    # a layer that was made just now has no statistics of this step
-    gathering = capture.gathering if capture.watching else ()
-    due = [layer for layer in plan.layers.values() if layer in gathering and layer.weight.requires_grad]
-    check_blocks(due)
-    known = due, processes, tuple(_next_refresh(optimizer, group) for group in groups)
+    _check_options(optimizer)  # in every step: a schedule may have changed damping to 0
+    plan, due, upcoming = optimizer._plan_now(), [], []
+    for layer in plan.layers.values() if capture.awaited else ():
+        if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
+            due.append(layer)
+    if due:
+        check_blocks(due)
+    for group in groups:
+        at = int(group["next_refresh"])
+        upcoming.append(at if group["step"] < at else _next_refresh(optimizer, group))
+    known = due, processes, tuple(upcoming)
     # GradScaler sets this attribute before it calls step()
     scale = None
     if optimizer.grad_scaler is not None or hasattr(optimizer, "found_inf"):
@@ -148,11 +151,20 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     return Inputs(*known, terms, output_scale, largest)
 
 
+def _check_options(optimizer: "CurvatureOptimizer") -> None:
+    """Check the options of all groups that were replaced since they were last checked."""
+    for group in (*optimizer.param_groups, {"nonfinite": optimizer.nonfinite}):
+        checked = optimizer._checked.setdefault(id(group) if "params" in group else 0, {})
+        for name, value in group.items():
+            # a tensor or a list may have been changed in place
+            if name in OPTIONS and (value is not checked.get(name, checked) or isinstance(value, list | Tensor)):
+                check(type(optimizer), {name: value})
+                checked[name] = value
+
+
 def _next_refresh(optimizer: "CurvatureOptimizer", group: dict[str, Any]) -> int:
-    """Return the step of a group's next refresh as of the end of this step."""
-    step, at, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
-    if step < at:
-        return at
+    """Return the step of the refresh after that of this step."""
+    step, interval = int(group["step"]), group["update_interval"]
     for layer in optimizer._plan.layers.values():
         if layer.weight_view.options is group and not layer.stopped and not layer.due:
             return step + 1  # next_refresh was set back by hand: the next step has statistics
@@ -162,16 +174,17 @@ def _next_refresh(optimizer: "CurvatureOptimizer", group: dict[str, Any]) -> int
 def _largest_gradient(optimizer: "CurvatureOptimizer") -> float:
     """Return the largest Euclidean norm of a gradient; NaN or inf if one is not finite or the step could overflow."""
     batches: dict[tuple[torch.device, bool], list[Tensor]] = {}
-    damping = min(float(group["damping"]) for group in optimizer.param_groups)
-    for _, parameter, gradient in parameters_with_gradient(optimizer.param_groups):
-        if gradient.layout not in (torch.strided, torch.sparse_coo):
-            raise RuntimeError(
-                f"parameter {optimizer._plan.name(parameter)!r} has a gradient of layout {gradient.layout}; dense and "
-                f"sparse COO gradients are taken: make the parameter dense, or leave it to another optimizer"
-            )
-        if gradient.numel():
-            numbers = _real_elements(gradient)
-            batches.setdefault((numbers.device, numbers.dtype == torch.float64), []).append(numbers)
+    damping = math.inf
+    for group in optimizer.param_groups:
+        damping = min(damping, float(group["damping"]))
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.is_complex():
+                gradient = _plain_gradient(optimizer, parameter, gradient)
+            if gradient.numel():
+                batches.setdefault((gradient.device, gradient.dtype == torch.float64), []).append(gradient)
     largest = 0.0
     for (_, wide), batch in batches.items():
         # not in float16, where norms overflow at 65,504 although every gradient is finite
@@ -181,6 +194,17 @@ def _largest_gradient(optimizer: "CurvatureOptimizer") -> float:
             return norm
         largest = max(largest, norm)
     return math.inf if largest / damping > torch.finfo(torch.float32).max else largest
+
+
+def _plain_gradient(optimizer: "CurvatureOptimizer", parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the elements of a gradient that this process holds, as a dense real tensor."""
+    gradient = local(gradient)
+    if gradient.layout not in (torch.strided, torch.sparse_coo):
+        raise RuntimeError(
+            f"parameter {optimizer._plan.name(parameter)!r} has a gradient of layout {gradient.layout}; dense and "
+            f"sparse COO gradients are taken: make the parameter dense, or leave it to another optimizer"
+        )
+    return _real_elements(gradient)
 
 
 def _real_elements(gradient: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer
 from torch_thor.optim.orthogonal import orthogonal_step
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.plan import Plan
 
 
 class ThorMuon(CurvatureOptimizer):
@@ -56,6 +55,7 @@ class ThorMuon(CurvatureOptimizer):
     """
 
     sides = ("A",)
+    _update = orthogonal_step
     relative_damping = True
     trace_thresholds = (0.01, 0.0)  # a layer whose trace has changed by 1 % or less keeps its factor
 
@@ -88,10 +88,6 @@ class ThorMuon(CurvatureOptimizer):
             "max_update_ratio": max_update_ratio,
         }
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
-
-    def _update(self, plan: Plan) -> None:
-        whole = self.distributed.whole_matrices
-        orthogonal_step(self.param_groups, plan, self.state, self._inverses(), whole_matrices=whole)
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         if id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of:

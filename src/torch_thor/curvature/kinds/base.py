@@ -113,20 +113,33 @@ class Kind(Protocol):
 
 
 class MatrixWeight:
-    """A base class for kinds whose weight is one matrix in its own memory layout."""
+    """A base class for kinds whose weight has its matrices in their own memory layout, one after the other."""
 
+    groups = 1
+    inputs: int
+    outputs: int
+    diagonal_input = False
+    transposed = False
     solves_biases = True
     routed = False
     batch_first = False
+    taps = 0  # of a transposed convolution, whose weight is (in, out, taps)
 
     def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as one matrix."""
-        return tensor.contiguous()[None]
+        """Return a tensor of the weight's shape as matrices."""
+        if self.taps:
+            by_group = tensor.reshape(self.groups, -1, self.outputs, self.taps)
+            return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
+        if self.transposed:
+            return tensor.reshape(self.groups, self.inputs, self.outputs)
+        return tensor.reshape(self.groups, self.outputs, self.inputs)
 
     def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy a changed matrix back into the tensor that it was made of."""
-        if not shares_memory(matrix, tensor):
-            tensor.copy_(matrix[0])
+        """Copy changed matrices back into the tensor that they were made of, unless they are a view of it."""
+        if matrix.data_ptr() != tensor.data_ptr():
+            if self.taps:
+                matrix = matrix.reshape(self.groups, self.outputs, -1, self.taps).transpose(1, 2)
+            tensor.copy_(matrix.reshape(tensor.shape))
 
 
 def spacing(rows: int, most: int | None, period: int = 1) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.curvature.blocks import Blocks
-from torch_thor.curvature.kinds.base import shares_memory, spacing
+from torch_thor.curvature.kinds.base import MatrixWeight, spacing
 from torch_thor.curvature.kinds.patches import Patches, Reach, evenly_spread
 
 # Patches are written once and read once; where a piece stays in the last-level cache, reading it costs next to nothing
@@ -26,13 +26,9 @@ _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
-class ConvKind:
+class ConvKind(MatrixWeight):
     """``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d``: patches in the order of ``weight.flatten(1)``."""
 
-    diagonal_input = False
-    transposed = False
-    solves_biases = True
-    routed = False
     batch_first = True
 
     def __init__(self, module: _Conv | _ConvTranspose, *, same: bool = False) -> None:
@@ -130,15 +126,6 @@ class ConvKind:
             total = max(reach - x.shape[2 + i], 0)
             padding += [total // 2, total - total // 2]
         return tuple(padding)
-
-    def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as matrices, one per group."""
-        return tensor.reshape(self.groups, self.outputs, self.inputs)
-
-    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into the tensor that they were made of."""
-        if not shares_memory(matrix, tensor):
-            tensor.copy_(matrix.view(tensor.shape))
 
 
 def windows_of(

@@ -17,7 +17,6 @@ class EmbeddingKind(MatrixWeight):
     """``nn.Embedding``: the rows ``a`` are one-hot, so A = diag(count / R), and no row is formed."""
 
     label = "Embedding"
-    groups = 1
     diagonal_input = True
     transposed = True
 

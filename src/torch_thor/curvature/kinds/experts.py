@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks
-from torch_thor.curvature.kinds.base import shares_memory
+from torch_thor.curvature.kinds.base import MatrixWeight
 
 
-class ExpertsKind:
+class ExpertsKind(MatrixWeight):
     """The kind of a 3-d weight that holds one matrix per expert."""
 
     label = "Experts"
-    diagonal_input = False
-    solves_biases = True
     routed = True
-    batch_first = False
 
     def __init__(self, weight: Tensor, *, inputs_first: bool) -> None:
         self.transposed = inputs_first
@@ -50,15 +47,6 @@ class ExpertsKind:
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the rows of the gradient of the output, the same number for each expert."""
         g.add_second_moment_(grad.to(g.dtype).mT)
-
-    def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as a batch of matrices."""
-        return tensor.contiguous()
-
-    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Write matrices back into the tensor that they were made of."""
-        if not shares_memory(matrix, tensor):
-            tensor.copy_(matrix)
 
 
 class ExpertsCall(ExpertsKind):

@@ -17,9 +17,6 @@ class LinearKind(MatrixWeight):
     """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight."""
 
     label = "Linear"
-    groups = 1
-    diagonal_input = False
-    transposed = False
 
     def __init__(self, module: nn.Module) -> None:
         weight = module.weight

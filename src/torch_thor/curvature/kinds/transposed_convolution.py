@@ -1,18 +1,22 @@
 """Transposed convolutions in one, two and three dimensions, as convolutions over a spread-out input."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_thor.curvature.kinds.base import shares_memory
 from torch_thor.curvature.kinds.convolution import ConvKind, windows_of
 from torch_thor.curvature.kinds.patches import Reach
 
 
 class ConvTransposeKind(ConvKind):
     """``nn.ConvTranspose1d`` to ``3d``: ``a`` holds the input pixels that one output pixel depends on."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.taps = math.prod(self.kernel)
 
     def _windows(self, x: Tensor, sizes: torch.Size) -> Tensor:
         spread = x
@@ -39,16 +43,3 @@ class ConvTransposeKind(ConvKind):
 
     def _ordered(self, windows: Tensor) -> Tensor:
         return windows.flip(tuple(range(1, 1 + len(self.kernel))))
-
-    def to_matrix(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the weight's shape as matrices, one per group."""
-        taps = math.prod(self.kernel)
-        by_group = tensor.reshape(self.groups, self.inputs // taps, self.outputs, taps)
-        return by_group.transpose(1, 2).reshape(self.groups, self.outputs, self.inputs)
-
-    def from_matrix_(self, matrix: Tensor, tensor: Tensor) -> None:
-        """Copy changed matrices back into the tensor that they were made of."""
-        if not shares_memory(matrix, tensor):
-            taps = math.prod(self.kernel)
-            by_group = matrix.view(self.groups, self.outputs, self.inputs // taps, taps)
-            tensor.copy_(by_group.transpose(1, 2).reshape(tensor.shape))

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from torch_thor.capture.selection import self_and_parents
+from torch_thor.capture.patterns import matches
 from torch_thor.training.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from torch_thor.training.checkpoints.finding import ACCEPTED, find_checkpoints
 from torch_thor.training.checkpoints.manifest import AVERAGED, MANIFEST, WEIGHTS
@@ -118,7 +117,7 @@ def _checksum(path: Path) -> str:
 def _left_out(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
-        matched = {name for name in names if any(fnmatchcase(part, pattern) for part in self_and_parents(name))}
+        matched = {name for name in names if matches(pattern, name)}
         require(
             bool(matched),
             f"weights_except={pattern} matches no weight of the file or of the network; these have {_some(names)}",
