@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch_thor.curvature.precision import add_product_, product
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """Neighbouring blocks of one size: rows ``first`` to ``last``."""
 
     first: int

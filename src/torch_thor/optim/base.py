@@ -1,7 +1,6 @@
 """What THOR and ThorMuon share: construction, the step, the refresh of the layers' curvature, and what they report."""
 
-import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -9,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.capture import Capture
-from torch_thor.capture.coverage import Covered, table
+from torch_thor.capture.coverage import Covered
 from torch_thor.capture.patterns import Patterns, some
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import DividedInverses, divide
 from torch_thor.distributed.group import Distributed
 from torch_thor.distributed.sharded_parameters import check_shards_fit
-from torch_thor.optim import covered, persistence
+from torch_thor.optim import persistence, report
 from torch_thor.optim.checkpoint import conform
 from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, parameters_of
@@ -87,7 +86,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.grad_scaler: Any = None
         self.skipped_steps = 0
         self._last_refresh: tuple[RefreshEvent, ...] = ()
-        self._warnings = StepWarnings()
+        self._warnings = report.StepWarnings()
         self._capture = Capture(sampled=fisher == "sampled")
         self._complete = False  # whether all state is there
         self._renewed = False  # whether the plan was made anew in this step
@@ -101,8 +100,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         entries = self.coverage()
         used = any(e.preconditioned and e.trained for e in entries)
         if not used and ("G" in self.sides or not any(entry.trained for entry in entries)):
-            raise ValueError(self._nothing_found(entries))
-        covered.warn_of_little(entries, label, stacklevel=3)
+            raise ValueError(report.nothing_found(self, self._plan, entries))
+        report.warn_of_little(entries, label, stacklevel=3)
 
     # ---- read-only options ----------------------------------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             group["step"], group["next_refresh"] = group["step"] + 1, at
         self._whole = None  # what consolidate_state_dict() has collected is that of the step before
         if not inputs.largest and self._plan.first_shards is None:
-            self._warn_if_nothing_trains()
+            report.note_nothing_trained(self)
         changed = self._renewed or bool(inputs.due)
         if not inputs.due and self._capture.gathering:
             changed = self._capture.finish_step() or changed
@@ -273,9 +272,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             return plan
         now = self._make_plan(plan)
         if not now.layers and "G" in self.sides:
-            raise ValueError(self._nothing_found(now.entries))
+            raise ValueError(report.nothing_found(self, now, now.entries))
         conform(now, self.param_groups, self.state)
-        self._note_changes(plan, now)
+        report.note_changes(self, plan, now)
         self._adopt(now)
         return now
 
@@ -350,54 +349,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             f"optimizer.state_dict(), make the optimizer again on the (copied) model, and load it"
         )
 
-    # ---- warnings -------------------------------------------------------------------------------------------------
-
-    def _report(self, layer: LayerCurvature, what: str) -> None:
-        """Warn of a problem of a layer after the step, once for each layer and problem."""
-        step, label = layer.weight_view.options["step"], type(self).__name__
-        self._warnings.note((layer.name, what), f"{label}, step {step}, layer ", layer.name, f": {what}")
-
-    def _note_changes(self, before: Plan, now: Plan) -> None:
-        """Warn of what a change of the model means: layers that are gone, parameters that are not trained."""
-        label, untrained = type(self).__name__, now.untrained_since(before)
-        then = covered.untrained_message(untrained) if untrained else "What takes their place is trained plainly"
-        if now.sharded and not before.sharded:
-            self._warnings.note(
-                "divided",
-                f"{label}: the parameters were divided among processes after {label} was made, so this step has no "
-                f"statistics that it can use; make {label} after fully_shard",
-            )
-        for name in sorted(before.layers.keys() - now.layers.keys()):
-            self._warnings.note(
-                (name, "gone"),
-                f"{label}: the weight of layer ",
-                name,
-                f" is no longer a parameter of the model that is trained: it was removed, replaced, pruned or "
-                f"parametrised after {label} was made. {then}",
-            )
-
-    def _warn_if_nothing_trains(self) -> None:
-        """Warn once if no parameter of the groups has a gradient, and the model has got others since, as by LoRA."""
-        if any(p.grad is not None for p in self._plan.parameters(self.param_groups)):
-            return
-        known = {entry.name for entry in self._plan.entries}
-        untrained = covered.untrained(self._plan)
-        new = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in known] + untrained
-        if new:
-            self._warnings.note(
-                "nothing trained",
-                f"{type(self).__name__}, step {self.param_groups[0]['step'] - 1}: no parameter in its groups has a "
-                f"gradient, so nothing is trained. {covered.untrained_message(new)} Where an adapter was added (LoRA), "
-                f"make it first: peft.get_peft_model(model, ...), then the optimizer",
-            )
-
-    def _nothing_found(self, entries: list[Covered]) -> str:
-        label, found = type(self).__name__, table(covered.current(entries, self._plan), "-")
-        return (
-            f"{label} found no layer to precondition among what is trained in {type(self.model).__name__}; use "
-            f"torch.optim.SGD, or give {label} the weights of its layers. What it found:\n{found}"
-        )
-
     # ---- what is reported -----------------------------------------------------------------------------------------
 
     @property
@@ -436,43 +387,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Returns:
             One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none.
         """
-        return covered.current(self._plan_now().entries, self._plan)
+        return report.current(self._plan_now().entries, self._plan)
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} ("]
-        for number, group in enumerate(self.param_groups):
-            keys = [key for key in dict.fromkeys((*self.defaults, *group)) if key in group and key not in COUNTERS]
-            lines += [f"Parameter Group {number}"]
-            lines += [f"    {key}: {group[key]}" for key in keys if key not in ("params", "param_names")]
-        entries = self.coverage()
-        part, total = covered.sizes(entries)
-        layers = sum(layer.weight.requires_grad for layer in self._plan.layers.values())
-        split = ", ".join(str(s) for s in dict.fromkeys(g["split_dim"] for g in self.param_groups))
-        return (
-            "\n".join((*lines, ")"))
-            + f"\n{part:,} of {total:,} trained parameters, in {layers} layers, are preconditioned:\n"
-            + table(entries, split)
-        )
-
-
-class StepWarnings:
-    """Warnings that are issued when the step is complete, each once: a program may turn warnings into errors."""
-
-    def __init__(self) -> None:
-        self._known: set[Hashable] = set()
-        self.pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
-
-    def note(self, about: Hashable, message: str, name: str | None = None, then: str = "") -> None:
-        """Add a warning, unless one about the same problem has been added before."""
-        if about not in self._known:
-            self._known.add(about)
-            names = self.pending.setdefault((message, then), [])
-            names += [] if name is None else [repr(name)]
-
-    def issue(self) -> None:
-        """Issue the warnings that have been added."""
-        pending, self.pending = self.pending, {}
-        for (message, then), names in pending.items():
-            others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
-            text = f"{message}{''.join(names[:1])}{others}{then}"
-            warnings.warn(text, RuntimeWarning, stacklevel=6)  # the caller of step, outside torch's wrappers
+        return report.described(self)

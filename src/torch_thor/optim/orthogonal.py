@@ -292,7 +292,7 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
 
 def _adamw_step(others: Iterable[tuple[_Work, Tensor]], lr: float) -> None:
     """Take a step of AdamW with ``ADAMW_SHARE`` of the learning rate, without weight decay."""
-    lists: defaultdict[str, list[Tensor]] = defaultdict(list)
+    lists: Any = defaultdict(list)
     alike = on_cpu = True
     is_complex = False
     for work, gradient in others:

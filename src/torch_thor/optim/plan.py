@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import NOT_TRAINED, Covered
+from torch_thor.capture.coverage import Covered
 from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.layers import Layer
 from torch_thor.capture.module_hooks import ModuleHook, hooks_of
@@ -173,11 +173,6 @@ class Plan:
     def shares(self, parameter: Tensor) -> list[Share]:
         """Return the shares of the layers that precondition a parameter."""
         return self.shares_of.get(id(parameter), [])
-
-    def untrained_since(self, before: "Plan") -> list[str]:
-        """Return the parameters that the model has got since an earlier plan, and that are in no parameter group."""
-        known = {entry.name for entry in before.entries if entry.reason == NOT_TRAINED}
-        return [entry.name for entry in self.entries if entry.reason == NOT_TRAINED and entry.name not in known]
 
 
 def free_rows(taken: Iterable[slice | None], length: int) -> list[slice]:

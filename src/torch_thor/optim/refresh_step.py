@@ -7,6 +7,7 @@ to each layer and inverts the new factors.
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.refresh import Candidate, refresh
 from torch_thor.distributed.statistics import count_rows
+from torch_thor.optim.report import note_layer
 from torch_thor.optim.statistics_checks import check_statistics
 from torch_thor.optim.step import Inputs
 
@@ -41,13 +43,13 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
             _note_summed_loss(optimizer, inputs)
             optimizer._last_refresh = refresh(
                 _candidates(optimizer, due, inputs.terms),
-                optimizer._report,
+                partial(note_layer, optimizer),
                 relative=optimizer.relative_damping,
                 processes=processes,
             )
             optimizer._plan.program = None  # it holds what the refresh has changed
             for layer, what in silent:
-                optimizer._report(layer, what)
+                note_layer(optimizer, layer, what)
             capture.finish_refresh(due, optimizer._last_refresh, [layer for layer, _ in silent])
             for group in optimizer.param_groups if inputs.terms else ():
                 group["last_loss_terms"] = inputs.terms
@@ -74,7 +76,7 @@ def _candidates(optimizer: "CurvatureOptimizer", layers: Sequence[LayerCurvature
         if factors is None:
             if layer in optimizer._capture.reached:
                 then = "its old inverses stay" if layer.refreshes else "it gets its plain gradient"
-                optimizer._report(layer, f"it saw no rows (an empty batch, or every row masked): {then}")
+                note_layer(optimizer, layer, f"it saw no rows (an empty batch, or every row masked): {then}")
             continue
         thresholds = options.get("trace_thresholds", optimizer.trace_thresholds)
         candidates.append(

@@ -3,7 +3,7 @@
 import torch
 
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.covered import sizes
+from torch_thor.optim.report import sizes
 from torch_thor.training.engine.refreshes import curvature_of
 
 

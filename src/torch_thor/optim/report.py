@@ -1,0 +1,166 @@
+"""What an optimizer reports: the coverage of its model as it is now, its description, and warnings of its steps."""
+
+import math
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
+from torch_thor.capture.patterns import some
+from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.optim.plan import Plan
+
+if TYPE_CHECKING:
+    from torch_thor.optim.base import CurvatureOptimizer
+
+# The entries of a parameter group that are not options: its parameters and the counters of step().
+NO_OPTIONS = {"params", "param_names", "step", "next_refresh", "last_loss_terms"}
+_UNCALLED = "the weight is used without calling the module, so no statistics come"
+
+
+def current(entries: Iterable[Covered], plan: Plan) -> list[Covered]:
+    """Return the entries of an inspection as they are now."""
+    parameters = dict(plan.model.named_parameters())
+    return [_now(entry, parameters[entry.name], plan) for entry in entries if entry.name in parameters]
+
+
+def _now(entry: Covered, parameter: Tensor, plan: Plan) -> Covered:
+    if not parameter.requires_grad:
+        can_be_trained = parameter.is_floating_point() or parameter.is_complex()
+        return replace(entry, reason="frozen (requires_grad=False)" if can_be_trained else entry.reason, trained=False)
+    shares = plan.shares(parameter) if isinstance(parameter, nn.Parameter) else []
+    if not entry.preconditioned or not shares:
+        return entry
+    if not any(share.layer.weight.requires_grad for share in shares):
+        return replace(entry, reason="the weight of its layer is frozen")
+    if all(share.layer.uncalled and not share.layer.refreshes for share in shares):
+        return replace(entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}")
+    return entry
+
+
+def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
+    """Count the elements of the trained parameters: those that are preconditioned, and all."""
+    trained = [entry for entry in entries if entry.trained]
+    return sum(_size(entry) for entry in trained if entry.preconditioned), sum(_size(entry) for entry in trained)
+
+
+def _size(entry: Covered) -> int:
+    return math.prod(entry.shape)
+
+
+def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) -> None:
+    """Warn if less than half of the trained parameters is preconditioned, apart from what ``layers=`` leaves out."""
+    entries = [entry for entry in entries if entry.reason != LEFT_OUT]
+    covered, total = sizes(entries)
+    if 2 * covered >= total:
+        return
+    plain = sorted((e for e in entries if e.trained and not e.preconditioned), key=_size, reverse=True)
+    largest = "; ".join(f"{e.name} {e.shape} ({e.rest}): {e.reason}" for e in plain[:3])
+    more = f"; and {len(plain) - 3} more" if len(plain) > 3 else ""
+    warnings.warn(
+        f"{optimizer} preconditions {covered:,} of {total:,} trained parameters ({covered / total:.0%}). The largest "
+        f"of the others: {largest}{more}. print(optimizer) lists all",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def described(optimizer: "CurvatureOptimizer") -> str:
+    """Return the options of each group, and what each parameter gets."""
+    lines = [f"{type(optimizer).__name__} ("]
+    for number, group in enumerate(optimizer.param_groups):
+        keys = [key for key in dict.fromkeys((*optimizer.defaults, *group)) if key in group and key not in NO_OPTIONS]
+        lines += [f"Parameter Group {number}", *(f"    {key}: {group[key]}" for key in keys)]
+    entries, layers = optimizer.coverage(), optimizer.curvature.values()
+    part, total = sizes(entries)
+    split = ", ".join(str(s) for s in dict.fromkeys(group["split_dim"] for group in optimizer.param_groups))
+    count = sum(layer.weight.requires_grad for layer in layers)
+    lines += [")", f"{part:,} of {total:,} trained parameters, in {count} layers, are preconditioned:"]
+    return "\n".join((*lines, table(entries, split)))
+
+
+def nothing_found(optimizer: "CurvatureOptimizer", plan: Plan, entries: Iterable[Covered]) -> str:
+    """Return the text of the error for a model without a layer to precondition."""
+    label, found = type(optimizer).__name__, table(current(entries, plan), "-")
+    return (
+        f"{label} found no layer to precondition among what is trained in {type(plan.model).__name__}; use "
+        f"torch.optim.SGD, or give {label} the weights of its layers. What it found:\n{found}"
+    )
+
+
+# ---- warnings of a step ----------------------------------------------------------------------------------------------
+
+
+class StepWarnings:
+    """Warnings that are issued when the step is complete, each once: a program may turn warnings into errors."""
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+        self.pending: dict[tuple[str, str], list[str]] = {}  # the names that one text is about, by its two parts
+
+    def note(self, about: Hashable, message: str, name: str | None = None, then: str = "") -> None:
+        """Add a warning, unless one about the same problem has been added before."""
+        if about not in self._known:
+            self._known.add(about)
+            names = self.pending.setdefault((message, then), [])
+            names += [] if name is None else [repr(name)]
+
+    def issue(self) -> None:
+        """Issue the warnings that have been added."""
+        pending, self.pending = self.pending, {}
+        for (message, then), names in pending.items():
+            others = f" (likewise {some(names[1:])})" if len(names) > 1 else ""
+            text = f"{message}{''.join(names[:1])}{others}{then}"
+            warnings.warn(text, RuntimeWarning, stacklevel=6)  # the caller of step, outside torch's wrappers
+
+
+def note_layer(optimizer: "CurvatureOptimizer", layer: LayerCurvature, what: str) -> None:
+    """Warn of a problem of a layer, once for each layer and problem."""
+    step, label = layer.weight_view.options["step"], type(optimizer).__name__
+    optimizer._warnings.note((layer.name, what), f"{label}, step {step}, layer ", layer.name, f": {what}")
+
+
+def note_changes(optimizer: "CurvatureOptimizer", before: Plan, now: Plan) -> None:
+    """Warn of what a change of the model means: layers that are gone, parameters that are not trained."""
+    label, known = type(optimizer).__name__, {e.name for e in before.entries if e.reason == NOT_TRAINED}
+    new = [entry.name for entry in now.entries if entry.reason == NOT_TRAINED and entry.name not in known]
+    then = _untrained(new) if new else "What takes its place is trained plainly"
+    if now.sharded and not before.sharded:
+        optimizer._warnings.note(
+            "divided",
+            f"{label}: the parameters were divided among processes after {label} was made, so this step has no "
+            f"statistics that it can use; make {label} after fully_shard",
+        )
+    for name in sorted(before.layers.keys() - now.layers.keys()):
+        about = (
+            " is no longer a parameter of the model that is trained: it was removed, replaced, pruned or parametrised "
+        )
+        optimizer._warnings.note(
+            (name, "gone"), f"{label}: the weight of layer ", name, f"{about}after {label} was made. {then}"
+        )
+
+
+def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
+    """Warn once if no parameter of the groups has a gradient, and the model has got others since, as by LoRA."""
+    plan = optimizer._plan
+    if any(p.grad is not None for p in plan.parameters(optimizer.param_groups)):
+        return
+    trained = {entry.name for entry in plan.entries if entry.reason != NOT_TRAINED}
+    new = [name for name, p in plan.model.named_parameters() if p.requires_grad and name not in trained]
+    if new:
+        optimizer._warnings.note(
+            "nothing trained",
+            f"{type(optimizer).__name__}, step {optimizer.param_groups[0]['step'] - 1}: no parameter in its groups has "
+            f"a gradient, so nothing is trained. {_untrained(new)} Where an adapter was added (LoRA), make it first: "
+            f"peft.get_peft_model(model, ...), then the optimizer",
+        )
+
+
+def _untrained(names: Sequence[str]) -> str:
+    return (
+        f"In no parameter group, and so not trained, are {some(names)}: give them to "
+        f"optimizer.add_param_group({{'params': [...]}}), or make the optimizer again."
+    )
