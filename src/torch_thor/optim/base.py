@@ -1,6 +1,7 @@
 """What THOR and ThorMuon share: construction, the step, the refresh of the layers' curvature, and what they report."""
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -12,16 +13,16 @@ from torch_thor.capture.coverage import Covered
 from torch_thor.capture.patterns import Patterns, some
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.divided import DividedInverses, divide
+from torch_thor.distributed.divided import DividedInverses
 from torch_thor.distributed.group import Distributed
 from torch_thor.distributed.sharded_parameters import check_shards_fit
 from torch_thor.optim import persistence, report
-from torch_thor.optim.checkpoint import conform
+from torch_thor.optim.loss_scale import remove_scale
 from torch_thor.optim.options import check
 from torch_thor.optim.parameters import Group, parameters_of
 from torch_thor.optim.plan import Plan
 from torch_thor.optim.refresh_step import refresh_layers
-from torch_thor.optim.step import Inputs, creates_state_only, read_inputs, remove_scale
+from torch_thor.optim.step import Inputs, creates_state_only, plan_now, read_inputs, renew
 
 LossTerms = int | Tensor | Callable[[], int | Tensor] | None
 
@@ -94,7 +95,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         # the steps of all groups, and by the id of a parameter the entries of its state that processes divide
         self._whole: tuple[list[int], dict[int, dict[str, Tensor]]] | None = None
         super().__init__(params, {**options, **COUNTERS})
-        self._adopt(self._make_plan(None))
+        self._plan: Plan
+        renew(self)
         self._capture.listen()
         check_shards_fit([(n, p) for n, (p, s) in self._plan.sharded.items() if s], self.distributed.process_group)
         entries = self.coverage()
@@ -103,32 +105,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             raise ValueError(report.nothing_found(self, self._plan, entries))
         report.warn_of_little(entries, label, stacklevel=3)
 
-    # ---- read-only options ----------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:
-        """The model whose layers are preconditioned."""
-        return self._model
-
-    @property
-    def layers(self) -> Patterns:
-        """The layers that are preconditioned, as they were given."""
-        return self._layers
-
-    @property
-    def distributed(self) -> Distributed:
-        """How this optimizer trains with other processes."""
-        return self._distributed
-
-    @property
-    def loss_reduction(self) -> str:
-        """``"mean"`` if the loss is the mean over the loss terms of the mini-batch, ``"sum"`` if it is their sum."""
-        return self._loss_reduction
-
-    @property
-    def fisher(self) -> str:
-        """The labels that the statistics use: ``"empirical"`` or ``"sampled"``."""
-        return self._fisher
+    # what is read at construction alone
+    model = property(attrgetter("_model"), doc="The model whose layers are preconditioned.")
+    layers = property(attrgetter("_layers"), doc="The layers that are preconditioned, as they were given.")
+    distributed = property(attrgetter("_distributed"), doc="How this optimizer trains with other processes.")
+    loss_reduction = property(attrgetter("_loss_reduction"), doc='Whether the loss is a ``"mean"`` or a ``"sum"``.')
+    fisher = property(attrgetter("_fisher"), doc='The labels of the statistics: ``"empirical"`` or ``"sampled"``.')
 
     # ---- the step -------------------------------------------------------------------------------------------------
 
@@ -237,67 +219,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                     f"the model that holds them, or give them an optimizer of their own"
                 )
             if hasattr(self, "_plan"):
-                self._plan_now()
+                plan_now(self)
                 self._capture.listen()
         except BaseException:
             del self.param_groups[before:]
             raise
-
-    def _make_plan(self, before: Plan | None) -> Plan:
-        plan = Plan(self.model, self.param_groups, self.state, self.sides, self.layers, before)
-        plan.fingerprint = self._fingerprint(plan)
-        return plan
-
-    def _fingerprint(self, plan: Plan) -> list[Any]:
-        """Return everything on which a plan depends; it is made anew if this differs from the plan's."""
-        found: list[Any] = [len(self.state)]
-        if not plan.sharded:  # FSDP2 replaces the parameters of modules while they run, and those of groups stay
-            for _, module, attribute in plan.attributes:
-                found.append(id(module._parameters.get(attribute)))
-        for group in self.param_groups:
-            found.append((id(group), group["split_dim"], len(group["params"])))
-            for p in group["params"]:
-                found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(self.state.get(p))))
-        return found
-
-    def _adopt(self, plan: Plan) -> None:
-        self._plan, self._complete, self._renewed = plan, False, True
-        self._capture.follow(plan.hooks)
-
-    def _plan_now(self) -> Plan:
-        """Return the plan; the same object unless something that it describes was replaced."""
-        plan = self._plan
-        lost = self._capture.awaited and plan.has_lost_modules()
-        if not lost and plan.fingerprint == self._fingerprint(plan):
-            return plan
-        now = self._make_plan(plan)
-        if not now.layers and "G" in self.sides:
-            raise ValueError(report.nothing_found(self, now, now.entries))
-        conform(now, self.param_groups, self.state)
-        report.note_changes(self, plan, now)
-        self._adopt(now)
-        return now
-
-    def _make_state(self, *, divided: bool) -> None:
-        """Create all state that is missing, in the first step and after parameters were added."""
-        # All entries are created at once, so that a checkpoint has the same keys on every rank and at every time. They
-        # are not created with the optimizer, because wrappers may replace the parameters after that.
-        plan = self._plan
-        layers = list(plan.layers.values())
-        if self.distributed.divide_curvature and divided:
-            divide(layers, self.distributed.processes(plan))
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    state = self.state[parameter]
-                    # torch.distributed.checkpoint reports a parameter without state as missing
-                    state.setdefault("preconditioned", int(bool(plan.shares(parameter))))
-                    self._make_parameter_state(parameter, state, group)
-        plan.bind(self.state)
-        for layer in layers:
-            layer.make_state()
-        plan.fingerprint = self._fingerprint(plan)
-        self._complete = True
 
     # ---- state dicts ----------------------------------------------------------------------------------------------
 
@@ -387,7 +313,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Returns:
             One entry per parameter, in the model's order: its kind and factor sizes, or the reason why it has none.
         """
-        return report.current(self._plan_now().entries, self._plan)
+        return report.current(plan_now(self).entries, self._plan)
 
     def __repr__(self) -> str:
         return report.described(self)

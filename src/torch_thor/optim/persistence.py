@@ -24,6 +24,7 @@ from torch_thor.optim.checkpoint import (
 )
 from torch_thor.optim.options import check
 from torch_thor.optim.saved_rows import fit_loaded_rows
+from torch_thor.optim.step import plan_now
 
 if TYPE_CHECKING:
     from torch_thor.optim.base import CurvatureOptimizer
@@ -64,7 +65,7 @@ def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
 
 def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], None], state_dict: StateDict) -> None:
     """Load a state dict; if an error is raised, nothing has changed."""
-    plan, label = optimizer._plan_now(), type(optimizer).__name__
+    plan, label = plan_now(optimizer), type(optimizer).__name__
     own, groups = options_of(optimizer.param_groups), optimizer.param_groups
     layers = list(plan.layers.values())
     remedy = (
@@ -163,7 +164,7 @@ def is_divided(optimizer: "CurvatureOptimizer") -> bool:
 def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
     """Collect the curvature that is divided among the processes, for the next state dict."""
     optimizer._whole = None
-    plan = optimizer._plan_now()
+    plan = plan_now(optimizer)
     if not is_divided(optimizer):
         return
     keeps = to is None or optimizer.distributed.processes(plan).rank == to

@@ -18,7 +18,7 @@ from torch_thor.curvature.refresh import Candidate, refresh
 from torch_thor.distributed.statistics import count_rows
 from torch_thor.optim.report import note_layer
 from torch_thor.optim.statistics_checks import check_statistics
-from torch_thor.optim.step import Inputs
+from torch_thor.optim.step import Inputs, make_state
 
 if TYPE_CHECKING:
     from torch_thor.optim.base import CurvatureOptimizer
@@ -38,7 +38,7 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
             if not state_only and not capture.reached.issuperset(due):
                 silent = check_statistics(optimizer._plan.layers.values(), capture)
         if not optimizer._complete:
-            optimizer._make_state(divided=not state_only)
+            make_state(optimizer, divided=not state_only)
         if due and not state_only:
             _note_summed_loss(optimizer, inputs)
             optimizer._last_refresh = refresh(

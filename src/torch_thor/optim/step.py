@@ -1,8 +1,7 @@
 """What a step reads and checks before it changes anything, and the agreement of all processes on it."""
 
-import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,14 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.shards import local
 from torch_thor.distributed.agreement import agree, check_same_gradients
+from torch_thor.distributed.divided import divide
 from torch_thor.intervals import steps_until_next
+from torch_thor.optim import report
+from torch_thor.optim.checkpoint import conform
+from torch_thor.optim.loss_scale import LossScale
 from torch_thor.optim.options import OPTIONS, check
 from torch_thor.optim.parameters import parameters_with_gradient
+from torch_thor.optim.plan import Plan
 from torch_thor.optim.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     """Return the inputs of this process; raise an error for an option, a state or a gradient that cannot be used."""
     groups, capture = optimizer.param_groups, optimizer._capture
     _check_options(optimizer)  # in every step: a schedule may have changed damping to 0
-    plan, due, upcoming = optimizer._plan_now(), [], []
+    plan, due, upcoming = plan_now(optimizer), [], []
     for layer in plan.layers.values() if capture.awaited else ():
         if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
             due.append(layer)
@@ -223,49 +227,61 @@ def _nonfinite_message(optimizer: "CurvatureOptimizer") -> str:
     )
 
 
-class LossScale:
-    """The loss scale of a GradScaler: by how much it has scaled gradients, and whether the step must be skipped."""
-
-    # GradScaler does not unscale gradients or skip steps for an optimizer that sets `_step_supports_amp_scaling`.
-    # Instead it sets two tensors as attributes of the optimizer, `grad_scale` and `found_inf`. From a plain
-    # `scaler.step(optimizer)` the scale of the captured output gradients cannot be learnt in any other way. If the user
-    # has called `scaler.unscale_`, it sets no scale, and the scaler itself is asked.
-
-    def __init__(self, optimizer: Any) -> None:
-        self._scaler = optimizer.grad_scaler
-        self._in_use = hasattr(optimizer, "found_inf")
-        found = getattr(optimizer, "found_inf", None)
-        self.found_inf = found is not None and float(found) > 0  # a synchronisation that the scaler would make itself
-        self._of_gradients: Tensor | None = getattr(optimizer, "grad_scale", None)
-
-    def unscale_(self, gradients: Iterable[Tensor]) -> None:
-        """Divide gradients by the scale, if the scaler has left that to the optimizer."""
-        if self._of_gradients is not None:
-            inverse = self._of_gradients.double().reciprocal().float()
-            for gradient in gradients:
-                gradient.mul_(inverse.to(gradient.device))
-
-    def of_outputs(self) -> float:
-        """Return the scale of the captured output gradients."""
-        if self._scaler is not None:
-            return float(self._scaler.get_scale())
-        if self._of_gradients is not None:
-            return float(self._of_gradients)
-        if not self._in_use:
-            return 1.0
-        frame = inspect.currentframe()
-        while frame is not None:  # the GradScaler that is calling step()
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, torch.amp.GradScaler):
-                return float(caller.get_scale())
-            frame = frame.f_back
-        raise RuntimeError(
-            "gradients were unscaled before step(), by a scaler that cannot be asked for the scale of the statistics "
-            "that were captured; set optimizer.grad_scaler = scaler"
-        )
+# ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def remove_scale(optimizer: Any) -> None:
-    """Remove what GradScaler has set on the optimizer, so that the next step does not divide by it."""
-    for name in ("grad_scale", "found_inf"):
-        vars(optimizer).pop(name, None)
+def plan_now(optimizer: "CurvatureOptimizer") -> Plan:
+    """Return the plan; the same object unless something that it describes was replaced."""
+    plan = optimizer._plan
+    lost = optimizer._capture.awaited and plan.has_lost_modules()
+    return renew(optimizer, plan) if lost or plan.fingerprint != fingerprint(optimizer, plan) else plan
+
+
+def fingerprint(optimizer: "CurvatureOptimizer", plan: Plan) -> list[Any]:
+    """Return everything on which a plan depends; it is made anew if this differs from the plan's."""
+    found: list[Any] = [len(optimizer.state)]
+    if not plan.sharded:  # FSDP2 replaces the parameters of modules while they run, and those of groups stay
+        for _, module, attribute in plan.attributes:
+            found.append(id(module._parameters.get(attribute)))
+    for group in optimizer.param_groups:
+        found.append((id(group), group["split_dim"], len(group["params"])))
+        for p in group["params"]:
+            found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(optimizer.state.get(p))))
+    return found
+
+
+def renew(optimizer: "CurvatureOptimizer", before: Plan | None = None) -> Plan:
+    """Make the plan anew; if an error is raised, weights and optimizer state are as before."""
+    groups, states = optimizer.param_groups, optimizer.state
+    plan = Plan(optimizer.model, groups, states, optimizer.sides, optimizer.layers, before)
+    plan.fingerprint = fingerprint(optimizer, plan)
+    if before is not None:
+        if not plan.layers and "G" in optimizer.sides:
+            raise ValueError(report.nothing_found(optimizer, plan, plan.entries))
+        conform(plan, groups, states)
+        report.note_changes(optimizer, before, plan)
+    optimizer._plan, optimizer._complete, optimizer._renewed = plan, False, True
+    optimizer._capture.follow(plan.hooks)
+    return plan
+
+
+def make_state(optimizer: "CurvatureOptimizer", *, divided: bool) -> None:
+    """Create all state that is missing, in the first step and after parameters were added."""
+    # All entries are created at once, so that a checkpoint has the same keys on every rank and at every time. They are
+    # not created with the optimizer, because wrappers may replace the parameters after that.
+    plan = optimizer._plan
+    layers = list(plan.layers.values())
+    if optimizer.distributed.divide_curvature and divided:
+        divide(layers, optimizer.distributed.processes(plan))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                state = optimizer.state[parameter]
+                # torch.distributed.checkpoint reports a parameter without state as missing
+                state.setdefault("preconditioned", int(bool(plan.shares(parameter))))
+                optimizer._make_parameter_state(parameter, state, group)
+    plan.bind(optimizer.state)
+    for layer in layers:
+        layer.make_state()
+    plan.fingerprint = fingerprint(optimizer, plan)
+    optimizer._complete = True

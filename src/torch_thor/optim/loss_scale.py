@@ -1,0 +1,56 @@
+"""The loss scale of a GradScaler: by how much it has scaled gradients, and whether the step must be skipped."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LossScale:
+    """The loss scale of a GradScaler: by how much it has scaled gradients, and whether the step must be skipped."""
+
+    # GradScaler does not unscale gradients or skip steps for an optimizer that sets `_step_supports_amp_scaling`.
+    # Instead it sets two tensors as attributes of the optimizer, `grad_scale` and `found_inf`. From a plain
+    # `scaler.step(optimizer)` the scale of the captured output gradients cannot be learnt in any other way. If the user
+    # has called `scaler.unscale_`, it sets no scale, and the scaler itself is asked.
+
+    def __init__(self, optimizer: Any) -> None:
+        self._scaler = optimizer.grad_scaler
+        self._in_use = hasattr(optimizer, "found_inf")
+        found = getattr(optimizer, "found_inf", None)
+        self.found_inf = found is not None and float(found) > 0  # a synchronisation that the scaler would make itself
+        self._of_gradients: Tensor | None = getattr(optimizer, "grad_scale", None)
+
+    def unscale_(self, gradients: Iterable[Tensor]) -> None:
+        """Divide gradients by the scale, if the scaler has left that to the optimizer."""
+        if self._of_gradients is not None:
+            inverse = self._of_gradients.double().reciprocal().float()
+            for gradient in gradients:
+                gradient.mul_(inverse.to(gradient.device))
+
+    def of_outputs(self) -> float:
+        """Return the scale of the captured output gradients."""
+        if self._scaler is not None:
+            return float(self._scaler.get_scale())
+        if self._of_gradients is not None:
+            return float(self._of_gradients)
+        if not self._in_use:
+            return 1.0
+        frame = inspect.currentframe()
+        while frame is not None:  # the GradScaler that is calling step()
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler):
+                return float(caller.get_scale())
+            frame = frame.f_back
+        raise RuntimeError(
+            "gradients were unscaled before step(), by a scaler that cannot be asked for the scale of the statistics "
+            "that were captured; set optimizer.grad_scaler = scaler"
+        )
+
+
+def remove_scale(optimizer: Any) -> None:
+    """Remove what GradScaler has set on the optimizer, so that the next step does not divide by it."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
