@@ -24,19 +24,15 @@ from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
 from torch_thor.optim.options import Option, check, number, real
 
 CLIPPING = {
-    "clip_factor": Option(
-        lambda v: (number(v) or 0) > 0,
-        "a number > 0",
-        "0.01 is the paper's for batches of 4096, smaller ones take up to 0.16; float('inf') switches clipping off",
-    ),
+    "clip_factor": Option(lambda v: (number(v) or 0) > 0, "a number > 0", "start from 0.01; float('inf') never clips"),
     "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
 }
 
 # Where the units of a parameter are: the dim of the outputs, or the kind if that is not one dim.
 Units = int | Kind
+Clippable = tuple[Tensor, Tensor, Units | None]  # a parameter, its gradient and the units; None to leave it alone
 
-# Small tensors are measured in batches, which are complete at this many elements, to save kernel launches. A larger
-# tensor is measured alone, which is as fast and needs no copy.
+# To save kernel launches, smaller tensors than this are measured in batches; larger ones need no copy if alone.
 _NUMBERS_AT_A_TIME = 2**21
 
 
@@ -72,15 +68,14 @@ def adaptive_clip_grad_(
     optimizer. With a GradScaler, call it after ``scaler.unscale_(optimizer)``: λ does not apply to scaled gradients.
 
     Args:
-        parameters: the model; or parameters, all of which are then clipped along dim 0. If the model is given,
-            transposed convolutions and Hugging Face's ``Conv1D`` are clipped along their outputs, which are in dim 1,
-            and the last fully connected layer is not clipped. Parameters without a gradient are ignored.
+        parameters: the model, whose last fully connected layer is not clipped; or parameters, all of which are then
+            clipped along dim 0, also where the outputs of a layer are in dim 1 (transposed convolutions, Hugging Face's
+            ``Conv1D``). Parameters without a gradient are ignored.
         clip_factor: λ, the largest ratio of a unit's gradient norm to its weight norm; inf clips nothing.
         eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
         exclude: the parameters of the model that are not clipped: names or patterns of :mod:`fnmatch`, for parameters
             or for the modules that hold them, where a leading minus keeps what matches; or a callable
-            ``(name, parameter) -> bool``. None excludes the weight and the bias of the last ``nn.Linear`` of the
-            model, ``()`` excludes nothing.
+            ``(name, parameter) -> bool``. None excludes the last ``nn.Linear`` of the model, ``()`` nothing.
         foreach: whether small tensors are measured in batches. None means True; False handles one tensor at a time.
 
     Returns:
@@ -98,11 +93,11 @@ def adaptive_clip_grad_(
     units = units_of(model)
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    entries = []
+    entries: list[Clippable] = []
     for p in [parameters] if isinstance(parameters, Tensor) else parameters:
         if p.grad is not None:
             check_dense(f"of shape {tuple(p.shape)}", p.grad)
-            entries.append(Clippable(p, p.grad, None if p in left_alone else units.get(p, 0)))
+            entries.append((p, p.grad, None if p in left_alone else units.get(p, 0)))
     return add_up(clip(entries, options, Tensor.mul_)[1])
 
 
@@ -124,32 +119,21 @@ def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
             kind = ConvTransposeKind(module)  # of a subclass with a forward of its own
         if kind is None or kind.diagonal_input:  # an embedding: a unit is a token
             continue
-        found[weight] = kind
         matrix = kind.to_matrix(stand_in := torch.empty(weight.shape, device="meta"))  # strides are enough to tell
-        if matrix._base is stand_in and matrix.is_contiguous():  # the matrix is the weight itself
-            if kind.transposed and weight.dim() == 2:
-                found[weight] = 1
-            elif not kind.transposed and kind.groups * kind.outputs == len(weight):
-                found[weight] = 0
+        in_place = matrix._base is stand_in and matrix.is_contiguous() and (weight.dim() == 2 or not kind.transposed)
+        dim = int(kind.transposed)
+        found[weight] = dim if in_place and weight.shape[dim] == kind.groups * kind.outputs else kind
     return found
-
-
-class Clippable(NamedTuple):
-    """A parameter that may be clipped, its gradient, and where its units are; None if it is left alone."""
-
-    weight: Tensor
-    gradient: Tensor
-    units: Units | None
 
 
 def clip(
     entries: list[Clippable], options: Mapping[str, Any], multiply: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[list[Tensor], list[ClipStatistics]]:
     """Clip gradients, and return them all; those that are left alone are the same objects."""
-    gradients: list[Tensor] = [entry.gradient for entry in entries]
+    gradients = [gradient for _, gradient, _ in entries]
     statistics = []
     for batch in _batches(entries, together=options["foreach"] is not False):
-        rows = [(_rows(e.weight, e.units), _rows(e.gradient, e.units)) for e in (entries[i] for i in batch)]
+        rows = [(_rows(p, units), _rows(g, units)) for p, g, units in (entries[i] for i in batch)]
         of_weights, of_gradients = (_norms(matrices) for matrices in zip(*rows, strict=True))
         limits = options["clip_factor"] * of_weights.clamp(min=options["eps"])
         too_long = of_gradients > limits
@@ -157,7 +141,7 @@ def clip(
         sizes = [len(matrix) for matrix, _ in rows]
         statistics.append(ClipStatistics(too_long.sum(), sum(sizes)))
         for i, own in zip(batch, factors.split(sizes) if len(batch) > 1 else [factors], strict=True):
-            gradients[i] = multiply(gradients[i], _spread(own, entries[i].units, gradients[i]))
+            gradients[i] = multiply(gradients[i], _spread(own, entries[i][2], gradients[i]))
     return gradients, statistics
 
 
@@ -175,9 +159,10 @@ def _batches(entries: list[Clippable], *, together: bool) -> Iterator[list[int]]
     for i, (p, g, units) in enumerate(entries):
         if units is None or not g.numel():
             continue
-        count = 1 if p.dim() <= 1 else p.shape[units] if isinstance(units, int) else units.groups * units.outputs
-        small = type(g) is Tensor and p.numel() < _NUMBERS_AT_A_TIME  # the local rows of a DTensor are not known here
-        key = (p.device, p.dtype, g.dtype, p.numel() // count) if together and small else i
+        key: object = i
+        # not a DTensor, whose local rows are not known here
+        if together and type(g) is Tensor and isinstance(units, int) and p.numel() < _NUMBERS_AT_A_TIME:
+            key = (p.device, p.dtype, g.dtype, p.numel() // (p.shape[units] if p.dim() > 1 else 1))
         waiting.setdefault(key, []).append(i)
         sizes[key] = sizes.get(key, 0) + p.numel()
         if sizes[key] >= _NUMBERS_AT_A_TIME:

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from torch_thor.capture.patterns import Patterns
-from torch_thor.optim.agc import CLIPPING, Clippable, ClipStatistics, add_up, clip, last_linear, units_of
+from torch_thor.optim.agc import CLIPPING, ClipStatistics, add_up, clip, last_linear, units_of
 from torch_thor.optim.exclusion import COMMON, ExcludingOptimizer, Found, Slot
 from torch_thor.optim.options import OPTIONS, Option, real
 from torch_thor.optim.parameters import Group
 
-# The options of torch's SGD, which have the same meaning there.
-_SGD = {
+_SGD = {  # the options of torch's SGD
     **COMMON,
     "momentum": OPTIONS["momentum"],
     "dampening": Option(real(lambda v: 0 <= v <= 1), "in [0, 1]", "0 switches it off"),
@@ -32,15 +31,15 @@ class AGCSGD(ExcludingOptimizer):
     is that of :class:`torch.optim.SGD`, bit for bit. ``p.grad`` is not changed.
 
     The last fully connected layer is not clipped (section 4.1). It is looked up in the model, so the optimizer needs
-    the model, or ``exclude=()``. A GradScaler needs no special treatment: it passes unscaled gradients to ``step``.
+    the model, or ``exclude=()``. A GradScaler passes unscaled gradients to ``step``, so it needs no special treatment.
+    State dicts of :class:`torch.optim.SGD` can be loaded; ``exclude`` is not part of state dicts.
 
     Args:
         params: the model; or parameters or parameter groups of it, together with ``model``; or, with ``exclude=()``,
             parameters alone, whose units are then all along dim 0.
         lr: learning rate, a float or a one-element tensor, with the meaning that it has for SGD.
         momentum: μ in [0, 1).
-        dampening: τ in ``v ← μ v + (1 − τ) d``, from the second step on; in the first step ``v = d``, as in torch's
-            SGD.
+        dampening: τ in ``v ← μ v + (1 − τ) d``; the first step has ``v = d``, as in torch's SGD.
         weight_decay: added to the clipped gradient as ``weight_decay · W``.
         nesterov: step along ``d + μ v`` instead of ``v``.
         dampen_first: whether the first step is dampened too, ``v = (1 − τ) d``, as in the code of the authors of AGC,
@@ -50,11 +49,10 @@ class AGCSGD(ExcludingOptimizer):
         model: the model, if ``params`` are parameters.
         exclude: the parameters that are not clipped: names or patterns of :mod:`fnmatch`, for parameters or for the
             modules that hold them, where a leading minus keeps what matches; or a callable
-            ``(name, parameter) -> bool``. None excludes the weight and the bias of the ``nn.Linear`` that was
-            registered last, ``()`` excludes nothing.
+            ``(name, parameter) -> bool``. None excludes the ``nn.Linear`` that was registered last, ``()`` nothing.
         maximize: maximise the objective instead of minimising it.
-        foreach: whether tensors are handled in batches. None clips in batches and leaves the rest to torch, as for its
-            SGD; False handles one tensor at a time, which takes less memory for the clipped copies.
+        foreach: None clips in batches and leaves the rest to torch, as for its SGD; True handles tensors in batches;
+            False one at a time, with less memory for the clipped copies.
 
     Raises:
         ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not the model's.
@@ -86,7 +84,7 @@ class AGCSGD(ExcludingOptimizer):
         given = locals()
         if model is None and exclude is None and not isinstance(params, nn.Module):
             raise TypeError(
-                "AGC does not clip the last fully connected layer, so AGCSGD must know the model; pass "
+                "model=None: AGC leaves the last fully connected layer alone, so AGCSGD must know the model; pass "
                 "AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or exclude=() to clip every parameter"
             )
         super().__init__(params, model, exclude, given)
@@ -115,21 +113,19 @@ class AGCSGD(ExcludingOptimizer):
     def _update(self, found: list[list[Found]]) -> None:
         parts: list[ClipStatistics] = []
         for group, own in zip(self.param_groups, found, strict=True):
-            at_a_time = 1 if group["foreach"] is False else max(1, len(own))
-            for start in range(0, len(own), at_a_time):
-                parts += self._update_together(group, own[start : start + at_a_time])
+            for part in [[one] for one in own] if group["foreach"] is False else [own]:
+                parts += self._update_together(group, part)
         self.clip_statistics = add_up(parts)
 
     def _update_together(self, group: Group, found: list[Found]) -> list[ClipStatistics]:
         params = [p for _, p, _ in found]
-        clipped, statistics = clip([Clippable(p, g, slot.units) for slot, p, g in found], group, torch.mul)
+        clipped, statistics = clip([(p, gradient, slot.units) for slot, p, gradient in found], group, torch.mul)
         # copies of what is not clipped, too, because torch's foreach SGD adds the momentum into the gradients
         gradients = [new.to(g.dtype, copy=new is g) for new, (_, _, g) in zip(clipped, found, strict=True)]
         buffers = [self.state.get(p, {}).get("momentum_buffer") for p in params]
         if group["dampen_first"]:  # without a buffer torch's first step is not dampened; with a zero buffer it is
             buffers = [torch.zeros_like(g) if b is None else b for b, g in zip(buffers, gradients, strict=True)]
         sgd(params, gradients, buffers, **{name: group[name] for name in _SGD})
-        if group["momentum"]:
-            for p, buffer in zip(params, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
+        for p, buffer in zip(params, buffers, strict=True) if group["momentum"] else ():
+            self.state[p]["momentum_buffer"] = buffer
         return statistics

@@ -150,7 +150,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
     def _make_states(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad:
+                if parameter.requires_grad or parameter.grad is not None:
                     self._make_state(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -26,11 +26,11 @@ class LAMB(ExcludingOptimizer):
 
     φ of the paper is the identity; if one of the norms is 0, the trust ratio is 1. Norms are taken over the whole
     parameter. Excluded parameters have neither weight decay nor a trust ratio: ``x ← x − lr · r``. Gradients are not
-    clipped: if a recipe requires it (BERT's: global norm 1), call :func:`torch.nn.utils.clip_grad_norm_` before
-    ``step``.
+    clipped: for recipes with a limit (BERT's: global norm 1), call :func:`torch.nn.utils.clip_grad_norm_` before it.
 
-    The state has the entries of :class:`torch.optim.AdamW`, whose state dicts can be loaded; moments of parameters of
-    lower precision are float32.
+    The state has the entries of :class:`torch.optim.AdamW`; moments of parameters of lower precision are float32. Of a
+    state dict of AdamW, moments and betas are loaded, and ``lr``, ``eps`` and ``weight_decay``, which mean something
+    else there, keep their values. ``exclude`` is not part of state dicts.
 
     Args:
         params: the model; or parameters, named parameters or parameter groups.
@@ -41,11 +41,10 @@ class LAMB(ExcludingOptimizer):
         model: the model, if ``params`` are parameters and ``exclude`` contains names.
         exclude: the parameters without weight decay and trust ratio: names or patterns of :mod:`fnmatch`, for
             parameters or for the modules that hold them, where a leading minus keeps what matches; or a callable
-            ``(name, parameter) -> bool``. None excludes every parameter of at most one dimension (biases and gains of
-            normalisation layers), as in the code of the authors; ``()`` excludes nothing.
+            ``(name, parameter) -> bool``. None excludes all of at most one dimension (biases, gains of normalisation
+            layers), as the authors' code does; ``()`` excludes nothing.
         maximize: maximise the objective instead of minimising it.
-        foreach: whether tensors of one device and dtype are handled in batches. None means True; False handles one
-            tensor at a time, which takes less memory.
+        foreach: None or True handle tensors of one device and dtype in batches, False one at a time, with less memory.
 
     Raises:
         ValueError: an option is out of range, a pattern matches no parameter, or a parameter is not the model's.
@@ -92,23 +91,21 @@ class LAMB(ExcludingOptimizer):
         if group.pop("amsgrad", None) is not None:  # AdamW's, for which these have another meaning
             group.update({name: own[name] for name in ("lr", "eps", "weight_decay")})
         super()._adopt(group, own)
-        for state, wide in ((self.state.get(p), factor_dtype(p.dtype)) for p in group["params"]):
-            if state:
+        for p in group["params"]:
+            if state := self.state.get(p):
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
-                state.update({key: state[key].to(wide) for key in ("exp_avg", "exp_avg_sq")})
+                state.update({key: state[key].to(factor_dtype(p.dtype)) for key in ("exp_avg", "exp_avg_sq")})
 
     def _update(self, found: list[list[Found]]) -> None:
         self._make_states()  # of all, so that a checkpoint has the same keys on every rank and at every time
         for group, own in zip(self.param_groups, found, strict=True):
             parts: dict[tuple[object, ...], list[list[Tensor]]] = {}
             for slot, p, gradient in own:
-                if not p.numel():
-                    continue
                 state = self.state[p]
                 tensors = (p, gradient, state["exp_avg"], state["exp_avg_sq"])
                 reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-                alike = (p.device, p.dtype, gradient.dtype, type(gradient))
-                key = (slot.excluded, *(alike if group["foreach"] is not False else (len(parts),)))
+                alone = len(parts) if group["foreach"] is False else None
+                key = (slot.excluded, p.device, p.dtype, gradient.dtype, type(gradient), alone)
                 parts.setdefault(key, []).append([*reals, state["step"]])
             for (excluded, *_), part in parts.items():
                 _update(group, part, adapted=not excluded)
@@ -116,7 +113,7 @@ class LAMB(ExcludingOptimizer):
 
 def _update(group: Group, part: list[list[Tensor]], *, adapted: bool) -> None:
     params, gradients, means, squares, counts = map(list, zip(*part, strict=True))
-    beta1, beta2 = (float(beta) for beta in group["betas"])
+    beta1, beta2 = map(float, group["betas"])
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     wide = means[0].dtype
     gradients = [gradient.to(wide) for gradient in gradients]
@@ -124,7 +121,6 @@ def _update(group: Group, part: list[list[Tensor]], *, adapted: bool) -> None:
         gradients = list(torch._foreach_neg(gradients))
     torch._foreach_add_(counts, 1)
     steps = [float(count) for count in counts]
-
     torch._foreach_lerp_(means, gradients, 1 - beta1)
     torch._foreach_mul_(squares, beta2)
     torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
@@ -137,9 +133,8 @@ def _update(group: Group, part: list[list[Tensor]], *, adapted: bool) -> None:
         weights = [parameter.to(wide) for parameter in params]
         if weight_decay:
             torch._foreach_add_(updates, weights, alpha=weight_decay)
-        of_weights, of_updates = (  # torch 2.9 can neither stack norms of DTensors nor unbind them
-            torch.stack([whole(norm) for norm in torch._foreach_norm(x, 2)]) for x in (weights, updates)
-        )
-        ratios = torch.where((of_weights > 0) & (of_updates > 0), of_weights / of_updates, 1.0)
+        # torch 2.9 can neither stack norms of DTensors nor unbind them
+        norms = [torch.stack([whole(norm) for norm in torch._foreach_norm(x, 2)]) for x in (weights, updates)]
+        ratios = torch.where((norms[0] > 0) & (norms[1] > 0), norms[0] / norms[1], 1.0)
         torch._foreach_mul_([local(update) for update in updates], list(ratios.unbind()))
     torch._foreach_add_(params, updates, alpha=-lr)
