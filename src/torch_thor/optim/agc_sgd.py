@@ -81,13 +81,12 @@ class AGCSGD(ExcludingOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        given = locals()
         if model is None and exclude is None and not isinstance(params, nn.Module):
             raise TypeError(
                 "model=None: AGC leaves the last fully connected layer alone, so AGCSGD must know the model; pass "
                 "AGCSGD(model, ...) or AGCSGD(parameters, model=model, ...), or exclude=() to clip every parameter"
             )
-        super().__init__(params, model, exclude, given)
+        super().__init__(params, model, exclude, locals())
 
     def _check(self, group: Group) -> None:
         super()._check(group)
