@@ -23,58 +23,41 @@ SETTINGS = {
     "nesterov_decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
     "maximize": {"momentum": 0.9, "maximize": True, "weight_decay": 0.1},
 }
-
-
-def test_two_steps_by_hand():
-    """λ = 0.1, lr = 0.5, μ = 0.9, weight decay 0.2, one unit W = (3, 4).
-
-    1: G = (6, 8), limit 0.5: G ← (0.3, 0.4). d = G + 0.2 W = (0.9, 1.2) = v. W ← (2.55, 3.4), of norm 4.25.
-    2: G = (0, 1), limit 0.425: G ← (0, 0.425). d = (0.51, 1.105). v = (1.32, 2.185). W ← (1.89, 2.3075).
-    """
-    p = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
-    optimizer = AGCSGD([p], lr=0.5, momentum=0.9, weight_decay=0.2, clip_factor=0.1, exclude=())
-    for gradient, expected in (([6.0, 8.0], [2.55, 3.4]), ([0.0, 1.0], [1.89, 2.3075])):
-        p.grad = torch.tensor([gradient], dtype=torch.float64)
-        optimizer.step()
-        assert p.tolist() == [pytest.approx(expected, rel=1e-13)]
-        assert p.grad.tolist() == [gradient]
-
-
-# lr = 0.5, μ = 0.9, τ = 0.5, W = (3, 4), gradients (2, 0) and (0, 4), nothing clipped
-DAMPENED = {
-    # torch's SGD: v = (2, 0), W ← (2, 4); v = (1.8, 0) + (0, 2), W ← (1.1, 3)
-    "torch": ({"dampen_first": False}, [2.0, 4.0], [1.1, 3.0]),
-    # v = 0 + (1, 0), W ← (2.5, 4); v = (0.9, 0) + (0, 2), W ← (2.05, 3)
-    "first": ({"dampen_first": True}, [2.5, 4.0], [2.05, 3.0]),
-    # the same v; W ← W - 0.5 ((2, 0) + 0.9 (1, 0)) = (1.55, 4), then - 0.5 ((0, 4) + 0.9 (0.9, 2)) = (1.145, 1.1)
-    "first_nesterov": ({"dampen_first": True, "nesterov": True}, [1.55, 4.0], [1.145, 1.1]),
+LATER = {"momentum": 0.9, "dampening": 0.5, "clip_factor": INF}
+FIRST = LATER | {"dampen_first": True}
+# W = (3, 4), lr = 0.5, μ = 0.9: options, gradients, W after each step
+BY_HAND = {
+    # λ = 0.1, weight decay 0.2. First limit 0.5: G ← (0.3, 0.4). d = G + 0.2 W = (0.9, 1.2) = v. W has norm 4.25.
+    # Second limit 0.425: G ← (0, 0.425). d = (0.51, 1.105). v = (1.32, 2.185)
+    "clipped": (
+        {"momentum": 0.9, "weight_decay": 0.2, "clip_factor": 0.1},
+        (6, 8),
+        (0, 1),
+        (2.55, 3.4),
+        (1.89, 2.3075),
+    ),
+    # τ = 0.5 as in torch's SGD, v is (2, 0), then (1.8, 0) + (0, 2)
+    "dampened": (LATER, (2, 0), (0, 4), (2, 4), (1.1, 3)),
+    # now v starts with 0 + (1, 0), and goes on with (0.9, 0) + (0, 2)
+    "first": (FIRST, (2, 0), (0, 4), (2.5, 4), (2.05, 3)),
+    # the same v; W less half of (2, 0) + 0.9 (1, 0), then less half of (0, 4) + 0.9 (0.9, 2)
+    "nesterov": (FIRST | {"nesterov": True}, (2, 0), (0, 4), (1.55, 4), (1.145, 1.1)),
 }
 
 
 @pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("name", DAMPENED)
-def test_dampening_by_hand(name, foreach):
-    options, *expected = DAMPENED[name]
-    p = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
-    optimizer = AGCSGD(
-        [p], lr=0.5, momentum=0.9, dampening=0.5, clip_factor=INF, exclude=(), foreach=foreach, **options
-    )
-    for gradient, after in zip(([2.0, 0.0], [0.0, 4.0]), expected, strict=True):
-        p.grad = torch.tensor([gradient], dtype=torch.float64)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_two_steps_by_hand(name, foreach):
+    """The second parameter gets its first gradient in the second step, and starts then; p.grad stays as it is."""
+    options, *steps = BY_HAND[name]
+    p, late = (nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64)) for _ in range(2))
+    optimizer = AGCSGD([p, late], lr=0.5, exclude=(), foreach=foreach, **options)
+    for step in range(2):
+        p.grad = torch.tensor([steps[step]], dtype=torch.float64)
+        late.grad = torch.tensor([steps[0]], dtype=torch.float64) if step else None
         optimizer.step()
-        assert p.tolist() == [pytest.approx(after, rel=1e-13)]
-
-
-def test_a_first_step_that_is_dampened_is_a_shorter_one_for_late_parameters_too():
-    """A parameter that gets its first gradient later starts then: v = (1 - 0.75) · 4."""
-    p, q = (nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2))
-    options = {"lr": 1.0, "momentum": 0.5, "dampening": 0.75, "dampen_first": True, "clip_factor": INF}
-    optimizer = AGCSGD([p, q], exclude=(), **options)
-    p.grad = torch.tensor([4.0], dtype=torch.float64)
-    optimizer.step()
-    q.grad = torch.tensor([4.0], dtype=torch.float64)
-    optimizer.step()
-    assert (p.item(), q.item()) == (-1.0 - 1.5, -1.0)
+        assert (p.tolist(), p.grad.tolist()) == ([pytest.approx(steps[2 + step], rel=1e-13)], [list(steps[step])])
+    assert late.tolist() == [pytest.approx(steps[2], rel=1e-13)]
 
 
 def network(dtype=torch.float32):
@@ -93,33 +76,22 @@ def stream(count, dtype=torch.float32):
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_without_clipping_it_is_torchs_sgd_to_the_bit(name, foreach, dtype):
-    """Torch's foreach Nesterov adds into p.grad: harmless to the steps compared here."""
-    model, twin = network(dtype), network(dtype)
+    """Torch's foreach Nesterov adds into p.grad: harmless to the steps compared here. The strides are SGD's, too."""
+    model = network(dtype).append(nn.Conv2d(3, 5, 3, dtype=dtype).to(memory_format=torch.channels_last))
+    twin = copy.deepcopy(model)
     optimizer = AGCSGD(model, lr=0.01, clip_factor=INF, foreach=foreach, **SETTINGS[name])
     other = torch.optim.SGD(twin.parameters(), lr=0.01, foreach=foreach, **SETTINGS[name])
-    train(model, optimizer, stream(5, dtype))
-    train(twin, other, stream(5, dtype))
+    images = torch.randn(2, 3, 5, 5, dtype=dtype).to(memory_format=torch.channels_last)
+    for one, its_optimizer in ((model, optimizer), (twin, other)):
+        for batch in stream(4, dtype):
+            one[8](images).square().mean().backward()
+            train(one[:8], its_optimizer, [batch])
     assert_same(weights(model), weights(twin))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert optimizer.state[p].keys() == other.state[q].keys()
         for key, value in other.state[q].items():
             assert torch.equal(optimizer.state[p][key], value)
-
-
-def test_channels_last_is_torchs_sgd_to_the_bit():
-    models = [nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    optimizers = [AGCSGD(models[0], clip_factor=INF, **options), torch.optim.SGD(models[1].parameters(), **options)]
-    for step in range(4):
-        x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(step)).to(memory_format=torch.channels_last)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(*(weights(model) for model in models))
-    buffers = [o.state[m.weight]["momentum_buffer"] for o, m in zip(optimizers, models, strict=True)]
-    assert buffers[0].stride() == buffers[1].stride() == models[0].weight.stride()
+            assert optimizer.state[p][key].stride() == value.stride()
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -157,28 +129,28 @@ def test_it_is_sgd_on_the_gradients_of_the_loops(name, foreach):
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("exclude", [(), None, "*"])
 @pytest.mark.parametrize("clip_factor", [0.01, INF])
-def test_nesterov_leaves_gradients_alone(clip_factor, exclude, foreach):
-    """Clipped or not: torch's foreach SGD adds the momentum into what it is given."""
+def test_a_step_leaves_gradients_alone_and_waits_for_nothing(clip_factor, exclude, foreach):
+    """Clipped or not: torch's foreach SGD adds Nesterov's momentum into what it is given."""
     model = mlp()
     optimizer = AGCSGD(model, momentum=0.9, nesterov=True, clip_factor=clip_factor, exclude=exclude, foreach=foreach)
     for x, labels in batches(2):
         cross_entropy(labels)(model(x)).backward()
         before = [p.grad.clone() for p in model.parameters()]
-        optimizer.step()
+        with NoWaiting():
+            optimizer.step()
         assert all(torch.equal(p.grad, value) for p, value in zip(model.parameters(), before, strict=True))
 
 
-def test_groups_have_clip_factors_of_their_own():
+def test_groups_have_clip_factors_and_units_of_their_own():
     model = mlp()
-    groups = [
-        {"params": model[0].parameters(), "clip_factor": INF},
-        {"params": model[2].parameters(), "clip_factor": 1e-9},
-        {"params": model[4].parameters()},
-    ]
-    optimizer = AGCSGD(groups, model=model, lr=0.1)
+    groups = [{"params": model[0].parameters(), "clip_factor": INF}, {"params": model[2].parameters()}]
+    optimizer = AGCSGD(groups, model=model, lr=0.1, clip_factor=1e-9)
     assert optimizer.clip_statistics is None
-    train(model, optimizer, batches(1))
-    assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (7, 7 + 1 + 6 + 1)
+    model.append(nn.ConvTranspose1d(3, 2, 1, bias=False))
+    optimizer.add_param_group({"params": model[5].parameters()})
+    model[5].weight.grad = torch.ones_like(model[5].weight)
+    train(model[:5], optimizer, batches(1))
+    assert (int(optimizer.clip_statistics.clipped), optimizer.clip_statistics.units) == (7 + 2, 8 + 7 + 2)
 
 
 def test_the_last_linear_is_found_or_asked_for():
@@ -193,38 +165,18 @@ def test_the_last_linear_is_found_or_asked_for():
             AGCSGD(params)
 
 
-def test_a_layer_added_later_has_its_own_units():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    optimizer = AGCSGD(model, clip_factor=1e-6, lr=1.0)
-    model.append(nn.ConvTranspose1d(3, 2, 1, bias=False))
-    optimizer.add_param_group({"params": model[2].parameters()})
-    model[2].weight.grad = torch.ones_like(model[2].weight)
-    optimizer.step()
-    assert optimizer.clip_statistics.units == 2
-
-
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_asking_a_fresh_optimizer_for_its_state_is_no_step(tensor_lr):
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_asking_a_fresh_optimizer_for_its_state_is_no_step(lr):
     """With torch's SGD weight decay is in the momentum afterwards, and dampening holds for the first step too."""
     models = [mlp(), mlp()]
     models[1].load_state_dict(models[0].state_dict())
-    options = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
-    optimizers = [AGCSGD(m, lr=torch.tensor(0.1) if tensor_lr else 0.1, **options) for m in models]
+    optimizers = [AGCSGD(m, lr=lr, momentum=0.9, dampening=0.5, weight_decay=0.1) for m in models]
     state = get_optimizer_state_dict(models[0], optimizers[0])["state"]
     assert state.keys() == dict(models[0].named_parameters()).keys()
     assert not any(one["momentum_buffer"].any() for one in state.values())
     for model, optimizer in zip(models, optimizers, strict=True):
         train(model, optimizer, batches(3))
     assert_same(*(weights(model) for model in models))
-
-
-def test_nothing_waits_for_the_device():
-    model = network()
-    optimizer = AGCSGD(model, momentum=0.9, nesterov=True, foreach=True)
-    for x, labels in stream(2):
-        cross_entropy(labels)(model(x)).backward()
-        with NoWaiting():
-            optimizer.step()
 
 
 def test_a_checkpoint_of_sgd_goes_on():
@@ -248,9 +200,8 @@ def test_complex_parameters():
     assert complex(p.detach()) == pytest.approx(3 + 3.5j)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_wrong_options():
+    for options, said in (
         ({"momentum": 1.0}, r"momentum=1\.0: momentum must be in \[0, 1\)"),
         ({"momentum": 0.9, "dampening": 2}, "dampening=2"),
         ({"nesterov": True}, "nesterov=True: nesterov must be False where momentum is 0"),
@@ -258,8 +209,6 @@ def test_complex_parameters():
         ({"dampen_first": "yes"}, "dampen_first='yes'"),
         ({"nesterov": 1, "momentum": 0.9}, "nesterov=1"),
         ({"clip_factor": 0}, "clip_factor=0"),
-    ],
-)
-def test_wrong_options(options, said):
-    with pytest.raises(ValueError, match=said):
-        AGCSGD(mlp(), **options)
+    ):
+        with pytest.raises(ValueError, match=said):
+            AGCSGD(mlp(), **options)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers.pytorch_utils import Conv1D
 
 import warm
 from torch_thor import AGCSGD, LAMB, adaptive_clip_grad_
@@ -23,7 +24,7 @@ def make_optimizers(model):
 
 
 def compare(model, name, mesh):
-    """Five numbers in, seven units, six units: neither is the same on both ranks."""
+    """Rows and units are not the same on both ranks; some layers have the inputs first."""
     twin = copy.deepcopy(model)
     fully_shard(model, mesh=mesh)
     optimizer, other = make_optimizers(model)[name](), make_optimizers(twin)[name]()
@@ -50,7 +51,10 @@ def worker(rank, store):
     mesh = init_device_mesh("cpu", (2,))
     for name in make_optimizers(None):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        model = nn.Sequential(
+            nn.Linear(5, 7), nn.Tanh(), Conv1D(6, 7), nn.Tanh(), nn.Unflatten(1, (3, 2)), nn.ConvTranspose1d(3, 4, 1),
+            nn.ConvTranspose1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(18, 3),
+        ).double()  # fmt: skip
         compare(model, name, mesh)
     torch.distributed.destroy_process_group()
 

@@ -4,18 +4,36 @@ For a unit i of a weight W with gradient G, both Frobenius norms over the unit:
 
     if ‖G_i‖ / max(‖W_i‖, ε) > λ:   G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i     else unchanged
 
-λ is ``clip_factor`` and ε is ``eps``. Units are defined in :mod:`torch_thor.optim.agc_units`.
+λ is ``clip_factor`` and ε is ``eps``. A unit is what computes one output: an index of dim 0 of a parameter of two or
+more dimensions (a token of an embedding; a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come
+first, or a row of the matrix that a kind makes of its weight (:func:`torch_thor.register_kind`). A parameter of one
+dimension or none (biases, gains) is one unit, as in the code of the authors: if every element were one, an element that
+starts at zero could hardly move.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.optim.agc_units import ROWS, Clippable, last_linear, layouts_of, unit_norms
-from torch_thor.optim.checks import in_range, number, require
-from torch_thor.optim.exclusion import Exclude, excluded_parameters
+from torch_thor.capture.patterns import Patterns
+from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
+from torch_thor.curvature.kinds.transposed_convolution import ConvTransposeKind
+from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
+from torch_thor.optim.options import Option, check, number, real
+
+CLIPPING = {
+    "clip_factor": Option(lambda v: (number(v) or 0) > 0, "a number > 0", "start from 0.01; float('inf') never clips"),
+    "eps": Option(real(lambda v: v > 0), "a finite number > 0", "{default} is the paper's"),
+}
+
+# Where the units of a parameter are: the dim of the outputs, or the kind if that is not one dim.
+Units = int | Kind
+Clippable = tuple[Tensor, Tensor, Units | None]  # a parameter, its gradient and the units; None to leave it alone
+
+# To save kernel launches, smaller tensors than this are measured in batches; larger ones need no copy if alone.
+_NUMBERS_AT_A_TIME = 2**21
 
 
 class ClipStatistics(NamedTuple):
@@ -35,26 +53,13 @@ class ClipStatistics(NamedTuple):
         return self.clipped / max(self.units, 1)
 
 
-def check_clipping(options: Mapping[str, Any]) -> None:
-    """Check λ and ε."""
-    factor = number(options["clip_factor"])
-    require(
-        "clip_factor",
-        options["clip_factor"],
-        factor is not None and factor > 0,
-        "a number > 0",
-        "0.01 is the paper's for batches of 4096, smaller ones take up to 0.16; float('inf') switches clipping off",
-    )
-    in_range("eps", options["eps"], lambda v: v > 0, "a finite number > 0", "1e-3 is the paper's")
-
-
 @torch.no_grad()
 def adaptive_clip_grad_(
     parameters: nn.Module | Tensor | Iterable[Tensor],
     clip_factor: float = 0.01,
     eps: float = 1e-3,
     *,
-    exclude: Exclude = None,
+    exclude: Patterns = None,
     foreach: bool | None = None,
 ) -> ClipStatistics:
     """Clip gradients in place, unit by unit, against the norms of the weights (Brock et al. 2021, section 4.1).
@@ -63,88 +68,142 @@ def adaptive_clip_grad_(
     optimizer. With a GradScaler, call it after ``scaler.unscale_(optimizer)``: λ does not apply to scaled gradients.
 
     Args:
-        parameters: the model; or parameters, all of which are then clipped along dim 0. If the model is given,
-            transposed convolutions and Hugging Face's ``Conv1D`` are clipped along their outputs, which are in dim 1,
-            and the last fully connected layer is not clipped. Parameters without a gradient are ignored.
+        parameters: the model, whose last fully connected layer is not clipped; or parameters, all of which are then
+            clipped along dim 0, also where the outputs of a layer are in dim 1 (transposed convolutions, Hugging Face's
+            ``Conv1D``). Parameters without a gradient are ignored.
         clip_factor: λ, the largest ratio of a unit's gradient norm to its weight norm; inf clips nothing.
         eps: ε, a lower bound on the weight norm of a unit, so that units at zero can move.
         exclude: the parameters of the model that are not clipped: names or patterns of :mod:`fnmatch`, for parameters
-            or for the modules that hold them; modules; or a callable ``(name, parameter) -> bool``. None excludes the
-            weight and the bias of the last ``nn.Linear`` of the model, ``()`` excludes nothing.
-        foreach: whether small tensors are measured and scaled in batches. None means True; False handles one tensor
-            at a time.
+            or for the modules that hold them, where a leading minus keeps what matches; or a callable
+            ``(name, parameter) -> bool``. None excludes the last ``nn.Linear`` of the model, ``()`` nothing.
+        foreach: whether small tensors are measured in batches. None means True; False handles one tensor at a time.
 
     Returns:
-        The number of units that were clipped, without a host–device synchronisation. NaN or inf in a gradient is not
-        detected: the gradient of that unit is NaN afterwards.
+        The number of units that were clipped. NaN or inf in a gradient is not detected: its unit is NaN afterwards.
 
     Raises:
         ValueError: λ or ε is not above 0, or a pattern matches nothing.
-        TypeError: ``exclude`` is given without the model.
+        TypeError: ``exclude`` is given without the model, or is no pattern.
         RuntimeError: a gradient is sparse.
     """
-    check_clipping({"clip_factor": clip_factor, "eps": eps})
-    layouts, left_alone = {}, set()
+    options = {"clip_factor": clip_factor, "eps": eps, "foreach": foreach}
+    check(adaptive_clip_grad_, options, CLIPPING)
+    model = parameters if isinstance(parameters, nn.Module) else None
+    left_alone = last_linear(model) if exclude is None else excluded_parameters(exclude, model)
+    units = units_of(model)
     if isinstance(parameters, nn.Module):
-        layouts = layouts_of(parameters)
-        left_alone = excluded_from_clipping(parameters, exclude)
         parameters = parameters.parameters()
-    elif exclude is not None and exclude != ():
-        raise TypeError(
-            f"exclude={exclude!r} without the model: give adaptive_clip_grad_ the model, or only the parameters that "
-            f"are to be clipped"
-        )
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for p in given:
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(p.shape)} has a gradient of layout {p.grad.layout}: AGC needs whole "
-                f"units and takes dense gradients; make the layer with sparse=False"
-            )
-    entries = [
-        Clippable(p, p.grad, layouts.get(id(p), ROWS))
-        for p in given
-        if p.grad is not None and p.grad.numel() and id(p) not in left_alone
-    ]
-    factors, statistics = clip_factors(entries, clip_factor, eps, together=foreach is not False)
-    if entries:
-        torch._foreach_mul_([e.gradient for e in entries], factors)
-    return statistics
+    entries: list[Clippable] = []
+    for p in [parameters] if isinstance(parameters, Tensor) else parameters:
+        if p.grad is not None:
+            check_dense(f"of shape {tuple(p.shape)}", p.grad)
+            entries.append((p, p.grad, None if p in left_alone else units.get(p, 0)))
+    return add_up(clip(entries, options, Tensor.mul_)[1])
 
 
-def excluded_from_clipping(model: nn.Module, exclude: Exclude) -> set[int]:
-    """Return the parameters that are not to be clipped."""
-    if exclude is not None:
-        return excluded_parameters(exclude, model)
-    head = last_linear(model)
-    return set() if head is None else {id(p) for p in head.parameters()}
+def last_linear(model: nn.Module | None) -> set[Tensor]:
+    """Return the parameters of the last fully connected layer, which AGC does not clip (section 4.1)."""
+    layers = [] if model is None else [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return {p for layer in layers[-1:] for p in layer.parameters()}
 
 
-def clip_factors(
-    entries: list[Clippable], clip_factor: float, eps: float, *, together: bool
-) -> tuple[list[Tensor], ClipStatistics]:
-    """Return the factors by which gradients are multiplied to clip them."""
-    factors: list[Tensor | None] = [None] * len(entries)
-    counts, total = [], 0
-    for positions, units, weights, gradients in unit_norms(entries, together=together):
-        limits = clip_factor * weights.clamp(min=eps)
-        too_long = gradients > limits
-        values = torch.where(too_long, limits / gradients, 1.0)
-        counts.append(too_long.sum())
-        total += sum(units)
-        pieces = values.split(units) if len(positions) > 1 else [values]
-        for i, piece in zip(positions, pieces, strict=True):
-            factors[i] = entries[i].layout.spread(piece, entries[i].gradient)
-    return [f for f in factors if f is not None], ClipStatistics(_sum(counts), total)
+def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
+    """Find the units of the weights of all layers that have a kind."""
+    found: dict[Tensor, Units] = {}
+    for module in [] if model is None else model.modules():
+        weight = module._parameters.get(parameter_names_of(module)[0])
+        if weight is None or weight.dim() < 2:
+            continue
+        kind = kind_of(module)
+        if kind is None and isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+            kind = ConvTransposeKind(module)  # of a subclass with a forward of its own
+        if kind is None or kind.diagonal_input:  # an embedding: a unit is a token
+            continue
+        matrix = kind.to_matrix(stand_in := torch.empty(weight.shape, device="meta"))  # strides are enough to tell
+        in_place = matrix._base is stand_in and matrix.is_contiguous() and (weight.dim() == 2 or not kind.transposed)
+        dim = int(kind.transposed)
+        found[weight] = dim if in_place and weight.shape[dim] == kind.groups * kind.outputs else kind
+    return found
 
 
-def _sum(counts: list[Tensor]) -> Tensor:
-    if not counts:
-        return torch.zeros((), dtype=torch.int64)
-    whole = [c.full_tensor() if hasattr(c, "full_tensor") else c for c in counts]  # the sum over ranks of a DTensor
-    return torch.stack([c.to(whole[0].device, non_blocking=True) for c in whole]).sum()
+def clip(
+    entries: list[Clippable], options: Mapping[str, Any], multiply: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[list[Tensor], list[ClipStatistics]]:
+    """Clip gradients, and return them all; those that are left alone are the same objects."""
+    gradients = [gradient for _, gradient, _ in entries]
+    statistics = []
+    for batch in _batches(entries, together=options["foreach"] is not False):
+        rows = [(_rows(p, units), _rows(g, units)) for p, g, units in (entries[i] for i in batch)]
+        of_weights, of_gradients = (_norms(matrices) for matrices in zip(*rows, strict=True))
+        limits = options["clip_factor"] * of_weights.clamp(min=options["eps"])
+        too_long = of_gradients > limits
+        factors = torch.where(too_long, limits / of_gradients, 1.0)
+        sizes = [len(matrix) for matrix, _ in rows]
+        statistics.append(ClipStatistics(too_long.sum(), sum(sizes)))
+        for i, own in zip(batch, factors.split(sizes) if len(batch) > 1 else [factors], strict=True):
+            gradients[i] = multiply(gradients[i], _spread(own, entries[i][2], gradients[i]))
+    return gradients, statistics
 
 
-def add_statistics(parts: list[ClipStatistics]) -> ClipStatistics:
-    """Add up the statistics of several calls of :func:`clip_factors`."""
-    return ClipStatistics(_sum([p.clipped for p in parts if p.units]), sum(p.units for p in parts))
+def add_up(statistics: list[ClipStatistics]) -> ClipStatistics:
+    """Add up the statistics of several batches of parameters."""
+    clipped = [whole(each.clipped) for each in statistics] or [torch.zeros((), dtype=torch.int64)]
+    on_one_device = torch.stack([count.to(clipped[0].device, non_blocking=True) for count in clipped])
+    return ClipStatistics(on_one_device.sum(), sum(each.units for each in statistics))
+
+
+def _batches(entries: list[Clippable], *, together: bool) -> Iterator[list[int]]:
+    """Yield the positions of entries that are measured together: those whose units have the same size."""
+    waiting: dict[object, list[int]] = {}
+    sizes: dict[object, int] = {}
+    for i, (p, g, units) in enumerate(entries):
+        if units is None or not g.numel():
+            continue
+        key: object = i
+        # not a DTensor, whose local rows are not known here
+        if together and type(g) is Tensor and isinstance(units, int) and p.numel() < _NUMBERS_AT_A_TIME:
+            key = (p.device, p.dtype, g.dtype, p.numel() // (p.shape[units] if p.dim() > 1 else 1))
+        waiting.setdefault(key, []).append(i)
+        sizes[key] = sizes.get(key, 0) + p.numel()
+        if sizes[key] >= _NUMBERS_AT_A_TIME:
+            sizes.pop(key)
+            yield waiting.pop(key)
+    yield from waiting.values()
+
+
+def _rows(tensor: Tensor, units: Any) -> Tensor:
+    """Return a parameter or its gradient as a matrix with one unit per row; a DTensor with all its other dimensions."""
+    if tensor.dim() <= 1:
+        rows = tensor.reshape(1, -1)
+    elif isinstance(units, int):
+        rows = tensor.movedim(units, 0)
+    else:
+        matrix = units.to_matrix(whole(tensor))
+        rows = (matrix.mT if units.transposed else matrix).flatten(0, 1)
+    rows = torch.view_as_real(rows) if rows.is_complex() else rows
+    return rows if hasattr(rows, "to_local") else rows.flatten(1)  # DTensor flattens no uneven shards
+
+
+def _norms(matrices: tuple[Tensor, ...]) -> Tensor:
+    rows = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+    dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=tuple(range(1, rows.dim())), dtype=dtype)
+    return norms
+
+
+def _spread(values: Tensor, units: Any, gradient: Any) -> Tensor:
+    """Turn one number per unit into a tensor that multiplies the gradient."""
+    if gradient.dim() <= 1:
+        return values.reshape(())
+    if isinstance(units, int):
+        return values.reshape([-1 if dim == units else 1 for dim in range(gradient.dim())])
+    spread = torch.empty(gradient.shape, dtype=values.dtype, device=values.device)
+    matrix = units.to_matrix(spread)
+    by_output = values.reshape(units.groups, -1, 1)
+    matrix.copy_(by_output.mT if units.transposed else by_output)
+    units.from_matrix_(matrix, spread)
+    if hasattr(gradient, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        spread = distribute_tensor(spread, gradient.device_mesh, gradient.placements)
+    return spread

@@ -1,193 +1,178 @@
-"""A base class of optimizers with the option ``exclude``, which selects parameters by name, by module or by a rule."""
+"""A base class of optimizers that treat some parameters, those of the option ``exclude``, in a way of their own."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.patterns import some
-from torch_thor.capture.selection import self_and_parents
-from torch_thor.optim.checkpoint import (
-    check_moments,
-    load_checked,
-    options_of,
-    restore_tensors,
-    restored_on_error,
-)
-from torch_thor.optim.parameters import parameters_of
+from torch_thor.capture.patterns import Patterns, selected, some
+from torch_thor.optim import checkpoint
+from torch_thor.optim.options import OPTIONS, Option, check, flag
+from torch_thor.optim.parameters import Group, parameters_of
 
-# Names or patterns, modules, or a list of these; a callable (name, parameter) -> bool; or None for the default rule.
-Exclude = str | nn.Module | Iterable[str | nn.Module] | Callable[[str, nn.Parameter], bool] | None
+COMMON = {
+    "lr": OPTIONS["lr"],
+    "weight_decay": OPTIONS["weight_decay"],
+    "maximize": Option(flag, "True or False", "leave it out for {default}"),
+    "foreach": Option(lambda v: v is None or flag(v), "None, True or False", "leave it out for {default}"),
+}
 
 
-def excluded_parameters(exclude: Exclude, model: nn.Module) -> set[int]:
+class Slot(NamedTuple):
+    """What is known of the parameter at one position of a group, whatever object stands there."""
+
+    name: str
+    excluded: bool
+    units: Any = None  # for AGC
+
+
+Found = tuple[Slot, Tensor, Tensor]  # a slot, its parameter and the gradient
+
+
+def excluded_parameters(exclude: Patterns, model: nn.Module | None) -> set[Tensor]:
     """Return the parameters that a user has selected."""
+    if exclude in ((), []):
+        return set()
+    if model is None:
+        raise TypeError(
+            f"exclude={exclude!r} without a model: names are looked up in the model; pass the model as the first "
+            f"argument (or, to an optimizer of parameters, model=model)"
+        )
     # with duplicates, because a shared parameter may be selected by any of its names; nn.Module's own method, because
     # modules may override it with fewer arguments
-    named = list(nn.Module.named_parameters(model, remove_duplicate=False))
-    if callable(exclude) and not isinstance(exclude, nn.Module):
-        return {id(parameter) for name, parameter in named if exclude(name, parameter)}
-    entries = [exclude] if isinstance(exclude, str | nn.Module) else exclude
-    if not isinstance(entries, Iterable):
-        raise TypeError(_not_understood(exclude))
-    found: set[int] = set()
-    modules = {id(module) for module in model.modules()}
-    for entry in entries:
-        if isinstance(entry, nn.Module):
-            if id(entry) not in modules:
-                raise ValueError(f"exclude: a {type(entry).__name__} is not in the model; give a module of this model")
-            found |= {id(parameter) for parameter in entry.parameters()}
-            continue
-        if not isinstance(entry, str):
-            raise TypeError(_not_understood(exclude))
-        matched = {id(p) for name, p in named if any(fnmatchcase(part, entry) for part in self_and_parents(name))}
-        if not matched:
-            names = some([name for name, _ in named], most=20)
-            raise ValueError(f"exclude: {entry!r} matches no parameter; the model has {names}")
-        found |= matched
-    return found
+    named = dict(nn.Module.named_parameters(model, remove_duplicate=False))
+    patterns: Any = [exclude] if isinstance(exclude, nn.Module) else exclude  # a module is callable, and no rule
+    return {named[name] for name in selected("exclude", patterns, named, "parameter")}
 
 
-def _not_understood(exclude: Any) -> str:
-    return (
-        f"exclude={exclude!r}: must be a name, a pattern, a module, a list of them, or a callable "
-        f"(name, parameter) -> bool; () excludes nothing"
-    )
+def check_dense(name: str, gradient: Tensor) -> None:
+    """Raise an error for a sparse gradient."""
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"parameter {name} has a gradient of layout {gradient.layout}, and norms of whole weights need dense "
+            f"gradients; make the layer with sparse=False"
+        )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a DTensor with what all processes hold of it, any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class ExcludingOptimizer(torch.optim.Optimizer):
-    """A base class of optimizers that treat some parameters, the excluded ones, differently from the others."""
+    """An optimizer with a table of options and the option ``exclude``."""
 
-    # They are stored by group and position, because wrappers such as FSDP2 and Accelerate replace the parameter objects
-    # in the groups after the optimizer was created, at the same positions.
+    options: ClassVar[Mapping[str, Option]]
+    origin: ClassVar[tuple[str, tuple[str, ...]]]  # torch's optimizer with the same state, and its typical options
+    _excluded_by_default: Callable[[list[Tensor]], set[Tensor]]
+    _make_state: Callable[[Tensor, Group], None]  # of one parameter, if it has none
+    _update: Callable[[list[list[Found]]], None]  # the parameters of each group
+    _placeholder = False  # whether the state is only what torch.distributed.checkpoint asked for before the first step
 
     def __init__(
-        self, params: nn.Module | Iterable[Any], defaults: dict[str, Any], model: nn.Module | None, exclude: Exclude
+        self, params: nn.Module | Iterable[Any], model: nn.Module | None, exclude: Patterns, given: Mapping[str, Any]
     ) -> None:
-        label = type(self).__name__
-        params, model = parameters_of(params, model, label)
-        if isinstance(exclude, Iterable) and not isinstance(exclude, str | nn.Module):
-            exclude = tuple(exclude)
-        if model is None and exclude is not None and exclude != ():
-            raise TypeError(
-                f"exclude={exclude!r} without a model: names and modules are looked up in the model; pass "
-                f"{label}(model, ...) or {label}(parameters, model=model, ...)"
-            )
-        self.model = model
-        self.exclude = exclude
-        self._excluded: list[list[bool]] = []
-        self._names: list[list[str]] = []
-        super().__init__(params, defaults)
+        params, self.model = parameters_of(params, model, type(self).__name__)
+        several = isinstance(exclude, Iterable) and not isinstance(exclude, str | nn.Module)
+        self.exclude = tuple(exclude) if several else exclude  # type: ignore[arg-type]
+        # by position, because wrappers such as FSDP2 and Accelerate replace the objects in the groups
+        self._slots: list[list[Slot]] = []
+        super().__init__(params, {name: given[name] for name in self.options})
 
     @property
     def excluded(self) -> tuple[str, ...]:
         """The names of the excluded parameters, in the order of the groups."""
-        pairs = zip(self._names, self._excluded, strict=True)
-        return tuple(n for names, flags in pairs for n, flag in zip(names, flags, strict=True) if flag)
+        return tuple(slot.name for slots in self._slots for slot in slots if slot.excluded)
 
-    def __repr__(self) -> str:
-        return f"{super().__repr__()}\nexcluded: {', '.join(self.excluded) or 'nothing'}"
-
-    # ---- to be defined by subclasses -------------------------------------------------------------------------------
-
-    def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Check the options of a parameter group."""
-        raise NotImplementedError
-
-    def _check_origin(self, state_dict: dict[str, Any]) -> None:
-        """Raise an error for the state dict of an optimizer whose state this one cannot use."""
-        raise NotImplementedError
-
-    def _restore_options(self, group: dict[str, Any], own: dict[str, Any]) -> None:
-        """Restore the options that have another meaning in the optimizer that saved the group."""
-
-    def _excluded_by_default(self, params: list[Tensor]) -> set[int]:
-        """Return the ``id`` of each parameter that is excluded if the user has chosen none."""
-        raise NotImplementedError
-
-    # ---- groups ------------------------------------------------------------------------------------------------------
+    def _check(self, group: Group) -> None:
+        check(type(self), group, self.options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own."""
-        self._check_group({**self.defaults, **param_group})
+        """Add parameters, with options of their own, as to any optimizer of torch."""
+        self._check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            flags, names = self._look_up(group)
+            self._slots.append(self._slots_of(self.param_groups[-1]))
         except Exception:
             self.param_groups.pop()
             raise
-        self._excluded.append(flags)
-        self._names.append(names)
 
-    def _look_up(self, group: dict[str, Any]) -> tuple[list[bool], list[str]]:
-        params: list[Tensor] = group["params"]
-        if self.model is None:
-            numbered = [f"group {len(self.param_groups) - 1}, parameter {i}" for i in range(len(params))]
-            names = list(group.get("param_names", numbered))
-        else:
-            known = {id(p): name for name, p in self.model.named_parameters()}
-            unknown = [str(tuple(p.shape)) for p in params if id(p) not in known]
+    def _slots_of(self, group: Group) -> list[Slot]:
+        params = group["params"]
+        names = group.get("param_names", [f"group {len(self._slots)}, parameter {i}" for i in range(len(params))])
+        if self.model is not None:
+            known = {p: name for name, p in nn.Module.named_parameters(self.model)}
+            unknown = [str(tuple(p.shape)) for p in params if p not in known]
             if unknown:
                 raise ValueError(
                     f"parameters of shape {some(unknown)} are not in the model; pass the model that holds them, or "
                     f"give them an optimizer of their own"
                 )
-            names = [known[id(p)] for p in params]
-        if self.exclude is None:
-            chosen = self._excluded_by_default(params)
-        else:
-            chosen = set() if self.model is None else excluded_parameters(self.exclude, self.model)
-        return [id(p) in chosen for p in params], names
+            names = [known[p] for p in params]
+        by_default = self.exclude is None
+        chosen = self._excluded_by_default(params) if by_default else excluded_parameters(self.exclude, self.model)
+        return [Slot(name, p in chosen) for name, p in zip(names, params, strict=True)]
 
-    def _with_gradient(self, group_index: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield position, parameter and gradient of each parameter that has one; raise an error for a sparse one."""
-        params = self.param_groups[group_index]["params"]
-        if len(params) != len(self._excluded[group_index]):
-            raise RuntimeError(
-                f"parameter group {group_index} has {len(params)} parameters and had "
-                f"{len(self._excluded[group_index])}: it was changed without add_param_group; use that, or make a new "
-                f"optimizer"
-            )
-        for position, parameter in enumerate(params):
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if gradient.layout is not torch.strided:
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step; ``closure`` is called first, with gradients enabled, and what it returns is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found: list[list[Found]] = []
+        for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
+            if len(group["params"]) != len(slots):
                 raise RuntimeError(
-                    f"parameter {self._names[group_index][position]!r} has a gradient of layout {gradient.layout}; "
-                    f"{type(self).__name__} takes dense gradients, because it computes norms of whole weights. Make "
-                    f"the layer with sparse=False"
+                    f"parameter group {i} has {len(group['params'])} parameters and had {len(slots)}: it was changed "
+                    f"without add_param_group; use that, or make a new optimizer"
                 )
-            yield position, parameter, gradient
+            pairs = zip(slots, group["params"], strict=True)
+            found.append([(slot, p, p.grad) for slot, p in pairs if p.grad is not None])
+            for slot, _, gradient in found[-1]:
+                check_dense(repr(slot.name), gradient)
+        if self._placeholder:
+            self.state.clear()
+        # torch.distributed.checkpoint creates the state by a step in which lr and all gradients are 0
+        self._placeholder = (
+            not self.state
+            and all(float(group["lr"]) == 0 for group in self.param_groups)
+            and not any(bool(gradient.any()) for each in found for _, _, gradient in each)
+        )
+        if self._placeholder:
+            self._make_states()
+        else:
+            self._update(found)
+        return loss
 
-    def _creates_state_only(self, found: list[list[tuple[int, Tensor, Tensor]]]) -> bool:
-        """Return whether torch.distributed.checkpoint takes this step to create the state: lr and gradients are 0."""
-        if any(float(group["lr"]) != 0 for group in self.param_groups):
-            return False
-        return not any(bool(gradient.any()) for one in found for _, _, gradient in one)
-
-    # ---- checkpoints and copies --------------------------------------------------------------------------------------
+    def _make_states(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad or parameter.grad is not None:
+                    self._make_state(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict; if it raises an error, nothing has changed. The excluded parameters stay the same."""
-        own = options_of(self.param_groups)
-        with restored_on_error(self):
-            saved = load_checked(self, super().load_state_dict, state_dict, self._check_origin)
-            for group, kept in zip(self.param_groups, own, strict=True):
-                self._restore_options(group, kept)
-            for group in self.param_groups:
-                self._check_group(group)
-            restore_tensors(self.state, self.param_groups, saved)
-            names = {
-                id(p): name
-                for group, names in zip(self.param_groups, self._names, strict=True)
-                for p, name in zip(group["params"], names, strict=True)
-            }
-            check_moments(self.state, self.param_groups, lambda parameter: names[id(parameter)])
+        """Load a state dict of this optimizer or of torch's with the same state, as a whole or, on an error, not."""
+        own, label, (origin, needed) = checkpoint.options_of(self.param_groups), type(self).__name__, self.origin
+        remedy = f"{label} takes those of {label} and {origin}: load the model's weights, and let it start anew"
+        check_origin = partial(checkpoint.check_origin, optimizer=label, needed=needed, remedy=remedy)
+        with checkpoint.restored_on_error(self):
+            saved = checkpoint.load_checked(self, super().load_state_dict, state_dict, check_origin)
+            checkpoint.restore_tensors(self.state, self.param_groups, saved)
+            names = {}
+            for group, kept, slots in zip(self.param_groups, own, self._slots, strict=True):
+                self._adopt(group, kept)
+                self._check(group)
+                names.update({p: slot.name for p, slot in zip(group["params"], slots, strict=True)})
+            checkpoint.check_moments(self.state, self.param_groups, names.__getitem__)
+        self._placeholder = False
+
+    def _adopt(self, group: Group, own: Group) -> None:
+        """Complete a group that was loaded, by the options that it had before."""
+        group.update({**own, **group})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("model", "exclude", "_excluded", "_names")}
-        return {**super().__getstate__(), **own}
+        own = ("model", "exclude", "_slots", "_placeholder")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}

@@ -103,7 +103,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def check(optimizer: type, values: Mapping[str, Any], options: Mapping[str, Option] = OPTIONS) -> None:
+def check(optimizer: Callable[..., Any], values: Mapping[str, Any], options: Mapping[str, Option] = OPTIONS) -> None:
     """Raise ValueError for the first value that its option's rule refuses; names without a rule are not looked at."""
     for name, value in values.items():
         option = options.get(name)
