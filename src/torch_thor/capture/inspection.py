@@ -163,7 +163,7 @@ def _inner_layers(model: nn.Module, owners: Owners, reasons: dict[int, str], tak
                 reasons.setdefault(id(p), why_not)
             continue
         for inner in composite.layers_of(module):
-            its_biases = [bias for bias in inner.biases if bias.is_there]
+            its_biases = [bias for bias in inner.biases if bias.present is not None]
             if not _is_trained_alone(inner, owners, reasons, taken):
                 biases += its_biases
                 continue
@@ -181,7 +181,7 @@ def _inner_layers(model: nn.Module, owners: Owners, reasons: dict[int, str], tak
 
 def _is_trained_alone(inner: InnerLayer, owners: Owners, reasons: dict[int, str], taken: set[int]) -> bool:
     """Return whether a weight is trained and belongs to one module; a shared one is given its reason."""
-    if not inner.weight.is_there:  # computed from other parameters (pruning, a parametrization)
+    if inner.weight.present is None:  # computed from other parameters (pruning, a parametrization)
         return False
     key = id(inner.weight.parameter)
     if len(owners[key]) > 1:

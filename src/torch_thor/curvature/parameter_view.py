@@ -18,21 +18,18 @@ State = MutableMapping[str, Any]
 class ParameterView:
     """A parameter of a module, or rows of one."""
 
-    # The parameter is looked up in the module each time, because wrappers replace it. The optimizer binds the view to
-    # the state and the options (`bind`) whenever one of them is created, loaded or replaced, so that a step does not
-    # have to look them up. The rows of a parameter may be divided among processes (FSDP2); its state then has the rows
-    # that this process holds.
+    # The parameter is looked up in the module each time, because wrappers replace it. The plan binds the view to the
+    # optimizer's state and options. The rows of a parameter may be divided among processes (FSDP2); its state then has
+    # the rows that this process holds.
 
     def __init__(self, module: nn.Module, attribute: str, rows: slice | None = None) -> None:
-        self.module = module
-        self.attribute = attribute
-        self.rows = rows
+        self.module, self.attribute, self.rows = module, attribute, rows
         self.entries: State | None = None  # the optimizer's state of the parameter; None while there is none
         self.options: Mapping[str, Any] = {}  # the parameter's group; empty while there is none
         self.shards: RowShards | None = None  # how its rows are divided; None if every process holds all of them
         self.local_rows = rows  # ``rows`` in the part of the parameter that this process holds
+        self.longest = 0  # the largest number of rows of the layers that are rows of this parameter
         self._divided: nn.Parameter | None = None  # the parameter, if its rows are divided
-        self._longest: int | None = None
 
     def bind(
         self,
@@ -42,11 +39,9 @@ class ParameterView:
         shards: RowShards | None = None,
     ) -> None:
         """Bind the view to the optimizer's state of the parameter and to the options of its group."""
-        self.entries, self.options = state, options
-        self.shards, self.local_rows = shards, self.rows
+        self.entries, self.options, self.shards = state, options, shards
         self._divided = None if shards is None else parameter
-        if shards is not None and self.rows is not None:
-            self.local_rows = shards.own_of(self.rows)
+        self.local_rows = self.rows if shards is None or self.rows is None else shards.own_of(self.rows)
 
     @property
     def split_dim(self) -> int | None:
@@ -63,42 +58,27 @@ class ParameterView:
     @property
     def parameter(self) -> nn.Parameter:
         """The whole parameter."""
-        if self._divided is not None:  # while modules run, FSDP2 replaces it by the whole parameter
-            return self._divided
-        parameter = getattr(self.module, self.attribute)
-        if not isinstance(parameter, nn.Parameter):
+        found = self.present
+        if found is None:
+            found = getattr(self.module, self.attribute)  # a lookup that the module defines itself
+        if not isinstance(found, nn.Parameter):
             raise RuntimeError(
                 f"{self.attribute!r} of {self.module} is no parameter any more: it was pruned or parametrised after "
-                f"THOR was made, and is computed from other parameters. The next step trains those plainly"
+                f"the optimizer was made, and is computed from other parameters. The next step trains those plainly"
             )
-        return parameter
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter, also if the module computes it."""
-        whole = self._divided if self._divided is not None else getattr(self.module, self.attribute)
-        return tuple(whole.shape)
-
-    @property
-    def longest(self) -> int:
-        """The largest number of rows of the layers that are rows of this parameter."""
-        if self._longest is not None:
-            return self._longest
-        return self.shape[0] if self.rows is None else self.rows.stop - self.rows.start
-
-    @longest.setter
-    def longest(self, rows: int) -> None:
-        self._longest = rows
+        return found
 
     @property
     def present(self) -> nn.Parameter | None:
         """The parameter that is trained; None if the module has none, or computes it from others (pruning)."""
-        return self.module._parameters.get(self.attribute) if self._divided is None else self._divided
+        if self._divided is not None:  # while modules run, FSDP2 replaces it by the whole parameter
+            return self._divided
+        return self.module._parameters.get(self.attribute)
 
     @property
-    def is_there(self) -> bool:
-        """Whether the module has the parameter, and does not compute it from other parameters (pruning)."""
-        return self.module._parameters.get(self.attribute) is not None
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter, also if the module computes it."""
+        return tuple((self._divided if self._divided is not None else getattr(self.module, self.attribute)).shape)
 
     def has_gradient(self) -> bool:
         """Return whether a loss has reached the parameter. The gradient of an unused parameter may be zeros."""
@@ -113,9 +93,4 @@ class ParameterView:
 
     def outline(self) -> Tensor:
         """Return the shape of these rows as a tensor without memory, also if the module computes the parameter."""
-        whole = torch.empty(getattr(self.module, self.attribute).shape, device="meta")
-        return self.of(whole)
-
-    def is_same_as(self, other: "ParameterView") -> bool:
-        """Return whether another view is of the same rows of the same parameter of the same module."""
-        return self.module is other.module and (self.attribute, self.rows) == (other.attribute, other.rows)
+        return self.of(torch.empty(self.shape, device="meta"))

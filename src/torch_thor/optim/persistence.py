@@ -116,7 +116,7 @@ def _check_selection(
     layers: Iterable[LayerCurvature], left_out: Iterable[Layer], states: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
     """Check that the loaded state was saved with the same ``layers=``."""
-    present = [one for one in left_out if one.weight.is_there]  # the others are pruned
+    present = [one for one in left_out if one.weight.present is not None]  # the others are pruned
     saved = [one.name for one in present if f"{one.prefix}refreshes" in states.get(one.weight.parameter, {})]
     lacking = [layer.name for layer in layers if layer.state and f"{layer.prefix}refreshes" not in layer.state]
     if saved or lacking:

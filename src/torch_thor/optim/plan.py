@@ -57,8 +57,11 @@ class Plan:
         self.sharded: dict[str, tuple[nn.Parameter, RowShards | None]] = {}
         self.attributes: list[tuple[str, nn.Module, str]] = []
         owners = owners_of(model)
+        # the parameter of each place: FSDP2 replaces those of modules while they run
+        self._places: dict[tuple[int, str], nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             owner = owners[id(parameter)][0]
+            self._places.update({(id(o.module), o.attribute): parameter for o in owners[id(parameter)]})
             self.names[id(parameter)] = name
             self.attributes.append((name, owner.module, owner.attribute))
             if is_sharded(parameter):
@@ -89,32 +92,27 @@ class Plan:
         """Return the parameters of all groups."""
         return [parameter for group in groups for parameter in group["params"]]
 
-    def _moves(self, key: int) -> bool:
-        return key in self.group_of and self._parameter[key].requires_grad
-
     def _is_same(self, old: LayerCurvature, new: Layer) -> bool:
         """Return whether a layer of the plan before is still this one: the same weight, divided in the same way."""
         view = old.weight_view
         return (
-            view.is_same_as(new.weight)
+            (view.module, view.attribute, view.rows) == (new.weight.module, new.weight.attribute, new.weight.rows)
             and len(old.biases) == len(new.biases)
             and view.shards == self.shards_of(new.weight.parameter)
         )
 
     def bind(self, states: States) -> None:
         """Give every view of a layer its parameter, state, options and shards."""
-        found = (module._parameters[attribute] for _, module, attribute in self.attributes)
         self.shares_of = {}
         self.program: Any = None  # what an update looks up for its steps until the next refresh
-        self._parameter = {id(parameter): parameter for parameter in found if parameter is not None}
         for layer in self.layers.values():
             for view in (layer.weight_view, *layer.biases):
-                parameter = getattr(view.module, view.attribute)
+                parameter = self._places[id(view.module), view.attribute]
                 group = self.group_of.get(id(parameter), {})
                 view.bind(states.get(parameter), group, parameter, self.shards_of(parameter))
                 self.shares_of.setdefault(id(parameter), []).append(Share(layer, view, view is layer.weight_view))
         for shares in self.shares_of.values():
-            longest = max(share.view.longest for share in shares)
+            longest = max(len(share.view.outline()) for share in shares)
             for share in shares:
                 share.view.longest = longest
 

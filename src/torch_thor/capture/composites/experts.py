@@ -77,7 +77,7 @@ class ExpertsHook(CompositeHook):
     def mode(self, report: Report) -> TorchFunctionMode:
         """Return the mode that recognises the products."""
         # looked up at each call: a wrapper may have replaced the parameters, and pruning removed one
-        there = {name: layer for name, layer in self.by_name.items() if layer.weight_view.is_there}
+        there = {name: layer for name, layer in self.by_name.items() if layer.weight_view.present is not None}
         return ExpertsMode({name: (layer.weight, layer.kind) for name, layer in there.items()}, report)
 
 
