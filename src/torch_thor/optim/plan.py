@@ -81,10 +81,9 @@ class Plan:
         plain = {name: parameter for name, parameter in model.named_parameters() if name in found.matrices}
         # parameters that are matrices without factors, by id
         self.matrix_of: dict[int, PlainMatrix] = {id(p): found.matrices[name] for name, p in plain.items()}
-        weights = [
-            len([s for s in shares if s.is_weight]) for key, shares in self.shares_of.items() if self._moves(key)
-        ]
-        self.depth = sum(weights) + sum(self._moves(key) for key in self.matrix_of)  # matrices that are trained
+        moving = {id(p) for p in self._places.values() if p.requires_grad and id(p) in self.group_of}
+        weights = [share.is_weight for key in moving for share in self.shares_of.get(key, ())]
+        self.depth = sum(weights) + len(moving & self.matrix_of.keys())  # the number of matrices that are trained
         self.fingerprint: list[Any] = []  # of the optimizer when the plan was made
 
     @staticmethod
