@@ -166,7 +166,8 @@ class Plan:
         for group in groups:
             found.append((id(group), group["split_dim"], len(group["params"])))
             for p in group["params"]:
-                found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(states.get(p))))
+                shape = None if nn.parameter.is_lazy(p) else p.shape
+                found.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(states.get(p))))
         return found
 
     def has_lost_modules(self) -> bool:
