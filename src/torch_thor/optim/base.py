@@ -265,10 +265,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._plan, self._complete, self._renewed = plan, False, True
         self._capture.follow(plan.hooks)
 
-    def _plan_now(self) -> Plan:
-        """Return the plan; the same object unless something that it describes was replaced."""
+    def _plan_now(self, *, modules: bool = True) -> Plan:
+        """Return the plan; the same object unless something that it describes was replaced, modules included."""
         plan = self._plan
-        lost = self._capture.watching and plan.has_lost_modules()
+        lost = modules and plan.has_lost_modules()
         if not lost and plan.fingerprint == plan.fingerprint_now(self.param_groups, self.state):
             return plan
         now = self._make_plan(plan)

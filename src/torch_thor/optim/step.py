@@ -106,7 +106,7 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     """Return the inputs of this process; raise an error for an option, a state or a gradient that cannot be used."""
     groups, capture = optimizer.param_groups, optimizer._capture
     optimizer._check_groups()  # in every step: a schedule may have changed damping to 0
-    plan = optimizer._plan_now()
+    plan = optimizer._plan_now(modules=capture.watching)  # looking for removed modules takes time
     # a layer that was made just now has no statistics of this step
     gathering = capture.gathering if capture.watching else ()
     due = [layer for layer in plan.layers.values() if layer in gathering and layer.weight.requires_grad]
