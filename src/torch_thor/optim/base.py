@@ -100,6 +100,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._capture.listen()
         check_shards_fit([(n, p) for n, (p, s) in self._plan.sharded.items() if s], self.distributed.process_group)
         entries = self.coverage()
+        self._known = {entry.name for entry in entries}  # what the model has got later may be adapters
         used = any(e.preconditioned and e.trained for e in entries)
         if not used and ("G" in self.sides or not any(entry.trained for entry in entries)):
             raise ValueError(self._nothing_found(entries))
@@ -380,9 +381,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Warn once if no parameter of the groups has a gradient, and the model has got others since, as by LoRA."""
         if any(p.grad is not None for p in self._plan.parameters(self.param_groups)):
             return
-        known = {entry.name for entry in self._plan.entries}
-        untrained = covered.untrained(self._plan)
-        new = [name for name, p in self.model.named_parameters() if p.requires_grad and name not in known] + untrained
+        named = ((name, p) for name, p in self.model.named_parameters() if name not in self._known)
+        new = [name for name, p in named if p.requires_grad and id(p) not in self._plan.group_of]
         if new:
             self._warnings.note(
                 "nothing trained",

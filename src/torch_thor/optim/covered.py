@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered
+from torch_thor.capture.coverage import LEFT_OUT, Covered
 from torch_thor.capture.patterns import some
 from torch_thor.optim.plan import Plan
 
@@ -59,12 +59,6 @@ def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) 
         UserWarning,
         stacklevel=stacklevel + 1,
     )
-
-
-def untrained(plan: Plan) -> list[str]:
-    """Return the parameters that require a gradient and are in no parameter group."""
-    names = {entry.name for entry in plan.entries if entry.reason == NOT_TRAINED}
-    return [name for name, p in plan.model.named_parameters() if name in names and p.requires_grad]
 
 
 def untrained_message(names: Sequence[str]) -> str:
