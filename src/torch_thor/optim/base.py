@@ -368,7 +368,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"{label}: the parameters were divided among processes after {label} was made, so this step has no "
                 f"statistics that it can use; make {label} after fully_shard",
             )
+        weights = {id(layer.weight_view.parameter) for layer in now.layers.values()}
         for name in sorted(before.layers.keys() - now.layers.keys()):
+            if id(before.layers[name].weight_view.present) in weights:  # renamed by a wrapper, such as an adapter
+                continue
             self._warnings.note(
                 (name, "gone"),
                 f"{label}: the weight of layer ",
