@@ -287,13 +287,17 @@ def test_replacing_the_only_layer_is_the_documented_error():
 
 
 def test_a_module_that_is_wrapped_in_place_is_still_there():
+    """Under its new name, once the plan is made anew, as a bias that is frozen makes it."""
     model, twin = Net(), Net()
     twin.load_state_dict(model.state_dict())
     optimizer, other = THOR(model, update_interval=2), THOR(twin, update_interval=2)
     model.head = Wrapped(model.head)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(model, optimizer, STREAM)
-    train(twin, other, STREAM)
+        for one, its in ((model, optimizer), (twin, other)):
+            train(one, its, STREAM[:3])
+            one.body.bias.requires_grad_(False)
+            train(one, its, STREAM[3:])
+    assert set(optimizer.curvature) == {"body", "head.inner.0"}
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
