@@ -1,6 +1,5 @@
 """ThorMuon's A comes from forward passes: which of them count, and how many of their rows."""
 
-import copy
 import math
 import warnings
 from functools import partial
@@ -8,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from comparing import having
 from tiny import batches, cross_entropy, mlp, train
 from torch_thor import THOR, ThorMuon
 
@@ -115,13 +114,6 @@ def evaluated(context, model, optimizer, reset):
 def reset_between(model, optimizer, reset):
     loss = loss_of(model, 3)
     reset()
-    loss.backward()
-    return inputs(3)
-
-
-def reset_twice_between(model, optimizer, reset):
-    loss = loss_of(model, 3)
-    optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad()
     loss.backward()
     return inputs(3)
@@ -150,7 +142,7 @@ AFTER_A_RESET = [
     differentiated_twice, partial(evaluated, torch.no_grad), partial(evaluated, torch.inference_mode),
 ]  # fmt: skip
 RESET_WITHIN = [
-    reset_between, reset_twice_between, two_views, two_forward_passes_before_the_gradients_of_the_first_are_reset
+    reset_between, two_views, two_forward_passes_before_the_gradients_of_the_first_are_reset
 ]  # fmt: skip
 
 
@@ -174,41 +166,6 @@ def test_rows_count_when_their_backward_pass_comes(case, to_none):
             optimizer.step()
         torch.testing.assert_close(A(optimizer), moment(rows))
         assert {layer.refreshes for layer in optimizer.curvature.values()} == {steps + 1}
-
-
-@pytest.mark.parametrize("make", [partial(THOR, trace_thresholds=(0.0, 0.0)), Muon])
-@pytest.mark.parametrize("mode", [None, "reentrant", "non-reentrant", "compiled"])
-def test_gradients_that_are_reset_before_the_next_backward_pass(make, mode):
-    """Two losses, of which the first is given up when the forward pass of the second has run: that is a step of the
-    second alone, whatever comes between (GAN, Lightning).
-    """
-    torch._dynamo.reset()
-    for parts, to_none in ((1, True), (1, False), (3, True), (3, False)):
-        model = Recomputed().double()
-        twin = copy.deepcopy(model)
-        model.mode = twin.mode = None if mode == "compiled" else mode
-        run = torch.compile(model, backend="eager") if mode == "compiled" else model
-        optimizer, other = (make(one, **OPTIONS) for one in (model, twin))
-        for _ in range(3):
-            spoilt = torch.full((6, 4, 5), math.nan, dtype=torch.float64)
-            first, *rest = torch.randn(6, 4, 5).double().split(6 // parts)
-            run(spoilt).square().sum().backward()
-            loss = run(first).square().sum()
-            optimizer.zero_grad(set_to_none=to_none)
-            loss.backward()
-            twin(first).square().sum().backward()
-            for part in rest:
-                run(part).square().sum().backward()
-                twin(part).square().sum().backward()
-            optimizer.step()
-            other.step()
-            other.zero_grad()
-            for left, right in zip(model.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(left, right, rtol=1e-7, atol=1e-9)
-        for name, layer in other.curvature.items():
-            assert optimizer.curvature[name].refreshes == layer.refreshes == 3
-            torch.testing.assert_close(A(optimizer, name), layer.factors()[0], rtol=1e-7, atol=1e-9)
-    torch._dynamo.reset()
 
 
 def test_layers_that_are_not_due_and_frozen_ones_gather_nothing_while_others_do():
@@ -241,6 +198,13 @@ def test_a_changed_input_has_been_seen_before_it_changed():
 # ---------------------------------------------------------------------------------- which rows
 
 
+def after_a_step(model, x, row_mask=None, **options):
+    optimizer = having(Muon(model, **OPTIONS, **options), row_mask=row_mask)
+    model(x).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
 class Sequences(nn.Module):
     """A layer of each kind that knows rows: linear, an attention's projections, a recurrent layer's."""
 
@@ -266,12 +230,9 @@ class Sequences(nn.Module):
 def test_about_a_thousand_rows_evenly_spread(count, length, masked):
     """Every k-th row of those that count, k the largest number that leaves 1024 of them and visits every place."""
     model = Sequences().double()
-    optimizer = Muon(model, **OPTIONS)
     x = torch.randn(count, length, 4).double() * torch.linspace(1, 3, count * length).double().view(count, length, 1)
     keep = torch.rand(count, length) < 0.8 if masked else torch.ones(count, length, dtype=torch.bool)
-    optimizer.row_mask = keep if masked else None
-    model(x).square().mean().backward()
-    optimizer.step()
+    optimizer = after_a_step(model, x, row_mask=keep if masked else None)
 
     def chosen(rows):
         rows = rows[keep]
@@ -291,9 +252,7 @@ def test_about_a_thousand_patches_of_all_images(images, side):
     model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2, bias=False), nn.Flatten(), nn.LazyLinear(2)).double()
     x = torch.randn(images, 2, side, side).double() * torch.linspace(1, 3, images).double().view(-1, 1, 1, 1)
     model(x)
-    optimizer = Muon(model, **OPTIONS)
-    model(x).square().mean().backward()
-    optimizer.step()
+    optimizer = after_a_step(model, x)
     pixels = (side // 2) ** 2
     every = max(images * pixels // 1024, 1)
     rows = torch.arange(0, images * pixels, every)
@@ -308,10 +267,8 @@ def test_about_a_thousand_patches_of_all_images(images, side):
 def test_large_blocks_take_eight_rows_a_column(split_dim, every):
     """3300 rows of 300 columns: 1024 are enough for small blocks, eight times its columns for a larger one."""
     model = nn.Sequential(nn.Linear(300, 2)).double()
-    optimizer = Muon(model, split_dim=split_dim, **OPTIONS)
     x = torch.randn(3300, 300).double() * torch.linspace(1, 3, 3300).double()[:, None]
-    model(x).square().mean().backward()
-    optimizer.step()
+    optimizer = after_a_step(model, x, split_dim=split_dim)
     size = split_dim or 300
     wanted = torch.block_diag(*(moment(part[::every]) for part in x.split(size, dim=1)))
     torch.testing.assert_close(A(optimizer), wanted)
@@ -327,65 +284,3 @@ def test_each_micro_batch_has_rows_enough_and_thor_takes_all():
             loss_of(model, (x[part], labels[part])).backward()
         optimizer.step()
         torch.testing.assert_close(A(optimizer), moment(rows))
-
-
-# -------------------------------------------------------------------- activation checkpointing
-
-
-class Recomputed(nn.Module):
-    """A stack whose inside is recomputed in the backward pass; what is around it is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.mode = None
-        self.first = nn.Linear(5, 6)
-        self.conv = nn.Conv1d(6, 6, 3, padding=1)
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.inside = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 3)
-
-    def inner(self, h):
-        h = h + torch.tanh(self.conv(h.mT)).mT
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        return torch.tanh(self.inside(h))
-
-    def forward(self, x):
-        h = self.first(x)
-        h = self.inner(h) if self.mode is None else checkpoint(self.inner, h, use_reentrant=self.mode == "reentrant")
-        return self.last(h)
-
-
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-def test_checkpointing_gives_the_same_A(mode):
-    """Also where `zero_grad` comes between the passes."""
-    for sizes, late in (((6,), False), ((6,), True), ((1, 3, 2), False), ((1, 3, 2), True)):
-        plain = Recomputed().double()
-        other = copy.deepcopy(plain)
-        other.mode = mode
-        one, two = Muon(plain, **OPTIONS), Muon(other, **OPTIONS)
-        for _ in range(3):
-            x = torch.randn(6, 4, 5).double()
-            for model, optimizer in ((plain, one), (other, two)):
-                for i, part in enumerate(x.split(sizes)):
-                    loss = model(part).square().sum()
-                    if late and i == 0:
-                        optimizer.zero_grad()
-                    loss.backward()
-                optimizer.step()
-                if not late:
-                    optimizer.zero_grad()
-        for name, layer in one.curvature.items():
-            torch.testing.assert_close(A(two, name), layer.factors()[0], rtol=1e-7, atol=1e-9)
-            assert two.curvature[name].refreshes == 3
-        for left, right in zip(plain.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_layer_inside_and_outside_a_checkpointed_region_counts_each_row_once(reentrant):
-    layer, x = nn.Linear(5, 5).double(), torch.randn(12, 5).double()
-    optimizer = Muon(layer, **OPTIONS)
-    inside = checkpoint(layer, x[:4].clone().requires_grad_(), use_reentrant=reentrant)
-    torch.cat([inside, layer(x[4:])]).square().sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(A(optimizer, ""), moment(x))
