@@ -18,7 +18,7 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from comparing import assert_factors, assert_matches_reference, compare, refreshed, having
+from comparing import assert_factors, assert_matches_reference, compare, having, refreshed
 from reference import by_stages, factors_of, gradients
 from tiny import assert_same, cross_entropy, train, weights
 from torch_thor import THOR

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import pickle
 import re
 
 import pytest
@@ -10,268 +12,205 @@ from torch import nn
 
 from comparing import having
 from tiny import assert_same, batches, mlp, train, weights
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
-WRONG = [
-    ("lr", -0.1), ("lr", float("nan")), ("lr", float("inf")), ("lr", "fast"),
-    ("lr", torch.tensor([0.1, 0.2])),
-    ("damping", 0.0), ("damping", -1.0), ("damping", float("nan")),
-    ("momentum", 1.0), ("momentum", -0.1), ("momentum", 1.5),
-    ("weight_decay", -1e-4), ("weight_decay", float("inf")),
-    ("update_interval", 0), ("update_interval", -5), ("update_interval", 2.5), ("update_interval", "epoch"),
-    ("update_interval", True),
-    ("trace_thresholds", (0.001, 0.01)), ("trace_thresholds", (-0.1, -0.2)), ("trace_thresholds", (0.1,)),
-    ("trace_thresholds", 0.01), ("trace_thresholds", (0.01, float("nan"))),
-    ("split_dim", 0), ("split_dim", -128), ("split_dim", 12.5), ("split_dim", "automatic"), ("split_dim", "all"),
-    ("factor_decay", 1.0), ("factor_decay", -0.5),
-    ("kl_clip", 0.0), ("kl_clip", -1.0), ("kl_clip", "yes"), ("max_update_ratio", 0.0), ("max_update_ratio", "no"),
-    ("loss_reduction", "none"), ("loss_reduction", None),
-    ("loss_terms", 0), ("loss_terms", -3), ("loss_terms", 2.5), ("loss_terms", "tokens"),
-    ("scaling", "muon"), ("scaling", 1.0), ("scaling", ["spectral"]),
-    ("fisher", "exact"), ("fisher", None),
-    ("nonfinite", "ignore"), ("nonfinite", None),
-    ("nesterov", "yes"),
-    ("decay_filter", "bias"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG, ids=lambda v: str(v) if isinstance(v, str) else repr(v))
-def test_wrong_argument(name, value):
-    with pytest.raises((ValueError, NotImplementedError)) as caught:
-        THOR(mlp(), **{name: value})
-    message = str(caught.value)
-    assert name in message, "the option is not named"
-    assert repr(value) in message, "the value is not shown"
-    remedy = message.split(repr(value), 1)[1]
-    assert re.search(r"[a-z]{3,}.*\W.*(\d|[A-Za-z]{2,})", remedy), "no rule and remedy"
-
-
-@pytest.mark.parametrize("scaling", [None, "spectral"])
-@pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("damping", 0.0), ("momentum", 1.0), ("nesterov", "yes")])
-def test_a_message_recommends_the_default_of_its_form(name, value, scaling):
-    default = THOR(mlp(), scaling=scaling).defaults[name]
-    with pytest.raises(ValueError, match=rf"\b{re.escape(str(default))}\b"):
-        THOR(mlp(), scaling=scaling, **{name: value})
-
-
-def test_nesterov_without_momentum():
-    with pytest.raises(ValueError, match="momentum"):
-        THOR(mlp(), nesterov=True, momentum=0.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [pair for pair in WRONG if pair[0] in ("lr", "damping", "momentum", "split_dim")]
-)
-def test_wrong_argument_of_one_group(name, value):
-    model = mlp()
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), name: value}]
-    with pytest.raises((ValueError, NotImplementedError), match=name):
-        THOR(groups, model=model)
-
-
-def test_wrong_argument_of_an_added_group():
-    model = mlp()
-    optimizer = THOR(model[0].parameters(), model=model)
-    with pytest.raises(ValueError, match="damping"):
-        optimizer.add_param_group({"params": model[2].parameters(), "damping": -1.0})
-    assert len(optimizer.param_groups) == 1
-    assert set(optimizer.curvature) == {"0"}
-
-
-def test_parameters_without_the_model():
-    """Also as a factory of optimizers hands them over: it is told how to bind the model."""
-    with pytest.raises(TypeError, match=r"model=None.*must know the model.*functools\.partial\(THOR, model=model\)"):
-        THOR(mlp().parameters())
-    model = mlp()
-    assert set(functools.partial(THOR, model=model)(model.parameters(), lr=0.1).curvature) == {"0", "2", "4"}
-
-
-def test_two_different_models():
-    with pytest.raises(ValueError, match="model"):
-        THOR(mlp(), model=mlp())
-
-
-def test_model_twice_is_fine():
-    model = mlp()
-    assert set(THOR(model, model=model).curvature) == {"0", "2", "4"}
-
-
-def test_parameter_that_is_not_in_the_model():
-    model = mlp()
-    with pytest.raises(ValueError, match="not in the model"):
-        THOR([*model.parameters(), nn.Parameter(torch.ones(3))], model=model)
-
-
-def test_added_parameter_that_is_not_in_the_model():
-    model = mlp()
-    optimizer = THOR(model)
-    with pytest.raises(ValueError, match="not in the model"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_no_parameters():
-    with pytest.raises(ValueError, match="empty"):
-        THOR([], model=mlp())
-
-
-def test_unknown_option():
-    with pytest.raises(TypeError, match="frequency"):
-        THOR(mlp(), frequency=100)
-
-
-@pytest.mark.parametrize("terms", [0, -1, 2.5, None])
-def test_wrong_number_of_loss_terms_from_a_callable(terms):
-    model = mlp()
-    optimizer = having(THOR(model), loss_terms=lambda: terms)
-    model(torch.randn(2, 5).double()).sum().backward()
-    before = [p.detach().clone() for p in model.parameters()]
-    if terms is None:  # "as by default"
-        optimizer.step()
-    else:
-        with pytest.raises(ValueError, match="loss_terms"):
-            optimizer.step()
-        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-def test_wrong_interval_from_a_callable_changes_nothing():
-    """Found out in the step that asks, before the weights move."""
-    model = mlp()
-    optimizer = THOR(model, update_interval=lambda step: 0)
-    before = [p.detach().clone() for p in model.parameters()]
-    model(torch.randn(2, 5).double()).sum().backward()
-    with pytest.raises(ValueError, match=r"update_interval.*0"):
-        optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("damping", [0.0, -1.0])
-def test_damping_scheduled_too_far_down(damping):
-    """A schedule that ends at zero, found in the step and not as a division by zero."""
-    model = mlp()
-    optimizer = THOR(model)
-    optimizer.param_groups[0]["damping"] = damping
-    before = [p.detach().clone() for p in model.parameters()]
-    model(torch.randn(2, 5).double()).sum().backward()
-    with pytest.raises(ValueError, match="damping"):
-        optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
+BOTH = pytest.mark.parametrize("make", [THOR, ThorMuon])
+NAN, INF = float("nan"), float("inf")
+WRONG = {
+    "lr": [-0.1, NAN, INF, "fast", True, torch.tensor([0.1, 0.2])],
+    "damping": [0.0, -1.0, NAN],
+    "momentum": [1.0, -0.1, 1.5],
+    "nesterov": ["yes", 1],
+    "weight_decay": [-1e-4, INF],
+    "update_interval": [0, -5, 2.5, "epoch", True],
+    "trace_thresholds": [(0.001, 0.01), (-0.1, -0.2), (0.1,), 0.01, (0.01, NAN)],
+    "split_dim": [0, -128, 12.5, "auto"],
+    "factor_decay": [1.0, -0.5],
+    "max_update_ratio": [0.0, "no"],
+    "kl_clip": [0.0, -1.0, "yes"],
+    "loss_reduction": ["none", None],
+    "fisher": ["exact", None],
+}
 RIGHT = [
     {"lr": 0.0}, {"lr": torch.tensor(0.1)}, {"lr": 1}, {"momentum": 0.0}, {"split_dim": None}, {"split_dim": 1},
     {"trace_thresholds": (0.0, 0.0)}, {"trace_thresholds": [0.01, 0.001]}, {"trace_thresholds": (0.5, 0.5)},
-    {"update_interval": 1}, {"kl_clip": 1e-3}, {"loss_terms": 5}, {"loss_terms": None}, {"factor_decay": 0.99},
-    {"weight_decay": 0}, {"damping": 1e-12}, {"nonfinite": "skip"}, {"loss_reduction": "sum"},
+    {"update_interval": 1}, {"kl_clip": 1e-3}, {"factor_decay": 0.99}, {"weight_decay": 0}, {"damping": 1e-12},
+    {"loss_reduction": "sum"}, {"nesterov": True, "momentum": 0.0},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", RIGHT, ids=str)
-def test_right_arguments(options):
+def backward(model):
+    model(batches(1)[0][0]).square().mean().backward()
+
+
+def refused(name, value, call):
+    """The call is refused with a message of value, rule and remedy; returns the remedy."""
+    with pytest.raises(ValueError, match=name) as caught:
+        call()
+    before, _, rest = str(caught.value).partition(f"{name}={value!r}: {name} must be ")
+    rule, _, remedy = rest.partition("; ")
+    assert not before
+    assert rule
+    assert re.search(r"[a-z0-9]{3,}", remedy)
+    return remedy
+
+
+@BOTH
+def test_wrong_option(make):
+    """Of the optimizer, of one group, of an added group and of a group between two steps."""
+    known = inspect.signature(make).parameters
+    assert make(mlp()).defaults.keys() <= WRONG.keys() | {"step", "next_refresh", "last_loss_terms"}
+    for name in WRONG.keys() & known.keys():
+        for value in WRONG[name]:
+            assert_option_is_refused(make, name, value, str(known[name].default))
+
+
+def assert_option_is_refused(make, name, value, default):
     model = mlp()
-    optimizer = THOR(model, **options)
-    model(torch.randn(4, 5).double()).square().mean().backward()
-    optimizer.step()
-    assert all(p.isfinite().all() for p in model.parameters())
+    remedy = refused(name, value, lambda: make(model, **{name: value}))
+    if name in ("lr", "damping", "momentum", "nesterov"):
+        assert default in remedy
+    if name not in make(model).defaults:
+        return
+    first, second = [{"params": list(model[i].parameters())} for i in (0, 2)]
+    refused(name, value, lambda: make([first, {**second, name: value}], model=model))
+    optimizer = make([first], model=model)
+    refused(name, value, lambda: optimizer.add_param_group({**second, name: value}))
+    assert len(optimizer.param_groups) == 1
+    assert all(entry.trained == entry.name.startswith("0") for entry in optimizer.coverage())
+    if not isinstance(value, str | torch.Tensor):
+        optimizer.param_groups[0][name] = value
+        assert_step_is_refused(optimizer, name, value)
 
 
-@pytest.mark.parametrize(
-    ("options", "kl_clip", "ratio"),
-    [
-        ({}, None, 0.01),
-        ({"kl_clip": None}, None, None),
-        ({"kl_clip": 1e-3}, 1e-3, None),
-        ({"max_update_ratio": None}, None, None),
-        ({"max_update_ratio": 0.1}, None, 0.1),
-        ({"kl_clip": 1e-3, "max_update_ratio": 0.1}, 1e-3, 0.1),
-        ({"kl_clip": None, "max_update_ratio": 0.1}, None, 0.1),
-        ({"scaling": "spectral"}, None, 0.15),
-        (THOR.preset("paper"), None, None),
-        (THOR.preset("thor_stop"), None, 0.01),
-    ],
-    ids=str,
-)
-def test_what_bounds_the_step(options, kl_clip, ratio):
-    """A kl_clip that is given takes the place of the default bound; the paper's step has none."""
-    group = THOR(mlp(), **options).param_groups[0]
-    assert (group["kl_clip"], group["max_update_ratio"]) == (kl_clip, ratio)
+def assert_step_is_refused(optimizer, name, value):
+    before = weights(optimizer.model)
+    backward(optimizer.model)
+    refused(name, value, optimizer.step)
+    assert_same(weights(optimizer.model), before)
+    assert not optimizer.state
 
 
-@pytest.mark.parametrize("scaling", [None, "spectral"])
-@pytest.mark.parametrize(
-    "options",
-    [{"momentum": 0.0}, {"kl_clip": None}, {"kl_clip": 1e-3}, {"kl_clip": 1e-3, "max_update_ratio": 0.1}, {"lr": None}],
-    ids=str,
-)
-@pytest.mark.parametrize("given", [{}, {"max_update_ratio": 0.01}, {"nesterov": False}], ids=str)
-def test_a_group_takes_its_defaults_as_an_optimizer_does(options, given, scaling):
-    """Given in a group, also in one that is added to a copy, an option has the effect that it has for the optimizer."""
-    if scaling and {**given, **options}.get("kl_clip"):
-        pytest.skip("is refused")
-    model = mlp()
-    wanted = THOR(mlp(), scaling=scaling, **{**given, **options}).param_groups[0]
-    del wanted["params"]
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), **options}]
-    optimizer = copy.deepcopy(THOR(groups, model=model, scaling=scaling, **given))
-    optimizer.add_param_group({"params": list(optimizer.model[4].parameters()), **options})
-    for group in optimizer.param_groups[1:]:
-        assert {name: group[name] for name in wanted} == wanted
+@BOTH
+def test_wrong_attribute_or_answer_of_a_callable_is_refused_by_the_step(make):
+    for given, shown in ((0, 0), (-3, -3), (2.5, 2.5), ("tokens", "tokens"), (lambda: 0, 0), (lambda: 2.5, 2.5)):
+        assert_step_is_refused(having(make(mlp()), loss_terms=given), "loss_terms", shown)
+    for given in ("ignore", None):
+        assert_step_is_refused(having(make(mlp()), nonfinite=given), "nonfinite", given)
+    optimizer = make(mlp(), update_interval=lambda step: 0)
+    before = weights(optimizer.model)
+    backward(optimizer.model)
+    with pytest.raises(ValueError, match=r"update_interval.*0"):
+        optimizer.step()
+    assert_same(weights(optimizer.model), before)
 
 
-def test_an_added_group_that_is_refused_is_not_kept():
-    model = mlp()
-    optimizer = THOR(model)
+def test_an_option_that_is_changed_in_place_is_checked():
+    optimizer = THOR(mlp(), trace_thresholds=[0.01, 0.0], damping=torch.tensor(0.1))
+    train(optimizer.model, optimizer, batches(1))
+    for name, change, wrong in (
+        ("trace_thresholds", lambda value: value.__setitem__(1, 0.5), [0.01, 0.5]),
+        ("damping", lambda value: value.zero_(), torch.tensor(0.0)),
+    ):
+        change(optimizer.param_groups[0][name])
+        backward(optimizer.model)
+        refused(name, wrong, optimizer.step)
+        optimizer.param_groups[0]["trace_thresholds"] = (0.01, 0.0)
+
+
+@BOTH
+def test_right_options(make):
+    for options in RIGHT:
+        if options.keys() <= inspect.signature(make).parameters.keys():
+            model = mlp()
+            optimizer = having(make(model, **options), loss_terms=[None, 5, lambda: 5][len(options)], nonfinite="skip")
+            train(model, optimizer, batches(2))
+            assert all(p.isfinite().all() for p in model.parameters())
+    with pytest.raises(TypeError, match="frequency"):
+        make(mlp(), frequency=100)
+
+
+@BOTH
+def test_model_and_parameters(make):
+    """Parameters need the model, also as a factory of optimizers hands them over; both must fit together."""
+    label, model = make.__name__, mlp()
+    with pytest.raises(
+        TypeError, match=rf"model=None.*must know the model.*functools\.partial\({label}, model=model\)"
+    ):
+        make(mlp().parameters())
+    assert set(functools.partial(make, model=model)(model.parameters(), lr=0.1).curvature) == {"0", "2", "4"}
+    assert set(make(model, model=model).curvature) == {"0", "2", "4"}
+    with pytest.raises(ValueError, match="two models"):
+        make(mlp(), model=model)
+    with pytest.raises(TypeError, match=r"model='mlp'.*nn\.Module"):
+        make(model.parameters(), model="mlp")
+    with pytest.raises(TypeError, match=r"distributed=True: must be a torch_thor\.Distributed"):
+        make(model, distributed=True)
+    with pytest.raises(ValueError, match="empty"):
+        make([], model=model)
+    stranger = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"shape \(3,\) are not in the model"):
+        make([*model.parameters(), stranger], model=model)
+    optimizer = make(model)
+    with pytest.raises(ValueError, match=r"shape \(3,\) are not in the model"):
+        optimizer.add_param_group({"params": [stranger]})
     model.append(nn.LazyLinear(3))
     with pytest.raises(ValueError, match="no shape yet"):
         optimizer.add_param_group({"params": list(model[5].parameters())})
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("scaling", [None, "spectral"])
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("split_dim", [0, -3, 2.5, "all"])
-def test_a_wrong_block_size_of_a_group_is_refused_by_the_step(split_dim, trained, scaling):
-    """The forward pass before it does not fail, and nothing has changed."""
-    model, twin = mlp(), mlp()
-    twin.load_state_dict(model.state_dict())
-    optimizer, other = (THOR(m, split_dim=4, update_interval=1, scaling=scaling) for m in (model, twin))
-    stream = batches(3)
-    train(model, optimizer, stream[:trained])
-    train(twin, other, stream[:trained])
-    optimizer.param_groups[0]["split_dim"] = split_dim
-    model(stream[1][0]).sum().backward()
-    with pytest.raises(ValueError, match=f"split_dim={split_dim!r}: .*whole number ≥ 1"):
-        optimizer.step()
-    optimizer.param_groups[0]["split_dim"] = 4
-    with pytest.raises(RuntimeError, match=r"split_dim=4: .*'0'.*call zero_grad\(\)"):
-        optimizer.step()
-    optimizer.zero_grad()
-    train(model, optimizer, stream[1:])
-    train(twin, other, stream[1:])
+@BOTH
+def test_read_only_options_and_copies(make):
+    optimizer = make(mlp())
+    for name in ("model", "layers", "distributed", "loss_reduction", "fisher"):
+        with pytest.raises(AttributeError):
+            setattr(optimizer, name, None)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=rf"{make.__name__} cannot be copied or pickled.*state_dict\(\).*load it"):
+            copied(optimizer)
+
+
+def test_what_bounds_the_step():
+    """A kl_clip takes the place of the other bound; a group takes the defaults that its optimizer has."""
+    assert (THOR(mlp()).defaults["max_update_ratio"], ThorMuon(mlp()).defaults["max_update_ratio"]) == (0.01, 0.15)
+    start, taken = mlp(), []
+    for options in ({"kl_clip": 1e-3}, {"kl_clip": 1e-3, "max_update_ratio": None}, THOR.preset("paper"), {}):
+        model = copy.deepcopy(start)
+        optimizer = THOR(model[0].parameters(), model=model, **options)
+        optimizer.add_param_group({"params": [*model[2].parameters(), *model[4].parameters()]})
+        train(model, optimizer, batches(2))
+        taken.append(weights(model))
+    assert_same(*taken[:2])
+    assert not any(a["4.weight"].equal(b["4.weight"]) for a, b in ((taken[1], taken[2]), (taken[2], taken[3])))
+
+
+@BOTH
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_split_dim_that_is_changed_between_forward_pass_and_step(trained, make):
+    """Wrong or right, the step refuses it and nothing has changed; put back, training goes on."""
+    model, stream = mlp(), batches(3)
+    twin = copy.deepcopy(model)
+    optimizer, other = (make(m, split_dim=4, update_interval=1) for m in (model, twin))
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, stream[:trained])
+    before, (group,) = weights(model), optimizer.param_groups
+    for changed, before_the_pass in ((0, True), (0, False), (2, False)):
+        group["split_dim"] = changed if before_the_pass else 4
+        backward(model)
+        group["split_dim"] = changed
+        with pytest.raises((ValueError, RuntimeError), match=rf"split_dim={changed}: "):
+            optimizer.step()
+        group["split_dim"] = 4
+        if before_the_pass:
+            with pytest.raises(RuntimeError, match=r"split_dim=4: .*'0'.*call zero_grad\(\)"):
+                optimizer.step()
+        assert_same(weights(model), before)
+        assert len(optimizer.state) == 6 * trained
+        optimizer.zero_grad()
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, stream[trained:])
     assert_same(weights(model), weights(twin))
-
-
-@pytest.mark.parametrize("scaling", [None, "spectral"])
-def test_a_block_size_that_is_changed_between_the_first_forward_pass_and_the_step(scaling):
-    model = mlp()
-    optimizer = THOR(model, split_dim=4, scaling=scaling)
-    before = weights(model)
-    model(batches(1)[0][0]).sum().backward()
-    optimizer.param_groups[0]["split_dim"] = 2
-    with pytest.raises(RuntimeError, match=r"split_dim=2: .*'0'.*call zero_grad\(\)"):
-        optimizer.step()
-    assert_same(before, weights(model))
-    assert not optimizer.state
-
-
-def test_thresholds_that_are_changed_in_place_are_checked():
-    model, thresholds = mlp(), [0.01, 0.0]
-    optimizer = THOR(model, trace_thresholds=thresholds)
-    train(model, optimizer, batches(1))
-    thresholds[1] = 0.5
-    model(batches(1)[0][0]).sum().backward()
-    with pytest.raises(ValueError, match=r"trace_thresholds=\[0.01, 0.5\]: .*ω2 ≤ ω1"):
-        optimizer.step()
 
 
 def test_presets():
@@ -279,3 +218,5 @@ def test_presets():
     assert THOR.preset("thor_stop") == {"trace_thresholds": (0.01, 0.001)}
     THOR.preset("paper").clear()
     assert THOR.preset("paper")
+    with pytest.raises(ValueError, match=r"'thour' is not known.*'thor_nt'"):
+        THOR.preset("thour")

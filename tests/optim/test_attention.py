@@ -41,73 +41,55 @@ CASES = {
 }
 
 
-def passed(model, x):
-    """(output, attention weights, gradients by all parameters and by the input) of one pass."""
-    torch.manual_seed(5)
-    x = x.clone().requires_grad_()
-    output, shares = model(x)
-    grads = torch.autograd.grad((output**3).mean(), [x, *model.parameters()])
-    return output.detach(), shares, grads
-
-
-def assert_same_pass(left, right, **tolerance):
-    for one, other in zip((left[0], *left[2]), (right[0], *right[2]), strict=True):
-        assert one.dtype == other.dtype
-        torch.testing.assert_close(one, other, **tolerance)
-    assert (left[1] is None) == (right[1] is None)
-    if left[1] is not None:
-        torch.testing.assert_close(left[1], right[1], **tolerance)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, {"rtol": 1e-12, "atol": 1e-14}), (torch.float32, {"rtol": 1e-5, "atol": 1e-7})],
-    ids=["float64", "float32"],
-)
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("name", CASES)
-def test_refresh_step_computes_what_the_bare_model_computes(name, batched, dtype, tolerance):
-    """On a refresh step, and when it is over, by the module's own code. Dropout draws the same numbers."""
-    model = Model(**CASES[name]).to(dtype)
-    bare = copy.deepcopy(model)
-    x = torch.randn(N, L, E, dtype=dtype) if batched else torch.randn(L, E, dtype=dtype)
-    if not model.attention.batch_first and batched:
-        x = x.transpose(0, 1)
-    optimizer = THOR(model, lr=0.0, update_interval=1000)
-    assert_same_pass(passed(model, x), passed(bare, x), **tolerance)
-    (model(x)[0] ** 3).mean().backward()
+def step(model, optimizer, x):
+    """One step on the cube of the output."""
+    output = model(x)
+    ((output[0] if isinstance(output, tuple) else output) ** 3).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
-    assert "attention" not in listened_to(model)
-    assert_same_pass(passed(model, x), passed(bare, x), **tolerance)
 
 
-def test_masks_and_inputs_are_not_written_to():
-    mask = torch.randn(L, L)
-    model = Model(batch_first=True, call={"attn_mask": mask})
-    x, before = torch.randn(N, L, E), mask.clone()
-    kept = x.clone()
-    optimizer = THOR(model)
-    model(x)[0].square().mean().backward()
-    optimizer.step()
-    assert torch.equal(mask, before)
-    assert torch.equal(x, kept)
+def refreshes(optimizer):
+    return {curvature.refreshes for curvature in optimizer.curvature.values()}
 
 
-def test_hooks_are_there_on_refresh_steps_only():
-    model = Model(batch_first=True)
-    optimizer = THOR(model, update_interval=3)
-    x = torch.randn(N, L, E)
-    for step in range(7):
-        assert ("attention" in listened_to(model)) == (step % 3 == 0)
-        model(x)[0].square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def assert_same_pass(model, bare, x, **tolerance):
+    """Output, attention weights, and gradients by all parameters and by the input are equal."""
+    both = []
+    for one in (model, bare):
+        torch.manual_seed(5)  # dropout draws the same numbers
+        leaf = x.clone().requires_grad_()
+        output, shares = one(leaf)
+        grads = torch.autograd.grad((output**3).mean(), [leaf, *one.parameters()])
+        both.append([output, *grads, *(() if shares is None else (shares,))])
+    for one, other in zip(*both, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, **tolerance)
 
 
-def test_functions_of_others_pass_through():
-    """The attention inside attention's window: a mode of the user's own still sees every function."""
+@pytest.mark.parametrize("name", CASES)
+def test_refresh_step_computes_what_the_bare_model_computes(name):
+    """On a refresh step, and when it is over, by the module's own code."""
+    for dtype, tolerance in (
+        (torch.float64, {"rtol": 1e-12, "atol": 1e-14}),
+        (torch.float32, {"rtol": 1e-5, "atol": 1e-7}),
+    ):
+        for size in ((N, L, E), (L, E)):
+            model = Model(**CASES[name]).to(dtype)
+            bare = copy.deepcopy(model)
+            x = torch.randn(size, dtype=dtype)
+            if not model.attention.batch_first and len(size) > 2:
+                x = x.transpose(0, 1)
+            optimizer = THOR(model, lr=0.0, update_interval=1000)
+            assert_same_pass(model, bare, x, **tolerance)
+            step(model, optimizer, x)
+            assert refreshes(optimizer) == {1}
+            assert "attention" not in listened_to(model)
+            assert_same_pass(model, bare, x, **tolerance)
+
+
+def test_masks_inputs_hooks_and_functions_of_others():
+    """Nothing is written to, hooks are there on refresh steps only, and the user's own mode sees every function."""
 
     class Counting(torch.overrides.TorchFunctionMode):
         calls = 0
@@ -116,63 +98,47 @@ def test_functions_of_others_pass_through():
             self.calls += func is torch.nn.functional.multi_head_attention_forward
             return func(*args, **(kwargs or {}))
 
-    model = Model(batch_first=True)
-    optimizer = THOR(model)
-    with Counting() as mode:
-        model(torch.randn(N, L, E))[0].square().mean().backward()
-    optimizer.step()
-    assert mode.calls == 1
-    assert optimizer.curvature["attention.q_proj"].refreshes == 1
+    mask, x = torch.randn(L, L), torch.randn(N, L, E)
+    model = Model(batch_first=True, call={"attn_mask": mask})
+    before = mask.clone(), x.clone()
+    optimizer = THOR(model, update_interval=3)
+    for i in range(7):
+        assert ("attention" in listened_to(model)) == (i % 3 == 0)
+        with Counting() as mode:
+            step(model, optimizer, x)
+        assert mode.calls == 1
+    assert torch.equal(mask, before[0])
+    assert torch.equal(x, before[1])
 
 
-@pytest.mark.parametrize("where", ["inside", "key", "another_hook"])
-def test_error_in_the_forward_leaves_nothing_behind(where):
+@pytest.mark.parametrize("where", ["inside", "key", "another_hook", "interrupt"])
+def test_error_in_the_forward_leaves_nothing_behind(where, monkeypatch):
+    """Also Ctrl-C in a notebook: torch runs no hook then, and the cell is run again."""
     model = Model(batch_first=True)
     twin = copy.deepcopy(model)
     optimizers = THOR(model), THOR(twin)
     x = torch.randn(N, L, E)
-    if where == "inside":
-        with pytest.raises((AssertionError, RuntimeError)):
-            model.attention(x, x, x, attn_mask=torch.zeros(L + 1, L))
-    elif where == "key":
-        with pytest.raises((AssertionError, RuntimeError)):
-            model.attention(x, x[..., 1:], x)
-    else:
 
-        def fails(module, args):
-            raise RuntimeError("not ours")
+    def fails(*args, **kwargs):
+        raise KeyboardInterrupt if where == "interrupt" else RuntimeError
 
-        handle = model.attention.register_forward_pre_hook(fails)
-        with pytest.raises(RuntimeError, match="not ours"):
-            model(x)
-        handle.remove()
-    assert not _get_current_function_mode_stack()
+    calls = {
+        "inside": lambda: model.attention(x, x, x, attn_mask=torch.zeros(L + 1, L)),
+        "key": lambda: model.attention(x, x[..., 1:], x),
+    }
+    with monkeypatch.context() as patched:
+        if where == "interrupt":
+            patched.setattr(torch.nn.functional, "softmax", fails)
+        handle = model.attention.register_forward_pre_hook(fails) if where == "another_hook" else None
+        with pytest.raises((AssertionError, RuntimeError, KeyboardInterrupt)):
+            calls.get(where, lambda: model(x))()
+        if handle is not None:
+            handle.remove()
+    assert where == "interrupt" or not _get_current_function_mode_stack()
     for one, optimizer in zip((model, twin), optimizers, strict=True):
-        one(x)[0].square().mean().backward()
-        optimizer.step()
+        step(one, optimizer, x)
     assert not _get_current_function_mode_stack()
     assert optimizers[0].curvature["attention.q_proj"].rows_per_term == L
-    assert_same(weights(model), weights(twin))
-
-
-def test_interrupt_leaves_nothing_behind(monkeypatch):
-    """Ctrl-C in a notebook: torch runs no hook then, and the cell is run again."""
-    model = Model(batch_first=True)
-    twin = copy.deepcopy(model)
-    optimizers = THOR(model), THOR(twin)
-    x = torch.randn(N, L, E)
-
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.nn.functional, "softmax", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            model(x)
-    for one, optimizer in zip((model, twin), optimizers, strict=True):
-        one(x)[0].square().mean().backward()
-        optimizer.step()
-    assert not _get_current_function_mode_stack()
     assert_same(weights(model), weights(twin))
 
 
@@ -197,10 +163,8 @@ def test_attention_inside_attention():
     x = torch.randn(N, L, E)
     model["outer"](x, x, x)[0].square().mean().backward()
     optimizer.step()
-    assert {name: c.refreshes for name, c in optimizer.curvature.items()} == dict.fromkeys(optimizer.curvature, 1)
+    assert {(c.refreshes, c.rows_per_term) for c in optimizer.curvature.values()} == {(1, L)}
     assert len(optimizer.curvature) == 8
-    rows = {name: curvature.rows_per_term * N for name, curvature in optimizer.curvature.items()}
-    assert rows == dict.fromkeys(rows, N * L)
     for name, seen in (("outer.q_proj", queries[0]), ("outer.k_proj", x), ("inner.q_proj", x)):
         a = seen.detach().flatten(0, 1)
         torch.testing.assert_close(optimizer.curvature[name].factors()[0], a.T @ a / len(a))
@@ -213,9 +177,7 @@ def test_frozen_projections(frozen):
     before = weights(model)
     optimizer = THOR(model, update_interval=2)
     for _ in range(3):
-        model(torch.randn(N, L, E))[0].square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, optimizer, torch.randn(N, L, E))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == (name == f"attention.{frozen}"), name
 
@@ -248,7 +210,7 @@ def test_encoder_layer_evaluates_alike_with_and_without(norm_first, monkeypatch)
     layer = encoder(norm_first)
     bare = copy.deepcopy(layer)
     optimizer = THOR(layer, lr=0.0, update_interval=2, trace_thresholds=(0.0, 0.0))
-    for step in range(3):
+    for i in range(3):
         x = torch.randn(N, L, E)
         for one in (layer, bare):
             one.eval()
@@ -260,10 +222,8 @@ def test_encoder_layer_evaluates_alike_with_and_without(norm_first, monkeypatch)
         for one in (layer, bare):
             one.train()
         torch.testing.assert_close(layer(x), bare(x), rtol=1e-5, atol=1e-6)
-        (layer(x) ** 3).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {1 + step // 2}
+        step(layer, optimizer, x)
+        assert refreshes(optimizer) == {1 + i // 2}
     assert set(optimizer.curvature) == LAYERS
     assert optimizer.curvature["linear1"].rows_per_term == optimizer.curvature["self_attn.q_proj"].rows_per_term == L
 
@@ -272,9 +232,8 @@ def test_evaluation_mode_with_gradients():
     """Fine-tuning with `model.eval()`: gradients are wanted, so are statistics."""
     layer = encoder().eval()
     optimizer = THOR(layer)
-    layer(torch.randn(N, L, E)).square().mean().backward()
-    optimizer.step()
-    assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
+    step(layer, optimizer, torch.randn(N, L, E))
+    assert refreshes(optimizer) == {1}
 
 
 def test_frozen_copy_evaluates_between_steps():
@@ -314,32 +273,24 @@ def test_whole_transformer_trains():
 
 
 @pytest.mark.parametrize("name", ["plain", "separate", "no_weights", "sequence_first"])
-def test_bfloat16_autocast(name):
-    """Projections run in bfloat16, factors stay float32, and the output's dtype is the bare model's."""
-    model = Model(**CASES[name])
-    bare = copy.deepcopy(model)
-    optimizer = THOR(model, update_interval=2)
-    x = torch.randn(N, L, E)
-    with torch.autocast("cpu", torch.bfloat16):
-        output, plain = model(x)[0], bare(x)[0]
-    assert output.dtype == plain.dtype == torch.bfloat16
-    torch.testing.assert_close(output, plain, rtol=0.1, atol=0.05)
-    for _ in range(4):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x)[0].float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for curvature in optimizer.curvature.values():
-        assert curvature.refreshes >= 1
-        assert all(f.dtype == torch.float32 and f.isfinite().all() for f in curvature.factors())
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_bfloat16_model():
-    model = Model(batch_first=True).to(torch.bfloat16)
-    optimizer = THOR(model, lr=0.01)
-    model(torch.randn(N, L, E, dtype=torch.bfloat16))[0].square().mean().backward()
-    optimizer.step()
-    assert all(curvature.factors()[0].dtype == torch.float32 for curvature in optimizer.curvature.values())
-    assert all(p.isfinite().all() and p.dtype == torch.bfloat16 for p in model.parameters())
+def test_bfloat16(name):
+    """By autocast, where outputs have the bare model's dtype, or of the whole model: factors are float32."""
+    for whole in (False, True):
+        model = Model(**CASES[name]).to(torch.bfloat16 if whole else torch.float32)
+        bare = copy.deepcopy(model)
+        optimizer = THOR(model, lr=0.01, update_interval=2)
+        x = torch.randn(N, L, E, dtype=torch.bfloat16 if whole else torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not whole):
+            output, plain = model(x)[0], bare(x)[0]
+            assert output.dtype == plain.dtype == torch.bfloat16
+            torch.testing.assert_close(output, plain, rtol=0.1, atol=0.05)
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not whole):
+                loss = model(x)[0].float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for curvature in optimizer.curvature.values():
+            assert curvature.refreshes >= 1
+            assert all(f.dtype == torch.float32 and f.isfinite().all() for f in curvature.factors())
+        assert all(p.isfinite().all() and p.dtype == x.dtype for p in model.parameters())

@@ -1,105 +1,113 @@
-"""Activation checkpointing of both kinds, and torch.func: the same statistics, or a clear error."""
+"""Activation checkpointing of both kinds, compiled models and torch.func: the same statistics, or a clear error."""
 
 import copy
+import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_thor import THOR
+from comparing import having
+from tiny import mlp
+from torch_thor import THOR, ThorMuon
 
 
-class Model(nn.Module):
-    """An attention, a convolution and linear layers inside the part that is recomputed."""
+class Recomputed(nn.Module):
+    """A stack whose inside is recomputed in the backward pass; what is around it is not."""
 
-    def __init__(self, mode=None):
+    def __init__(self):
         super().__init__()
-        self.mode = mode
-        self.embedding = nn.Embedding(11, 6)
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.mode = None
+        self.first = nn.Linear(5, 6)
         self.conv = nn.Conv1d(6, 6, 3, padding=1)
-        self.head = nn.Linear(6, 3)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.last = nn.Linear(6, 3)
 
     def inner(self, h):
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        return torch.tanh(self.conv(h.mT)).mT
+        h = h + torch.tanh(self.conv(h.mT)).mT
+        return h + self.attention(h, h, h, need_weights=False)[0]
 
     def forward(self, x):
-        h = self.embedding(x)
+        h = self.first(x)
         h = self.inner(h) if self.mode is None else checkpoint(self.inner, h, use_reentrant=self.mode == "reentrant")
-        return self.head(h)
+        return self.last(h)
 
 
-@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_checkpointing_changes_nothing(mode, micro_batches):
-    torch.manual_seed(0)
-    plain = Model().double()
-    recomputing = copy.deepcopy(plain)
-    recomputing.mode = mode
-    one = THOR(plain, update_interval=2, trace_thresholds=(0, 0))
-    two = THOR(recomputing, update_interval=2, trace_thresholds=(0, 0))
-    for _ in range(4):
-        for _ in range(micro_batches):
-            x = torch.randint(11, (4, 5))
-            for model in (plain, recomputing):
-                (model(x).square().mean() / micro_batches).backward()
-        for optimizer in (one, two):
+class Muon(ThorMuon):
+    """Takes all new factors."""
+
+    trace_thresholds = (0.0, 0.0)
+
+
+@pytest.mark.parametrize("make", [partial(THOR, trace_thresholds=(0.0, 0.0)), partial(Muon, factor_decay=0.0)])
+@pytest.mark.parametrize("mode", [None, "reentrant", "non-reentrant", "compiled"])
+def test_statistics_are_those_of_the_plain_pass_that_trains(make, mode):
+    """In one pass or in micro-batches, and where the gradients of a loss before it, which is given up, are reset only
+    when its own forward pass has run (GAN, Lightning).
+    """
+    torch._dynamo.reset()
+    cases = [(sizes, given_up) for sizes in ((6,), (1, 3, 2)) for given_up in (None, "set to none", "set to zero")]
+    for sizes, given_up in cases:
+        model = Recomputed().double()
+        twin = copy.deepcopy(model)
+        model.mode = None if mode == "compiled" else mode
+        run = torch.compile(model, backend="eager") if mode == "compiled" else model
+        optimizer, other = (make(one, update_interval=1, lr=0.01) for one in (model, twin))
+        for _ in range(3):
+            for i, part in enumerate(torch.randn(6, 4, 5).double().split(sizes)):
+                if given_up and i == 0:
+                    run(torch.full((6, 4, 5), math.nan, dtype=torch.float64)).square().sum().backward()
+                loss = run(part).square().sum()
+                if given_up and i == 0:
+                    optimizer.zero_grad(set_to_none=given_up == "set to none")
+                loss.backward()
+                twin(part).square().sum().backward()
             optimizer.step()
-            optimizer.zero_grad()
-    for name, curvature in one.curvature.items():
-        assert curvature.rows_per_term == two.curvature[name].rows_per_term
-        for left, right in zip(curvature.factors(), two.curvature[name].factors(), strict=True):
-            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-14)
-    for left, right in zip(plain.parameters(), recomputing.parameters(), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)
+            other.step()
+            other.zero_grad()
+            if not given_up:
+                optimizer.zero_grad()
+            for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-8)
+        for name, layer in other.curvature.items():
+            assert optimizer.curvature[name].refreshes == layer.refreshes == 3
+            assert optimizer.curvature[name].rows_per_term == layer.rows_per_term
+            torch.testing.assert_close(optimizer.curvature[name].factors(), layer.factors(), rtol=1e-7, atol=1e-9)
+    torch._dynamo.reset()
 
 
-def test_functional_call_with_the_models_own_parameters():
-    """Gradients land in .grad by backward(), so it is an ordinary step."""
-    model = Model().double()
-    optimizer = THOR(model, update_interval=1)
-    torch.func.functional_call(model, dict(model.named_parameters()), torch.randint(11, (4, 5))).mean().backward()
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
+def test_a_layer_inside_and_outside_a_checkpointed_region_counts_each_row_once(make, reentrant):
+    layer, x = nn.Linear(5, 5).double(), torch.randn(12, 5).double()
+    optimizer = having(make(layer), loss_terms=12)
+    inside = checkpoint(layer, x[:4].clone().requires_grad_(), use_reentrant=reentrant)
+    torch.cat([inside, layer(x[4:])]).square().sum().backward()
     optimizer.step()
-    assert {c.refreshes for c in optimizer.curvature.values()} == {1}
+    torch.testing.assert_close(optimizer.curvature[""].factors()[0], x.T @ x / 12)
 
 
-def test_gradients_of_torch_func_are_an_error_on_a_refresh_step_and_fine_between():
-    model = Model().double()
-    optimizer = THOR(model, update_interval=3)
-    x = torch.randint(11, (4, 5))
+def test_functional_calls():
+    """With gradients by backward(), an ordinary step; those of torch.func are an error on a refresh, fine between."""
+    model, x = mlp(), torch.randn(4, 5).double()
+    optimizer = THOR(model, update_interval=2)
 
     def loss(parameters):
         return torch.func.functional_call(model, parameters, x).square().mean()
 
     def functional_step():
+        optimizer.zero_grad()
         for name, gradient in torch.func.grad(loss)(dict(model.named_parameters())).items():
             model.get_parameter(name).grad = gradient.detach()
         optimizer.step()
-        optimizer.zero_grad()
 
     with pytest.raises(RuntimeError, match=r"inside a torch\.func transform.*loss\.backward\(\)"):
         functional_step()
     optimizer.zero_grad()
-    model(x).square().mean().backward()
+    loss(dict(model.named_parameters())).backward()
     optimizer.step()
-    optimizer.zero_grad()
+    assert {c.refreshes for c in optimizer.curvature.values()} == {1}
     functional_step()
     assert optimizer.param_groups[0]["step"] == 2
-
-
-def test_per_sample_gradients_beside_training():
-    """vmap over grad, for looking at gradients, while THOR waits for statistics."""
-    model = nn.Sequential(nn.Linear(4, 3)).double()
-    optimizer = THOR(model)
-    x = torch.randn(5, 4).double()
-
-    def loss(parameters, row):
-        return torch.func.functional_call(model, parameters, row).square().sum()
-
-    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
-    assert per_sample["0.weight"].shape == (5, 3, 4)
-    model(x).square().mean().backward()
-    optimizer.step()
-    assert optimizer.curvature["0"].refreshes == 1

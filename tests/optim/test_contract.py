@@ -10,13 +10,18 @@ from torch import nn
 
 from reference import ReferenceTHOR
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 
-def twins(**options):
+def twins(make=THOR, **options):
     model, twin = mlp(), mlp()
     twin.load_state_dict(model.state_dict())
-    return model, THOR(model, **options), twin, THOR(twin, **options)
+    return model, make(model, **options), twin, make(twin, **options)
+
+
+def assert_close(model, reference, rtol=1e-8, atol=1e-10):
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=rtol, atol=atol)
 
 
 def backward(model, batch):
@@ -44,51 +49,42 @@ def test_readme_loop():
     assert loss_fn(model(data.tensors[0]), labels).item() < 0.3 * first
 
 
-def test_is_an_optimizer():
-    optimizer = THOR(mlp())
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
+def test_is_an_optimizer_with_the_methods_of_sgd(make):
+    """Its options stand in the groups, and wrappers call its methods by position and by name."""
+    optimizer = make(mlp())
     assert isinstance(optimizer, torch.optim.Optimizer)
-    for name in ("lr", "damping", "momentum", "nesterov", "weight_decay", "update_interval",
-                 "trace_thresholds", "split_dim", "factor_decay", "kl_clip"):  # fmt: skip
-        assert name in optimizer.defaults, name
-        assert name in optimizer.param_groups[0], name
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name for name, method in inspect.getmembers(torch.optim.SGD, inspect.isfunction) if not name.startswith("_")],
-)
-def test_method_signatures_are_sgds(name):
-    """Wrappers call by position and by name."""
+    apart = {"self", "params", "model", "layers", "distributed", "loss_reduction", "fisher"}
+    options = inspect.signature(make).parameters.keys() - apart
+    assert options <= optimizer.defaults.keys() & optimizer.param_groups[0].keys()
 
     def shape(method):
         return [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
 
-    assert shape(getattr(THOR, name)) == shape(getattr(torch.optim.SGD, name))
+    for name, method in inspect.getmembers(torch.optim.SGD, inspect.isfunction):
+        if not name.startswith("_"):
+            assert shape(getattr(make, name)) == shape(method)
 
 
 def test_step_leaves_gradients_alone():
-    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
-    optimizer = THOR(model, weight_decay=0.1, nesterov=True, kl_clip=1e-4, update_interval=2)
-    for batch in batches(3):
-        backward(model, batch)
-        before = [(p.grad, p.grad.clone()) for p in model.parameters()]
-        optimizer.step()
-        for parameter, (grad, value) in zip(model.parameters(), before, strict=True):
-            assert parameter.grad is grad
-            assert torch.equal(grad, value)
-        optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_step_leaves_gradients_alone_without_momentum(momentum):
-    """The gradient of a plain parameter is its direction: nothing may be added or scaled in place."""
-    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
-    optimizer = THOR(model, momentum=momentum, weight_decay=0.5)
-    backward(model, batches(1)[0])
-    before = [p.grad.clone() for p in model.parameters()]
-    optimizer.step()
-    assert all(torch.equal(p.grad, value) for p, value in zip(model.parameters(), before, strict=True))
+    """The gradient of a plain parameter may be its direction: nothing is added or scaled in place."""
+    for make, options in (
+        (THOR, {"nesterov": True, "kl_clip": 1e-4}),
+        (THOR, {"momentum": 0.0}),
+        (THOR, {}),
+        (ThorMuon, {}),
+    ):
+        model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 3)).double()
+        optimizer = make(model, weight_decay=0.5, update_interval=2, **options)
+        for batch in batches(3):
+            backward(model, batch)
+            before = [(p.grad, p.grad.clone()) for p in model.parameters()]
+            optimizer.step()
+            for parameter, (grad, value) in zip(model.parameters(), before, strict=True):
+                assert parameter.grad is grad
+                assert torch.equal(grad, value)
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -129,36 +125,21 @@ def test_model_zero_grad():
 
 
 def test_closure():
+    """By position and by name, also under no_grad; without one, step returns None."""
     model, optimizer, twin, other = twins(update_interval=2)
-    for batch in batches(4):
+    for i, batch in enumerate(batches(4)):
 
         def closure(batch=batch):
             assert torch.is_grad_enabled()
             optimizer.zero_grad()
             return backward(model, batch)
 
-        loss = optimizer.step(closure)
-        expected = backward(twin, batch)
-        other.step()
+        with torch.set_grad_enabled(i % 2 == 0):
+            loss = optimizer.step(closure) if i % 2 else optimizer.step(closure=closure)
+        assert torch.equal(loss, backward(twin, batch))
+        assert other.step() is None
         other.zero_grad()
-        assert torch.equal(loss, expected)
     assert_same(weights(model), weights(twin))
-
-
-def test_closure_by_name_and_under_no_grad():
-    model, optimizer, twin, other = twins()
-    [batch] = batches(1)
-    with torch.no_grad():
-        assert optimizer.step(closure=lambda: backward(model, batch)) is not None
-    train(twin, other, [batch])
-    assert_same(weights(model), weights(twin))
-
-
-def test_step_without_closure_returns_none():
-    model = mlp()
-    optimizer = THOR(model)
-    backward(model, batches(1)[0])
-    assert optimizer.step() is None
 
 
 # --------------------------------------------------------------------------------------------- hooks
@@ -224,8 +205,7 @@ def test_schedulers_drive_the_learning_rate(which, tensor):
         for scheduler in schedulers:
             scheduler.step(*([1.0] if which == "plateau" else []))
     assert type(optimizer.param_groups[0]["lr"]) is type(sgd.param_groups[0]["lr"])
-    for name, parameter in reference.model.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-6, atol=1e-9)
+    assert_close(model, reference.model, rtol=1e-6, atol=1e-9)
 
 
 def test_warm_up_from_zero():
@@ -238,27 +218,23 @@ def test_warm_up_from_zero():
         optimizer.param_groups[0]["lr"] = reference.options["lr"] = lr
         train(model, optimizer, [(x, labels)])
         reference.step((x, cross_entropy(labels)))
-    for name, parameter in reference.model.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-8, atol=1e-10)
+    assert_close(model, reference.model)
 
 
 # -------------------------------------------------------------------------------------------- groups
 
 
-def test_named_parameters_are_taken():
-    model, optimizer, twin, _ = twins()
-    other = THOR(twin.named_parameters(), model=twin)
-    train(model, optimizer, batches(3))
-    train(twin, other, batches(3))
-    assert_same(weights(model), weights(twin))
-
-
-def test_model_and_its_parameters_are_the_same():
-    model, optimizer, twin, _ = twins()
-    other = THOR(twin.parameters(), model=twin)
-    train(model, optimizer, batches(3))
-    train(twin, other, batches(3))
-    assert_same(weights(model), weights(twin))
+def test_model_parameters_named_parameters_and_groups_are_the_same():
+    for given in (
+        lambda twin: twin.parameters(),
+        lambda twin: twin.named_parameters(),
+        lambda twin: [{"params": twin.parameters()}, {"params": []}],
+    ):
+        model, optimizer, twin, _ = twins()
+        other = THOR(given(twin), model=twin)
+        train(model, optimizer, batches(3))
+        train(twin, other, batches(3))
+        assert_same(weights(model), weights(twin))
 
 
 def test_add_param_group_before_training():
@@ -270,8 +246,7 @@ def test_add_param_group_before_training():
     for x, labels in batches(5):
         train(model, optimizer, [(x, labels)])
         reference.step((x, cross_entropy(labels)))
-    for name, parameter in reference.model.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-8, atol=1e-10)
+    assert_close(model, reference.model)
 
 
 def test_add_param_group_in_the_middle_of_training():
@@ -292,28 +267,6 @@ def test_add_param_group_in_the_middle_of_training():
     assert not torch.equal(model[4].weight, before)
 
 
-def test_empty_group():
-    model, optimizer, twin, _ = twins()
-    other = THOR([{"params": twin.parameters()}, {"params": []}], model=twin)
-    train(model, optimizer, batches(3))
-    train(twin, other, batches(3))
-    assert_same(weights(model), weights(twin))
-
-
-def test_decay_filter_sees_name_and_parameter():
-    model = mlp()
-    seen = {}
-
-    def admit(name, parameter):
-        seen[name] = parameter
-        return False
-
-    optimizer = THOR(model, weight_decay=0.1, decay_filter=admit)
-    train(model, optimizer, batches(1))
-    assert seen.keys() == dict(model.named_parameters()).keys()
-    assert all(seen[name] is parameter for name, parameter in model.named_parameters())
-
-
 def test_accelerate():
     """The wrapper of Accelerate around model, optimizer and scheduler."""
     model, optimizer, twin, other = twins(update_interval=2)
@@ -331,36 +284,6 @@ def test_accelerate():
 # ---------------------------------------------------------------------------------- other ways to backward
 
 
-def test_activation_checkpointing():
-    """Forward runs twice there; rows must count once."""
-    from torch.utils.checkpoint import checkpoint
-
-    for reentrant in (False, True):
-        model, optimizer, twin, other = twins(update_interval=2)
-        for x, labels in batches(4):
-            hidden = checkpoint(model[:4], x.requires_grad_(), use_reentrant=reentrant)
-            cross_entropy(labels)(model[4](hidden)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        train(twin, other, batches(4))
-        assert_same(weights(model), weights(twin))
-
-
-def test_compiled_model():
-    """Compiled after THOR was made: hooks are part of the graph. Without a backend, so that it runs anywhere."""
-    model, optimizer, twin, other = twins(update_interval=2)
-    compiled = torch.compile(model, backend="eager")
-    for x, labels in batches(4):
-        cross_entropy(labels)(compiled(x)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    train(twin, other, batches(4))
-    for name, curvature in optimizer.curvature.items():
-        assert curvature.refreshes == 2, name
-    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
-
-
 def test_retained_graph_counts_once():
     """Two backward passes through one graph are one batch, with the sum of both losses."""
     model, optimizer, twin, other = twins()
@@ -371,8 +294,7 @@ def test_retained_graph_counts_once():
     optimizer.step()
     cross_entropy(labels)(twin(x)).backward()
     other.step()
-    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    assert_close(model, twin, rtol=1e-10, atol=1e-12)
 
 
 def by_input(model, x, labels):

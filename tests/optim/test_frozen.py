@@ -13,7 +13,7 @@ from tiny import assert_same, batches, listened_to, mlp, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(8)
-SCALINGS = pytest.mark.parametrize("scaling", [None, "spectral"])
+BOTH = pytest.mark.parametrize("make", [THOR, ThorMuon])
 
 
 def entries(optimizer):
@@ -26,52 +26,48 @@ def shares(optimizer):
     return tuple(int(number.replace(",", "")) for number in found.groups())
 
 
-@SCALINGS
-def test_no_state_no_statistics_no_share(scaling):
+def build(make, **options):
+    """A model whose middle layer is frozen, and its optimizer."""
+    torch.manual_seed(0)
     model = mlp()
     model[2].requires_grad_(False)
-    optimizer = THOR(model, update_interval=2, scaling=scaling)
+    return model, make(model, **{"update_interval": 2, **options})
+
+
+@BOTH
+def test_no_state_no_statistics_no_share(make):
+    model, optimizer = build(make)
     assert listened_to(model) == {"0", "4"}
-    train(model, optimizer, STREAM[:4])
+    train(model, optimizer, STREAM[:3])
     assert {id(p) for p in optimizer.state} == {id(p) for name, p in model.named_parameters() if name[0] != "2"}
-    assert not listened_to(model) or optimizer.param_groups[0]["step"] % 2 == 0
+    assert not listened_to(model)
     for name in ("2.weight", "2.bias"):
         assert "frozen" in entries(optimizer)[name].reason
         assert not entries(optimizer)[name].trained
     covered, trained, layers = shares(optimizer)
-    assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert layers == 2
-    assert covered == sum(
-        p.numel() for name, p in model.named_parameters() if name[0] != "2" and (p.dim() == 2 or not scaling)
-    )
+    named = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert (trained, layers) == (sum(named.values()), 2)
+    assert covered == sum(n for name, n in named.items() if make is THOR or name.endswith("weight"))
 
 
-def test_a_trained_bias_of_a_frozen_weight():
-    model = mlp()
+def test_a_part_of_a_layer_may_be_frozen():
+    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    model[1].requires_grad_(False)
     model[2].weight.requires_grad_(False)
     optimizer = THOR(model)
-    assert "frozen" in entries(optimizer)["2.bias"].reason
-    assert entries(optimizer)["2.bias"].trained
     train(model, optimizer, STREAM[:2])
+    found = entries(optimizer)
+    assert all("frozen" in found[name].reason for name in ("1.weight", "2.weight", "2.bias"))
+    assert found["2.bias"].trained
+    assert model[1].weight not in optimizer.state
     assert set(optimizer.state[model[2].bias]) == {"preconditioned", "momentum_buffer"}
 
 
-def test_frozen_norm():
-    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
-    model[1].requires_grad_(False)
-    optimizer = THOR(model)
-    train(model, optimizer, STREAM[:2])
-    assert model[1].weight not in optimizer.state
-    assert "frozen" in entries(optimizer)["1.weight"].reason
-
-
-@SCALINGS
+@BOTH
 @pytest.mark.parametrize("when", [1, 2, 3])
-def test_unfrozen_it_is_preconditioned_from_the_second_step_on(when, scaling):
+def test_unfrozen_it_is_preconditioned_from_the_second_step_on(when, make):
     """One plain step, as for a layer that is used late; it does not wait for the others' refresh."""
-    model = mlp()
-    model[2].requires_grad_(False)
-    optimizer = THOR(model, update_interval=100, scaling=scaling)
+    model, optimizer = build(make, update_interval=100)
     train(model, optimizer, STREAM[:when])
     assert not listened_to(model)
     model[2].requires_grad_(True)
@@ -106,43 +102,25 @@ def test_frozen_later_it_stands_still_and_keeps_its_state():
     assert optimizer.curvature["2"].refreshes == 3
 
 
-@SCALINGS
-def test_resuming_with_frozen_weights(scaling):
-    def build():
-        torch.manual_seed(0)
-        model = mlp()
-        model[2].requires_grad_(False)
-        return model, THOR(model, update_interval=2, scaling=scaling)
-
-    (model, optimizer), (twin, other) = build(), build()
-    train(model, optimizer, STREAM[:3])
-    twin.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, its_optimizer in ((model, optimizer), (twin, other)):
-        train(one, its_optimizer, STREAM[3:5])
-        one[2].requires_grad_(True)
-        train(one, its_optimizer, STREAM[5:])
-    assert_same(weights(model), weights(twin))
-    assert optimizer.curvature["2"].refreshes > 0
-
-
-@SCALINGS
-def test_distributed_checkpoint_with_frozen_weights(scaling):
-    def build():
-        torch.manual_seed(0)
-        model = mlp()
-        model[2].requires_grad_(False)
-        return model, THOR(model, update_interval=2, scaling=scaling)
-
-    (model, optimizer), (twin, other) = build(), build()
-    train(model, optimizer, STREAM[:3])
-    saved = get_optimizer_state_dict(model, optimizer)
-    assert not any(name.startswith("2.") for name in saved["state"])
-    twin.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(twin, other, saved)
-    train(model, optimizer, STREAM[3:])
-    train(twin, other, STREAM[3:])
-    assert_same(weights(model), weights(twin))
+@BOTH
+def test_resuming_with_frozen_weights(make):
+    """By state dicts, and by those of torch.distributed.checkpoint."""
+    for distributed in (False, True):
+        (model, optimizer), (twin, other) = build(make), build(make)
+        train(model, optimizer, STREAM[:3])
+        twin.load_state_dict(model.state_dict())
+        if distributed:
+            saved = get_optimizer_state_dict(model, optimizer)
+            assert not any(name.startswith("2.") for name in saved["state"])
+            set_optimizer_state_dict(twin, other, saved)
+        else:
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for one, its_optimizer in ((model, optimizer), (twin, other)):
+            train(one, its_optimizer, STREAM[3:5])
+            one[2].requires_grad_(True)
+            train(one, its_optimizer, STREAM[5:])
+        assert_same(weights(model), weights(twin))
+        assert optimizer.curvature["2"].refreshes > 0
 
 
 def test_nothing_that_is_trained_is_preconditioned():
@@ -152,16 +130,18 @@ def test_nothing_that_is_trained_is_preconditioned():
         THOR(model)
 
 
-def test_a_copy_made_while_all_is_frozen():
-    """A generator's turn: the optimizer of the discriminator is copied with its model as it is."""
+def test_all_of_it_may_be_frozen_between_steps():
+    """A generator's turn; what is looked at in it finds all layers."""
     model = mlp()
-    optimizer = THOR(model)
+    twin = copy.deepcopy(model)
+    optimizer, other = THOR(model), THOR(twin)
     train(model, optimizer, STREAM[:1])
     model.requires_grad_(False)
-    twin, other = copy.deepcopy((model, optimizer))
-    for one, its_optimizer in ((model, optimizer), (twin, other)):
-        one.requires_grad_(True)
-        train(one, its_optimizer, STREAM[1:3])
+    assert not any(entry.trained for entry in optimizer.coverage())
+    optimizer.load_state_dict(optimizer.state_dict())
+    model.requires_grad_(True)
+    train(model, optimizer, STREAM[1:3])
+    train(twin, other, STREAM[:3])
     assert_same(weights(model), weights(twin))
 
 
@@ -188,34 +168,24 @@ def said(make):
 
 
 def test_less_than_half_is_said_once_with_the_largest():
-    _, messages = said(lambda: THOR(Little()))
-    assert len(messages) == 1
-    for part in (
-        "15 of 231",
-        "6%",
-        "table (40, 4)",
-        "bilinear.weight (3, 4, 4) (plain momentum): no curvature for Bilinear",
-        "2 more",
+    _, (message,) = said(lambda: THOR(Little()))
+    bilinear = "bilinear.weight (3, 4, 4) (plain momentum): no curvature for Bilinear"
+    for part in ("15 of 231", "6%", "table (40, 4)", bilinear, "2 more"):
+        assert part in message
+    assert "small" not in message
+
+
+def test_what_is_frozen_not_in_the_groups_or_left_out_does_not_count():
+    frozen, part = Little(), Little()
+    frozen.table.requires_grad_(False)
+    frozen.bilinear.requires_grad_(False)
+    three = nn.ModuleDict({"body": nn.Linear(9, 9), "more": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
+    for make in (
+        lambda: THOR(frozen),
+        lambda: THOR(part.linear.parameters(), model=part),
+        lambda: THOR(three, layers=["-body", "-more"]),
+        lambda: THOR(three, layers="head"),
+        lambda: THOR(mlp()),
+        lambda: ThorMuon(mlp()),
     ):
-        assert part in messages[0]
-    assert "small" not in messages[0]
-
-
-def test_what_is_frozen_or_not_in_the_groups_does_not_count():
-    model = Little()
-    model.table.requires_grad_(False)
-    model.bilinear.requires_grad_(False)
-    assert not said(lambda: THOR(model))[1]
-    model = Little()
-    assert not said(lambda: THOR(model.linear.parameters(), model=model))[1]
-
-
-@pytest.mark.parametrize("options", [{"skip": ["body", "more"]}, {"only": "head"}])
-def test_what_the_user_has_left_out_is_no_surprise(options):
-    model = nn.ModuleDict({"body": nn.Linear(9, 9), "more": nn.Linear(9, 9), "head": nn.Linear(3, 3)})
-    assert not said(lambda: THOR(model, **options))[1]
-
-
-def test_most_of_it_is_preconditioned():
-    assert not said(lambda: THOR(mlp()))[1]
-    assert not said(lambda: ThorMuon(mlp()))[1]
+        assert not said(make)[1]

@@ -13,7 +13,7 @@ from tiny import listened_to
 from torch_thor import THOR
 
 STEPS, SIZE = 7, 6
-ONE = {"lr": 0.02, "damping": 0.1, "kl_clip": None, "trace_thresholds": (0.0, 0.0)}
+ONE = {"lr": 0.02, "damping": 0.1, "max_update_ratio": None, "trace_thresholds": (0.0, 0.0)}
 # the two refresh together in step 0 alone: what one gathers in a pass of the other must go
 INTERVALS = {"generator": 2, "critic": 3}
 
@@ -46,14 +46,9 @@ def believed(y):
 def test_each_has_the_statistics_of_its_own_loss(dropped, fresh):
     """The critic's gradients of the generator's pass are dropped, and so are their rows: oracle by oracle."""
     generator, critic = models()
-    references = {
-        "generator": ReferenceTHOR(generator, update_interval=INTERVALS["generator"], **ONE),
-        "critic": ReferenceTHOR(critic, update_interval=INTERVALS["critic"], **ONE),
-    }
-    optimizers = {
-        name: THOR(model, update_interval=INTERVALS[name], **ONE)
-        for name, model in (("generator", generator), ("critic", critic))
-    }
+    both = {"generator": generator, "critic": critic}
+    references = {name: ReferenceTHOR(m, update_interval=INTERVALS[name], **ONE) for name, m in both.items()}
+    optimizers = {name: THOR(m, update_interval=INTERVALS[name], **ONE) for name, m in both.items()}
 
     def drop(name, model):
         (optimizers[name] if dropped == "by the optimizer" else model).zero_grad()
@@ -93,5 +88,5 @@ def test_the_one_that_waits_leaves_the_other_alone():
         optimizers[0].step()
         assert listened_to(generator) == {"0", "2"}
         assert not listened_to(critic)
-    optimizers[0]._registry.capture.remove()
+    optimizers[0]._capture.remove()
     assert [layer.refreshes for layer in optimizers[1].curvature.values()] == [1, 1]

@@ -87,7 +87,7 @@ def test_a_model_is_scripted_while_thor_waits():
     assert optimizer.curvature["0"].rows_per_term == 1
 
 
-@pytest.mark.parametrize("where", ["before THOR", "after THOR", "global", "global after"])
+@pytest.mark.parametrize("where", ["before THOR", "after THOR", "global, before", "global, after"])
 def test_an_output_that_a_hook_replaces(where):
     """`g` is the gradient of what the layer itself has computed: three times that of what the hook made of it."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
@@ -98,16 +98,13 @@ def test_an_output_that_a_hook_replaces(where):
         return 3 * output if module is model[2] else None
 
     x, labels = STREAM[0]
-    handle = None
-    if where == "before THOR":
-        handle = model[2].register_forward_hook(replace)
-    elif where == "global":
-        handle = register_module_forward_hook(replace)
+
+    def register():
+        return register_module_forward_hook(replace) if "global" in where else model[2].register_forward_hook(replace)
+
+    handle = register() if "before" in where else None
     optimizer = THOR(model, lr=0.0)
-    if where == "after THOR":
-        handle = model[2].register_forward_hook(replace)
-    elif where == "global after":
-        handle = register_module_forward_hook(replace)
+    handle = handle or register()
     cross_entropy(labels)(model(x)).backward()
     handle.remove()
     optimizer.step()
@@ -125,12 +122,12 @@ def test_refreshes_leave_no_finalizers_behind():
     train(model, optimizer, STREAM[:1])
     gc.collect()
     before = len(weakref.finalize._registry)
-    references = weakref.getweakrefcount(optimizer._registry.capture)
+    references = weakref.getweakrefcount(optimizer._capture)
     for _ in range(5):
         train(model, optimizer, STREAM[1:3])
         optimizer.add_param_group({"params": []})
     assert len(weakref.finalize._registry) == before
-    assert weakref.getweakrefcount(optimizer._registry.capture) <= references
+    assert weakref.getweakrefcount(optimizer._capture) <= references
 
 
 def test_two_optimizers_wait_for_one_model():

@@ -66,48 +66,32 @@ def test_activations_die_as_they_do_without_us(refresh):
 
 
 def test_a_forward_that_is_dropped_keeps_nothing():
-    """Also when a refresh is due: an output nobody differentiates takes its activations with it."""
+    """Also when a refresh is due: an output nobody differentiates takes its activations with it, as in evaluation."""
     model = mlp()
-    THOR(model)
+    optimizer = THOR(model)
     watch = Watch(model[2])
     output = model(batches(1)[0][0])
     assert watch.inputs() is not None
     del output
     gc.collect()
     assert watch.inputs() is None
-
-
-def test_evaluation_when_a_refresh_is_due():
-    model = mlp()
-    THOR(model)
-    watch = Watch(model[2])
     with torch.no_grad():
         model(batches(1)[0][0])
     assert not watch.hooked
     assert watch.inputs() is None
+    assert optimizer._capture.watching
 
 
-def test_stopped_layer_costs_nothing():
-    """All layers stop at once; the next refresh step looks like an ordinary one."""
-    model = mlp()
-    optimizer = THOR(model, lr=0.0, update_interval=1, trace_thresholds=(1e9, 1e8))
+@pytest.mark.parametrize("what", ["stopped", "frozen"])
+def test_stopped_and_frozen_layers_cost_nothing(what):
+    """If all have stopped, the next refresh looks like an ordinary step; a frozen one keeps no other waiting."""
+    model, stopped = mlp(), what == "stopped"
+    model[2].requires_grad_(stopped)
+    options = {"update_interval": 1, "trace_thresholds": (1e9, 1e8)} if stopped else {"update_interval": 100}
+    optimizer = THOR(model, lr=0.0, **options)
     stream = batches(3)
     train(model, optimizer, stream[:2])
-    assert all(curvature.stopped for curvature in optimizer.curvature.values())
-    watches = [Watch(model[i]) for i in (0, 2, 4)]
-    loss = cross_entropy(stream[2][1])(model(stream[2][0]))
-    assert not any(watch.hooked for watch in watches)
-    loss.backward()
-    optimizer.step()
-
-
-def test_frozen_layer_costs_nothing_either():
-    """It never gets statistics, so it must not keep the others watching for ever."""
-    model = mlp()
-    model[2].requires_grad_(False)
-    optimizer = THOR(model, update_interval=100)
-    stream = batches(3)
-    train(model, optimizer, stream[:2])
+    assert all(curvature.stopped == stopped for curvature in optimizer.curvature.values())
     watches = [Watch(model[i]) for i in (0, 2, 4)]
     loss = cross_entropy(stream[2][1])(model(stream[2][0]))
     assert not any(watch.hooked for watch in watches)

@@ -100,6 +100,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._capture.listen()
         check_shards_fit([(n, p) for n, (p, s) in self._plan.sharded.items() if s], self.distributed.process_group)
         entries = self.coverage()
+        self._known = {entry.name for entry in entries}  # what the model has got later may be adapters
         used = any(e.preconditioned and e.trained for e in entries)
         if not used and ("G" in self.sides or not any(entry.trained for entry in entries)):
             raise ValueError(report.nothing_found(self, self._plan, entries))

@@ -134,7 +134,10 @@ def note_changes(optimizer: "CurvatureOptimizer", before: Plan, now: Plan) -> No
             f"{label}: the parameters were divided among processes after {label} was made, so this step has no "
             f"statistics that it can use; make {label} after fully_shard",
         )
+    weights = {id(layer.weight_view.parameter) for layer in now.layers.values()}
     for name in sorted(before.layers.keys() - now.layers.keys()):
+        if id(before.layers[name].weight_view.present) in weights:  # renamed by a wrapper, such as an adapter
+            continue
         about = (
             " is no longer a parameter of the model that is trained: it was removed, replaced, pruned or parametrised "
         )
@@ -148,8 +151,8 @@ def note_nothing_trained(optimizer: "CurvatureOptimizer") -> None:
     plan = optimizer._plan
     if any(p.grad is not None for p in plan.parameters(optimizer.param_groups)):
         return
-    trained = {entry.name for entry in plan.entries if entry.reason != NOT_TRAINED}
-    new = [name for name, p in plan.model.named_parameters() if p.requires_grad and name not in trained]
+    named = ((name, p) for name, p in plan.model.named_parameters() if name not in optimizer._known)
+    new = [name for name, p in named if p.requires_grad and id(p) not in plan.group_of]
     if new:
         optimizer._warnings.note(
             "nothing trained",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from torch_thor.capture.patterns import some
@@ -111,7 +111,8 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     """Return the inputs of this process; raise an error for an option, a state or a gradient that cannot be used."""
     groups, capture = optimizer.param_groups, optimizer._capture
     _check_options(optimizer)  # in every step: a schedule may have changed damping to 0
-    plan, due, upcoming = plan_now(optimizer), [], []
+    # looking for removed modules takes time
+    plan, due, upcoming = plan_now(optimizer, modules=bool(capture.awaited)), [], []
     for layer in plan.layers.values() if capture.awaited else ():
         if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
             due.append(layer)
@@ -230,10 +231,10 @@ def _nonfinite_message(optimizer: "CurvatureOptimizer") -> str:
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def plan_now(optimizer: "CurvatureOptimizer") -> Plan:
-    """Return the plan; the same object unless something that it describes was replaced."""
+def plan_now(optimizer: "CurvatureOptimizer", *, modules: bool = True) -> Plan:
+    """Return the plan; the same object unless something that it describes was replaced, modules included."""
     plan = optimizer._plan
-    lost = optimizer._capture.awaited and plan.has_lost_modules()
+    lost = modules and plan.has_lost_modules()
     return renew(optimizer, plan) if lost or plan.fingerprint != fingerprint(optimizer, plan) else plan
 
 
@@ -246,7 +247,8 @@ def fingerprint(optimizer: "CurvatureOptimizer", plan: Plan) -> list[Any]:
     for group in optimizer.param_groups:
         found.append((id(group), group["split_dim"], len(group["params"])))
         for p in group["params"]:
-            found.append((id(p), p.requires_grad, p.shape, p.dtype, p.device, id(optimizer.state.get(p))))
+            shape = None if isinstance(p, nn.UninitializedParameter) else p.shape
+            found.append((id(p), p.requires_grad, shape, p.dtype, p.device, id(optimizer.state.get(p))))
     return found
 
 

@@ -1,0 +1,96 @@
+"""Parameter groups by name and by depth, and the coverage of an optimizer that a trainer has wrapped."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import torch_thor
+from tiny import assert_same, batches, mlp, train, weights
+from torch_thor import THOR, ThorMuon, param_groups
+
+
+def names(groups, model, key="weight_decay"):
+    """The parameters of a model by the value of an option of their groups."""
+    of = {id(p): name for name, p in model.named_parameters()}
+    found = {}
+    for group in groups:
+        found.setdefault(group.get(key), set()).update(of.pop(id(p)) for p in group["params"])
+    assert not {name for key, name in of.items() if model.get_parameter(name).requires_grad}
+    return found
+
+
+class Model(nn.Module):
+    """Embeddings, blocks in a numbered container, a frozen part, a head that is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)) for _ in range(2))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embed.weight
+
+
+def test_biases_norms_and_what_is_named_are_not_decayed():
+    model = Model()
+    matrices = {"embed.weight", "blocks.0.0.weight", "blocks.1.0.weight"}
+    for no_decay, excluded in (
+        ((), set()),
+        ("embed", {"embed.weight"}),
+        (["blocks.0", "*.bias"], {"blocks.0.0.weight"}),
+        ("blocks", {"blocks.0.0.weight", "blocks.1.0.weight"}),
+    ):
+        found = names(param_groups(model, weight_decay=0.3, no_decay=no_decay), model)
+        assert found[0.3] == matrices - excluded
+
+
+@pytest.mark.parametrize("make", [THOR, ThorMuon])
+def test_groups_decay_as_the_options_of_the_groups_say(make):
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+    train(model, make(param_groups(model, weight_decay=0.3), model=model), batches(3))
+    matrices, vectors = ([p for p in twin.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    train(twin, make(groups, model=twin), batches(3))
+    assert_same(weights(model), weights(twin))
+
+
+def test_the_learning_rate_falls_from_block_to_block():
+    """ELECTRA: the block nearest to the loss has it whole; without an lr, the factor is what timm's schedulers read."""
+    model = Model()
+    for lr, key in ((0.8, "lr"), (None, "lr_scale")):
+        found = names(param_groups(model, lr=lr, layer_decay=0.5), model, key)
+        blocks = {"embed", "blocks.0", "blocks.1", "head"}
+        by_factor = {
+            value / (lr or 1): {block for block in blocks if any(name.startswith(block) for name in those)}
+            for value, those in found.items()
+        }
+        assert by_factor == {0.125: {"embed"}, 0.25: {"blocks.0"}, 0.5: {"blocks.1"}, 1.0: {"head"}}
+    assert not any("lr" in group or "lr_scale" in group for group in param_groups(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"no_decay": "nosuch"}, "no_decay: 'nosuch' matches no parameter.*embed.weight"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1.*≥ 0"),
+        ({"layer_decay": 0.0}, r"layer_decay=0.0.*\(0, 1\].*1 switches it off"),
+        ({"layer_decay": 1.5}, "layer_decay=1.5"),
+    ],
+)
+def test_what_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        param_groups(Model(), **options)
+
+
+def test_coverage_of_what_a_trainer_has_wrapped():
+    optimizer = ThorMuon(mlp())
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(_optimizer=optimizer))
+    assert torch_thor.coverage(wrapped) == torch_thor.coverage(optimizer) == optimizer.coverage()
+    itself = SimpleNamespace()
+    itself.optimizer = itself
+    for other in (torch.optim.SGD(mlp().parameters()), SimpleNamespace(optimizer=None), itself, None):
+        with pytest.raises(TypeError, match=rf"coverage\({type(other).__name__}\): must be THOR or ThorMuon"):
+            torch_thor.coverage(other)
