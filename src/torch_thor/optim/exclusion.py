@@ -177,6 +177,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         with restored_on_error(self):
             saved = load_checked(self, super().load_state_dict, state_dict, self._check_origin)
             for group, kept in zip(self.param_groups, own, strict=True):
+                group.update({**kept, **group})  # that of torch's optimizer has fewer options
                 self._restore_options(group, kept)
             for group in self.param_groups:
                 self._check_group(group)

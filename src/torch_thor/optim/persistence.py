@@ -22,7 +22,7 @@ from torch_thor.optim.checkpoint import (
     restore_tensors,
     restored_on_error,
 )
-from torch_thor.optim.options import check
+from torch_thor.optim.options import OPTIONS, check
 from torch_thor.optim.saved_rows import fit_loaded_rows, join_blocks
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
     )
 
     def check_it(given: StateDict) -> None:
-        check_origin(given, label, list(optimizer.defaults), remedy)
+        needed = [key for key in optimizer.defaults if key != "differentiable"]  # torch adds it to them when it loads
+        check_origin(given, label, needed, remedy, foreign=[key for key in OPTIONS if key not in needed])
 
     try:
         with _undivided(layers), restored_on_error(optimizer):
@@ -201,7 +202,7 @@ def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
             "optimizer.consolidate_state_dict(to=RANK) on all processes after the last step, then state_dict() on that "
             "rank; with torch.distributed.checkpoint, to=None and state_dict() on all"
         )
-    replaced = {}
+    replaced: dict[Tensor, dict[str, Any]] = {}
     for parameter in optimizer._plan.parameters(optimizer.param_groups):
         entries, of_all = state.get(parameter), whole[1].get(id(parameter))
         if entries is None or of_all is None:
