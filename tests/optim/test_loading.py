@@ -66,14 +66,13 @@ def fewer_parameters(saved):
 
 FAULTS = {
     "nan-in-an-inverse": (spoil(4, "A_inverse", torch.nan), "NaN or inf in 'A_inverse' of parameter '3.weight'"),
-    "inf-in-a-tail": (spoil(0, "A_inverse_tail", torch.inf), "NaN or inf in 'A_inverse_tail' of parameter '0.weight'"),
+    "inf-in-an-inverse": (spoil(0, "A_inverse", torch.inf), "NaN or inf in 'A_inverse' of parameter '0.weight'"),
     "nan-in-a-factor": (spoil(0, "G", torch.nan), "NaN or inf in 'G' of parameter '0.weight'.*earlier checkpoint"),
     "nan-in-momentum": (spoil(2, "momentum_buffer", torch.nan), "NaN or inf in 'momentum_buffer' of .*'1.weight'"),
     "momentum-shape": (put(4, "momentum_buffer", torch.zeros(7, 6)), r"'3.weight' in shape \(7, 6\).* has \(6, 7\)"),
     "factor-shape": (put(4, "A", torch.zeros(1, 3, 3)), r"layer '3': A in the state dict has shape \(1, 3, 3\)"),
     "inverse-shape": (put(4, "G_inverse", torch.zeros(1, 5, 5)), "layer '3': G_inverse in the state dict"),
     "no-inverse": (drop(4, "G_inverse"), "layer '3': .*a part of its state, and not G_inverse"),
-    "no-tail": (drop(0, "A_tail"), "layer '0': .*a part of its state, and not A_tail"),
     "no-number": (drop(0, "due"), "layer '0': .*a part of its state, and not due"),
     "no-rows": (put(0, "rows_per_term", 0.0), "layer '0': rows_per_term=0.0"),
     "nan-rows": (put(0, "rows_per_term", torch.nan), "layer '0': rows_per_term=nan"),

@@ -68,7 +68,7 @@ def test_blocks_of_another_number_of_shards_are_cut_and_inverted_again():
 def test_blocks_that_cannot_be_inverted_are_refused_and_nothing_is_loaded():
     optimizer, saved, _ = saved_by_four_processes(-100 * torch.ones(7, 4, dtype=torch.float64))
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"layer 'rows': G was saved with 4 shards, and its blocks for 1 cannot be"):
+    with pytest.raises(ValueError, match=r"layer 'rows': G was saved with 4 shards, and its blocks for .* cannot be"):
         optimizer.load_state_dict(saved)
     assert_same(optimizer.state_dict(), before)
 
