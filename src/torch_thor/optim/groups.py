@@ -41,7 +41,7 @@ def param_groups(
         raise ValueError(f"weight_decay={weight_decay!r}: weight_decay must be a number ≥ 0; 0 switches it off")
     if not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay={layer_decay!r}: layer_decay must be in (0, 1]; 1 switches it off")
-    named = {name: p for name, p in nn.Module.named_parameters(model) if p.requires_grad}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     patterns = [no_decay] if isinstance(no_decay, str) else list(no_decay)
     excluded = selected("no_decay", patterns, named, "parameter") if patterns else set()
     blocks = list(dict.fromkeys(_block(name) for name in named))

@@ -22,7 +22,7 @@ from torch_thor.optim.checkpoint import (
     restore_tensors,
     restored_on_error,
 )
-from torch_thor.optim.options import check
+from torch_thor.optim.options import OPTIONS, check
 from torch_thor.optim.saved_rows import fit_loaded_rows
 from torch_thor.optim.step import plan_now
 
@@ -74,7 +74,8 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
     )
 
     def check_it(given: StateDict) -> None:
-        check_origin(given, label, list(optimizer.defaults), remedy)
+        needed = [key for key in optimizer.defaults if key != "differentiable"]  # torch adds it to them when it loads
+        check_origin(given, label, needed, remedy, foreign=[key for key in OPTIONS if key not in needed])
 
     try:
         with _undivided(layers), restored_on_error(optimizer):

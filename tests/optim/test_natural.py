@@ -11,8 +11,6 @@ from torch import nn
 
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.optim.natural_gradient import _Part
-from torch_thor.optim.step_bound import by_device, kl_divergence, kl_scale, relative_scales, smallest_norm
 
 
 class Odd(nn.Module):
@@ -78,15 +76,23 @@ def longest(model, ratio):
     }
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows"),
-    [
-        ((), 1), ((1,), 1), ((9,), 9), ((1, 9), 9), ((9, 1), 9), ((1, 1, 9), 9), ((4, 9), 4), ((9, 4), 9),
-        ((1, 4, 9), 4), ((1, 1, 4, 9), 4), ((8, 1, 3, 3), 8), ((0,), 0), ((0, 5), 0), ((5, 0), 5), ((2, 3, 4, 5), 2),
-    ],
-)  # fmt: skip
-def test_what_a_norm_counts_as_at_least(shape, rows):
-    assert smallest_norm(torch.zeros(shape)) == pytest.approx(0.03 * math.sqrt(rows))
+def test_what_a_norm_counts_as_at_least():
+    """A parameter of zeros moves by r · 0.03 √(its first dimension that is not 1)."""
+    shapes = {
+        (): 1, (1,): 1, (9,): 9, (1, 9): 9, (9, 1): 9, (1, 1, 9): 9, (4, 9): 4, (9, 4): 9, (1, 4, 9): 4,
+        (1, 1, 4, 9): 4, (8, 1, 3, 3): 8, (2, 3, 4, 5): 2, (0,): 0, (0, 5): 0, (5, 0): 0,
+    }  # fmt: skip
+    model = nn.Linear(2, 2).double()
+    for i, shape in enumerate(shapes):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+    optimizer = THOR(model, lr=1e3, max_update_ratio=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.weight.grad = None  # no forward pass, so no statistics
+    optimizer.step()
+    for i, (shape, rows) in enumerate(shapes.items()):
+        length = float(model.get_parameter(f"p{i}").detach().norm())
+        assert length == pytest.approx(0.5 * 0.03 * math.sqrt(rows)), shape
 
 
 @given(
@@ -100,7 +106,7 @@ def test_what_a_norm_counts_as_at_least(shape, rows):
 def test_length_and_direction_of_any_step(lr, ratio, scale, momentum, nesterov, decay):
     model = odd(scale)
     options = {"lr": lr, "momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": decay}
-    free = moved(model, kl_clip=None, **options)
+    free = moved(model, max_update_ratio=None, **options)
     bounded = moved(model, max_update_ratio=ratio, **options)
     for name, most in longest(model, ratio).items():
         factor = 1 + momentum if options["nesterov"] else 1  # the first Nesterov step is d + μ d
@@ -126,32 +132,6 @@ def test_zeros_leave_zero():
         assert float(steps[name].norm()) == pytest.approx(0.02 * 0.03 * math.sqrt(rows)), name
 
 
-def of_other_machines(monkeypatch):
-    """Take the way of accelerators, all parameters in one go."""
-    monkeypatch.setattr(_Part, "on_cpu", property(lambda self: False, lambda self, value: None))
-
-
-PATHS = {
-    "default": {},
-    "ratio": {"max_update_ratio": 0.1, "weight_decay": 0.1, "update_interval": 2},
-    "unbounded": {"kl_clip": None, "lr": 1e-4},
-    "split": {"split_dim": 2, "momentum": 0.5},
-}
-
-
-@pytest.mark.parametrize("name", PATHS)
-def test_all_in_one_go_equals_one_by_one(monkeypatch, name):
-    results = []
-    for forced in (False, True):
-        if forced:
-            of_other_machines(monkeypatch)
-        model = odd()
-        train(model, THOR(model, **PATHS[name]), stream(6))
-        results.append(weights(model))
-    for key, value in results[0].items():
-        torch.testing.assert_close(results[1][key], value, rtol=1e-10, atol=1e-13, msg=key)
-
-
 def test_sparse_gradients_are_bounded_as_dense_ones():
     results = []
     for sparse in (False, True):
@@ -168,7 +148,7 @@ def test_groups_have_ratios_of_their_own():
     groups = [
         {"params": getattr(model, name).parameters(), "max_update_ratio": ratio} for name, ratio in ratios.items()
     ]
-    before, free = weights(model), moved(model, kl_clip=None, momentum=0.0, lr=10.0)
+    before, free = weights(model), moved(model, max_update_ratio=None, momentum=0.0, lr=10.0)
     train(model, THOR(groups, model=model, momentum=0.0, lr=10.0), stream())
     for name in ("head", "closed"):
         for key, most in longest(odd(), ratios[name]).items():
@@ -225,47 +205,28 @@ def test_precisions_side_by_side(momentum):
         assert float((parameter.detach().double() - old).norm()) == pytest.approx(most, rel=rel), name
 
 
-def test_what_is_measured_together():
-    tensors = [
-        torch.zeros(2),
-        torch.zeros(2, dtype=torch.float64),
-        torch.zeros(2, device="meta"),
-        torch.zeros(3),
-        torch.zeros(2, dtype=torch.complex64),
-        torch.zeros(1, device="meta"),
-    ]
-    assert by_device(tensors) == [[0, 3], [1], [2, 5], [4]]
-    assert by_device([]) == []
-
-
-def test_accelerators_are_not_waited_for():
-    """A meta tensor has no numbers: asking it for one is an error."""
-    parameters = [torch.empty(3, 4, device="meta"), torch.empty((), device="meta", dtype=torch.bfloat16)]
-    directions = [torch.empty(3, 4, device="meta"), torch.empty((), device="meta")]
-    scales = relative_scales(parameters, directions, 0.1, 0.01)
-    assert scales is not None
-    assert scales.shape == (2,)
-    group = {"lr": 0.1, "loss_scale": 1.0, "kl_clip": 1e-3}
-    assert kl_scale(kl_divergence([(directions, directions, group)]), group).shape == ()
+def test_accelerators_are_not_waited_for(monkeypatch):
+    """A meta tensor has no numbers: asking it for one is an error. Only the gradients are asked, once."""
+    monkeypatch.setattr("torch_thor.optim.step._largest_gradient", lambda optimizer: 1.0)
+    for options in ({}, {"kl_clip": 1e-3}, {"momentum": 0.0}, {"nesterov": True, "weight_decay": 0.1}):
+        model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2, dtype=torch.float32)).to("meta")
+        optimizer = THOR(model, **options)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        model[0].weight.grad = model[2].weight.grad = None  # no forward pass, so no statistics
+        optimizer.step()
 
 
 def test_channels_last_weights_are_bounded_as_row_major_ones():
-    results = []
-    for layout in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)).double()
-        model.to(memory_format=layout)
-        optimizer = THOR(model, lr=1.0)
-        for step in range(3):
-            torch.manual_seed(step)
-            x = torch.randn(4, 3, 5, 5).double().to(memory_format=layout)
-            cross_entropy(torch.randint(3, (4,)))(model(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert model[0].weight.is_contiguous(memory_format=layout)
-        results.append(weights(model))
-    for key, value in results[0].items():
-        torch.testing.assert_close(results[1][key], value, rtol=1e-9, atol=1e-12, msg=key)
+    torch.manual_seed(0)
+    row_major = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)).double()
+    model = copy.deepcopy(row_major).to(memory_format=torch.channels_last)
+    batches = [(torch.randn(4, 3, 5, 5).double(), torch.randint(3, (4,))) for _ in range(3)]
+    train(row_major, THOR(row_major, lr=1.0), batches)
+    train(model, THOR(model, lr=1.0), [(x.to(memory_format=torch.channels_last), labels) for x, labels in batches])
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    for key, value in weights(row_major).items():
+        torch.testing.assert_close(weights(model)[key], value, rtol=1e-9, atol=1e-12, msg=key)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
