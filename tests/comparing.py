@@ -37,8 +37,7 @@ def compare(model, stream, *, forward=by_stages, reference_options=None, thor_op
 
     Nothing bounds the steps unless `options` say so: a bound that is active hides by how much a direction is wrong.
     """
-    if "max_update_ratio" not in options:
-        options = {"kl_clip": None, **options}
+    options = {"max_update_ratio": None, **options}
     reference = ReferenceTHOR(model, forward=forward, **{**options, **(reference_options or {})})
     optimizer = THOR(model, **options, **(thor_options or {}))
     start = [p.detach().clone() for p in model.parameters()]
@@ -49,7 +48,7 @@ def compare(model, stream, *, forward=by_stages, reference_options=None, thor_op
 
 def refreshed(model, x, loss, **options):
     """THOR after one step that moves nothing."""
-    optimizer = THOR(model, lr=0.0, damping=DAMPING, kl_clip=None, **options)
+    optimizer = THOR(model, lr=0.0, damping=DAMPING, **options)
     loss(model(*x) if isinstance(x, tuple) else model(x)).backward()
     optimizer.step()
     return optimizer

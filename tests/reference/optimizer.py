@@ -58,8 +58,8 @@ class ReferenceTHOR:
     `groups` maps a parameter name to the options that differ for it. `preconditioned` names the modules that
     get a natural gradient (default: all that are layers and have a trainable weight), `pooled` those whose rows go to
     another, which has the same weight; `layers` makes from the model whatever other layers there are (attention's).
-    The rest, norms among it, is plain SGD. Every parameter's step is bounded by `max_update_ratio`, left out where
-    `kl_clip` is given.
+    The rest, norms among it, is plain SGD. Every parameter's step is bounded by `max_update_ratio`, which `kl_clip`
+    replaces.
     """
 
     defaults: dict[str, Any] = {  # noqa: RUF012
@@ -68,7 +68,6 @@ class ReferenceTHOR:
         "momentum": 0.9,
         "nesterov": False,
         "weight_decay": 0.0,
-        "decay_filter": None,
         "update_interval": 100,
         "trace_thresholds": (0.01, 0.0),
         "split_dim": 128,
@@ -93,8 +92,7 @@ class ReferenceTHOR:
         assert not set(options) - set(self.defaults)
         self.model = copy.deepcopy(model).double()
         self.forward = forward
-        unbounded = {"max_update_ratio": None} if "kl_clip" in options else {}
-        self.options = {**self.defaults, **unbounded, **options}
+        self.options = {**self.defaults, **options}
         self.groups = groups or {}
         self.layers = layers_of(self.model, preconditioned, pooled)
         if layers is not None:
@@ -162,7 +160,7 @@ class ReferenceTHOR:
     def _bounded(self, parameter: str, value: np.ndarray, direction: np.ndarray) -> np.ndarray:
         """lr ‖d‖ ≤ r · max(‖W‖, 0.03 √d_out); dimensions of 1 do not count."""
         ratio, lr = self.option(parameter, "max_update_ratio"), self.option(parameter, "lr")
-        if ratio is None:
+        if ratio is None or self.options["kl_clip"] is not None:
             return direction
         outputs = (*np.squeeze(value).shape, 1)[0]
         longest = ratio * max(np.linalg.norm(value), 0.03 * np.sqrt(outputs))
@@ -180,10 +178,7 @@ class ReferenceTHOR:
                 natural.append(name)
             else:
                 d = grad
-            admitted = self.options["decay_filter"]
-            if admitted is None or admitted(name, dict(self.model.named_parameters())[name]):
-                d = d + self.option(name, "weight_decay") * values[name]
-            directions[name] = d
+            directions[name] = d + self.option(name, "weight_decay") * values[name]
         if self.options["kl_clip"] is not None:
             for name in natural:
                 clipped_sum += self.option(name, "lr") ** 2 * float(np.sum(directions[name] * grads[name]))
