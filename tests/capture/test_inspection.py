@@ -17,8 +17,8 @@ def reasons(found):
     return {entry.name: entry.reason for entry in found.entries if not entry.preconditioned}
 
 
-def factors(found):
-    return {entry.name: (entry.factor_sizes, entry.groups) for entry in found.entries if entry.preconditioned}
+def sizes(found):
+    return {name: (layer.kind.inputs, layer.kind.outputs) for name, layer in found.layers.items()}
 
 
 def pieces(layer):
@@ -26,33 +26,26 @@ def pieces(layer):
     return [(piece.attribute, piece.rows) for piece in (layer.weight, *layer.biases)]
 
 
-LAYERS = {
-    "linear": (nn.Linear(3, 4), "Linear", (3, 4), 1),
-    "no_bias": (nn.Linear(3, 4, bias=False), "Linear", (3, 4), 1),
-    "conv": (nn.Conv2d(3, 4, (2, 3)), "Conv2d", (18, 4), 1),
-    "grouped": (nn.Conv1d(4, 6, 3, groups=2), "Conv1d", (6, 3), 2),
-    "transposed": (nn.ConvTranspose2d(4, 6, 2, groups=2), "ConvTranspose2d", (8, 3), 2),
-    "embedding": (nn.Embedding(7, 4), "Embedding", (7, 4), 1),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_called_layers(name):
-    module, label, sizes, groups = LAYERS[name]
-    found = inspect(nn.Sequential(module))
-    (layer,) = found.layers.values()
-    assert layer.name == "0"
-    assert layer.module is module
-    assert (layer.kind.label, (layer.kind.inputs, layer.kind.outputs), layer.kind.groups) == (label, sizes, groups)
-    assert pieces(layer) == [("weight", None), ("bias", None)][: len(list(module.parameters()))]
-    assert [module for module, _ in layer.modules] == [module]
-    assert found.entries[0].factor_sizes == sizes
-    assert [e.factor_sizes for e in found.entries[1:]] == [sizes[1:]] * (len(found.entries) - 1)
-    assert not reasons(found)
-
-
-def test_a_model_that_is_a_layer_has_no_name():
-    assert list(inspect(nn.Linear(3, 4)).layers) == [""]
+def test_modules_that_are_layers():
+    for module, label, size, groups in (
+        (nn.Linear(3, 4), "Linear", (3, 4), 1),
+        (nn.Linear(3, 4, bias=False), "Linear", (3, 4), 1),
+        (nn.Conv2d(3, 4, (2, 3)), "Conv2d", (18, 4), 1),
+        (nn.Conv1d(4, 6, 3, groups=2), "Conv1d", (6, 3), 2),
+        (nn.ConvTranspose2d(4, 6, 2, groups=2), "ConvTranspose2d", (8, 3), 2),
+        (nn.Embedding(7, 4), "Embedding", (7, 4), 1),
+    ):
+        found = inspect(nn.Sequential(module))
+        (layer,) = found.layers.values()
+        assert layer.name == "0"
+        assert layer.module is module
+        assert (layer.kind.label, (layer.kind.inputs, layer.kind.outputs), layer.kind.groups) == (label, size, groups)
+        assert pieces(layer) == [("weight", None), ("bias", None)][: len(list(module.parameters()))]
+        assert [module for module, _ in layer.modules] == [module]
+        assert found.entries[0].factor_sizes == size
+        assert [e.factor_sizes for e in found.entries[1:]] == [size[1:]] * (len(found.entries) - 1)
+        assert not reasons(found)
+    assert list(inspect(nn.Linear(3, 4)).layers) == [""]  # a model that is a layer has no name
 
 
 # ---- shared weights --------------------------------------------------------------------------------------------------
@@ -60,7 +53,7 @@ def test_a_model_that_is_a_layer_has_no_name():
 
 def shared(first, second):
     model = nn.Sequential(first, second)
-    second.weight = first.weight
+    second.register_parameter("weight", first.weight)
     return model
 
 
@@ -72,11 +65,7 @@ def test_modules_of_one_geometry_pool_their_rows():
     assert [module for module, _ in layer.modules] == list(model)
     assert [bias.module for bias in layer.biases] == list(model)
     assert found.entries[0].note == "shared with '1.weight'"
-
-
-def test_a_bias_that_is_shared_too_is_nobodys():
-    model = shared(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].bias = model[0].bias
+    model[1].bias = model[0].bias  # then it is nobody's
     found = inspect(model)
     assert found.layers["0"].biases == []
     assert reasons(found) == {"0.bias": "shared by several modules"}
@@ -88,45 +77,28 @@ def test_a_tied_decoder_goes_with_its_embedding():
     (layer,) = found.layers.values()
     assert layer.kind.label == "Embedding"
     assert [module for module, _ in layer.modules] == [model[0]]
-    assert reasons(found) == {
-        "1.bias": "the weight of its layer is preconditioned as that of '0', which has another G",
-    }
-
-
-def test_the_bias_of_a_tied_decoder_may_belong_to_its_parent_too():
-    head = nn.Module()
-    head.decoder = nn.Linear(4, 7)
+    why = {"1.bias": "the weight of its layer is preconditioned as that of '0', which has another G"}
+    assert reasons(found) == why
+    head = nn.Module()  # to which the bias may belong too
+    head.decoder = model[1]
     head.bias = head.decoder.bias
-    model = nn.Sequential(nn.Embedding(7, 4), head)
-    head.decoder.weight = model[0].weight
-    assert reasons(inspect(model)) == {
-        "1.bias": "the weight of its layer is preconditioned as that of '0', which has another G",
-    }
+    assert reasons(inspect(nn.Sequential(model[0], head))) == why
 
 
 def test_what_does_not_fit_together_has_no_factors():
-    """Neither is of one geometry, nor is one an embedding and the rest its decoders."""
-    decoder = Conv1D(4, 7)
-    embedding = nn.Embedding(7, 4)
-    decoder.weight = embedding.weight
-    found = inspect(nn.Sequential(embedding, decoder, nn.Linear(3, 3)))
+    """Neither is of one geometry, nor is one an embedding and the rest its decoders; or a module has no kind."""
+    model = shared(nn.Embedding(7, 4), Conv1D(4, 7)).append(nn.Linear(3, 3))
+    found = inspect(model)
     assert set(found.layers) == {"2"}
     assert reasons(found) == {
         "0.weight": "shared by '0.weight', '1.weight'",
         "1.bias": "the weight of its layer is not preconditioned",
     }
-
-
-def test_shared_with_a_module_that_has_no_kind():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 1, 4, bias=False))
-    model[1].register_parameter("weight", model[0].weight)
-    assert reasons(inspect(model))["0.weight"] == "shared by '0.weight', '1.weight'"
-
-
-def test_shared_with_the_model_itself():
+    strange = nn.Bilinear(4, 1, 4, bias=False)
+    assert reasons(inspect(shared(nn.Linear(4, 4), strange)))["0.weight"] == "shared by '0.weight', '1.weight'"
     model = nn.Linear(4, 4)
-    model.add_module("inside", nn.Bilinear(4, 1, 4, bias=False))
-    model.inside.register_parameter("weight", model.weight)
+    model.add_module("inside", strange)
+    strange.register_parameter("weight", model.weight)
     assert reasons(inspect(model))["weight"] == "shared by 'weight', 'inside.weight'"
 
 
@@ -136,34 +108,21 @@ def test_shared_with_the_model_itself():
 class ModelRMSNorm(nn.Module):
     """A library's own: known by its name and its vectors."""
 
-    def __init__(self):
+    def __init__(self, shape=(4,)):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(torch.ones(shape))
 
 
-class LinearLayerNorm(nn.Module):
-    """The name alone says nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm1d(4), ModelRMSNorm()]
-)
-def test_norms(norm):
-    found = inspect(nn.Sequential(nn.Linear(3, 4), norm))
-    assert set(found.layers) == {"0"}
-    assert set(reasons(found).values()) == {"a normalisation layer"}
+def test_norms():
+    for norm in (nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm1d(4), ModelRMSNorm()):
+        found = inspect(nn.Sequential(nn.Linear(3, 4), norm))
+        assert set(found.layers) == {"0"}
+        assert set(reasons(found).values()) == {"a normalisation layer"}
+    found = inspect(nn.Sequential(nn.Linear(3, 4), ModelRMSNorm((4, 4))))  # the name alone says nothing
+    assert reasons(found) == {"1.weight": "no curvature for ModelRMSNorm"}
 
 
-def test_a_name_makes_no_norm():
-    found = inspect(nn.Sequential(nn.Linear(3, 4), LinearLayerNorm()))
-    assert reasons(found) == {"1.weight": "no curvature for LinearLayerNorm"}
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
+# ---- attention, experts, recurrent layers ----------------------------------------------------------------------------
 
 
 def test_the_projections_of_an_attention():
@@ -177,26 +136,14 @@ def test_the_projections_of_an_attention():
         assert not layer.modules
     out = found.layers["attn.out_proj"]
     assert (out.weight.module, out.prefix, out.inside.name) == (attention.out_proj, "", "out_proj")
-    assert factors(found)["attn.in_proj_weight"] == ((4, 4), 3)
-    assert factors(found)["attn.in_proj_bias"] == ((4,), 3)
-
-
-def test_an_attention_with_three_weights():
+    entries = {entry.name: (entry.factor_sizes, entry.groups) for entry in found.entries}
+    assert entries["attn.in_proj_weight"] == ((4, 4), 3)
+    assert entries["attn.in_proj_bias"] == ((4,), 3)
     found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2, kdim=3, vdim=5, bias=False)}))
-    sizes = {name: (layer.kind.inputs, layer.kind.outputs) for name, layer in found.layers.items()}
-    assert sizes == {"attn.q_proj": (4, 4), "attn.k_proj": (3, 4), "attn.v_proj": (5, 4), "attn.out_proj": (4, 4)}
+    of = {"attn.q_proj": (4, 4), "attn.k_proj": (3, 4), "attn.v_proj": (5, 4), "attn.out_proj": (4, 4)}
+    assert sizes(found) == of
     assert pieces(found.layers["attn.k_proj"]) == [("k_proj_weight", None)]
     assert {layer.prefix for layer in found.layers.values()} == {""}
-
-
-def test_an_attention_that_computes_something_else():
-    class Other(nn.MultiheadAttention):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    found = inspect(nn.Sequential(Other(4, 2), nn.Linear(4, 4)))
-    assert set(found.layers) == {"1"}
-    assert set(reasons(found).values()) == {"Other overrides the forward of MultiheadAttention"}
 
 
 def test_attentions_that_share_their_weights():
@@ -215,14 +162,20 @@ def test_attentions_that_share_their_weights():
 
 
 def test_one_projection_that_is_left_out_is_noted_of_the_whole():
-    found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)}), skip="attn.k_proj")
+    found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)}), chosen="-attn.k_proj")
     assert "attn.k_proj" not in found.layers
+    assert [layer.name for layer in found.left_out] == ["attn.k_proj"]
     (entry,) = [entry for entry in found.entries if entry.name == "attn.in_proj_weight"]
     assert entry.groups == 2
-    assert entry.note == "plain momentum for 'attn.k_proj': left out by skip="
+    assert entry.note == "plain momentum for 'attn.k_proj': left out by layers="
 
 
-# ---- experts and recurrent layers ------------------------------------------------------------------------------------
+def test_composite_modules_that_compute_something_else():
+    for base, size in ((nn.MultiheadAttention, (4, 2)), (nn.GRU, (3, 4))):
+        other = type("Other", (base,), {"forward": lambda *args, base=base: base.forward(*args)})
+        found = inspect(nn.Sequential(other(*size), nn.Linear(4, 4)))
+        assert set(found.layers) == {"1"}
+        assert set(reasons(found).values()) == {f"Other overrides the forward of {base.__name__}"}
 
 
 class Experts(nn.Module):
@@ -230,16 +183,6 @@ class Experts(nn.Module):
         super().__init__()
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
-
-
-class Mixture(Experts):
-    """Called otherwise: its number of experts tells."""
-
-    num_experts = None
-
-    def __init__(self, count, **shapes):
-        super().__init__(**shapes)
-        self.num_experts = count
 
 
 def test_experts():
@@ -251,52 +194,35 @@ def test_experts():
     assert (up.kind.groups, up.kind.inputs, up.kind.outputs, up.kind.routed) == (3, 4, 6, True)
     assert (up.inside.module, up.inside.name) == (model["experts"], "up")
     assert reasons(found) == {"experts.scale": "belongs to no layer inside Experts"}
-
-
-@pytest.mark.parametrize(("count", "is_expert"), [(3, True), (4, False)])
-def test_a_weight_of_experts_has_as_many_matrices(count, is_expert):
-    found = inspect(nn.Sequential(nn.Linear(4, 4), Mixture(count, weight=(3, 6, 4))))
-    assert ("1.weight" in found.layers) == is_expert
-
-
-def test_a_position_embedding_is_no_expert():
-    found = inspect(nn.Sequential(nn.Linear(4, 4), Experts(positions=(1, 6, 4))))
-    assert set(found.layers) == {"0"}
+    for count in (3, 4):  # a module that is called otherwise: its number of experts tells
+        mixture = type("Mixture", (Experts,), {})(weight=(3, 6, 4))
+        mixture.num_experts = count
+        assert ("1.weight" in inspect(nn.Sequential(nn.Linear(4, 4), mixture)).layers) == (count == 3)
+    positions = Experts(positions=(1, 6, 4))  # a position embedding is no expert
+    assert set(inspect(nn.Sequential(nn.Linear(4, 4), positions)).layers) == {"0"}
 
 
 def test_the_projections_of_a_recurrent_layer():
-    lstm = nn.LSTM(3, 4, proj_size=2)
-    found = inspect(nn.ModuleDict({"memory": lstm}))
-    sizes = {name: (layer.kind.inputs, layer.kind.outputs) for name, layer in found.layers.items()}
-    assert sizes == {"memory.weight_ih_l0": (3, 16), "memory.weight_hh_l0": (2, 16), "memory.weight_hr_l0": (4, 2)}
+    found = inspect(nn.ModuleDict({"memory": nn.LSTM(3, 4, proj_size=2)}))
+    of = {"memory.weight_ih_l0": (3, 16), "memory.weight_hh_l0": (2, 16), "memory.weight_hr_l0": (4, 2)}
+    assert sizes(found) == of
     assert pieces(found.layers["memory.weight_ih_l0"]) == [("weight_ih_l0", None), ("bias_ih_l0", None)]
     assert pieces(found.layers["memory.weight_hr_l0"]) == [("weight_hr_l0", None)]
-
-
-def test_a_recurrent_layer_that_computes_something_else():
-    class Other(nn.GRU):
-        def forward(self, *args):
-            return super().forward(*args)
-
-    found = inspect(nn.Sequential(Other(3, 4), nn.Linear(4, 4)))
-    assert set(found.layers) == {"1"}
-    assert set(reasons(found).values()) == {"Other overrides the forward of GRU"}
 
 
 # ---- what is not there, or is computed -------------------------------------------------------------------------------
 
 
-def test_what_the_optimizer_has_not():
+def test_what_the_optimizer_has_not_and_what_is_no_real_number():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     found = inspect_model(model, model[1].parameters())
     assert set(found.layers) == {"1"}
     assert reasons(found) == {"0.weight": NOT_TRAINED, "0.bias": NOT_TRAINED}
     assert [entry.trained for entry in found.entries] == [False, False, True, True]
-
-
-def test_what_is_no_real_number():
     model = nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2))
     assert reasons(inspect(model))["0.weight"] == "torch.complex64 is not a real floating-point type"
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet; run one batch through the lazy"):
+        inspect(nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_what_weights_are_computed_from():
@@ -307,38 +233,24 @@ def test_what_weights_are_computed_from():
     why = reasons(found)
     assert why["0.weight_orig"].startswith("'weight' is computed from it (pruned, weight_norm)")
     assert "parametrization" in why["1.parametrizations.weight.original0"]
-
-
-@pytest.mark.parametrize(
-    ("module", "bias"),
-    [(nn.Linear(3, 4), "bias"), (nn.GRU(3, 4), "bias_hh_l0"), (nn.MultiheadAttention(4, 2), "in_proj_bias")],
-)
-def test_a_bias_that_is_computed(module, bias):
-    """Its weight is preconditioned as ever."""
-    model = nn.ModuleDict({"m": prune.identity(module, bias)})
-    found = inspect(model)
-    assert reasons(found).keys() == {f"m.{bias}_orig"}
-    assert bias not in {view.attribute for layer in found.layers.values() for view in layer.biases}
-
-
-def test_what_has_no_shape_yet():
-    with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet; run one batch through the lazy"):
-        inspect(nn.Sequential(nn.LazyLinear(3)))
+    for module, bias in (
+        (nn.Linear(3, 4), "bias"),
+        (nn.GRU(3, 4), "bias_hh_l0"),
+        (nn.MultiheadAttention(4, 2), "in_proj_bias"),
+    ):  # the weight is preconditioned as ever
+        found = inspect(nn.ModuleDict({"m": prune.identity(module, bias)}))
+        assert reasons(found).keys() == {f"m.{bias}_orig"}
+        assert bias not in {view.attribute for layer in found.layers.values() for view in layer.biases}
 
 
 def test_without_g():
-    """The scale-free step takes A alone: no embeddings, no biases; matrices of unknown modules are found."""
+    """ThorMuon takes A alone: no embeddings, no biases; matrices of unknown modules are found."""
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 2))
     found = inspect(model, matrices_alone=True)
     assert set(found.layers) == {"1"}
     assert found.layers["1"].biases == []
     assert set(found.matrices) == {"3.weight"}
-    assert {entry.name: entry.rest for entry in found.entries if not entry.preconditioned} == {
-        "0.weight": "AdamW",
-        "1.bias": "AdamW",
-        "2.weight": "AdamW",
-        "2.bias": "AdamW",
-        "3.weight": "orthogonalised momentum",
-        "3.bias": "AdamW",
-    }
+    adamw = dict.fromkeys(["0.weight", "1.bias", "2.weight", "2.bias", "3.bias"], "AdamW")
+    rest = {entry.name: entry.rest for entry in found.entries if not entry.preconditioned}
+    assert rest == {**adamw, "3.weight": "orthogonalised momentum"}
     assert found.entries[1].factor_sizes == (4,)

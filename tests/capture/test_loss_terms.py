@@ -13,7 +13,6 @@ from torch_thor import THOR
 from torch_thor.capture.loss_terms import Call, Pass, loss_terms_of_pass, loss_terms_of_step
 
 N, L, D = 6, 5, 4
-DOUBT = "ignore:THOR takes N:RuntimeWarning"
 
 
 class Forward(nn.Module):
@@ -178,64 +177,45 @@ def found(optimizer):
     return optimizer.param_groups[0]["last_loss_terms"]
 
 
-@pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_true_number_without_a_warning(name, passes):
+def test_the_true_number_without_a_warning(name):
+    """Of one pass and of three; and of a resumed run, because which layer tells is no state."""
     model, x = build(name)
-    optimizer = THOR(model, lr=0.0, update_interval=2)
+    optimizer = THOR(model, lr=0.0, update_interval=2, trace_thresholds=(1e-9, 0.0))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="THOR takes N")
-        for _ in range(3):
+        for passes in (1, 1, 3):
             for _ in range(passes):
                 (model(x).square().mean() / passes).backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert found(optimizer) == N * passes
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_a_resumed_run_finds_what_the_first_one_does(name):
-    """Which layer tells is no state; where layers have stopped those that are left give the same number."""
-    model, x = build(name)
-    optimizer = THOR(model, lr=0.0, update_interval=1, trace_thresholds=(1e-9, 0.0))
-    model(x).square().mean().backward()
-    optimizer.step()
-    for layer in list(optimizer.curvature.values())[1:]:
-        layer.record(stopped=True)
+            if optimizer.last_refresh:
+                assert found(optimizer) == N * passes
     other = THOR(twin := copy.deepcopy(model), lr=0.0)
     other.load_state_dict(optimizer.state_dict())
     for one, its_model in ((optimizer, model), (other, twin)):
-        one.zero_grad()
-        its_model(2 * x if x.is_floating_point() else x).square().mean().backward()
-        one.step()
+        for _ in range(2):
+            one.zero_grad()
+            its_model(x).square().mean().backward()
+            one.step()
     assert found(optimizer) == found(other) == N
 
 
 def test_layers_that_disagree_are_said_once():
     """A head on the rows of all sequences: 6 or 30? The number that was taken is named, and how to set it."""
     model = Forward(lambda m, x: m["head"](torch.tanh(m["body"](x)).flatten(0, 1)), body=linear(), head=linear())
-    optimizer = THOR(model, update_interval=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model(SEQUENCES).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    said = [str(w.message) for w in caught if "N = 6" in str(w.message)]
-    assert len(said) == 1
-    assert "30" in said[0]
-    assert "loss_terms" in said[0]
-    assert found(optimizer) == N
-
-
-def test_a_given_number_is_not_doubted():
-    model = Forward(lambda m, x: m["head"](torch.tanh(m["body"](x)).flatten(0, 1)), body=linear(), head=linear())
-    optimizer = having(THOR(model), loss_terms=30)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(SEQUENCES).square().mean().backward()
-        optimizer.step()
-    assert found(optimizer) == 30
+    for given, expected in ((None, N), (30, 30)):
+        optimizer = having(THOR(model, update_interval=1), loss_terms=given)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model(SEQUENCES).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        said = [str(w.message) for w in caught]
+        assert len(said) == (given is None)
+        assert all(word in text for text in said for word in ("N = 6", "30", "loss_terms"))
+        assert found(optimizer) == expected
 
 
 # -------------------------------------------------------------------------- several backward passes
@@ -249,43 +229,46 @@ def two_losses(**options):
     return model, optimizer, h[:, :2].square().sum(1).mean(), h[:, 2:].pow(3).sum(1).mean()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_two_backward_passes_through_one_forward(times):
+def assert_same_factors(optimizer, other):
+    for name, curvature in optimizer.curvature.items():
+        if other.curvature[name].refreshes:
+            assert curvature.rows_per_term == other.curvature[name].rows_per_term
+            for factor, wanted in zip(curvature.factors(), other.curvature[name].factors(), strict=True):
+                torch.testing.assert_close(factor, wanted)
+
+
+def test_two_backward_passes_through_one_forward():
     """N and all factors are those of the sum of the losses."""
-    _, optimizer, one, other = two_losses()
-    _, alone, its_one, its_other = two_losses()
-    for _ in range(times):
-        one.backward(retain_graph=True)
-    other.backward()
-    (times * its_one + its_other).backward()
-    for each in (optimizer, alone):
-        each.step()
-        assert found(each) == N
-    for name, curvature in optimizer.curvature.items():
-        assert curvature.rows_per_term == 1
-        for factor, wanted in zip(curvature.factors(), alone.curvature[name].factors(), strict=True):
-            torch.testing.assert_close(factor, wanted)
+    for times in (1, 2):
+        _, optimizer, one, other = two_losses()
+        _, alone, its_one, its_other = two_losses()
+        for _ in range(times):
+            one.backward(retain_graph=True)
+        other.backward()
+        (times * its_one + its_other).backward()
+        for each in (optimizer, alone):
+            each.step()
+            assert found(each) == N
+        assert_same_factors(optimizer, alone)
 
 
-@pytest.mark.parametrize("drop", ["optimizer", "model", "by hand"])
-def test_a_graph_gone_through_again_after_its_gradients_were_dropped(drop):
+def test_a_graph_gone_through_again_after_its_gradients_were_dropped():
     """The rows of the first pass went with its gradients; the second pass gives them anew."""
-    model, optimizer, one, other = two_losses()
-    _, alone, _, its_other = two_losses()
-    one.backward(retain_graph=True)
-    if drop == "by hand":
-        for parameter in model.parameters():
-            parameter.grad = None
-    else:
-        {"optimizer": optimizer, "model": model}[drop].zero_grad()
-    other.backward()
-    optimizer.step()
-    its_other.backward()
-    alone.step()
-    assert found(optimizer) == N
-    for name, curvature in optimizer.curvature.items():
-        for factor, wanted in zip(curvature.factors(), alone.curvature[name].factors(), strict=True):
-            torch.testing.assert_close(factor, wanted)
+    for drop in ("optimizer", "model", "by hand"):
+        model, optimizer, one, other = two_losses()
+        _, alone, _, its_other = two_losses()
+        one.backward(retain_graph=True)
+        if drop == "by hand":
+            for parameter in model.parameters():
+                parameter.grad = None
+        else:
+            {"optimizer": optimizer, "model": model}[drop].zero_grad()
+        other.backward()
+        optimizer.step()
+        its_other.backward()
+        alone.step()
+        assert found(optimizer) == N, drop
+        assert_same_factors(optimizer, alone)
 
 
 def test_two_heads_in_two_backward_passes():
@@ -337,42 +320,37 @@ class ZeroNorm(Gained):
         return self.mask * (self.head(self.gain * self.branch(torch.tanh(self.body(x)))) + x)
 
 
-@pytest.mark.parametrize("masked", [(), (0,), (1,), (0, 1), (1, 2, 3)])
-@pytest.mark.parametrize("kind", [Gained, ZeroHead, ZeroNorm])
-def test_accumulation_equals_the_whole_batch(kind, masked):
-    """32 samples in 4 micro-batches: also where a layer's gradient, or a whole micro-batch's, is zero."""
+def twins(kind):
     torch.manual_seed(0)
     model = kind().double()
     nn.init.zeros_(model.head.bias)
     twin = copy.deepcopy(model)
-    optimizer, other = THOR(model, lr=0.0), THOR(twin, lr=0.0)
-    x = torch.randn(32, D).double()
-    keep = torch.ones(32, 1).double()
-    for i in range(4):
-        part = slice(8 * i, 8 * i + 8)
-        model.mask = float(i not in masked)
-        keep[part] = model.mask
-        (model(x[part]).square().sum() / 32).backward()
-    twin.mask = keep
-    (twin(x).square().sum() / 32).backward()
-    optimizer.step()
-    other.step()
-    assert found(optimizer) == found(other) == 32
-    for name, curvature in optimizer.curvature.items():
-        if other.curvature[name].refreshes:
-            assert curvature.rows_per_term == other.curvature[name].rows_per_term == 1
-            for factor, wanted in zip(curvature.factors(), other.curvature[name].factors(), strict=True):
-                torch.testing.assert_close(factor, wanted)
+    return model, twin, THOR(model, lr=0.0), THOR(twin, lr=0.0)
+
+
+@pytest.mark.parametrize("kind", [Gained, ZeroHead, ZeroNorm])
+def test_accumulation_equals_the_whole_batch(kind):
+    """32 samples in 4 micro-batches: also where a layer's gradient, or a whole micro-batch's, is zero."""
+    for masked in ((), (0,), (1,), (0, 1), (1, 2, 3)):
+        model, twin, optimizer, other = twins(kind)
+        x, keep = torch.randn(32, D).double(), torch.ones(32, 1).double()
+        for i in range(4):
+            part = slice(8 * i, 8 * i + 8)
+            keep[part] = model.mask = float(i not in masked)
+            (model(x[part]).square().sum() / 32).backward()
+        twin.mask = keep
+        (twin(x).square().sum() / 32).backward()
+        optimizer.step()
+        other.step()
+        assert found(optimizer) == found(other) == 32, masked
+        assert {c.rows_per_term for c in optimizer.curvature.values() if c.refreshes} == {1}
+        assert_same_factors(optimizer, other)
 
 
 @pytest.mark.parametrize("kind", [Gained, ZeroHead, ZeroNorm])
 def test_gradients_dropped_by_the_model(kind):
     """`model.zero_grad()` tells the optimizer nothing: that no weight has a gradient does."""
-    torch.manual_seed(0)
-    model = kind().double()
-    nn.init.zeros_(model.head.bias)
-    twin = copy.deepcopy(model)
-    optimizer, other = THOR(model, lr=0.0), THOR(twin, lr=0.0)
+    model, twin, optimizer, other = twins(kind)
     x = torch.randn(16, D).double()
     model(x[:8]).square().mean().backward()
     model.zero_grad()
@@ -380,9 +358,7 @@ def test_gradients_dropped_by_the_model(kind):
         one(x[8:]).square().mean().backward()
         its_optimizer.step()
     assert found(optimizer) == 8
-    for name, curvature in optimizer.curvature.items():
-        if other.curvature[name].refreshes:
-            torch.testing.assert_close(curvature.factors(), other.curvature[name].factors())
+    assert_same_factors(optimizer, other)
 
 
 def test_gradients_zeroed_by_the_model_count():
@@ -403,25 +379,22 @@ def call(layer, *dims, certain=False, embedding=False):
     return Call(layer, dims[0] if dims else 1, dims, certain, embedding)
 
 
-CALLS = {  # in the order of the backward pass: the head first
-    "one": ([call("a", 8)], 8, "a"),
-    "agree": ([call("b", 8), call("e", 3), call("a", 8)], 8, "a"),
-    "experts": ([call("d", 8), call("c", 3), call("b", 3), call("x", 3), call("a", 8)], 8, "a"),
-    "unbatched_first": ([call("c", 8), call("b", 8), call("a", 5)], 8, "b"),
-    "no_batch_first": ([call("c", 8), call("a")], 8, "c"),
-    "head_on_rows": ([call("c", 40), call("b", 8, 5), call("a", 8, 5)], 8, "a"),
-    "tie": ([call("b", 24), call("a", 8)], 8, "a"),
-    "sequence_first": ([call("c", 5, 8), call("b", 8, 5, certain=True), call("a", 5, 8)], 8, "a"),
-    "frames": ([call("c", 2, 4), call("b", 8, certain=True), call("a", 8, certain=True)], 8, "a"),
-    "unbatched": ([call("b"), call("a")], 1, "a"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_rule(name):
-    calls, number, first = CALLS[name]
-    terms = loss_terms_of_pass(calls)
-    assert (terms.number, terms.first) == (number, first)
+def test_rule():
+    """Calls in the order of the backward pass, the head first: N, and the number nearest to the loss."""
+    for calls, number, nearest_to_loss in (
+        ([call("a", 8)], 8, 8),
+        ([call("b", 8), call("e", 3), call("a", 8)], 8, 8),
+        ([call("d", 8), call("c", 3), call("b", 3), call("x", 3), call("a", 8)], 8, 8),  # experts
+        ([call("c", 8), call("b", 8), call("a", 5)], 8, 8),  # unbatched first
+        ([call("c", 8), call("a")], 8, 8),
+        ([call("c", 40), call("b", 8, 5), call("a", 8, 5)], 8, 40),  # a head on rows
+        ([call("b", 24), call("a", 8)], 8, 24),  # a tie
+        ([call("c", 5, 8), call("b", 8, 5, certain=True), call("a", 5, 8)], 8, 8),  # sequence first
+        ([call("c", 2, 4), call("b", 8, certain=True), call("a", 8, certain=True)], 8, 2),  # frames
+        ([call("b"), call("a")], 1, 1),
+        ([call("b", 8, 5, embedding=True), call("a", 5, embedding=True)], 8, 8),  # tokens and positions
+    ):
+        assert loss_terms_of_pass(calls) == (number, nearest_to_loss), calls
 
 
 def test_passes_add_up_where_they_share_a_layer():

@@ -14,10 +14,11 @@ from torch_thor.curvature.kinds import kind_of
 from torch_thor.curvature.statistics import Statistics
 from torch_thor.split.choice import candidates, find_crossing, nearest
 
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
 
-@pytest.mark.parametrize(
-    ("split_dims", "performance", "information", "expected"),
-    [
+
+def test_crossings_by_hand():
+    for split_dims, performance, information, expected in (
         ((1, 16, 64), (1.0, 0.75, 0.25), (0.0, 0.25, 0.75), 32.0),  # half way between 2^4 and 2^6
         ((1, 16, 32), (1.0, 0.5, 0.2), (0.1, 0.4, 0.5), 2 ** (4 + 0.1 / 0.4)),
         ((1, 16, 32), (1.0, 0.5, 0.2), (0.1, 0.5, 0.6), 16.0),  # level at a candidate
@@ -27,33 +28,24 @@ from torch_thor.split.choice import candidates, find_crossing, nearest
         ((1,), (1.0,), (1.0,), None),
         # noise: below at 16, above again at 32, below for good at 64
         ((1, 16, 32, 64), (1.0, 0.3, 0.5, 0.2), (0.0, 0.4, 0.4, 0.5), 2**5.25),
-    ],
-)
-def test_crossing(split_dims, performance, information, expected):
-    found = find_crossing(split_dims, performance, information)
-    assert found == (None if expected is None else pytest.approx(expected))
+    ):
+        found = find_crossing(split_dims, performance, information)
+        assert found == (None if expected is None else pytest.approx(expected))
+    for crossing, expected in ((106.0, 128), (91.0, 128), (90.0, 64), (1.0, 1), (4608.0, 4608)):
+        assert nearest((1, 16, 32, 64, 128, 4608), crossing) == expected
 
 
-@pytest.mark.parametrize(("crossing", "expected"), [(106.0, 128), (91.0, 128), (90.0, 64), (1.0, 1), (4608.0, 4608)])
-def test_nearest_candidate(crossing, expected):
-    assert nearest((1, 16, 32, 64, 128, 4608), crossing) == expected
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "expected"),
-    [
+def test_candidates():
+    for inputs, outputs, expected in (
         (1, 1, (1,)),
         (5, 3, (1, 5)),
         (16, 3, (1, 16)),
         (3, 17, (1, 16, 17)),
         (100, 10, (1, 16, 32, 64, 100)),
         (9000, 1, (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)),
-    ],
-)
-def test_candidates(inputs, outputs, expected):
-    module = nn.Linear(inputs, outputs, device="meta")
-    layer = LayerCurvature("", kind_of(module), ParameterView(module, "weight"), [])
-    assert candidates([layer]) == expected
+    ):
+        module = nn.Linear(inputs, outputs, device="meta")
+        assert candidates([LayerCurvature("", kind_of(module), ParameterView(module, "weight"), [])]) == expected
 
 
 class Net(nn.Module):
@@ -74,12 +66,9 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
 
 
-BATCH = (6, 4, 9, 9)
-
-
 def sample():
     generator = torch.Generator().manual_seed(3)
-    images = torch.randn(BATCH, generator=generator, dtype=torch.float64) + 0.5
+    images = torch.randn((6, 4, 9, 9), generator=generator, dtype=torch.float64) + 0.5
     return images, torch.randint(0, 3, (6,), generator=generator)
 
 
@@ -117,18 +106,26 @@ def dense_loss(rows, split_dim):
     return 1 - float(torch.linalg.matrix_norm(cut, ord=2) / torch.linalg.matrix_norm(whole, ord=2))
 
 
-def test_losses_shares_and_choice_of_a_model(monkeypatch):
+@pytest.fixture
+def asked(monkeypatch):
+    """Replaces the measured times by the block sizes; holds what was asked for."""
+    seen = []
+
+    def seconds(sizes, split_dims, **options):
+        seen.append((sorted(sizes), split_dims, options))
+        return tuple(map(float, split_dims))
+
+    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
+    return seen
+
+
+def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
     model = Net().double()
     images, labels = sample()
     with torch.random.fork_rng():
         rows = rows_of(copy.deepcopy(model), images, labels)
-    asked = []
-
-    def seconds(sizes, split_dims, **options):
-        asked.append((sorted(sizes), split_dims, options))
-        return (0.1, 0.2, 0.4, 0.5)
-
-    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
+    really, times = choice_module.inverse_seconds, (0.1, 0.2, 0.4, 0.5)
+    monkeypatch.setattr(choice_module, "inverse_seconds", lambda *args, **options: really(*args, **options) and times)
     found = choose_split_dim(model, (images, labels))
     assert isinstance(found, SplitChoice)
     assert found.candidates == (1, 16, 32, 40)
@@ -144,7 +141,7 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch):
             kept.append([loss < 0.01 for loss in expected])
     assert found.information == tuple(sum(column) / 8 for column in zip(*kept, strict=True))
     assert found.performance == pytest.approx((1.0, 0.5, 0.25, 0.2))
-    assert found.seconds == (0.1, 0.2, 0.4, 0.5)
+    assert found.seconds == times
     # by hand: kept are 0, 5/8 (A and G of twice and head but for G of conv 20 > 16), ..., so they cross below 16
     assert found.information[0] <= 0.25
     assert found.information[1:] == (0.625, 0.75, 1.0)
@@ -153,68 +150,55 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch):
     assert found.split_dim == 16
 
 
-def quick(monkeypatch):
-    monkeypatch.setattr(choice_module, "inverse_seconds", lambda sizes, split_dims, **_: tuple(map(float, split_dims)))
-
-
 def everything_of(model):
     kept = {f"state.{k}": v.clone() for k, v in model.state_dict().items()}
     kept |= {f"grad.{k}": None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()}
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
-    return kept, hooks, [id(p) for p in model.parameters()], torch.get_rng_state()
-
-
-def assert_unchanged(before, after):
-    assert before[1:3] == after[1:3]
-    assert torch.equal(before[3], after[3])
-    assert before[0].keys() == after[0].keys()
-    for key, value in before[0].items():
-        assert (value is None) == (after[0][key] is None), key
-        assert value is None or torch.equal(value, after[0][key]), key
+    return {**kept, "random": torch.get_rng_state()}, (hooks, [id(p) for p in model.parameters()])
 
 
 def failing(output, targets):
     raise ZeroDivisionError("in the loss")
 
 
-@pytest.mark.parametrize("loss_fn", [None, failing])
-def test_the_model_and_the_random_numbers_stay_as_they_were(monkeypatch, loss_fn):
-    quick(monkeypatch)
+@pytest.mark.usefixtures("asked")
+def test_the_model_and_the_random_numbers_stay_as_they_were():
     model = Net().double()
     images, labels = sample()
     F.cross_entropy(model(images), labels).backward()  # gradients that must stay
     model.conv.bias.grad = None
     model.norm.eval()  # modes need not be the same everywhere
     model.head.register_forward_hook(lambda *_: None)
-    before = everything_of(model)
+    before, rest = everything_of(model)
     with torch.no_grad():
-        if loss_fn is None:
-            choose_split_dim(model, (images, labels))
-        else:
-            with pytest.raises(ZeroDivisionError):
-                choose_split_dim(model, (images, labels), loss_fn=loss_fn)
-    assert_unchanged(before, everything_of(model))
+        choose_split_dim(model, (images, labels))
+        with pytest.raises(ZeroDivisionError):
+            choose_split_dim(model, (images, labels), loss_fn=failing)
+    after, its_rest = everything_of(model)
+    assert rest == its_rest
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert (value is None) == (after[key] is None), key
+        assert value is None or torch.equal(value, after[key]), key
 
 
+@pytest.mark.usefixtures("asked")
 def test_at_most_one_layers_factors_are_alive(monkeypatch):
-    quick(monkeypatch)
-    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)])
-    alive, most = [set(), 0], []
-    really = Statistics.gather, LayerCurvature.fresh_factors
+    model, alive, most = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)]), set(), []
+    really_gather, really_take = Statistics.gather, Statistics.take
 
     def gather(statistics, kind, x, g):
-        really[0](statistics, kind, x, g)
-        alive[0].add(id(statistics))
-        most.append(len(alive[0]))
+        really_gather(statistics, kind, x, g)
+        alive.add(id(statistics))
+        most.append(len(alive))
 
-    def fresh_factors(layer):
-        alive[0].discard(id(layer.statistics))
-        return really[1](layer)
+    def take(statistics, terms):
+        alive.discard(id(statistics))
+        return really_take(statistics, terms)
 
     monkeypatch.setattr(Statistics, "gather", gather)
-    monkeypatch.setattr(LayerCurvature, "fresh_factors", fresh_factors)
-    found = choose_split_dim(model, torch.randn(5, 9))
-    assert len(found.losses) == 4
+    monkeypatch.setattr(Statistics, "take", take)
+    assert len(choose_split_dim(model, torch.randn(5, 9)).losses) == 4
     assert most == [1, 1, 1, 1]
 
 
@@ -231,27 +215,20 @@ def losses_with(model, batch, **options):
     return choose_split_dim(model, batch, "cpu", **options).losses
 
 
-def test_inputs_by_name_by_position_and_losses_of_ones_own(monkeypatch):
-    quick(monkeypatch)
-    x = torch.randn(5, 6)
-    worded = Worded()
+@pytest.mark.usefixtures("asked")
+def test_batches_and_losses_of_ones_own():
+    x, worded = torch.randn(5, 6), Worded()
     by_name = losses_with(worded, {"x": x / 2, "scale": 2.0}, loss_fn=lambda output: output["loss"])
     linear = nn.Sequential(worded.fc)
     alone = losses_with(linear, x, loss_fn=lambda output: output.square().sum())
     by_position = losses_with(linear, ((x,), torch.zeros(5, 2)), loss_fn=lambda y, t: (y - t).square().sum())
     assert by_name["fc"] == alone["0"] == by_position["0"]
-
-
-def test_labels_are_drawn_where_there_are_none(monkeypatch):
-    quick(monkeypatch)
-    model = nn.Linear(4, 2)
+    model, x = nn.Linear(4, 2), torch.randn(8, 4)
     nn.init.zeros_(model.weight)
     model.bias.data = torch.tensor([50.0, -50.0])  # class 0 is certain, and a drawn label leaves no gradient
-    x = torch.randn(8, 4)
-    drawn = losses_with(model, x)[""]["G"]
-    asked = losses_with(model, (x, torch.ones(8, dtype=torch.long)))[""]["G"]
-    assert drawn == (0.0, 0.0)
-    assert asked[0] == pytest.approx(0.5, abs=1e-5)  # G of two classes is c * [[1, -1], [-1, 1]]
+    assert losses_with(model, x)[""]["G"] == (0.0, 0.0)
+    given = losses_with(model, (x, torch.ones(8, dtype=torch.long)))[""]["G"]
+    assert given[0] == pytest.approx(0.5, abs=1e-5)  # G of two classes is c * [[1, -1], [-1, 1]]
 
 
 def test_where_inverting_costs_nothing_nothing_is_cut(monkeypatch):
@@ -260,95 +237,69 @@ def test_where_inverting_costs_nothing_nothing_is_cut(monkeypatch):
     assert (found.crossing, found.split_dim) == (None, 40)
 
 
-def test_a_call_that_the_loss_does_not_reach(monkeypatch):
-    quick(monkeypatch)
+class Wasteful(nn.Module):
+    """The loss reaches one of two calls."""
 
-    class Wasteful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(20, 3)
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(20, 3)
 
-        def forward(self, x):
-            self.fc(x.flip(0))
-            return self.fc(x)
-
-    model, x, labels = Wasteful(), torch.randn(6, 20), torch.tensor([0, 1, 2, 0, 1, 2])
-    assert losses_with(model, (x, labels))["fc"] == losses_with(model.fc, (x, labels))[""]
+    def forward(self, x):
+        self.fc(x.flip(0))
+        return self.fc(x)
 
 
-def test_frozen_layers_are_no_part_of_it(monkeypatch):
-    quick(monkeypatch)
-    model = nn.Sequential(nn.Linear(40, 4), nn.Linear(4, 2))
-    model[0].weight.requires_grad_(False)
-    found = choose_split_dim(model, torch.randn(5, 40))
-    assert list(found.losses) == ["1"]
-    assert found.candidates == (1, 4)
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(30, 8)
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.attend(x, x, x, need_weights=False)[0]).mean(1)
 
 
-def test_a_diagonal_factor_is_left_out(monkeypatch):
-    asked = []
-
-    def seconds(sizes, split_dims, **_):
-        asked.append(sorted(sizes))
-        return tuple(map(float, split_dims))
-
-    monkeypatch.setattr(choice_module, "inverse_seconds", seconds)
-    model = nn.Sequential(nn.Embedding(500, 20), nn.Flatten(), nn.Linear(60, 4))
-    found = choose_split_dim(model, torch.randint(0, 500, (7, 3)))
+def test_which_layers_and_calls_count(asked):
+    model, x = Wasteful(), torch.randn(6, 20)
+    assert losses_with(model, (x, LABELS))["fc"] == losses_with(model.fc, (x, LABELS))[""]
+    frozen = nn.Sequential(nn.Linear(40, 4), nn.Linear(4, 2))
+    frozen[0].weight.requires_grad_(False)
+    found = choose_split_dim(frozen, torch.randn(5, 40))
+    assert (list(found.losses), found.candidates) == (["1"], (1, 4))
+    embedding = nn.Sequential(nn.Embedding(500, 20), nn.Flatten(), nn.Linear(60, 4))  # its A is diagonal
+    found = choose_split_dim(embedding, torch.randint(0, 500, (7, 3)))
     assert found.candidates == (1, 16, 32, 60)
     assert {name: list(factors) for name, factors in found.losses.items()} == {"0": ["G"], "2": ["A", "G"]}
-    assert asked == [[(1, 4), (1, 20), (1, 60)]]
-
-
-def test_attention_and_tied_weights_are_seen(monkeypatch):
-    quick(monkeypatch)
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(30, 8)
-            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
-            self.head = nn.Linear(8, 30, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, tokens):
-            x = self.embed(tokens)
-            return self.head(self.attend(x, x, x, need_weights=False)[0]).mean(1)
-
+    assert asked[-1][0] == [(1, 4), (1, 20), (1, 60)]
     model = Tied()
     found = choose_split_dim(model, torch.randint(0, 30, (5, 4)))
     assert set(found.losses) == set(THOR(model).curvature)
     assert len(found.losses) >= 5
 
 
-def test_a_model_that_an_optimizer_watches(monkeypatch):
-    quick(monkeypatch)
+@pytest.mark.usefixtures("asked")
+def test_a_model_that_an_optimizer_watches():
     model, x = nn.Linear(20, 3), torch.randn(6, 20)
-    labels = torch.tensor([0, 1, 2, 0, 1, 2])
-    expected = choose_split_dim(model, (x, labels)).losses
+    expected = choose_split_dim(model, (x, LABELS)).losses
     optimizer = THOR(model)
-    assert choose_split_dim(model, (x, labels)).losses == expected
+    assert choose_split_dim(model, (x, LABELS)).losses == expected
     assert optimizer.curvature[""].statistics.rows == 0
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "loss_fn", "said"),
-    [
-        (nn.ReLU(), torch.ones(2, 3), None, "ReLU has no parameters.*give a model"),
-        (nn.BatchNorm1d(3), torch.ones(2, 3), None, "BatchNorm1d has no layer .*give a model"),
+def test_what_cannot_be_measured_is_one_clear_error():
+    nothing, norm = torch.ones(2, 3), nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    for model, batch, loss_fn, said in (
+        (nn.ReLU(), nothing, None, "ReLU has no parameters.*give a model"),
+        (nn.BatchNorm1d(3), nothing, None, "BatchNorm1d has no layer .*give a model"),
         (nn.Linear(3, 2), torch.full((2, 3), torch.inf), torch.sum, "factor A of layer '' holds NaN or inf"),
         (nn.Conv2d(3, 2, 1), torch.ones(2, 3, 4, 4), None, "without targets the model must return class scores"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_clear_error(model, batch, loss_fn, said):
-    with pytest.raises(ValueError, match=said):
-        choose_split_dim(model, batch, loss_fn=loss_fn)
-
-
-def test_a_loss_that_reaches_no_layer_is_an_error():
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    with pytest.raises(ValueError, match=r"no gradient in any layer.*sample_batch= and loss_fn="):
-        choose_split_dim(model, torch.ones(2, 3), loss_fn=lambda y: model.training * torch.ones(1, requires_grad=True))
+        (norm, nothing, lambda y: torch.ones(1, requires_grad=True), "no gradient in any layer.*sample_batch= and"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            choose_split_dim(model, batch, loss_fn=loss_fn)
 
 
 def test_measured_for_real():
@@ -359,3 +310,4 @@ def test_measured_for_real():
     assert found.performance == tuple(found.seconds[0] / each for each in found.seconds)
     assert found.information[-1] == 1.0
     assert "thread" in found.device
+    assert found.as_dict()["split_dim"] == found.split_dim

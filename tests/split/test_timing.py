@@ -21,7 +21,7 @@ def scripted(monkeypatch):
             calls.append(tuple(blocks.shape))
 
         monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
-        monkeypatch.setattr(timing, "_invert", invert)
+        monkeypatch.setattr(timing, "invert", invert)
         return calls
 
     return install
@@ -52,8 +52,9 @@ def test_slow_candidates_are_timed_three_times_and_quick_ones_more_often_in_turn
     assert order[:12] == [1, 4, 8] * 4
 
 
-@pytest.mark.parametrize("size", [1, 5, 64])
-def test_what_is_timed_is_the_inverse(size):
-    blocks = timing._positive_definite(3, size, torch.float64, CPU)
-    expected = torch.eye(size, dtype=torch.float64).expand(3, size, size)
-    torch.testing.assert_close(timing._invert(blocks) @ blocks, expected)
+def test_what_is_timed_is_the_inverse_on_a_named_device():
+    for size in (1, 5, 64):
+        blocks = timing.positive_definite(3, size, torch.float64, CPU)
+        expected = torch.eye(size, dtype=torch.float64).expand(3, size, size)
+        torch.testing.assert_close(timing.invert(blocks) @ blocks, expected)
+    assert timing.device_name(CPU) == f"{timing.processor_name()}, 1 thread"

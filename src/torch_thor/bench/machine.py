@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_thor import __version__
-from torch_thor.split.machine import device_name, processor_name
+from torch_thor.split.timing import device_name, processor_name
 
 
 def describe() -> dict[str, Any]:

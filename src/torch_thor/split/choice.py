@@ -10,9 +10,8 @@ from torch import nn
 
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.split.machine import device_name
 from torch_thor.split.observe import LARGEST, Losses, LossFn, Observer
-from torch_thor.split.timing import inverse_seconds
+from torch_thor.split.timing import device_name, inverse_seconds
 
 MAX_LOSS = 0.01  # a factor counts as preserved if it loses less than this share of its spectral norm
 
@@ -44,11 +43,7 @@ class SplitChoice:
     device: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values.
-
-        Returns:
-            The values, by the names of the fields.
-        """
+        """Return the fields as JSON values, by their names."""
         return asdict(self)
 
 
@@ -61,10 +56,9 @@ def choose_split_dim(
 ) -> SplitChoice:
     """Choose THOR's split dimension for a model on a device (Chen et al. 2021, section 3.3).
 
-    The candidates are 1, 16, 32, ... and the size of the largest factor. For each of them this measures the share of
-    factors that lose less than 1 % of their spectral norm when they are split into blocks, which increases with the
-    block size s; and the time p_s to invert all blocks, whose ratio ``p_1 / p_s`` decreases. The choice is the
-    candidate nearest to the crossing of the two curves, on the logarithmic axis on which candidates are evenly spaced.
+    For each candidate :class:`SplitChoice` has the share of factors that blocks of this size preserve, which increases
+    with the size, and the performance, which decreases. The choice is the candidate nearest to the crossing of the two
+    curves, on the logarithmic axis on which candidates are evenly spaced.
 
     A copy of the model runs forward and backward once, in the current mode of the model (call ``model.train()`` first
     to see the statistics of training). The parameters, gradients, buffers, hooks, mode and device of the model do not
@@ -94,8 +88,7 @@ def choose_split_dim(
         )
     observer = Observer(model, where)
     split_dims = candidates(observer.layers.values())
-    losses = observer.spectral_losses(sample_batch, loss_fn, split_dims)
-    return choose(observer.layers, losses, split_dims)
+    return choose(observer.layers, observer.spectral_losses(sample_batch, loss_fn, split_dims), split_dims)
 
 
 def candidates(layers: Iterable[LayerCurvature]) -> tuple[int, ...]:
@@ -114,8 +107,7 @@ def _sizes(layers: Iterable[LayerCurvature]) -> list[tuple[int, int]]:
 
 def choose(layers: Mapping[str, LayerCurvature], losses: Losses, split_dims: Sequence[int]) -> SplitChoice:
     """Measure the times of inversion, and choose the candidate nearest to the crossing."""
-    weight = next(iter(layers.values())).weight
-    sizes = _sizes(layers.values())
+    weight, sizes = next(iter(layers.values())).weight, _sizes(layers.values())
     seconds = inverse_seconds(sizes, split_dims, dtype=factor_dtype(weight.dtype), device=weight.device)
     performance = tuple(seconds[0] / each for each in seconds)
     kept = [[loss < MAX_LOSS for loss in factor] for layer in losses.values() for factor in layer.values()]
@@ -147,5 +139,5 @@ def find_crossing(
 
 
 def nearest(split_dims: Sequence[int], crossing: float) -> int:
-    """Return the candidate nearest to the crossing on the axis of :func:`find_crossing`."""
+    """Return the candidate nearest to the crossing, in log2 of the size."""
     return min(split_dims, key=lambda size: abs(math.log2(size) - math.log2(crossing)))

@@ -6,7 +6,6 @@ are dropped when their losses are known. So if every layer is called once, those
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.module_calls import module_calls
 from torch_thor.capture.module_hooks import hooks_of
-from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.split.spectral import spectral_losses
@@ -24,22 +22,6 @@ from torch_thor.split.spectral import spectral_losses
 LARGEST = 8192  # the largest block that is tried, which limits a block of a large factor to 256 MB
 LossFn = Callable[..., Tensor]
 Losses = dict[str, dict[str, tuple[float, ...]]]
-
-
-def losses_of(
-    factors: Sequence[Blocks], split_dims: Sequence[int], layer: LayerCurvature
-) -> dict[str, tuple[float, ...]]:
-    """Return the spectral losses of the factors of a layer."""
-    losses = {}
-    for key, factor in zip(layer.sides, factors, strict=True):
-        if key == "A" and layer.kind.diagonal_input:
-            continue
-        if not bool(factor.rows.isfinite().all()):
-            raise ValueError(
-                f"factor {key} of layer {layer.name!r} holds NaN or inf; check the model and its sample batch"
-            )
-        losses[key] = spectral_losses(factor, split_dims)
-    return losses
 
 
 class Observer:
@@ -87,11 +69,17 @@ class Observer:
     def spectral_losses(self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]) -> Losses:
         """Run the sample batch forward and backward, and return the spectral losses."""
         self._split_dims = split_dims
-        inputs, targets = _to(_split_batch(sample_batch), self._device)
-        with _same_random_numbers(self._device), torch.enable_grad():
+        has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
+        inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), self._device)
+        own = [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(own, device_type=self._device.type), torch.enable_grad():
             module_calls.listen(self, self._hooks)
             try:
-                _loss(_forward(self._model, inputs), targets, loss_fn).backward()
+                if isinstance(inputs, Mapping):
+                    output = self._model(**inputs)
+                else:
+                    output = self._model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+                _loss(output, targets, loss_fn).backward()
             finally:
                 module_calls.listen(self, ())
         for layer in self.layers.values():  # layers of which one of several calls has received no gradient
@@ -104,23 +92,14 @@ class Observer:
         return {name: self._losses[name] for name in self.layers if name in self._losses}
 
     def _finish(self, layer: LayerCurvature) -> None:
-        factors = layer.statistics.take(terms=1)
-        if factors is not None:
-            self._losses[layer.name] = losses_of(factors, self._split_dims, layer)
-
-
-def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the random generators of the CPU and of the device when the block is left."""
-    if device.type == "cpu":
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
-
-
-def _split_batch(sample_batch: Any) -> tuple[Any, Any]:
-    """Return (inputs, targets or None)."""
-    if isinstance(sample_batch, tuple | list) and len(sample_batch) == 2:
-        return sample_batch[0], sample_batch[1]
-    return sample_batch, None
+        for key, factor in zip(layer.sides, layer.statistics.take(terms=1) or (), strict=False):
+            if key == "A" and layer.kind.diagonal_input:
+                continue
+            if not bool(factor.rows.isfinite().all()):
+                raise ValueError(
+                    f"factor {key} of layer {layer.name!r} holds NaN or inf; check the model and its sample batch"
+                )
+            self._losses.setdefault(layer.name, {})[key] = spectral_losses(factor, self._split_dims)
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -131,12 +110,6 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_to(one, device) for one in value)
     return value
-
-
-def _forward(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _loss(output: Any, targets: Any, loss_fn: LossFn | None) -> Tensor:

@@ -1,9 +1,8 @@
 """Spectral norms of factors, and the share of the norm that is lost when a factor is split into blocks.
 
-A factor is symmetric and positive semidefinite, so its spectral norm is its largest eigenvalue, and that of a
-block-diagonal matrix is the largest eigenvalue of its blocks. Lanczos' method computes it for all blocks of one size
-at once. ``torch.lobpcg`` fails on rank-one and zero matrices, and a batched eigendecomposition takes hundreds of times
-longer.
+The spectral norm of a factor is the largest eigenvalue of its blocks. Lanczos' method computes it for all blocks of one
+size at once. ``torch.lobpcg`` fails on rank-one and zero matrices, and a batched eigendecomposition takes hundreds of
+times longer.
 """
 
 from collections.abc import Sequence

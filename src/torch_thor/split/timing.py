@@ -1,9 +1,11 @@
-"""Measures the time that a refresh takes to invert all blocks of a model, for each split dimension."""
+"""The time that a refresh takes to invert all blocks of a model, for each split dimension, on a named device."""
 
+import platform
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,23 +44,25 @@ def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.
     for groups, rows in sizes:
         for count, size in Cut.of(rows, split_dim, groups).blocks:
             counts[size] += count
-    batches = [_positive_definite(count, size, dtype, device) for size, count in counts.items()]
+    batches = [positive_definite(count, size, dtype, device) for size, count in counts.items()]
     _synchronise(device)
     started = time.perf_counter()
     with ieee_float32(device.type):
         for batch in batches:
-            _invert(batch)
+            invert(batch)
     _synchronise(device)
     return time.perf_counter() - started
 
 
-def _positive_definite(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def positive_definite(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return well-conditioned blocks."""
     blocks = torch.full((count, size, size), 1 / size, dtype=dtype, device=device)
     blocks.diagonal(dim1=-2, dim2=-1).add_(1.0)
     return blocks
 
 
-def _invert(blocks: Tensor) -> Tensor:
+def invert(blocks: Tensor) -> Tensor:
+    """Return the inverses of blocks."""
     # Blocks of 1 x 1 too, although a refresh computes their reciprocals in much less time: p_1 is the unit of the
     # performance curve, and must be measured with the same algorithm.
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(blocks)[0])
@@ -67,3 +71,21 @@ def _invert(blocks: Tensor) -> Tensor:
 def _synchronise(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, with the number of threads of a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return f"{device.type} of {platform.machine()}"
+    threads = torch.get_num_threads()
+    return f"{processor_name()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def processor_name() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo")  # platform.processor() is empty on most Linux systems
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -13,7 +13,7 @@ from torch_thor.curvature.blocks import Blocks, Cut
 from torch_thor.curvature.inverse import inverse_of
 from torch_thor.distributed.triangles import pack, packed_size, unpack_
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.split.machine import device_name
+from torch_thor.split.timing import device_name
 from torch_thor.training.errors import UserError, first_line
 from torch_thor.training.reports.plan_costs import Costs, make_costs
 from torch_thor.training.reports.plan_sample import Sample

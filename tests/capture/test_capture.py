@@ -1,0 +1,251 @@
+"""Which layers gather and are awaited, what a refresh and a step record of them, and which of their rows count."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from hooked import hooked
+from tiny import assert_same, batches, listened_to, mlp, train, weights
+from torch_thor import THOR
+from torch_thor.capture import capture
+from torch_thor.capture.capture import Capture
+from torch_thor.capture.module_calls import module_calls
+from torch_thor.curvature import Decision, RefreshEvent
+
+NAMES = ("0", "2", "4")
+UPDATE = Decision.UPDATE
+
+
+class Net:
+    """A network of three linear layers, their curvature, and who gathers it."""
+
+    def __init__(self, *, sides=("A", "G"), sampled=False):
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+        states = defaultdict(dict)
+        self.layers, hooks = hooked(self.model, sides=sides)
+        for layer in self.layers.values():
+            layer.weight_view.bind(states[layer.weight], {})
+            layer.make_state()
+        self.capture = Capture(hooks, sampled=sampled)
+        self.capture.listen()
+
+    def record(self, *names, **numbers):
+        for name in names:
+            self.layers[name].record(**numbers)
+        self.capture.listen()
+
+    def forward(self, size=4):
+        return self.model(torch.randn(size, 5))
+
+    def backward(self, size=4):
+        self.forward(size).square().sum().backward()
+
+    def rows(self):
+        return [layer.statistics.rows for layer in self.layers.values()]
+
+    def finish(self, decisions, silent=()):
+        """A refresh of all layers that gather, with these decisions."""
+        due = [layer for layer in self.layers.values() if self.capture.gathers(layer)]
+        events = [RefreshEvent(name, 0, decision, None, 1.0) for name, decision in decisions.items()]
+        self.capture.finish_refresh(due, events, [self.layers[name] for name in silent])
+        self.capture.listen()
+
+
+# ---- which layers gather, and what is recorded -----------------------------------------------------------------------
+
+
+def freeze(net):
+    net.layers["2"].weight.requires_grad_(False)
+    net.capture.listen()
+
+
+def decided(net):
+    net.backward()
+    net.finish({"0": UPDATE, "2": Decision.KEEP, "4": Decision.STOP})
+
+
+def fail_first(net):
+    net.backward()
+    net.finish(dict.fromkeys(NAMES, Decision.FAILED))
+
+
+def fail_later(net):
+    net.backward()
+    net.layers["2"].state["refreshes"] = 1
+    net.finish({"0": Decision.FAILED, "2": Decision.FAILED, "4": UPDATE})
+
+
+def without_an_event(net):
+    net.backward()
+    net.finish({"0": UPDATE, "4": UPDATE})
+
+
+def unreached(net):
+    """No loss has come to the last two layers."""
+    net.model[0](torch.randn(4, 5)).sum().backward()
+    net.finish({"0": UPDATE})
+
+
+def due_again(net):
+    net.record(*NAMES, due=True)
+
+
+def uncalled(net):
+    """The weight of the last layer is used, and the layer is not called."""
+    (net.model[:4](torch.randn(4, 5)) @ net.model[4].weight.T).sum().backward()
+    net.finish({"0": UPDATE, "2": UPDATE}, silent=["4"])
+
+
+def reached_after_all(net):
+    net.model.zero_grad()
+    net.backward()
+    assert net.capture.finish_step()
+    net.capture.listen()
+
+
+def not_reached_yet(net):
+    net.model.zero_grad()
+    net.model[0](torch.randn(4, 5)).sum().backward()
+    assert not net.capture.finish_step()
+
+
+def follow_fewer(net):
+    net.capture.follow([hook for hook in net.capture._hooks if hook.layers[0] is not net.layers["2"]])
+
+
+# what happens: the layers that gather, and those of them that are awaited
+CASES = {
+    (): ("024", "024"),
+    (lambda net: net.record("2", due=False),): ("04", "04"),
+    (lambda net: net.record(*NAMES, due=False),): ("", ""),
+    (freeze,): ("04", "04"),
+    (decided,): ("", ""),
+    (decided, due_again): ("024", "024"),
+    (fail_first,): ("024", "024"),
+    (fail_later,): ("0", "0"),
+    (without_an_event,): ("2", "2"),
+    (unreached,): ("24", ""),
+    (unreached, due_again): ("024", "0"),
+    (unreached, due_again, not_reached_yet): ("024", "0"),
+    (unreached, due_again, reached_after_all): ("024", "024"),
+    (uncalled,): ("", ""),
+    (uncalled, due_again): ("024", "02"),
+    (follow_fewer,): ("04", "04"),
+}
+
+
+def test_what_leads_to_which_layers_gathering():
+    """What must survive is in the state, so that a loaded optimizer listens alike; nobody hears if none is awaited."""
+    for events, (gathering, awaited) in CASES.items():
+        net = Net()
+        for event in events:
+            event(net)
+        case = [event.__name__ for event in events]
+        assert {layer.name for layer in net.capture.gathering} == {*gathering}, case
+        assert {layer.name for layer in net.capture.awaited} == {*awaited}, case
+        assert net.capture.watching == bool(awaited) == (id(net.capture) in module_calls.subscribers), case
+        if follow_fewer not in events:  # which listens from the next time on
+            assert listened_to(net.model) == ({*gathering} if awaited else set()), case
+        net.capture.remove()
+        assert not listened_to(net.model)
+
+
+def test_without_hooks_the_bits_are_the_same(monkeypatch):
+    """THOR that stops a layer at its second refresh needs no hook on it, and more hooks change no bit."""
+
+    def stopping(model):
+        groups = [
+            {"params": list(model.get_submodule(name).parameters()), "trace_thresholds": thresholds}
+            for name, thresholds in zip(NAMES, [(0.0, 0.0), (1e9, 1e8), (0.0, 0.0)], strict=True)
+        ]
+        return THOR(groups, model=model, lr=0.1, update_interval=2)
+
+    model, twin, stream, listen = mlp(), mlp(), batches(10), Capture.listen
+    twin.load_state_dict(model.state_dict())
+    one, other = stopping(model), stopping(twin)
+    train(model, one, stream)
+    assert listened_to(model) == {"0", "4"}
+
+    def everywhere(self):
+        listen(self)
+        capture.module_calls.listen(self, self._hooks)
+
+    monkeypatch.setattr(Capture, "listen", everywhere)
+    train(twin, other, stream)
+    assert listened_to(twin) == {*NAMES}  # else nothing was compared
+    assert one.curvature["2"].stopped
+    assert other.curvature["2"].stopped
+    assert_same(weights(model), weights(twin))
+
+
+# ---- what calls leave ------------------------------------------------------------------------------------------------
+
+
+def test_only_what_gathers_gives_rows_and_loss_terms():
+    net = Net()
+    net.record("0", due=False)
+    net.backward()
+    assert net.rows() == [0, 4, 4]
+    assert net.capture.backward.loss_terms == 4
+    assert net.capture.reached == {net.layers["2"], net.layers["4"]}
+    loss = net.forward().square().sum()
+    net.record(*NAMES, due=False)  # a gradient that comes when nothing gathers any more
+    loss.backward()
+    assert net.rows() == [0, 4, 4]
+
+
+def test_between_refreshes_no_hook_is_left():
+    """None on a gradient, none on a module, and nothing that keeps compiled code from running."""
+    net = Net()
+    net.record(*NAMES, due=False)
+    assert module_calls.subscribers or not module_calls._handles
+    x = torch.randn(4, 5)
+    for module in net.model:
+        x = module(x)
+        assert x._backward_hooks is None
+
+
+def test_evaluation_leaves_nothing_and_discard_forgets_a_step():
+    net = Net()
+    with torch.no_grad():
+        net.forward()
+    net.forward()  # never differentiated
+    assert net.rows() == [0, 0, 0]
+    assert net.capture.backward.loss_terms == 0
+    net.backward()
+    assert net.rows() == [4, 4, 4]
+    assert net.capture.reached == {*net.layers.values()}
+    net.capture.discard()
+    assert net.rows() == [0, 0, 0]
+    assert not net.capture.reached
+    assert net.capture.backward.loss_terms == 0
+    assert net.capture.awaited == {*net.layers.values()}
+
+
+# ``+`` a forward pass, ``b`` the backward pass of the latest, ``z`` optimizer.zero_grad(), ``n`` model.zero_grad(),
+# ``f`` the step is over: and the number of forward passes whose rows count in the end
+INPUTS = {
+    "+": 0, "+b": 1, "+zb": 1, "+zzb": 1, "+b+b": 2, "++b": 2, "+b+zb": 1, "+z+b": 1, "+b+": 1, "+bz": 0, "+b+z": 0,
+    "+zbz": 0, "+fb": 1, "+bf": 0, "+bf+b": 1, "+bn": 1, "+bn+b": 1, "+nb": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sides", [("A", "G"), ("A",)])
+def test_which_passes_count(sides):
+    for events, count in INPUTS.items():
+        net, output = Net(sides=sides), None
+        for event in events:
+            if event == "+":
+                output = net.forward()
+            elif event == "b":
+                output.square().sum().backward()
+            elif event == "f":
+                net.capture.discard()
+            else:
+                if event == "z":
+                    net.capture.discard_with_gradients()
+                net.model.zero_grad()
+        never_differentiated = "G" in sides and events == "++b"  # those count with the next pass where A comes alone
+        assert net.rows() == [4 * (count - never_differentiated)] * 3, events
