@@ -1,18 +1,24 @@
-"""A small model of many kinds of layers, and its training on ranks beside one process on the joined batch."""
+"""Small models, and their training on ranks (DDP, FSDP2, HSDP) beside one process on the joined batch."""
 
 import contextlib
-import copy
 import hashlib
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from comparing import having
 from torch_thor import THOR, Distributed
 
 SIZE = 12  # examples of a joined batch: divided by 1, 2, 3 and 4
 OPTIONS = {"lr": 0.02, "damping": 0.05, "split_dim": 8, "update_interval": 3, "trace_thresholds": (0.08, 0.02)}
+# max_update_ratio bounds the rows of a process on their own, so it is off where shards have one process as reference.
+# Blocks of one row are cut alike for any number of shards, which leave out grouped convolutions.
+ROWS = {"max_update_ratio": None, "split_dim": 1, "layers": "-images.3"}
+OF_THOR = ("trace_thresholds", "kl_clip")  # ThorMuon has no such options
 
 
 class Both(nn.Module):
@@ -42,11 +48,6 @@ class Both(nn.Module):
         return self.images(pixels) + self.head(torch.tanh(self.rows(x)).mean(1))
 
 
-def network():
-    torch.manual_seed(3)
-    return Both().double()
-
-
 class Experts(nn.Module):
     """A linear layer a kind of word; some words are on one rank alone."""
 
@@ -64,30 +65,57 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    """Words through experts."""
+    """Words through experts; with `inner`, through a recurrent layer of two directions and a cell too."""
 
-    def __init__(self):
+    def __init__(self, inner=False):
         super().__init__()
-        self.tokens, self.experts, self.head = nn.Embedding(11, 8), Experts(), nn.Linear(8, 5)
+        self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(), inner
+        if inner:
+            self.rnn, self.cell = nn.GRU(8, 4, batch_first=True, bidirectional=True), nn.LSTMCell(8, 8)
+        self.head = nn.Linear(8, 5)
 
     def forward(self, batch):
-        words = batch[1]
-        x = self.tokens(words)
-        return self.head(torch.tanh(x + self.experts(x, words)).mean(1))
+        x = self.tokens(batch[1])
+        x = torch.tanh(x + self.experts(x, batch[1]))
+        if not self.inner:
+            return self.head(x.mean(1))
+        state, x = None, self.rnn(x)[0]
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return self.head(state[0])
 
 
-def routed():
+class Rows(nn.Module):
+    """The first eight numbers of the images, as rows."""
+
+    def forward(self, batch):
+        return batch[0].flatten(1)[:, :8]
+
+
+def network():
     torch.manual_seed(3)
-    return Routed().double()
+    return Both().double()
 
 
-def stream(count, size=SIZE):
+def routed(**options):
+    torch.manual_seed(3)
+    return Routed(**options).double()
+
+
+def linear(dtype=torch.float64):
+    """Eleven, seven and five rows: no shard has as many as the next, and the last of four may have none."""
+    torch.manual_seed(0)
+    layers = nn.Linear(8, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.Tanh(), nn.Linear(7, 5)
+    return nn.Sequential(Rows(), *layers, nn.Tanh(), nn.Linear(5, 5)).to(dtype)
+
+
+def stream(count, dtype=torch.float64):
     """Joined batches: ((images, tokens), labels)."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(count):
-        pixels = torch.randn(size, 2, 5, 5, generator=generator, dtype=torch.float64)
-        words = torch.randint(11, (size, 4), generator=generator)
-        yield (pixels, words), torch.randint(5, (size,), generator=generator)
+        pixels = torch.randn(SIZE, 2, 5, 5, generator=generator, dtype=torch.float64).to(dtype)
+        words = torch.randint(11, (SIZE, 4), generator=generator)
+        yield (pixels, words), torch.randint(5, (SIZE,), generator=generator)
 
 
 def part(batch, which):
@@ -96,16 +124,17 @@ def part(batch, which):
     return (pixels[which], words[which]), labels[which]
 
 
-def share(batch, rank, world):
-    """A rank's part of a joined batch."""
-    return part(batch, slice(rank, None, world))
+def shares(batches, rank, world):
+    """A rank's parts of joined batches."""
+    return [part(batch, slice(rank, None, world)) for batch in batches]
 
 
-def mean_loss(output, labels):
-    return F.cross_entropy(output, labels)
+def sum_over(terms):
+    """A loss that is a sum divided by a number, of which a rank without examples has no NaN."""
+    return lambda output, labels: F.cross_entropy(output, labels, reduction="sum") / terms
 
 
-def train(model, optimizer, batches, loss=mean_loss, micro=1, after_backward=None):
+def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=lambda optimizer: optimizer.step()):
     """The ordinary loop, with gradient accumulation over `micro` parts. Returns what each step decided."""
     decisions = []
     for batch in batches:
@@ -114,55 +143,97 @@ def train(model, optimizer, batches, loss=mean_loss, micro=1, after_backward=Non
             later = getattr(model, "no_sync", contextlib.nullcontext) if i < micro - 1 else contextlib.nullcontext
             with later():
                 (loss(model(inputs), labels) / micro).backward()
-        if after_backward is not None:
-            after_backward()
-        optimizer.step()
-        decisions.append({event.layer: event for event in optimizer.last_refresh})
+        step(optimizer)
+        decisions.append({event.layer: event.decision.name for event in optimizer.last_refresh})
         optimizer.zero_grad()
     return decisions
 
 
-def parallel(rank, world, make=network, ddp=None, **options):
-    """A model under DDP and its THOR, made as the training application makes them: the optimizer first."""
+def optimizer_of(model, method=THOR, *, distributed=None, nonfinite="raise", loss_terms=None, **options):
+    """THOR or ThorMuon with the options of these tests."""
+    options = {k: v for k, v in {**OPTIONS, **options}.items() if method is THOR or k not in OF_THOR}
+    made = method(model, distributed=Distributed(**(distributed or {})), **options)
+    return having(made, nonfinite=nonfinite, loss_terms=loss_terms)
+
+
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+
+
+def world_of(way):
+    """The number of ranks of a mesh; two under DDP."""
+    return torch.Size(way).numel() if isinstance(way, tuple) else 2
+
+
+def made(way, make=network, ddp=None, fsdp=None, inner=("images.0", "attention"), **options):
+    """A model and its optimizer: "ddp" (the optimizer first, as in the training application), or a shape of a mesh."""
     model = make()
-    optimizer = THOR(model, **{**OPTIONS, **options})
-    return DDP(model, **(ddp or {})), optimizer
+    if way == "ddp":
+        optimizer = optimizer_of(model, **options)
+        return DDP(model, **(ddp or {})), optimizer
+    fsdp = {"mesh": mesh_of(way), **(fsdp or {})}
+    for module in [module for name, module in model.named_modules() if name in inner]:  # sharded on their own
+        fully_shard(module, **fsdp)
+    model = fully_shard(model, **fsdp)
+    return model, optimizer_of(model, **options)
 
 
 def alone(make=network, **options):
     """The same in one process, whatever the default group is."""
     model = make()
-    return model, THOR(model, **{**OPTIONS, **options}, distributed=Distributed(process_group=False))
+    return model, optimizer_of(model, **{**options, "distributed": {"process_group": False}})
+
+
+def own(tensor):
+    """What this rank holds of a tensor."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def weights_of(model):
+    """Whole parameters, by name."""
+    found = getattr(model, "module", model).named_parameters()
+    return {name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in found}
+
+
+def assert_same_weights(ours, theirs, rtol=1e-8, atol=1e-11):
+    """Two models have the same whole parameters."""
+    ours = weights_of(ours)
+    for name, wanted in weights_of(theirs).items():
+        torch.testing.assert_close(ours[name], wanted, rtol=rtol, atol=atol, msg=lambda m, at=name: f"{at}: {m}")
 
 
 def assert_same_training(ranks, single, rtol=1e-8, atol=1e-11):
-    """Both have made the same decisions, and the same weights and state."""
-    (model, optimizer, decisions), (twin, its_optimizer, wanted) = ranks, single
-    assert [{k: e.decision for k, e in step.items()} for step in decisions] == [
-        {k: e.decision for k, e in step.items()} for step in wanted
-    ]
-    for (name, p), q in zip(getattr(model, "module", model).named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
-        ours, its = optimizer.state[p], its_optimizer.state[q]
-        assert ours.keys() == its.keys(), name
-        for key, value in ours.items():
-            torch.testing.assert_close(
-                value, its[key], rtol=rtol, atol=max(atol, 1e-9), msg=lambda m, at=(name, key): f"{at}: {m}"
-            )
+    """Two trainings (model, optimizer, decisions) have made the same decisions, and the same weights and state."""
+    (model, optimizer, decisions), (twin, other, wanted) = ranks, single
+    assert decisions == wanted
+    assert_same_weights(model, twin, rtol, atol)
+    parameters = getattr(model, "module", model).named_parameters()
+    for (name, p), q in zip(parameters, getattr(twin, "module", twin).parameters(), strict=True):
+        assert optimizer.state[p].keys() == other.state[q].keys(), name
+        for key, value in optimizer.state[p].items():
+            at = {"rtol": rtol, "atol": max(atol, 1e-9), "msg": lambda m, at=(name, key): f"{at}: {m}"}
+            torch.testing.assert_close(value, other.state[q][key], **at)
+
+
+def as_one_process(rank, world, go, make=network, ddp=None, rtol=1e-8, atol=1e-11, **options):
+    """`go(model, optimizer, first, step)` trains under DDP and in one process, which get the same weights and state.
+
+    The examples of a rank are those from `first` on, every `step`-th. Returns the decisions and the bits of this rank.
+    """
+    ranks, single = made("ddp", make, ddp, **options), alone(make, **options)
+    decisions = go(*ranks, rank, world)
+    assert_same_training((*ranks, decisions), (*single, go(*single, 0, 1)), rtol, atol)
+    return decisions, digest(*ranks)
 
 
 def digest(model, optimizer):
-    """A hash of every bit of weights and optimizer state."""
+    """A hash of every bit of the weights and optimizer state that this rank holds."""
     found = hashlib.sha256()
     for name, p in getattr(model, "module", model).named_parameters():
-        found.update(name.encode() + p.detach().numpy().tobytes())
+        found.update(name.encode() + own(p).numpy().tobytes())
         for key, value in sorted(optimizer.state[p].items()):
-            found.update(key.encode() + (value.numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()))
+            bits = own(value).numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+            found.update(key.encode() + bits)
     for group in optimizer.param_groups:
         found.update(repr({k: v for k, v in group.items() if k not in ("params", "update_interval")}).encode())
     return found.hexdigest()
-
-
-def copies(model, optimizer):
-    """Weights and optimizer state, to look whether they change."""
-    return copy.deepcopy((getattr(model, "module", model).state_dict(), optimizer.state_dict()))

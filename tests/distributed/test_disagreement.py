@@ -1,5 +1,7 @@
 """What is wrong on one rank is an error on every rank, at once, with the cause; and nothing has changed."""
 
+import copy
+import functools
 import warnings
 from unittest import mock
 
@@ -8,137 +10,104 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from joined import alone, assert_same_training, copies, digest, mean_loss, network, parallel, share, stream, train
-from sharded import mesh_of, sharded
+from joined import (
+    alone,
+    as_one_process,
+    assert_same_training,
+    digest,
+    made,
+    network,
+    own,
+    shares,
+    stream,
+    train,
+    weights_of,
+)
 from tiny import assert_same
-from torch_thor import THOR, intervals
-from torch_thor.curvature import BlockDiagonal, inverse
+from torch_thor import THOR, ThorMuon, intervals
+from torch_thor.curvature import inverse
+from torch_thor.curvature.blocks import Blocks
 
 
-def sharded_network(rank, world, **options):
-    return sharded(mesh_of((world,)), **options)
+def on_rank_1(**options):
+    """Options of the parameter group of one rank."""
+    return lambda rank, model, optimizer: rank and optimizer.param_groups[0].update(options)
 
 
-def own_rows(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def everywhere(option):
+    """An interval for each rank."""
+    return lambda rank, model, optimizer: optimizer.param_groups[0].update(update_interval=option(rank))
 
 
-def gradient_step(model, batch, rank, world):
-    inputs, labels = share(batch, rank, world)
-    mean_loss(model(inputs), labels).backward()
+def failing(step):
+    raise KeyError("the user's own")
 
 
 def wrong_loss_terms(rank, model, optimizer):
-    optimizer.loss_terms = (lambda: 0) if rank == 1 else None
-
-
-def wrong_interval(rank, model, optimizer):
-    if rank == 1:
-        optimizer.param_groups[0]["update_interval"] = lambda step: 0
-
-
-def failing_interval(rank, model, optimizer):
-    def interval(step):
-        raise KeyError("the user's own")
-
-    if rank == 1:
-        optimizer.param_groups[0]["update_interval"] = interval
-
-
-def other_interval(rank, model, optimizer):
-    if rank == 1:
-        optimizer.param_groups[0]["update_interval"] = 4
-
-
-def other_schedule(rank, model, optimizer):
-    optimizer.param_groups[0]["update_interval"] = intervals.Piecewise([2, 8], [3 + rank, 5, 6])
-
-
-def other_callable(rank, model, optimizer):
-    optimizer.param_groups[0]["update_interval"] = lambda step: 3 + rank
-
-
-def wrong_damping(rank, model, optimizer):
-    if rank == 1:
-        optimizer.param_groups[0]["damping"] = 0.0
-
-
-def other_damping(rank, model, optimizer):
-    if rank == 1:
-        optimizer.param_groups[0]["damping"] = 0.04
-
-
-def other_learning_rate(rank, model, optimizer):
-    if rank == 1:
-        optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.loss_terms = (lambda: 0) if rank else None
 
 
 def wrong_mask(rank, model, optimizer):
-    optimizer.row_mask = torch.ones(2, 9, dtype=torch.bool) if rank == 1 else None
+    optimizer.row_mask = torch.ones(2, 9, dtype=torch.bool) if rank else None
 
 
 def fewer_layers(rank, model, optimizer):
-    if rank == 1:
-        optimizer._registry.capture.release(optimizer.curvature["rows"])
+    if rank:
+        optimizer._capture.gathering.discard(optimizer.curvature["rows"])
 
 
 def nan_gradient(rank, model, optimizer):
-    if rank == 1:
+    if rank:
         model.module.head.weight.grad[0, 0] = torch.nan
 
 
-def other_gradient(rank, model, optimizer):
-    if rank == 1:
-        for p in model.parameters():
-            p.grad.mul_(1.01)
+def other_gradients(rank, model, optimizer):
+    for p in model.parameters():
+        p.grad.mul_(1 + 0.01 * rank)
 
 
-def missing_gradient(rank, model, optimizer):
-    if rank == 1:
+def no_gradient(rank, model, optimizer):
+    if rank:
         model.module.rows.weight.grad = None
 
 
+NEXT = "makes step 3 the next.*rank 1 has .*makes step 4"
 FAULTS = {
     "loss-terms": (wrong_loss_terms, ValueError, "loss_terms=0"),
-    "interval": (wrong_interval, ValueError, r"update_interval\(0\)=0"),
-    "interval-raises": (failing_interval, {0: RuntimeError, 1: KeyError}, "the user's own"),
-    "other-interval": (
-        other_interval,
-        RuntimeError,
-        "makes step 3 the next.*rank 1 has .*makes step 4",
-    ),
-    "other-schedule": (
-        other_schedule,
-        RuntimeError,
-        "makes step 3 the next.*rank 1 has .*makes step 4",
-    ),
-    "other-callable": (
-        other_callable,
-        RuntimeError,
-        "makes step 3 the next.*rank 1 has .*makes step 4",
-    ),
-    "damping": (wrong_damping, ValueError, "damping=0.0"),
-    "other-damping": (other_damping, RuntimeError, "rank 0 has 'parameter group 0: damping=0.05', rank 1 has .*0.04"),
-    "other-lr": (other_learning_rate, RuntimeError, r"lr=0.02', rank 1 has 'parameter group 0: lr=0.5'.*schedule it"),
+    "interval": (on_rank_1(update_interval=lambda step: 0), ValueError, r"update_interval\(0\)=0"),
+    "interval-raises": (on_rank_1(update_interval=failing), (RuntimeError, KeyError), "the user's own"),
+    "other-interval": (on_rank_1(update_interval=4), RuntimeError, NEXT),
+    "other-schedule": (everywhere(lambda r: intervals.Piecewise([2, 8], [3 + r, 5, 6])), RuntimeError, NEXT),
+    "other-callable": (everywhere(lambda rank: lambda step: 3 + rank), RuntimeError, NEXT),
+    "damping": (on_rank_1(damping=0.0), ValueError, "damping=0.0"),
+    "other-damping": (on_rank_1(damping=0.04), RuntimeError, "group 0: damping=0.05', rank 1 has .*0.04"),
+    "other-lr": (on_rank_1(lr=0.5), RuntimeError, r"lr=0.02', rank 1 has 'parameter group 0: lr=0.5'.*schedule it"),
     "row-mask": (wrong_mask, RuntimeError, r"row_mask of shape \(2, 9\) fits no layer"),
-    "due": (fewer_layers, RuntimeError, "makes step 3 the next.*rank 1 has .*makes step 1"),
+    "due": (fewer_layers, RuntimeError, "rank 0 has .*layer 'rows'.*rank 1 has .*layer 'head'"),
     "nan": (nan_gradient, FloatingPointError, "step 0: the gradients of head.weight hold NaN"),
-    "gradients": (other_gradient, RuntimeError, "gradients differ between ranks.*DistributedDataParallel"),
-    "no-gradient": (missing_gradient, RuntimeError, "gradient=True.*gradient=False"),
+    "gradients": (other_gradients, RuntimeError, "gradients differ between ranks.*DistributedDataParallel"),
+    "no-gradient": (no_gradient, RuntimeError, "gradient=True.*gradient=False"),
 }
+
+
+def copies(model, optimizer):
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def backward(model, batch):
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
 
 
 def faulty(rank, world, name):
     """The fault on the first step; then, without it, the training goes on as one process's."""
     fault, error, match = FAULTS[name]
-    error = error[rank] if isinstance(error, dict) else error
     batches = list(stream(4))
-    model, optimizer = parallel(rank, world)
-    interval = optimizer.param_groups[0]["update_interval"]
-    gradient_step(model, batches[0], rank, world)
+    model, optimizer = made("ddp")
+    group = dict(optimizer.param_groups[0])
+    backward(model, shares(batches, rank, world)[0])
     before = copies(model, optimizer)
     fault(rank, model, optimizer)
-    with pytest.raises(error, match=match) as raised:
+    with pytest.raises(error[rank] if isinstance(error, tuple) else error, match=match) as raised:
         optimizer.step()
     if rank == 0 and "rank 0" not in str(raised.value):
         assert str(raised.value).startswith("on rank 1: ") or "differ between ranks" in str(raised.value)
@@ -147,11 +116,11 @@ def faulty(rank, world, name):
     assert before[1]["state"] == after[1]["state"] == {}
     optimizer.zero_grad()
     optimizer.row_mask = optimizer.loss_terms = None
-    optimizer.param_groups[0].update(update_interval=interval, damping=0.05, lr=0.02)
-    optimizer._registry.capture.want(optimizer.curvature.values())
-    decisions = train(model, optimizer, [share(b, rank, world) for b in batches])
-    twin, its_optimizer = alone()
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, train(twin, its_optimizer, batches)))
+    optimizer.param_groups[0].update(group)
+    optimizer._capture.listen()
+    decisions = train(model, optimizer, shares(batches, rank, world))
+    twin, other = alone()
+    assert_same_training((model, optimizer, decisions), (twin, other, train(twin, other, batches)))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -159,29 +128,46 @@ def test_a_fault_of_one_rank_is_raised_on_all(run, name):
     run(2, faulty, name)
 
 
+OTHERS = {  # what differs on the second rank, and what both are told
+    "fisher": ({"fisher": "sampled"}, "fisher='empirical'.*fisher='sampled'"),
+    "divided": ({"distributed": {"divide_curvature": True}}, "divide_curvature=True"),
+    "dtype": ({"distributed": {"communication_dtype": torch.bfloat16}}, "communication_dtype=torch.bfloat16"),
+}
+
+
+def made_otherwise(rank, world, options, match):
+    model, optimizer = made("ddp", **(options if rank else {}))
+    (batch,) = shares(stream(1), rank, world)
+    output = model(batch[0])
+    if optimizer.fisher == "sampled":
+        optimizer.sample_fisher(output)
+    F.cross_entropy(output, batch[1]).backward()
+    with pytest.raises(RuntimeError, match=r"rank 0 has .*rank 1 has .*same options") as raised:
+        optimizer.step()
+    raised.match(match)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_options_that_differ(run, name):
+    run(2, made_otherwise, *OTHERS[name])
+
+
 def changed_between(rank, world):
     """By hand, on one rank: the interval is asked at the next refresh, and there the ranks find out."""
-    batches = [share(b, rank, world) for b in stream(6)]
-    model, optimizer = parallel(rank, world)
+    batches = shares(stream(4), rank, world)
+    model, optimizer = made("ddp")
     train(model, optimizer, batches[:2])
     optimizer.param_groups[0]["update_interval"] = 3 + rank
     train(model, optimizer, batches[2:3])
-    inputs, labels = batches[3]
-    mean_loss(model(inputs), labels).backward()
+    backward(model, batches[3])
     before = copies(model, optimizer)
     with pytest.raises(RuntimeError, match=r"rank 0 has .*makes step 6 the next refresh.*rank 1 has .*makes step 7"):
         optimizer.step()
-    after = copies(model, optimizer)
-    assert_same(before[0], after[0])
-    assert str(before[1]) == str(after[1])
+    assert_same(before, copies(model, optimizer))
 
 
 def test_an_interval_that_is_changed_on_one_rank(run):
     run(2, changed_between)
-
-
-def not_called(x, layer):
-    return F.linear(x, layer.weight, layer.bias)
 
 
 class Called(nn.Module):
@@ -189,15 +175,13 @@ class Called(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Linear(5, 6)
-        self.head = nn.Linear(6, 3)
-        self.way = "called"
+        self.body, self.head, self.way = nn.Linear(5, 6), nn.Linear(6, 3), "called"
 
     def forward(self, x):
         x = torch.tanh(self.body(x))
         if self.way == "vmapped":
             return torch.func.vmap(self.head)(x)
-        return not_called(x, self.head) if self.way == "used" else self.head(x)
+        return F.linear(x, self.head.weight, self.head.bias) if self.way == "used" else self.head(x)
 
 
 def make_called():
@@ -207,19 +191,17 @@ def make_called():
 
 def silent(rank, world, ways, message):
     """Two steps; returns what the ranks must have alike."""
-    model, optimizer = parallel(rank, world, make_called, update_interval=1)
+    model, optimizer = made("ddp", make_called, update_interval=1)
     model.module.way = ways[rank]
     said = []
     for _ in range(2):
-        x = torch.randn(4, 5, dtype=torch.float64)
-        model(x).square().mean().backward()
+        model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
         said += [str(w.message) for w in caught if "head" in str(w.message)]
         optimizer.zero_grad()
-    assert len(said) == (message is not None)
-    assert message is None or message in said[0]
+    assert [message in one for one in said] == [True] * (message is not None)
     assert optimizer.curvature["head"].uncalled == (message is not None)
     assert optimizer.curvature["body"].refreshes == 2
     return digest(model, optimizer)
@@ -240,84 +222,77 @@ def test_statistics_that_never_came(run, ways, message):
     assert one == other
 
 
-def skipping(rank, world):
+def skipping(model, optimizer, first, step):
     """NaN on one rank with nonfinite="skip": through DDP on all of them, and by hand on one alone.
 
     First in a step that would refresh, then in an ordinary one.
     """
-    batches, decisions = list(stream(5)), []
-    model, optimizer = parallel(rank, world, nonfinite="skip")
+    batches, decisions = shares(stream(5), first, step), []
     for ordinary in (False, True):
-        for by_hand in (False, True):
-            inputs, labels = share(batches[4], rank, world)
-            loss = mean_loss(model(inputs), labels)
-            (loss * (torch.nan if rank == 1 and not by_hand else 1.0)).backward()
-            if by_hand and rank == 1:
+        for by_hand in (False, True) if step > 1 else ():
+            loss = F.cross_entropy(model(batches[4][0]), batches[4][1])
+            (loss * (torch.nan if first and not by_hand else 1.0)).backward()
+            if by_hand and first:
                 model.module.head.bias.grad[0] = torch.inf
             optimizer.step()
             optimizer.zero_grad()
-        assert optimizer.skipped_steps == (4 if ordinary else 2)
-        part = batches[2:4] if ordinary else batches[:2]
-        decisions += train(model, optimizer, [share(b, rank, world) for b in part])
-    twin, its_optimizer = alone()
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, train(twin, its_optimizer, batches[:4])))
-    return digest(model, optimizer)
+        assert optimizer.skipped_steps == (2 * (1 + ordinary) if step > 1 else 0)
+        decisions += train(model, optimizer, batches[2:4] if ordinary else batches[:2])
+    return decisions
 
 
 def test_a_step_that_one_rank_skips_is_skipped_by_all(run):
-    left, right = run(2, skipping)
+    left, right = run(2, functools.partial(as_one_process, go=skipping, nonfinite="skip"))
     assert left == right
 
 
 # what an ordinary step sends: a sum over all rows, rows of matrices, inverses
+DIVIDED = {"distributed": {"divide_curvature": True}}
 SENDING = {
-    "kl-clip": (sharded_network, {"kl_clip": 1e-3, "max_update_ratio": None}),
-    "whole-matrices": (sharded_network, {"scaling": "spectral", "whole_matrices": True, "damping": 0.1}),
-    "divided": (parallel, {"divide_curvature": True}),
-    "divided-shards": (sharded_network, {"divide_curvature": True}),
+    "kl-clip": ((2,), {"kl_clip": 1e-3}),
+    "whole-matrices": ((2,), {"method": ThorMuon, "distributed": {"whole_matrices": True}}),
+    "divided": ("ddp", DIVIDED),
+    "divided-shards": ((2,), DIVIDED),
 }
 
 
-def nan_before_sending(rank, world, name):
+def nan_before_sending(rank, world, way, options):
     """NaN on one rank in an ordinary step raises on all, and the training goes on as one without it."""
-    make, options = SENDING[name]
-    batches, results = [share(b, rank, world) for b in stream(5)], []
+    batches, results = shares(stream(5), rank, world), []
     for spoilt in (True, False):
-        model, optimizer = make(rank, world, **options)
+        model, optimizer = made(way, **options)
         train(model, optimizer, batches[:1])
-        inputs, labels = batches[4]
-        mean_loss(model(inputs), labels).backward()
+        backward(model, batches[4])
         if rank == 1:
-            own_rows(next(model.parameters()).grad)[0] = torch.nan
+            own(next(model.parameters()).grad)[0] = torch.nan
         if spoilt:
             with pytest.raises(FloatingPointError, match=r"step 1: .* hold NaN"):
                 optimizer.step()
         optimizer.zero_grad()
         train(model, optimizer, batches[1:4])
-        results.append([own_rows(p.detach()) for p in model.parameters()])
+        results.append(weights_of(model))
     assert_same(*results)
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")
 @pytest.mark.parametrize("name", SENDING)
 def test_nan_on_one_rank_before_an_update_that_sends(run, name):
-    run(2, nan_before_sending, name)
+    run(2, nan_before_sending, *SENDING[name])
 
 
 def nan_statistics(rank, world):
     """Statistics that overflow on one rank, with sound gradients: no rank takes them."""
-    model, optimizer = parallel(rank, world, make_called)
-    x = torch.randn(4, 5, dtype=torch.float64)
+    model, optimizer = made("ddp", make_called)
     for step in range(5):
-        model(x).square().mean().backward()
-        if step == 3 and rank == 1:
-            optimizer.curvature["head"].statistics.sums()[0].blocks[0, 0, 0] = torch.nan
-        if step == 3:
+        model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
+        if step != 3:
+            optimizer.step()
+        else:
+            if rank == 1:
+                optimizer.curvature["head"].statistics.sums()[0].rows[0, 0] = torch.nan
             with pytest.warns(RuntimeWarning, match="layer 'head': its new factors hold NaN"):
                 optimizer.step()
             assert {e.layer: e.decision.name for e in optimizer.last_refresh}["head"] == "FAILED"
-        else:
-            optimizer.step()
         optimizer.zero_grad()
     return digest(model, optimizer)
 
@@ -331,7 +306,7 @@ def without_ddp(rank, world):
     """Training without DDP, by mistake, is told on the first step."""
     model = network()
     optimizer = THOR(model)
-    gradient_step(model, next(stream(1)), rank, world)
+    backward(model, shares(stream(1), rank, world)[0])
     with pytest.raises(RuntimeError, match=r"wrap the model in DistributedDataParallel.*process_group=False"):
         optimizer.step()
 
@@ -342,28 +317,26 @@ def test_gradients_that_nobody_averages(run):
 
 def unlike(rank, world):
     """What unlike hardware would do, in large: other traces, and a factorisation that fails on one rank."""
-    really_invert, really_trace = inverse.invert_own_, BlockDiagonal.group_traces
-
-    def other_traces(factor):
-        return really_trace(factor) * (1 + 0.2 * rank)
+    really_invert, really_trace, seen = inverse.invert_own_, Blocks.traces, []
 
     def invert(damped):
         really_invert(damped)
         if rank == 1:
             damped[0][0].failed = True
 
-    model, optimizer = parallel(rank, world, trace_thresholds=(0.05, 0.05))
+    model, optimizer = made("ddp", trace_thresholds=(0.05, 0.05))
     with (
-        mock.patch.object(BlockDiagonal, "group_traces", other_traces),
+        mock.patch.object(Blocks, "traces", lambda blocks: really_trace(blocks) * (1 + 0.2 * rank)),
         mock.patch.object(inverse, "invert_own_", invert),
         warnings.catch_warnings(record=True),
     ):
         warnings.simplefilter("always")
-        decisions = train(model, optimizer, [share(b, rank, world) for b in stream(7)])
-    return [{k: (e.decision.name, e.trace_change) for k, e in step.items()} for step in decisions]
+        batches = shares(stream(7), rank, world)
+        train(model, optimizer, batches, step=lambda one: (one.step(), seen.append(one.last_refresh)))
+    return seen
 
 
 def test_ranks_that_would_decide_otherwise_decide_alike(run):
     left, right = run(2, unlike)
     assert left == right
-    assert "FAILED" in {decision for step in left for decision, _ in step.values()}
+    assert "FAILED" in {event.decision.name for step in left for event in step}

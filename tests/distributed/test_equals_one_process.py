@@ -1,4 +1,7 @@
-"""DDP on 2 and 4 ranks takes the steps of one process on the joined batch, in float64, over several refreshes."""
+"""DDP on 1, 2 and 4 ranks takes the steps of one process on the joined batch, in float64, over several refreshes."""
+
+import functools
+import warnings
 
 import pytest
 import torch
@@ -7,226 +10,220 @@ from torch import nn
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from joined import (
-    OPTIONS,
     SIZE,
+    Rows,
     alone,
+    as_one_process,
     assert_same_training,
     digest,
-    mean_loss,
+    linear,
+    made,
     network,
-    parallel,
+    optimizer_of,
     part,
     routed,
-    share,
+    shares,
     stream,
+    sum_over,
     train,
 )
-from torch_thor import THOR, Distributed
+from torch_thor import THOR, ThorMuon
 
 STEPS = 14
+EVERY_STEP = {"update_interval": 1, "trace_thresholds": (0.0, 0.0)}
+EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
 
 
-def both_ways(rank, world, options=None, ddp=None, micro=1, count=STEPS):
-    options = options or {}
-    batches = list(stream(count))
-    model, optimizer = parallel(rank, world, ddp=ddp, **options)
-    decisions = train(model, optimizer, [share(b, rank, world) for b in batches], micro=micro)
-    twin, its_optimizer = alone(**options)
-    wanted = train(twin, its_optimizer, batches)
-    # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
-    rounding = {"rtol": 1e-6, "atol": 1e-8} if "scaling" in options else {}
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted), **rounding)
-    kinds = {event.decision.name for step in decisions for event in step.values()}
-    return digest(model, optimizer), kinds
+def frozen_inside():
+    model = routed(inner=True)
+    for frozen in (model.experts.weight, model.rnn.weight_hh_l0):
+        frozen.requires_grad_(False)
+    return model
 
 
 CASES = {
     "plain": {},
-    "static-graph": {"ddp": {"static_graph": True, "gradient_as_bucket_view": True}},
+    "static graph": {"ddp": {"static_graph": True, "gradient_as_bucket_view": True}},
     "accumulation": {"micro": 3},
-    "unused-allowed": {"ddp": {"find_unused_parameters": True}, "options": {"nesterov": True, "weight_decay": 0.1}},
-    "whole-factors-clipped": {"options": {"split_dim": None, "kl_clip": 1e-3, "factor_decay": 0.6}},
-    "spectral": {"options": {"scaling": "spectral", "damping": 0.1}, "count": 8},
-    "every-step": {"options": {"update_interval": 1, "trace_thresholds": (0.0, 0.0)}, "count": 6},
+    "unused allowed": {"ddp": {"find_unused_parameters": True}, "nesterov": True, "weight_decay": 0.1},
+    "whole factors, clipped": {"split_dim": None, "kl_clip": 1e-3, "factor_decay": 0.6},
+    # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
+    "ThorMuon": {"method": ThorMuon, "damping": 0.1, "count": 8, "rtol": 1e-6, "atol": 1e-8},
+    "every step": {**EVERY_STEP, "count": 6},
+    "experts": {"make": routed, **EVERY_OTHER, "count": 6},
+    "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
+    "inner layers, frozen, accumulation": {"make": frozen_inside, **EVERY_OTHER, "count": 5, "micro": 3},
 }
 
 
-@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in CASES), ("plain", 4), ("accumulation", 4)])
+def ordinarily(model, optimizer, first, step, count, micro):
+    batches = list(stream(count))
+    for (_, words), _ in batches:  # expert 4 has rows of the first example alone
+        words[0, 0] = 4
+        words[1:] -= (words[1:] % 5 == 4).long()
+    return train(model, optimizer, shares(batches, first, step), micro=micro if step > 1 else 1)
+
+
+def ordinary(rank, world, count=STEPS, micro=1, **options):
+    return as_one_process(rank, world, functools.partial(ordinarily, count=count, micro=micro), **options)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", CASES)
 def test_equals_one_process_on_the_joined_batch(run, world, name):
-    digests, kinds = zip(*run(world, both_ways, *_arguments(**CASES[name])), strict=True)
+    decisions, digests = zip(*run(world, functools.partial(ordinary, **CASES[name])), strict=True)
     assert len(set(digests)) == 1, "the ranks differ in some bit"
     if name == "plain":
-        assert kinds[0] == {"UPDATE", "KEEP", "STOP"}
-
-
-def _arguments(options=None, ddp=None, micro=1, count=STEPS):
-    return options, ddp, micro, count
+        assert {kind for step in decisions[0] for kind in step.values()} == {"UPDATE", "KEEP", "STOP"}
 
 
 def one_rank(rank, world):
-    """A group of one rank: the bits of no group at all."""
-    batches = list(stream(6))
-    model, optimizer = parallel(rank, world)
-    train(model, optimizer, batches)
-    twin, its_optimizer = alone()
-    train(twin, its_optimizer, batches)
-    return digest(model, optimizer) == digest(twin, its_optimizer)
+    (model, optimizer), (twin, other) = made("ddp"), alone()
+    train(model, optimizer, stream(6))
+    train(twin, other, stream(6))
+    return digest(model, optimizer) == digest(twin, other)
 
 
 def test_one_rank_has_the_bits_of_no_group(run):
     assert run(1, one_rank) == [True]
 
 
-def experts(rank, world):
-    """Each expert's rows of all ranks are one expert's, also where some rank has none."""
-    options = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
-    batches = list(stream(6))
-    for (_, words), _ in batches:
-        words[0, 0] = 4  # expert 4 has rows of the first example alone
-        words[1:] -= (words[1:] % 5 == 4).long()
-    model, optimizer = parallel(rank, world, make=routed, **options)
-    decisions = train(model, optimizer, [share(b, rank, world) for b in batches])
-    twin, its_optimizer = alone(make=routed, **options)
-    wanted = train(twin, its_optimizer, batches)
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted))
-    return digest(model, optimizer)
+def summed(rank, world):
+    """DDP divides the gradient of a sum by the ranks: every direction is 1/P of one process's."""
+    options = {"loss_reduction": "sum", "max_update_ratio": None}
+    model, optimizer = made("ddp", **options, lr=0.01 * world, weight_decay=0.1 / world)
+    twin, other = alone(**options, lr=0.01, weight_decay=0.1)
+    decisions = train(model, optimizer, shares(stream(STEPS), rank, world), loss=sum_over(8))
+    wanted = train(twin, other, stream(STEPS), loss=sum_over(8))
+    for q in twin.parameters():
+        other.state[q]["momentum_buffer"] /= world
+    assert_same_training((model, optimizer, decisions), (twin, other, wanted))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_experts(run, world):
-    assert len(set(run(world, experts))) == 1
+def test_sums_of_losses(run, world):
+    run(world, summed)
 
 
-def summed(rank, world):
-    """DDP divides the gradient of a sum by the ranks: every direction is 1/P of one process's."""
-
-    def sum_loss(output, labels):
-        return F.cross_entropy(output, labels, reduction="sum") / 8
-
-    batches = list(stream(STEPS))
-    options = {"loss_reduction": "sum", "damping": 0.05}
-    model, optimizer = parallel(rank, world, **{**options, "lr": 0.01 * world, "weight_decay": 0.1 / world})
-    decisions = train(model, optimizer, [share(b, rank, world) for b in batches], loss=sum_loss)
-    twin, its_optimizer = alone(**options, lr=0.01, weight_decay=0.1)
-    wanted = train(twin, its_optimizer, batches, loss=sum_loss)
-    for q in twin.parameters():
-        its_optimizer.state[q]["momentum_buffer"] /= world
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted))
+def sum_given_as_mean(rank, world):
+    generator = torch.Generator().manual_seed(11)
+    x, y = (torch.randn(64, width, generator=generator)[rank::world] for width in (6, 40))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 40))
+    optimizer, wrapped = THOR(model), DDP(model)
+    F.mse_loss(wrapped(x), y, reduction="sum").backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(w.message) for w in caught if "looks like a sum" in str(w.message)]
 
 
-def test_sums_of_losses(run):
-    run(2, summed)
-    run(4, summed)
+def test_a_sum_that_is_given_as_a_mean_is_told(run):
+    for (told,) in run(2, sum_given_as_mean):
+        assert "a sum over the 64 loss terms" in told
+        assert 'loss_reduction="sum"' in told
 
 
-def scaled(rank, world):
-    """A GradScaler on every rank; on one of them inf, which all skip, as one process does."""
-    trained = []
-    for (model, optimizer), first, processes in ((parallel(rank, world), rank, world), (alone(), 0, 1)):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        decisions = []
-        for step, batch in enumerate(stream(8)):
-            inputs, labels = share(batch, first, processes)
-            blow_up = step == 3 and first == 0  # a refresh step
-            scaler.scale(mean_loss(model(inputs), labels) * (torch.inf if blow_up else 1.0)).backward()
-            if step % 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            decisions.append({event.layer: event for event in optimizer.last_refresh})
-            optimizer.zero_grad()
-        assert not decisions[3]
-        assert optimizer.param_groups[0]["step"] == 7
-        assert scaler.get_scale() != 2.0**10
-        trained.append((model, optimizer, decisions))
-    assert_same_training(*trained)
+def with_scaler(model, optimizer, first, step):
+    """A GradScaler on every rank; on one of them inf, in a refresh, which all skip as one process does."""
+    scaler, decisions = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
+    for number, (inputs, labels) in enumerate(shares(stream(8), first, step)):
+        blow_up = number == 3 and first == 0
+        scaler.scale(F.cross_entropy(model(inputs), labels) * (torch.inf if blow_up else 1.0)).backward()
+        if number % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
+        optimizer.zero_grad()
+    assert not decisions[3]
+    assert optimizer.param_groups[0]["step"] == 7
+    assert scaler.get_scale() != 2.0**10
+    return decisions
 
 
 def test_gradient_scaler(run):
-    run(2, scaled)
+    run(2, functools.partial(as_one_process, go=with_scaler))
 
 
 def uneven(rank, world):
     """3 and 9 examples: the factors are those of the joined batch, and so is a gradient that is weighted as it."""
-    sizes = [3, 9]
     cut = slice(0, 3) if rank == 0 else slice(3, SIZE)
     batches = list(stream(STEPS))
-    # (a) plain means: DDP averages the ranks' means; the statistics know how many terms each had
-    model, optimizer = parallel(rank, world, lr=0.0)
+    # plain means: DDP averages the ranks' means; the statistics know how many terms each had
+    model, optimizer = made("ddp", lr=0.0)
     train(model, optimizer, [part(batches[0], cut)])
-    twin, its_optimizer = alone(lr=0.0)
-    train(twin, its_optimizer, batches[:1])
+    twin, other = alone(lr=0.0)
+    train(twin, other, batches[:1])
     for name, layer in optimizer.curvature.items():
-        wanted = its_optimizer.curvature[name]
-        assert layer.rows_per_term == wanted.rows_per_term
-        for got, want in zip(layer.factors(), wanted.factors(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+        assert layer.rows_per_term == other.curvature[name].rows_per_term
+        torch.testing.assert_close(layer.factors(), other.curvature[name].factors(), rtol=1e-10, atol=1e-13)
     assert optimizer.param_groups[0]["last_loss_terms"] == SIZE
-    # (b) sums divided by the joined batch's share of a rank, which is then what the loss of a rank averages over
-    share_of_terms = sum(sizes) // world
 
-    def weighted(output, labels):
-        return F.cross_entropy(output, labels, reduction="sum") / share_of_terms
+    def weighted(model, optimizer, first, step):
+        """Sums over a rank's share of the joined batch, which is then what its loss averages over."""
+        optimizer.loss_terms = SIZE // step
+        own = batches if step == 1 else [part(batch, cut) for batch in batches]
+        return train(model, optimizer, own, loss=sum_over(SIZE // step))
 
-    model, optimizer = parallel(rank, world, loss_terms=lambda: share_of_terms)
-    decisions = train(model, optimizer, [part(b, cut) for b in batches], loss=weighted)
-    twin, its_optimizer = alone()
-    wanted = train(twin, its_optimizer, batches)
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted))
+    as_one_process(rank, world, weighted)
 
 
 def test_uneven_batches(run):
     run(2, uneven)
 
 
-def sentences(count):
-    """Words and which of them count, an even number; in the fourth (a refresh step) the odd sentences are padding."""
-    generator = torch.Generator().manual_seed(9)
-    for step in range(count):
+def without_examples(model, optimizer, first, step):
+    """The second rank has no examples in two of three refreshes."""
+    optimizer.loss_terms = SIZE // step
+    batches = list(stream(10))
+    own = shares(batches, first, step)
+    for empty in (0, 6):
+        own[empty] = part(batches[empty], slice(0, 0) if first else slice(None))
+    return train(model, optimizer, own, loss=sum_over(SIZE // step))
+
+
+def test_a_rank_without_examples(run):
+    run(2, functools.partial(as_one_process, go=without_examples))
+
+
+def of_words():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+
+
+def padded(model, optimizer, first, step):
+    """Rows of padding and loss terms of one's own, other ones on each rank, once (a refresh) none on the second."""
+    generator, decisions = torch.Generator().manual_seed(9), []
+    for number in range(STEPS):
         words = torch.randint(11, (SIZE, 4), generator=generator)
         keep = torch.rand(SIZE, 4, generator=generator) < 0.6
-        if step == 3:
+        if number == 3:
             keep[1::2] = False
         keep[0, 0] ^= bool(keep.sum() % 2)
-        yield words, keep
-
-
-def padded(rank, world):
-    """Rows of padding and loss terms of one's own, other ones on each rank, once none on the second of two."""
-
-    def make():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)).double()
-
-    trained = []
-    for (model, optimizer), first, processes in ((parallel(rank, world, make), rank, world), (alone(make), 0, 1)):
-        decisions = []
-        for words, keep in sentences(STEPS):
-            # a rank's sum is divided by its share of all terms, so that the average of the ranks is the mean over all
-            share_of_terms = int(keep.sum()) // processes
-            words, keep = words[first::processes], keep[first::processes]
-            optimizer.row_mask, optimizer.loss_terms = keep, share_of_terms
-            losses = F.cross_entropy(model(words).flatten(0, 1), words.flatten() % 5, reduction="none")
-            ((losses * keep.flatten()).sum() / share_of_terms).backward()
-            optimizer.step()
-            decisions.append({event.layer: event for event in optimizer.last_refresh})
-            optimizer.zero_grad()
-        trained.append((model, optimizer, decisions))
-    assert_same_training(*trained)
+        # a rank's sum is divided by its share of all terms, so that the average of the ranks is the mean over all
+        terms = int(keep.sum()) // step
+        words, keep = words[first::step], keep[first::step]
+        optimizer.row_mask, optimizer.loss_terms = keep, terms
+        losses = F.cross_entropy(model(words).flatten(0, 1), words.flatten() % 5, reduction="none")
+        ((losses * keep.flatten()).sum() / terms).backward()
+        optimizer.step()
+        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
+        optimizer.zero_grad()
+    return decisions
 
 
 def test_padding(run):
-    run(2, padded)
+    run(2, functools.partial(as_one_process, go=padded, make=of_words))
 
 
 class JoinedNorm(nn.Module):
     """What nn.SyncBatchNorm does, which runs on GPUs only: mean and variance of all ranks, gradients through both."""
 
-    def __init__(self, alone):
-        super().__init__()
-        self.alone = alone
+    alone = False
 
     def forward(self, x):
         sums = torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)])
@@ -235,29 +232,20 @@ class JoinedNorm(nn.Module):
         return (x - mean) * (squares / count - mean.square() + 1e-5).rsqrt()
 
 
-def normed(rank, world):
-    def make(alone):
-        torch.manual_seed(3)
-        first, second = JoinedNorm(alone), JoinedNorm(alone)
-        layers = nn.Flatten(), nn.Linear(50, 6), first, nn.Tanh(), nn.Linear(6, 6), second, nn.Linear(6, 5)
-        return nn.Sequential(*layers).double()
+def normed():
+    torch.manual_seed(3)
+    layers = nn.Linear(8, 6), JoinedNorm(), nn.Tanh(), nn.Linear(6, 6), JoinedNorm(), nn.Linear(6, 5)
+    return nn.Sequential(Rows(), *layers).double()
 
-    trained = []
-    for (model, optimizer), first, processes in (
-        (parallel(rank, world, lambda: make(False)), rank, world),
-        (alone(lambda: make(True)), 0, 1),
-    ):
-        for batch in stream(7):
-            (pixels, _), labels = share(batch, first, processes)
-            mean_loss(model(pixels), labels).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append((model, optimizer, []))
-    assert_same_training(*trained)
+
+def with_norms(model, optimizer, first, step):
+    for module in model.modules():
+        module.alone = step == 1
+    return train(model, optimizer, shares(stream(7), first, step))
 
 
 def test_layers_before_a_norm_over_all_ranks(run):
-    run(2, normed)
+    run(2, functools.partial(as_one_process, go=with_norms, make=normed))
 
 
 def test_synchronised_batch_norm_is_a_norm():
@@ -267,17 +255,13 @@ def test_synchronised_batch_norm_is_a_norm():
 
 
 def pairs_of_ranks(rank, world):
-    """Two trainings of two ranks each, given their own groups; and four trainings without one."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = groups[rank // 2]
+    """Two trainings of two ranks each, given their own groups."""
+    mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     batches = list(stream(STEPS + rank // 2))[-STEPS:]
-    model = network()
-    optimizer = THOR(model, **OPTIONS, distributed=Distributed(process_group=mine))
-    wrapped = DDP(model, process_group=mine)
-    decisions = train(wrapped, optimizer, [share(b, rank % 2, 2) for b in batches])
-    twin, its_optimizer = alone()
-    wanted = train(twin, its_optimizer, batches)
-    assert_same_training((wrapped, optimizer, decisions), (twin, its_optimizer, wanted))
+    model, optimizer = made("ddp", ddp={"process_group": mine}, distributed={"process_group": mine})
+    decisions = train(model, optimizer, shares(batches, rank % 2, 2))
+    twin, other = alone()
+    assert_same_training((model, optimizer, decisions), (twin, other, train(twin, other, batches)))
     return digest(model, optimizer)
 
 
@@ -286,63 +270,40 @@ def test_groups_of_their_own(run):
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
-def eager_and_compiled(rank, world, order):
+def compiled(rank, world, order):
     """Compiled before or after DDP, on refresh steps eagerly."""
-    batches = list(stream(7))
-    calls = []
+    calls, model = [], network()
 
     def backend(graph, inputs):
         calls.append(graph)
         return graph.forward
 
-    model = network()
-    optimizer = THOR(model, **OPTIONS)
+    optimizer = optimizer_of(model)
     if order == "compile, then DDP":
         wrapped = DDP(torch.compile(model, backend=backend))
     else:
         wrapped = torch.compile(DDP(model), backend=backend)
-    decisions = train(wrapped, optimizer, [share(b, rank, world) for b in batches])
-    twin, its_optimizer = alone()
-    wanted = train(twin, its_optimizer, batches)
+    decisions = train(wrapped, optimizer, shares(stream(7), rank, world))
+    twin, other = alone()
+    assert_same_training((model, optimizer, decisions), (twin, other, train(twin, other, stream(7))))
     assert calls
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted))
 
 
 @pytest.mark.parametrize("order", ["compile, then DDP", "DDP, then compile"])
 def test_compiled(run, order):
-    run(2, eager_and_compiled, order)
+    run(2, compiled, order)
 
 
-def checkpointed(rank, world, reentrant):
-    from torch.utils.checkpoint import checkpoint
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.rows, *layers = linear()
+        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh())
-            self.head = nn.Linear(6, 5)
-
-        def forward(self, x):
-            return self.head(checkpoint(self.inner, x, use_reentrant=reentrant))
-
-    def make():
-        torch.manual_seed(3)
-        return Checkpointed().double()
-
-    batches = [(b[0][0].flatten(1)[:, :5].requires_grad_(), b[1]) for b in stream(7)]
-    model, optimizer = parallel(rank, world, make, ddp={"static_graph": True})
-    twin, its_optimizer = alone(make)
-    for (model_of, optimizer_of), (first, step) in (
-        ((model, optimizer), (rank, world)),
-        ((twin, its_optimizer), (0, 1)),
-    ):
-        for x, labels in batches:
-            mean_loss(model_of(x[first::step].detach().requires_grad_()), labels[first::step]).backward()
-            optimizer_of.step()
-            optimizer_of.zero_grad()
-    assert_same_training((model, optimizer, []), (twin, its_optimizer, []))
+    def forward(self, batch):
+        return checkpoint(self.layers, self.rows(batch).requires_grad_(), use_reentrant=self.reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_activation_checkpointing_and_a_static_graph(run, reentrant):
-    run(2, checkpointed, reentrant)
+    run(2, functools.partial(ordinary, make=functools.partial(Checkpointed, reentrant), ddp={"static_graph": True}))
