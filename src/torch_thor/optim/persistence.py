@@ -73,7 +73,8 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
     )
 
     def check_it(given: StateDict) -> None:
-        check_origin(given, label, list(optimizer.defaults), remedy)
+        # torch's load_state_dict adds "differentiable" to the defaults
+        check_origin(given, label, [key for key in optimizer.defaults if key != "differentiable"], remedy)
 
     try:
         with _undivided(layers), restored_on_error(optimizer):
