@@ -98,7 +98,7 @@ def test_processes_count_in_proportion_to_their_masked_tokens(tmp_path):
     text = ("data.name=corpus", "data.root=corpus", "data.text.length=32", "data.text.next_sentence=false")
     words = ("train", "bert-tiny", "model=config.json", *text, "batch_size=4", "steps=6", "device=cpu")
     words += ("optimizer=sgd,thor", "lr=0.01", "accumulation=2", "eval_interval=6", "ema_decay=0.9", "targets=[]")
-    words += ("optimizers.thor.skip=[bert.embeddings.position_embeddings]",)
+    words += ("optimizers.thor.layers=-bert.embeddings.position_embeddings",)
     one, many = tmp_path / "one", tmp_path / "many"
     succeed(tmp_path, *words, "--out", one)
     succeed(tmp_path, *words, "--out", many, ranks=2)
