@@ -19,13 +19,13 @@ class Covered:
         kind: the kind of its layer, such as ``"Linear"``, ``"Conv2d"`` or ``"MultiheadAttention"``; the class of the
             module that owns it, where it is not preconditioned.
         factor_sizes: the numbers of rows of A and of G, for one group; None where there are no factors. A bias has G
-            alone, and with ``scaling="spectral"`` a weight has A alone.
+            alone, and with ThorMuon a weight has A alone.
         groups: the number of independent pairs (A, G): the groups of a convolution, the three blocks of a fused
             projection.
         reason: why it is not preconditioned; None if it is.
         note: further information, such as the parameters it is shared with; None if there is none.
         trained: False for a parameter that is frozen or in no parameter group.
-        rest: what trains it where it is not preconditioned: ``"plain momentum"``, or with ``scaling="spectral"``
+        rest: what trains it where it is not preconditioned: ``"plain momentum"``, or with ThorMuon
             ``"AdamW"`` and, for a matrix, ``"orthogonalised momentum"``.
     """
 
