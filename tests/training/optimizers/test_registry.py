@@ -264,7 +264,9 @@ def test_patterns_say_what_decays(name, word, decaying):
 
 
 def test_a_pattern_that_matches_no_parameter_is_named():
-    with pytest.raises(UserError, match=r"decay_filter: '-norm\*' matches no .* the model has conv1.weight, conv1.bias"):
+    with pytest.raises(
+        UserError, match=r"decay_filter: '-norm\*' matches no .* the model has conv1.weight, conv1.bias"
+    ):
         built("thor", "decay_filter=-norm*")
     with pytest.raises(UserError, match="decay_filter=3: must be a name, a pattern"):
         built("thor", "decay_filter=3")

@@ -60,5 +60,5 @@ def test_what_cannot_be_measured_is_one_error(recipe, data):
 
     with fake_times(exhausted), pytest.raises(UserError, match="split_dim=auto: out of memory; give a number"):
         image_run(with_split(recipe, "thor", "auto"), "thor", data)
-    with pytest.raises(UserError, match="split_dim='automatic'.* must be"):
+    with pytest.raises(UserError, match=r"split_dim='automatic'.* must be"):
         image_run(with_split(recipe, "thor", "automatic"), "thor", data)

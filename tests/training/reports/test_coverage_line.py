@@ -11,9 +11,7 @@ def network():
     return nn.Sequential(nn.Linear(9, 10), nn.LayerNorm(10), nn.Linear(10, 20), nn.LayerNorm(20), nn.BatchNorm1d(20))
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "biases", "rest"), [(THOR, 10 + 20, "plain momentum"), (ThorMuon, 0, "AdamW")]
-)
+@pytest.mark.parametrize(("optimizer", "biases", "rest"), [(THOR, 10 + 20, "plain momentum"), (ThorMuon, 0, "AdamW")])
 def test_layers_and_weights_are_counted(optimizer, biases, rest):
     covered, total = 9 * 10 + 10 * 20 + biases, 9 * 10 + 10 + 10 * 20 + 20 + 2 * 10 + 4 * 20
     line = coverage_line(optimizer(network()))
