@@ -1,4 +1,4 @@
-r"""Masked-language-model pretraining of a two-layer BERT: THOR in both forms against tuned LAMB, AdamW, Muon and SOAP.
+r"""Masked-language-model pretraining of a two-layer BERT: THOR and ThorMuon against tuned LAMB, AdamW, Muon and SOAP.
 
     apt-get install -y anarchism python3.11-doc perl-doc
     torch-thor prepare /usr/share/doc/anarchism/html /usr/share/doc/python3.11/html /usr/share/perl/5.36.0/pod \
@@ -42,7 +42,7 @@ GRIDS: dict[str, tuple[float, tuple[float, float]]] = {
     "adamw": (0.0005, (0.9, 0.8)),
     "lamb": (0.0025, (0.9, 0.8)),
     "thor": (0.00625, (0.9, 0.8)),
-    "thor-spectral": (0.005, (0.8, 0.9)),
+    "thor-spectral": (0.005, (0.8, 0.9)),  # ThorMuon, by its name in the raw data
     "muon": (0.0025, (0.95, 0.8)),
     "soap": (0.0005, (0.95, 0.8)),
 }

@@ -53,9 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "factor_decay 0.9": {"factor_decay": 0.9},
     "full factors": {"split_dim": None},
     "weight decay 0.01": {"weight_decay": 0.01},
-    "embeddings with momentum": {"skip": ["*_embeddings"]},
+    "embeddings with momentum": {"layers": "-*_embeddings"},
     "damping 0.001, bound 0.03": {"damping": 0.001, "max_update_ratio": 0.03},
-    MIXED: {"damping": 0.001, "skip": ["*_embeddings"]},
+    MIXED: {"damping": 0.001, "layers": "-*_embeddings"},
 }
 ADAMW_LR = 0.002  # the best one of AdamW in bert.py
 

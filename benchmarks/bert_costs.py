@@ -5,8 +5,8 @@
 
 The steps are those of `torch-thor train` with task: masked-lm (network, loss on the masked tokens and the next-sentence
 prediction, row mask, number of loss terms) and each optimizer's default settings, on random tokens. AdamW, THOR and
-scale-free THOR take turns in a drawn order, on one thread; times are the processor's, so that other programs hardly
-count. THOR refreshes all layers in every second step, so that each round of two has one ordinary step and one refresh;
+ThorMuon take turns in a drawn order, on one thread; times are the processor's, so that other programs hardly count.
+All layers are refreshed in every second step, so that each round of two has one ordinary step and one refresh;
 a ratio is the median of the ratios within a round.
 The memory of the curvature is measured, and computed from the layers' sizes, for BERT-large by computation alone.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.bench import describe, median_ratio, take_turns, write_json
 from torch_thor.bench.markdown import table
 from torch_thor.training import Batch, RunConfig
@@ -63,16 +63,19 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Make an optimizer with its default settings and a short step.
 
     Args:
-        name: `adamw`, `thor` or `thor-spectral`.
+        name: `adamw`, `thor` or `thor-spectral`, the name of ThorMuon in the raw data.
         model: The network.
 
     Returns:
-        The optimizer; THOR refreshes all layers in every second step.
+        The optimizer; all layers are refreshed in every second step.
     """
     if name == BASE:
         return torch.optim.AdamW(model.parameters(), lr=1e-5)
-    scaling = None if name == "thor" else "spectral"
-    return THOR(model, lr=1e-5, scaling=scaling, split_dim=SPLIT, update_interval=2, trace_thresholds=(0.0, 0.0))
+    kind = THOR if name == "thor" else ThorMuon
+    optimizer = kind(model, lr=1e-5, split_dim=SPLIT, update_interval=2)
+    for group in optimizer.param_groups:
+        group["trace_thresholds"] = (0.0, 0.0)
+    return optimizer
 
 
 def seconds(model: str, batch: Batch, vocab_size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
@@ -115,7 +118,7 @@ def curvature_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Add up the memory of all factors and inverses.
 
     Args:
-        optimizer: THOR, after a refresh.
+        optimizer: THOR or ThorMuon, after a refresh.
 
     Returns:
         Bytes.
@@ -129,7 +132,7 @@ def computed_bytes(model: str, vocab_size: int, *, both: bool) -> int:
     Args:
         model: A size of BERT.
         vocab_size: Word pieces.
-        both: Whether A and G are kept, and embeddings are preconditioned, as THOR does; scale-free THOR keeps A alone.
+        both: Whether A and G are kept, and embeddings are preconditioned, as THOR does; ThorMuon keeps A alone.
 
     Returns:
         Bytes of factors and inverses.
@@ -156,7 +159,7 @@ def summary(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
         times: What :func:`seconds` gave.
 
     Returns:
-        For each form of THOR: its ordinary step over AdamW's, the step that refreshes over AdamW's, and what a refresh
+        For each of the two: its ordinary step over AdamW's, the step that refreshes over AdamW's, and what a refresh
         adds, in ordinary steps.
     """
     found = {}
@@ -198,7 +201,7 @@ def main() -> None:
     ]
     print(f"{options.model}, batch {options.batch} x {options.length}, {options.rounds} rounds")
     print(f"median step of AdamW: {statistics.median(times[BASE]):.2f} s")
-    print(table(["", "THOR", "scale-free THOR"], rows))
+    print(table(["", "THOR", "ThorMuon"], rows))
     result = {
         "machine": describe(),
         "settings": {key: value for key, value in vars(options).items() if key != "out"},

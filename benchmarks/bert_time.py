@@ -4,7 +4,7 @@
 
 All take turns step by step, on one thread, so that a machine whose speed drifts slows them alike. The figure of a peer
 is the median over spans of 10 rounds of the mean time in a span (SOAP renews its eigenbases every 10 steps). That of
-both forms of THOR is made of the medians of ordinary steps and of those that refresh, as many of each as a run has.
+THOR and ThorMuon is made of the medians of ordinary steps and of those that refresh, as many of each as a run has.
 A step is that of the training loop, with the parts of a batch, the loss and its recording.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bert import CONTESTS, CORPUS, GRIDS, Contest, Setting, open_task
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.bench import describe, take_turns, write_json
 from torch_thor.training import Batch
 from torch_thor.training.data import Shard
@@ -27,7 +27,7 @@ OUT = Path(__file__).parent / "results" / "step_time_bert.json"
 SPAN = 10
 
 
-def refreshes(optimizer: THOR, steps: int) -> int:
+def refreshes(optimizer: THOR | ThorMuon, steps: int) -> int:
     """Count the steps of a run that refresh, from the optimizer's own interval.
 
     Args:
@@ -57,12 +57,12 @@ def seconds(task: MaskedLM, contest: Contest, spans: int) -> tuple[dict[str, lis
     """
     batches, now = task.open_data(Shard()).train.endless(), list[Batch]()
 
-    steps, thors, counts = {}, dict[str, THOR](), dict[str, int]()
+    steps, thors, counts = {}, dict[str, THOR | ThorMuon](), dict[str, int]()
     for name, (_, momenta) in GRIDS.items():
         torch.manual_seed(0)
         model = task.build_model()
         optimizer = Setting(name, 1e-5, momenta[0], 1e-5 if name == "muon" else None).make(model)
-        if isinstance(optimizer, THOR):
+        if isinstance(optimizer, THOR | ThorMuon):
             thors[name], counts[name] = optimizer, refreshes(optimizer, contest.steps)
             for group in optimizer.param_groups:
                 group["update_interval"] = SPAN
@@ -84,10 +84,10 @@ def costs(contest: Contest, times: dict[str, list[float]], counts: dict[str, int
     Args:
         contest: Its length.
         times: Seconds, as :func:`seconds` returns them.
-        counts: Refreshes in a run, by form of THOR.
+        counts: Refreshes in a run, by optimizer.
 
     Returns:
-        Seconds by optimizer; for THOR also those of ordinary steps and of steps that refresh.
+        Seconds by optimizer; for THOR and ThorMuon also those of ordinary steps and of steps that refresh.
     """
     found = {}
     for name in GRIDS:

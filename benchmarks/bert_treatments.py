@@ -153,7 +153,7 @@ class Training:
         """
         words = [*RECIPE, f"lr={self.lr}", f"seed={self.seed}"]
         if self.treatment == "embedding-momentum":
-            words.append('skip=["*_embeddings"]')
+            words.append("layers=-*_embeddings")
         recipe = load_recipe("bert-tiny", words)
         task = TreatedMaskedLM.open(recipe, torch.device("cpu"), print, print)
         task.treatment = self.treatment

@@ -6,11 +6,10 @@
 The raw data is results/communication_dtype.json.
 
 Protocol. The task is the language model of ``tasks.py``: a transformer on characters, 64 wide. It is trained with DDP
-on 2 processes of one thread each (gloo), with THOR's defaults for its own step and for the scale-free one, sending
-float32 and bfloat16, on the seeds 0, 1 and 2, which determine the initial weights and the order of the data. The
-learning rate decreases linearly to 0. The result is the held-out loss at the end. The error of a step is measured on
-the seed's weights at the start: the first update with bfloat16 beside that with float32, ``‖d − d'‖ / ‖d'‖`` over all
-preconditioned weights.
+on 2 processes of one thread each (gloo), with the defaults of THOR and of ThorMuon, sending float32 and bfloat16, on
+the seeds 0, 1 and 2, which determine the initial weights and the order of the data. The learning rate decreases
+linearly to 0. The result is the held-out loss at the end. The error of a step is measured on the seed's weights at the
+start: the first update with bfloat16 beside that with float32, ``‖d − d'‖ / ‖d'‖`` over all preconditioned weights.
 """
 
 import json
@@ -25,14 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from local_ranks import on_ranks
 from tasks import TASKS
-from torch_thor import THOR
+from torch_thor import THOR, Distributed, ThorMuon
 from torch_thor.bench import describe, markdown, write_json
 from torch_thor.training.data import Shard
 
 OUT = Path(__file__).parent / "results" / "communication_dtype.json"
 NAME, WORLD = "language", 2
 SEEDS = (0, 1, 2)
-FORMS = {"thor": None, "thor-spectral": "spectral"}
+FORMS = {"thor": THOR, "thor-spectral": ThorMuon}  # by their names in the raw data
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
@@ -55,7 +54,7 @@ def train(rank: int, world: int, form: str, dtype: str, seed: int, steps: int | 
     task = benchmark.open(benchmark.config(seed))
     torch.manual_seed(seed)
     model = task.build_model()
-    optimizer = THOR(model, scaling=FORMS[form], communication_dtype=DTYPES[dtype])
+    optimizer = FORMS[form](model, distributed=Distributed(communication_dtype=DTYPES[dtype]))
     weights = [layer.weight for layer in optimizer.curvature.values()]
     start = torch.cat([weight.detach().flatten() for weight in weights])
     wrapped = DistributedDataParallel(model)

@@ -23,7 +23,7 @@ SECOND_MOMENTUM = 0.8
 # What Muon leaves to AdamW has this share of Muon's lr; 1 is tried first.
 ADAMW_SHARES = (0.25, 4.0)
 
-# Scale-free THOR has one setting for all tasks, its defaults; only its learning rate is looked at.
+# ThorMuon (`thor` in the raw data) has one setting for all tasks, its defaults; only its learning rate is looked at.
 THOR_LRS = (0.02, 0.04, 0.06, 0.08, 0.12)
 NO_CURVATURE = 1e6  # this damping leaves a multiple of the identity of A
 
@@ -33,11 +33,11 @@ class Setting:
     """An optimizer with its settings.
 
     Args:
-        optimizer: one of ``PEERS``, or ``"thor"``.
+        optimizer: one of ``PEERS``, or ``"thor"``: ThorMuon.
         lr: learning rate.
         momentum: None for the usual one.
         adamw_share: of Muon: AdamW's learning rate as a share of lr.
-        damping: of THOR; None for its default.
+        damping: of ThorMuon; None for its default.
     """
 
     optimizer: str
@@ -65,7 +65,8 @@ class Setting:
             The optimizer.
         """
         if self.optimizer == "thor":
-            return ThorMuon(model, lr=self.lr, damping=self.damping, weight_decay=0.01)
+            damping = {} if self.damping is None else {"damping": self.damping}
+            return ThorMuon(model, lr=self.lr, weight_decay=0.01, **damping)
         momentum = USUAL_MOMENTUM[self.optimizer] if self.momentum is None else self.momentum
         if self.optimizer == "muon":
             return _muon(model, self.lr, momentum, self.adamw_share or 1.0)

@@ -1,9 +1,9 @@
-"""The scale-free step's defaults beyond the contests: SIREN, DQN, PPO, a GAN; one lr over depths and widths.
+"""ThorMuon's defaults beyond the contests: SIREN, DQN, PPO, a GAN; one lr over depths and widths.
 
     python benchmarks/defaults.py                # runs what is missing in results/defaults, then the tables
     python benchmarks/defaults.py --table        # writes the tables from the raw data only, also into docs/
 
-Cases. Each is trained with AdamW(1e-3), ``THOR(model, scaling="spectral")`` and the same without a bound of the step
+Cases. Each is trained with AdamW(1e-3), ``ThorMuon(model)`` and the same without a bound of the step
 (``max_update_ratio=None``), from the same weights, with three seeds. None of these networks has more than 10 matrices,
 so the depth rule changes nothing here: the last setting is the step without both rules.
 

@@ -42,7 +42,7 @@ GRIDS = {
     "adamw": [0.001, 0.002, 0.004, 0.008, 0.016],
 }
 # What a name stands for where it is not a recipe's optimizer: the optimizer, and what is overridden.
-VARIANTS = {"thor-paper": ("thor", ["optimizers.thor.kl_clip=null"])}  # no bound on the step
+VARIANTS = {"thor-paper": ("thor", ["optimizers.thor.max_update_ratio=null"])}  # no bound on the step
 EVAL_INTERVAL = 52
 SMOOTHED = 25  # steps before each one that its loss is averaged with in the picture
 

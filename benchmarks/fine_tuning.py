@@ -1,6 +1,6 @@
 """Effect of pretraining: fine-tunes an exported network and a network with random weights on a small task.
 
-    python benchmarks/fine_tuning.py                  # pretrains first: the recipe bert-tiny with scale-free THOR
+    python benchmarks/fine_tuning.py                  # pretrains first: the recipe bert-tiny with ThorMuon
     python benchmarks/fine_tuning.py KEY=VALUE ...    # the same with other keys of the recipe
     python benchmarks/fine_tuning.py --bert exported  # a folder of torch-thor export RUN --format transformers
 
@@ -201,7 +201,7 @@ def pretrain(folder: Path, overrides: Sequence[str]) -> Path:
         The exported folder.
     """
     run, out = folder / "run", folder / "bert"
-    train = ["train", "bert-tiny", "optimizer=thor-spectral", *overrides, "--out", str(run)]
+    train = ["train", "bert-tiny", "optimizer=thor-muon", *overrides, "--out", str(run)]
     for words in (train, ["export", str(run), "--format", "transformers", "--out", str(out)]):
         subprocess.run([sys.executable, "-m", "torch_thor", *words], check=True)
     return out

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from reference import ReferenceTHOR
-from torch_thor import THOR, SplitChoice, choose_split_dim
+from torch_thor import THOR, SplitChoice, ThorMuon, choose_split_dim
 from torch_thor.bench import describe, write_json
 from torch_thor.curvature import polar
 from torch_thor.curvature.polar import orthogonalise
@@ -161,7 +161,7 @@ def inverse_times(device: torch.device, sizes: dict[int, int]) -> dict[int, dict
 
 
 def polar_times(device: torch.device, shapes: dict[tuple[int, int], int]) -> dict[str, dict[str, float]]:
-    """Check and time the polar factors of the scale-free step.
+    """Check and time the polar factors of ThorMuon.
 
     Args:
         device: where.
@@ -261,19 +261,23 @@ def main() -> None:
     note(f"\nSplit dimension ({source}): the curves cross at {choice.crossing}, which gives {choice.split_dim}")
     save()
 
-    def thor(interval: int, scaling: str | None = None) -> Callable[[nn.Module], torch.optim.Optimizer]:
-        return lambda model: THOR(
-            model, lr=1e-5, update_interval=interval, trace_thresholds=(0.0, 0.0), scaling=scaling
-        )
+    def refreshed(kind: type[THOR] | type[ThorMuon], interval: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        def build(model: nn.Module) -> torch.optim.Optimizer:
+            optimizer = kind(model, lr=1e-5, update_interval=interval)
+            for group in optimizer.param_groups:  # every refresh takes new factors
+                group["trace_thresholds"] = (0.0, 0.0)
+            return optimizer
+
+        return build
 
     trainings: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9),
         "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-6),
-        "thor ordinary": thor(NEVER),
-        "thor refresh": thor(1),
+        "thor ordinary": refreshed(THOR, NEVER),
+        "thor refresh": refreshed(THOR, 1),
         "muon": lambda model: MuonAdamW(model.parameters(), lr=1e-6),
-        "scale-free ordinary": thor(NEVER, "spectral"),
-        "scale-free refresh": thor(1, "spectral"),
+        "scale-free ordinary": refreshed(ThorMuon, NEVER),
+        "scale-free refresh": refreshed(ThorMuon, 1),
     }
     result["resnet50"] = {}
     note(f"\nResNet-50, {sizes['pixels']} pixels, batch {sizes['batch']}, bfloat16 autocast, channels_last\n")

@@ -5,7 +5,7 @@
     python benchmarks/models.py --table            # writes the table from the raw data only, also into docs/
 
 Models and data are those of tests/models/zoo.py; one thread is used. Losses: twelve steps with AdamW(1e-3),
-``THOR(model)`` and ``THOR(model, scaling="spectral")``, from the same weights, on one batch and on a fresh batch in
+``THOR(model)`` and ``ThorMuon(model)``, from the same weights, on one batch and on a fresh batch in
 each step, with five seeds; the result is the median of the means of the last three losses.
 
 Time per step: forward pass, backward pass and optimizer. The trainings take turns step by step, so a change in the
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.bench import Folder, describe, markdown, median_ratio, script, take_turns, training_step, write_tables
 from torch_thor.files import write_text
 
@@ -41,8 +41,8 @@ MARKS = ("<!-- table -->\n", "<!-- end of table -->\n")
 SEEDS = (0, 1, 2, 3, 4)
 STEPS = 12
 NEVER = 10**9
-SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "spectral": {"scaling": "spectral"}}
-LENGTHS = {"ordinary": {"update_interval": NEVER}, "refresh": {"update_interval": 1, "trace_thresholds": (0.0, 0.0)}}
+SETTINGS: dict[str, type[THOR] | type[ThorMuon]] = {"plain": THOR, "spectral": ThorMuon}  # names in the raw data
+LENGTHS = {"ordinary": NEVER, "refresh": 1}  # update_interval
 
 
 def load_zoo() -> ModuleType:
@@ -66,11 +66,11 @@ def coverage(name: str) -> dict[str, Any]:
         name: key of the zoo.
 
     Returns:
-        The number of parameters that are trained, and the share, plain and scale-free.
+        The number of parameters that are trained, and the share, with THOR (`plain`) and ThorMuon (`spectral`).
     """
     result: dict[str, Any] = {}
-    for setting, options in SETTINGS.items():
-        entries = [e for e in THOR(zoo.build(name).model, **options).coverage() if e.trained]
+    for setting, kind in SETTINGS.items():
+        entries = [e for e in kind(zoo.build(name).model).coverage() if e.trained]
         result["parameters"] = sum(math.prod(e.shape) for e in entries)
         result[setting] = sum(math.prod(e.shape) for e in entries if e.preconditioned) / result["parameters"]
     return result
@@ -93,7 +93,7 @@ def losses(name: str, *, fresh: bool) -> dict[str, list[list[float]]]:
             if key == "adamw":
                 optimizer: torch.optim.Optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-3)
             else:
-                optimizer = THOR(subject.model, **SETTINGS[key])
+                optimizer = SETTINGS[key](subject.model)
             runs.append(zoo.train(subject, optimizer, STEPS, seed, fresh=fresh))
     return result
 
@@ -115,11 +115,13 @@ def seconds(name: str, rounds: int) -> dict[str, list[float]]:
             optimizers[key] = torch.optim.SGD(subject.model.parameters(), lr=1e-5, momentum=0.9)
         else:
             setting, _, length = key.partition(" ")
-            optimizers[key] = THOR(subject.model, lr=1e-5, **SETTINGS[setting], **LENGTHS[length])
+            optimizers[key] = SETTINGS[setting](subject.model, lr=1e-5, update_interval=LENGTHS[length])
+            for group in optimizers[key].param_groups:  # every refresh takes new factors
+                group["trace_thresholds"] = (0.0, 0.0)
         steps[key] = training_step(subject.loss, optimizers[key])
     result = take_turns(steps, rounds)
     for key, optimizer in optimizers.items():
-        if isinstance(optimizer, THOR):
+        if isinstance(optimizer, THOR | ThorMuon):
             done = max(layer.refreshes for layer in optimizer.curvature.values())
             assert done == (1 if key.endswith("ordinary") else rounds + 1), (key, done)
     return result

@@ -59,7 +59,7 @@ def checked(rank: int, world: int, word: str, local_batch: int, rounds: int) -> 
     made = {"count": local_batch, "pixels": PIXELS, "length": LENGTH}
     dist.barrier()
     sample = make_sample(word, CPU, **made)
-    costs = measure_costs(word, sample, CPU, local_batch=local_batch, split_dim=SPLIT, scaling=None, rounds=rounds)
+    costs = measure_costs(word, sample, CPU, local_batch=local_batch, split_dim=SPLIT, optimizer="thor", rounds=rounds)
     network, work = parse_interconnect("100g"), Workload(local_batch * world, 2)
     found: dict[str, Any] = {"costs": {"forward_backward": vars(costs.forward_backward), "step": costs.step}}
     for form in ("DDP", "FSDP2"):

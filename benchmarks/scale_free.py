@@ -1,4 +1,4 @@
-"""Scale-free THOR with one setting against tuned SGD, AdamW, Muon and SOAP on several tasks, batch sizes and lengths.
+"""ThorMuon with one setting against tuned SGD, AdamW, Muon and SOAP on several tasks, batch sizes and lengths.
 
     python benchmarks/scale_free.py                # runs what is missing in results/scale_free, then tables, pictures
     python benchmarks/scale_free.py --table        # writes tables and pictures from the raw data only
@@ -35,7 +35,6 @@ from contenders import (
 )
 from tasks import TASKS, text_checksum, train
 from torch_thor.bench import Folder, describe, missing, script
-from torch_thor.optim.thor_options import SCALED_DEFAULTS
 
 STORE = Folder(Path(__file__).parent / "results" / "scale_free")
 TUNING_SEED = 10
@@ -43,7 +42,7 @@ SEEDS = (0, 1, 2)
 # Where the margins are narrower than what seeds differ by: more of them, for those that it is between.
 MORE_SEEDS = (3, 4, 5, 6, 7, 8, 9)
 NARROW = ("classifier", "classifier512")
-THOR_LR = float(SCALED_DEFAULTS["spectral"]["lr"])
+THOR_LR = 0.08  # the default of ThorMuon
 PLAIN = "thor, no curvature"
 
 

@@ -20,13 +20,13 @@ from torch import nn
 from contenders import PEERS, USUAL_MOMENTUM, Setting
 from tasks import TASKS, Benchmark
 from torch_thor.bench import describe, take_turns, training_step, write_json
-from torch_thor.optim.thor_options import SCALED_DEFAULTS
+from torch_thor.intervals import Geometric
 from torch_thor.training import Batch
 from torch_thor.training.data import Shard
 
 OUT = Path(__file__).parent / "results" / "step_time_scale_free.json"
 SPAN = 10
-INTERVAL = SCALED_DEFAULTS["spectral"]["update_interval"]
+INTERVAL = Geometric(1, 50, factor=1.5)  # the default of ThorMuon
 
 
 def refreshes(steps: int) -> int:

@@ -1,10 +1,10 @@
-"""Trials from which the scale-free step was chosen: variants of a prototype, with one seed each.
+"""Trials from which the step of ThorMuon was chosen: variants of a prototype, with one seed each.
 
     python benchmarks/scale_free_trials.py            # runs what is missing, then prints one line per trial
     python benchmarks/scale_free_trials.py --table    # prints the lines only
 
 The seeds are not those that scale_free.py reports. The prototype is contained in this file. It is the step of
-:mod:`torch_thor.optim.scale_free` for linear layers and convolutions, with the variants that were tried. ``deep``
+:class:`torch_thor.ThorMuon` for linear layers and convolutions, with the variants that were tried. ``deep``
 is a larger autoencoder, 784-1000-500-250-30 and the reverse, with batches of 500.
 """
 
@@ -43,7 +43,7 @@ def interval(text: str) -> Callable[[int], int]:
 
 
 class Prototype(torch.optim.Optimizer):
-    """The scale-free step with everything that was tried.
+    """The step of ThorMuon with everything that was tried.
 
     Args:
         model: the network.

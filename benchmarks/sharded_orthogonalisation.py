@@ -1,4 +1,4 @@
-"""Scale-free THOR under FSDP2: rows of each process on their own, or whole matrices.
+"""ThorMuon under FSDP2: rows of each process on their own, or whole matrices.
 
     python benchmarks/sharded_orthogonalisation.py            # trains what is missing in the raw data, then the table
     python benchmarks/sharded_orthogonalisation.py --table    # prints the table from the raw data only
@@ -6,7 +6,7 @@
 The raw data is results/sharded_orthogonalisation.json.
 
 Protocol. The task is the language model of ``tasks.py``: a transformer on characters, 64 wide. It has no batch
-normalisation, whose statistics would differ on each process. It is trained with THOR's default settings on 1, 2 and 4
+normalisation, whose statistics would differ on each process. It is trained with ThorMuon's defaults on 1, 2 and 4
 processes of one thread each, which share each batch (gloo), with ``whole_matrices`` False and True, on the seeds 0, 1
 and 2. A seed determines the initial weights and the order of the data. The learning rate decreases linearly to 0. The
 result is the held-out loss at the end.

@@ -72,7 +72,7 @@ def main() -> None:
             model = torchvision.models.get_model(options.model)
         built[name] = build(model)
         steps[name] = training_step(lambda model=model: functional.cross_entropy(model(images), labels), built[name])
-    seconds = take_turns(steps, options.rounds)  # the warm-up is a refresh for both forms of THOR
+    seconds = take_turns(steps, options.rounds)  # the warm-up is a refresh for both trainings with THOR
     refreshes = {name: min(c.refreshes for c in o.curvature.values()) for name, o in built.items() if name != "sgd"}
     assert refreshes == {"thor ordinary": 1, "thor refresh": options.rounds + 1}, refreshes
 

@@ -61,6 +61,7 @@ def surroundings(page):
     given = {"torch": torch, "nn": nn, "F": F, "Normal": Normal, "model": model, "loader": loader}
     given |= {
         "THOR": torch_thor.THOR,
+        "ThorMuon": torch_thor.ThorMuon,
         "AGCSGD": torch_thor.AGCSGD,
         "adaptive_clip_grad_": torch_thor.adaptive_clip_grad_,
     }

@@ -13,8 +13,7 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from command_line import assert_same_runs, checkpoints, lines, succeed
-from old_runs import write_as_older_version
+from command_line import checkpoints, lines, succeed
 from torch_thor.training import load_recipe, recipe_names, run_recipe
 from torch_thor.training.checkpoints import RunFolder
 from torch_thor.training.data import characters
@@ -130,7 +129,7 @@ main()
     ("recipe", "more"),
     [
         ("autoencoder", ("epochs=6", "batch_size=1024")),
-        ("char-lm", ("epochs=1", "batch_size=32", "optimizers.thor.skip=[places]")),
+        ("char-lm", ("epochs=1", "batch_size=32", "optimizers.thor.layers=-places")),
     ],
 )
 def test_two_processes_do_what_one_does(tmp_path, recipe, more):
@@ -166,7 +165,7 @@ def test_a_network_is_built_for_each_optimizer_and_no_other(tmp_path, little, mo
 
 
 def test_a_recipe_that_cannot_start_leaves_the_folder_alone(tmp_path):
-    recipe = load_recipe("digits", ["optimizer=thor", "skip=[nothing]", "device=cpu"])
+    recipe = load_recipe("digits", ["optimizer=thor", "layers=-nothing", "device=cpu"])
     with pytest.raises(Exception, match="nothing"):
         run_recipe(recipe, RunFolder(tmp_path / "run"), SILENT)
     assert not (tmp_path / "run").exists()
@@ -188,37 +187,3 @@ print([name for name in libraries if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-# ---- runs of before there were tasks --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_of_an_older_version_goes_on_bit_for_bit(printed, tmp_path):
-    words = ("train", "digits", "optimizer=thor", "schedule.kind=constant", "update_interval=5", "ema_decay=0.5")
-    words += ("checkpoint_interval=11", "device=cpu")
-    printed(*words, "epochs=2", "--out", "whole")
-    printed(*words, "epochs=1", "--out", "old")
-    write_as_older_version(tmp_path / "old", "thor")
-    assert "task" not in (tmp_path / "old/recipe.yaml").read_text()
-    out = printed(*words, "epochs=2", "--out", "old", "--resume")
-    assert "thor: continues from step 22 of 44" in out
-    assert "damaged" not in out
-    shutil.rmtree(tmp_path / "whole/thor/checkpoints/step-00000033")  # the one that only the uninterrupted run keeps
-    shutil.rmtree(tmp_path / "old/thor/checkpoints/step-00000033")
-    assert lines(tmp_path / "old", "thor") == lines(tmp_path / "whole", "thor")
-    assert_same_runs(tmp_path / "old", tmp_path / "whole", "thor")
-
-
-@pytest.mark.slow
-def test_lines_that_were_written_anew_are_no_damage(printed, tmp_path):
-    """A resumed run writes the lines of an older one in its own form; the old checkpoint's copy still fits."""
-    words = ("train", "digits", "optimizer=sgd", "schedule.kind=constant", "checkpoint_interval=22", "device=cpu")
-    printed(*words, "epochs=1", "--out", "old")
-    write_as_older_version(tmp_path / "old", "sgd")
-    printed(*words, "epochs=2", "--out", "old", "--resume")
-    shutil.rmtree(tmp_path / "old/sgd/checkpoints/step-00000044")
-    shutil.rmtree(tmp_path / "old/sgd/checkpoints/best")
-    out = printed("train", "digits", "--out", "old", "--resume")
-    assert "continues from step 22 of 44" in out
-    assert "damaged" not in out

@@ -13,7 +13,8 @@ if TYPE_CHECKING:  # slow to import
 
 # colours that people with colour vision deficiency can distinguish (Okabe and Ito); the baseline is grey
 COLOURS = {"momentum": "#666666", "thor": "#0072b2", "thor_stop": "#009e73", "thor_nt": "#d55e00"}
-COLOURS |= {"lamb": COLOURS["momentum"], "thor-spectral": COLOURS["thor_stop"]}
+COLOURS |= {"lamb": COLOURS["momentum"], "thor-muon": COLOURS["thor_stop"]}
+COLOURS["thor-spectral"] = COLOURS["thor-muon"]  # its name in raw data
 STYLES = {"thor_stop": "--"}  # dashed, because its curve often coincides with that of thor
 
 

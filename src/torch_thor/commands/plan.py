@@ -46,9 +46,7 @@ def plan(
         str, typer.Option("--world-size", help="Numbers of processes, separated by commas.")
     ] = "1,2,4,8,16,32,64,128,256,512,1024",
     split_dim: Annotated[int, typer.Option("--split-dim", min=1, help="Block size of the factors.")] = 128,
-    spectral: Annotated[
-        bool, typer.Option("--spectral", help='Plan for the scale-free step, scaling="spectral".')
-    ] = False,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="thor, or thor-muon.")] = "thor",
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Plan for sharded parameters (FSDP2) as well.")] = False,
     batch: Annotated[
         int | None,
@@ -92,7 +90,7 @@ def plan(
         model: A torchvision or timm name, a size of BERT, a transformers configuration, or a function in a file.
         world_size: Numbers of processes, separated by commas.
         split_dim: Block size of the factors.
-        spectral: Whether to plan for the scale-free step.
+        optimizer: `thor` or `thor-muon`.
         fsdp: Whether to plan for sharded parameters as well.
         batch: Samples of a step over all processes; `None` predicts no times.
         interconnect: How the devices are connected.
@@ -117,7 +115,7 @@ def plan(
         raise UserError(f"--world-size={world_size}: must be whole numbers of at least 1, separated by commas")
     options = PlanOptions(
         split_dim=split_dim,
-        scaling="spectral" if spectral else None,
+        optimizer=optimizer,
         sharded=fsdp,
         batch=batch,
         interconnect=interconnect,

@@ -28,6 +28,7 @@ from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.engine.starting import facts_of
 from torch_thor.training.errors import require
 from torch_thor.training.optimizers.registry import build_optimizer
+from torch_thor.training.optimizers.split_dim import AUTO, with_split_dim
 from torch_thor.training.output_files import write_whole, writing
 from torch_thor.training.printing import printer
 from torch_thor.training.reports.coverage_line import coverage_line
@@ -135,7 +136,8 @@ def new_run(recipe: Recipe, optimizer: str, task: Task, *, resumed: bool = False
     model = model if recipe.parallel != "ddp" and parallel.shard().world_size > 1 else model.to(task.device)
     average = averaged(model, recipe.ema_decay)
     sharding.divide([model] if average is None else [model, average.module], recipe, task.device)
-    built = build_optimizer(optimizer, model, recipe.optimizers[optimizer])
+    settings = with_split_dim(recipe.optimizers[optimizer], model, task, recipe, resumed=resumed)
+    built = build_optimizer(optimizer, model, settings)
     if rank := parallel.shard().rank:
         torch.manual_seed(recipe.seed + rank)  # the same weights, but not the same dropout
     return Run(model, built, task, recipe, average)
@@ -201,6 +203,8 @@ def _train_one(
             say(f"{name}: continues from step {run.step} of {run.total_steps}")
     if line := coverage_line(run.optimizer):
         say(f"{name}: {line}")
+    if getattr(recipe.optimizers[name], "split_dim", None) == AUTO:
+        say(f"{name}: split_dim={run.optimizer.param_groups[0]['split_dim']} was measured for this network and device")
     with writing(folder.metrics(name)):
         folder.metrics(name).parent.mkdir(exist_ok=True)
     metrics = MetricsFile(folder.metrics(name))

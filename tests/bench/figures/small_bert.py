@@ -10,7 +10,7 @@ steps: 4
 batch_size: 2
 eval_interval: 2
 threads: 1
-optimizers: {thor: {lr: 0.1}, thor-spectral: {lr: 0.05}, lamb: {lr: 0.001}}
+optimizers: {thor: {lr: 0.1}, thor-muon: {lr: 0.05}, lamb: {lr: 0.001}}
 """
 
 

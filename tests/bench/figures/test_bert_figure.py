@@ -31,10 +31,10 @@ def test_accuracy_and_what_it_took_to_reach_that_of_lamb():
         run("lamb", 1, 0.5, (0.125, 0.375)),
         run("thor", 0, 1.0, (0.5, 0.75)),  # there after two steps
         run("thor", 1, 1.0, (0.25, 0.375)),  # after four
-        run("thor-spectral", 0, 2.0, (0.375, 0.4375)),  # never
-        run("thor-spectral", 1, 2.0, (0.4375, 0.25)),  # after two, and lost again
+        run("thor-muon", 0, 2.0, (0.375, 0.4375)),  # never
+        run("thor-muon", 1, 2.0, (0.4375, 0.25)),  # after two, and lost again
     ]
-    settings = {"device": "cpu", "seeds": [0, 1], "optimizers": ["lamb", "thor", "thor-spectral"]}
+    settings = {"device": "cpu", "seeds": [0, 1], "optimizers": ["lamb", "thor", "thor-muon"]}
     text = BERT.table(RawData("bert", settings, {"threads": 1}, runs))
     cells = {row[0]: row[1:] for line in text.splitlines() if (row := line.strip("| ").split(" | "))}
     same = ["400 ± 0 (400, 400)", "0.500 ± 0.000 (0.500, 0.500)"]
@@ -44,7 +44,7 @@ def test_accuracy_and_what_it_took_to_reach_that_of_lamb():
     assert cells["thor"] == [
         "0.5625 ± 0.2652 (0.7500, 0.3750)", *same, "3 ± 1 (2, 4)", "4 ± 1.41 (3, 5)", "1000 ms"
     ]  # fmt: skip
-    assert cells["thor-spectral"] == [
+    assert cells["thor-muon"] == [
         "0.3438 ± 0.1326 (0.4375, 0.2500)", *same, "never, 2", "never, 6", "2000 ms"
     ]  # fmt: skip
     assert "Times are processor seconds of training steps (one thread), without evaluations." in text

@@ -72,7 +72,7 @@ def test_all_makes_each(every):
         "fisher-norm": [{"seed": 0}],
         "split-dim": [{"model": options.model}],
         "batch-sizes": [{"optimizer": name, "batch_size": 256, "seed": 0} for name in ("momentum", "thor")],
-        "bert": [{"optimizer": name, "seed": 0} for name in ("lamb", "thor", "thor-spectral")],
+        "bert": [{"optimizer": name, "seed": 0} for name in ("lamb", "thor", "thor-muon")],
     }
     assert set(wanted) == set(FIGURES)
     assert {path.name for path in out.glob("[!.]*")} == {

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what stands in a line, lines of older versions, and a disk that is full."""
+"""`metrics.jsonl`: what stands in a line, and a disk that is full."""
 
 import json
 import math
@@ -35,17 +35,6 @@ def test_a_line_holds_all_that_was_measured(tmp_path):
         },
     ]  # fmt: skip
     assert read_metrics(file.path) == History([step], [evaluation])
-
-
-def test_lines_of_an_older_version(tmp_path):
-    old = (
-        '{"kind": "step", "step": 1, "loss": 2.0, "lr": 0.1, "seconds": 0.5, "duration": 0.5, "refresh": false}\n'
-        '{"kind": "eval", "step": 1, "seconds": 0.5, "loss": 1.0, "top1": 0.25, "top5": 0.5}\n'
-    )
-    (tmp_path / "m.jsonl").write_text(old)
-    record = read_metrics(tmp_path / "m.jsonl")
-    assert record == History([StepPoint(1, 2.0, 0.1, 0.5, 0.5, False)], [accuracy_point(1, 0.5, 1.0, 0.25, 0.5)])
-    assert (record.steps[0].terms, record.steps[0].skipped, record.best.value) == (0, False, 0.25)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

@@ -124,7 +124,7 @@ def test_a_part_that_is_missing_is_named(runs, tmp_path):
     assert_refused(command(tmp_path, "eval", path), ".metadata is missing")
 
 
-@pytest.mark.parametrize("optimizer", ["thor-spectral", "adam", "lamb"])
+@pytest.mark.parametrize("optimizer", ["thor-muon", "adam", "lamb"])
 def test_other_optimizers_go_on_bit_for_bit(tmp_path, optimizer):
     words = (*DIGITS, f"optimizer={optimizer}", "parallel=fsdp", "schedule.kind=linear")
     succeed(tmp_path, *words, "--out", tmp_path / "whole", ranks=2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torch_thor import LAMB, THOR
+from torch_thor import LAMB, THOR, ThorMuon
 from torch_thor.training import load_recipe, new_run, recipe_names, train
 from torch_thor.training.config.schedules import factor
 from torch_thor.training.models import masked_lm as models
@@ -132,7 +132,7 @@ def test_every_recipe_trains(name, cache, monkeypatch):
     for optimizer in recipe.optimizer:
         run = new_run(recipe, optimizer, task)
         record = train(run)
-        kinds = {"thor": THOR, "thor-spectral": THOR, "lamb": LAMB, "adamw": torch.optim.AdamW}
+        kinds = {"thor": THOR, "thor-muon": ThorMuon, "lamb": LAMB, "adamw": torch.optim.AdamW}
         assert type(run.optimizer) is kinds[optimizer]
         assert len(record.steps) == (2 * len(recipe.phases) or 3)
         assert all(0 < point.loss < 8 and not point.skipped for point in record.steps)

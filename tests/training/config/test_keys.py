@@ -75,4 +75,4 @@ def test_what_is_in_brackets_is_printed():
     file = io.StringIO()
     for table in key_tables():
         Console(file=file, width=300).print(table)
-    assert '[head, "*norm*"]' in file.getvalue()
+    assert '[-head, "-*norm*"]' in file.getvalue()

@@ -152,13 +152,13 @@ def test_recipes_are_frozen():
 
 def test_layers_to_leave_out_reach_the_optimizer():
     def optimizer(patterns):
-        recipe = load_recipe("fashion-mnist", ["optimizer=thor", f"skip={patterns}"])
+        recipe = load_recipe("fashion-mnist", ["optimizer=thor", f"layers={patterns}"])
         return OPTIMIZERS["thor"].build(build_model(recipe.model, 1, 10), recipe.optimizers["thor"])
 
-    reasons = {entry.name: entry.reason for entry in optimizer("['*norm*', '*.shortcut.1']").coverage()}
+    reasons = {entry.name: entry.reason for entry in optimizer("['-*norm*', '-*.shortcut.1']").coverage()}
     assert all((reason is not None) == ("norm" in name or "shortcut.1" in name) for name, reason in reasons.items())
-    with pytest.raises(UserError, match="'nrom' matches no layer"):
-        optimizer("[nrom]")
+    with pytest.raises(UserError, match="'-nrom' matches no layer"):
+        optimizer("[-nrom]")
 
 
 def test_the_reference_schedules_of_resnet50_in_a_recipe():

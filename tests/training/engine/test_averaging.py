@@ -65,7 +65,7 @@ def test_equals_the_recurrence(recipe, data, optimizer, decay):
 
 @pytest.mark.parametrize(("precision", "spoiled", "count"), [("fp16", 1e5, None), ("fp32", math.inf, 4)])
 def test_a_skipped_step_leaves_the_average_as_it_is(recipe, data, precision, spoiled, count):
-    """Of `precision=fp16`, and of `THOR(nonfinite="skip")`: one image is spoiled, once in each epoch."""
+    """Of `precision=fp16`, and of THOR with `nonfinite="skip"`: one image is spoiled, once in each epoch."""
     images = data.train_images.clone()
     images[5] = spoiled
     run = new_run(

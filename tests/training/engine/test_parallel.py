@@ -1,6 +1,7 @@
 """Under `torchrun` the same command trains data-parallel: what N processes do is what one does."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ import rank_script
 import signalled_script
 from command_line import IMAGES, assert_same_runs, checkpoints, command, lines, newest, succeed
 from image_tree import write_tree
+from tiny import assert_same
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,12 +100,21 @@ def test_processes_count_in_proportion_to_their_masked_tokens(tmp_path):
     text = ("data.name=corpus", "data.root=corpus", "data.text.length=32", "data.text.next_sentence=false")
     words = ("train", "bert-tiny", "model=config.json", *text, "batch_size=4", "steps=6", "device=cpu")
     words += ("optimizer=sgd,thor", "lr=0.01", "accumulation=2", "eval_interval=6", "ema_decay=0.9", "targets=[]")
-    words += ("optimizers.thor.skip=[bert.embeddings.position_embeddings]",)
+    words += ("optimizers.thor.layers=-bert.embeddings.position_embeddings",)
     one, many = tmp_path / "one", tmp_path / "many"
     succeed(tmp_path, *words, "--out", one)
     succeed(tmp_path, *words, "--out", many, ranks=2)
     for optimizer in ("sgd", "thor"):
         assert_same_training(one, many, optimizer)
+
+
+def test_the_first_process_measures_the_block_size_for_all(tmp_path):
+    words = ("train", "digits", "optimizer=thor", "steps=3", "eval_interval=3", "batch_size=64", "device=cpu")
+    out = succeed(tmp_path, *words, "split_dim=auto", "--out", "auto", ranks=2)
+    number = re.search(r"split_dim=(\d+) was measured", " ".join(out.split()))[1]
+    succeed(tmp_path, *words, f"split_dim={number}", "--out", "given", ranks=2)
+    auto, given = (newest(tmp_path / run, "thor") for run in ("auto", "given"))
+    assert_same(load_file(auto / "model.safetensors"), load_file(given / "model.safetensors"))
 
 
 def test_images_equal_one_process(pictures):

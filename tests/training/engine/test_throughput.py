@@ -31,7 +31,7 @@ def test_what_there_is_none_of():
     assert throughput(STEPS[2:3]).loss is None
     assert throughput(STEPS[:1]).ordinary_seconds is None
     assert throughput(STEPS[1:]).refresh_seconds is None
-    uncounted = [StepPoint(1, 3.0, 0.1, 5.0, 5.0, False)]  # of an older version
+    uncounted = [StepPoint(1, 3.0, 0.1, 5.0, 5.0, False)]
     assert throughput(uncounted).terms_per_second is None
     assert History(uncounted).median_terms_per_second() is None
 

@@ -73,5 +73,5 @@ def test_in_mixed_precision_with_a_loss_scale(precision):
 
 
 def test_a_wrong_word():
-    with pytest.raises(UserError, match=r"fisher=exact must be one of empirical, sampled"):
+    with pytest.raises(UserError, match=r"fisher=exact must be empirical or sampled"):
         load_recipe("digits", ["optimizers.thor.fisher=exact"])

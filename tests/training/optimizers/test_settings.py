@@ -13,15 +13,19 @@ from torch_thor.training.optimizers.settings import documented_arguments, settin
 GEOMETRIC = {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5}
 THOR_KEYS = {
     "lr": 0.05, "weight_decay": 0.0, "damping": 0.03, "momentum": 0.9, "nesterov": False, "update_interval": 100,
-    "trace_thresholds": (0.01, 0.0), "split_dim": 128, "factor_decay": 0.0, "kl_clip": "auto",
-    "max_update_ratio": "auto", "divide_curvature": False, "fisher": "empirical", "skip": (), "decay_filter": None,
+    "trace_thresholds": (0.01, 0.0), "split_dim": 128, "factor_decay": 0.0, "max_update_ratio": 0.01,
+    "kl_clip": None, "layers": None, "fisher": "empirical", "decay_filter": None, "divide_curvature": False,
 }  # fmt: skip
-SPECTRAL = {"lr": 0.08, "damping": 0.1, "momentum": 0.8, "nesterov": True, "factor_decay": 0.5}
+THOR_MUON_KEYS = {
+    "lr": 0.08, "weight_decay": 0.0, "damping": 0.1, "momentum": 0.8, "nesterov": True, "update_interval": GEOMETRIC,
+    "split_dim": 128, "factor_decay": 0.5, "max_update_ratio": 0.15, "layers": None, "decay_filter": None,
+    "divide_curvature": False,
+}  # fmt: skip
 SGD = {"lr": 0.1, "weight_decay": 0.0, "momentum": 0.9}
 ADAM = {"lr": 1e-3, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False}
 KEYS = {
     "thor": THOR_KEYS,
-    "thor-spectral": {**THOR_KEYS, **SPECTRAL, "update_interval": GEOMETRIC},
+    "thor-muon": THOR_MUON_KEYS,
     "sgd": {**SGD, "nesterov": False},
     "momentum": SGD,
     "nesterov": SGD,
@@ -52,7 +56,7 @@ def test_keys_and_defaults_of_recipes_are_what_they_were():
 
 
 def test_a_default_that_is_a_mapping_is_each_objects_own():
-    first, second = (OPTIMIZERS["thor-spectral"].settings() for _ in range(2))
+    first, second = (OPTIMIZERS["thor-muon"].settings() for _ in range(2))
     first.update_interval["last"] = 7
     assert second.update_interval == GEOMETRIC
 

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.training.reports.coverage_line import coverage_line
 
 
@@ -11,13 +11,13 @@ def network():
     return nn.Sequential(nn.Linear(9, 10), nn.LayerNorm(10), nn.Linear(10, 20), nn.LayerNorm(20), nn.BatchNorm1d(20))
 
 
-@pytest.mark.parametrize(("scaling", "rest"), [(None, "plain momentum"), ("spectral", "AdamW")])
-def test_layers_and_weights_are_counted(scaling, rest):
-    covered, total = 9 * 10 + 10 * 20 + (0 if scaling else 10 + 20), 9 * 10 + 10 + 10 * 20 + 20 + 2 * 10 + 4 * 20
-    line = coverage_line(THOR(network(), scaling=scaling))
+@pytest.mark.parametrize(("optimizer", "biases", "rest"), [(THOR, 10 + 20, "plain momentum"), (ThorMuon, 0, "AdamW")])
+def test_layers_and_weights_are_counted(optimizer, biases, rest):
+    covered, total = 9 * 10 + 10 * 20 + biases, 9 * 10 + 10 + 10 * 20 + 20 + 2 * 10 + 4 * 20
+    line = coverage_line(optimizer(network()))
     share = f"{covered / total:.2%} of the trained parameters"
-    others = f"BatchNorm1d (1), LayerNorm (2){', biases of Linear (2)' if scaling else ''}"
-    assert line.startswith(f"THOR preconditions 2 layers with {share}; {rest} for the rest: {others}; ")
+    others = f"BatchNorm1d (1), LayerNorm (2){'' if biases else ', biases of Linear (2)'}"
+    assert line.startswith(f"{optimizer.__name__} preconditions 2 layers with {share}; {rest} for the rest: {others}; ")
 
 
 def test_frozen_weights_do_not_count_and_nothing_may_be_left():

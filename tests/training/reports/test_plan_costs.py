@@ -10,7 +10,7 @@ from torch_thor.training.reports.plan_costs import Line, line_through, make_cost
 OTHERS = {
     "model": "mine",
     "split_dim": 4,
-    "scaling": None,
+    "optimizer": "thor",
     "sample": "images",
     "local_batch": 4,
     "machine": {"device": "a device"},

@@ -27,7 +27,7 @@ def sample():
 
 def test_steps_with_all_and_half_of_the_samples():
     given, seen = sample()
-    costs = measure_costs("mine", given, CPU, local_batch=6, split_dim=8, scaling=None, rounds=2)
+    costs = measure_costs("mine", given, CPU, local_batch=6, split_dim=8, optimizer="thor", rounds=2)
     assert seen == [6, 6, 3, 3] * 3
     assert set(costs.seconds) >= {"ordinary 6", "step 3", "refresh 6", "pack", "unpack", "copy"}
     assert all(len(times) == 2 for times in costs.seconds.values())
@@ -60,4 +60,4 @@ def test_a_model_that_fails_gets_one_line():
     model = nn.Linear(4, 3)
     broken = Sample(model, lambda model, samples: model(torch.randn(samples, 5)).sum(), "vectors")
     with pytest.raises(UserError, match=r"mine could not be measured: .*mat1 and mat2"):
-        measure_costs("mine", broken, CPU, local_batch=2, split_dim=8, scaling=None)
+        measure_costs("mine", broken, CPU, local_batch=2, split_dim=8, optimizer="thor")

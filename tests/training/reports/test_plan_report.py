@@ -24,13 +24,13 @@ def frozen():
 def test_command(monkeypatch, capsys, tmp_path):
     file, out = tmp_path / "mine.py", tmp_path / "plan"
     file.write_text(MODEL)
-    words = (f"{file}:build", "--world-size", "1,4", "--split-dim", "64", "--spectral", "--out", out)
+    words = (f"{file}:build", "--world-size", "1,4", "--split-dim", "64", "--optimizer", "thor-muon", "--out", out)
     code, printed, _ = call(monkeypatch, capsys, "plan", *words)
     assert code == 0
     assert "2 preconditioned layers" in " ".join(printed.split())
     found = json.loads((out / "plan.json").read_text())
     assert [share["processes"] for share in found["shares"]] == [1, 4]
-    assert (found["split_dim"], found["scaling"]) == (64, "spectral")
+    assert (found["split_dim"], found["optimizer"]) == (64, "thor-muon")
 
 
 def test_times_from_costs_of_this_device_and_of_a_file(monkeypatch, capsys, tmp_path):
@@ -72,6 +72,7 @@ def test_models_by_name(monkeypatch, capsys, size):
     [
         (("resnet18", "--world-size", "0,2"), "--world-size=0,2: must be whole numbers of at least 1"),
         (("resnet18", "--world-size", "two"), "--world-size=two: must be whole numbers"),
+        (("resnet18", "--optimizer", "sgd"), "--optimizer=sgd: must be thor or thor-muon"),
         (("resnet18", "--interconnect", "wire"), "--interconnect=wire: must be LINK"),
         (("resnet18", "--batch", "64"), "--batch=64: 1024 processes need at least as many samples"),
         (("resnet18", "--costs", "nowhere.json"), "--costs nowhere.json cannot be read"),

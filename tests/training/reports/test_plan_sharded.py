@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.training.reports.plan_sharded import (
     blocks_of,
     collectives_of_refresh,
@@ -49,17 +49,16 @@ def fake():
 
 
 @pytest.mark.parametrize("world", [2, 4, 5])
-@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
 @pytest.mark.filterwarnings("ignore:.*preconditions")
-def test_blocks_and_bytes_are_those_of_fully_shard(fake, world, scaling):
+def test_blocks_and_bytes_are_those_of_fully_shard(fake, world, optimizer):
     model = Kinds()
-    layers = shard_layers(THOR(model, split_dim=4, scaling=scaling).curvature.values(), world)
+    layers = shard_layers(optimizer(model, split_dim=4).curvature.values(), world)
     whole = sum(p.nbytes for p in model.parameters())
     share = sharded_share(model, layers, whole, world)
     real = Kinds()
     fully_shard(real, mesh=fake(world))
-    optimizer = THOR(real, split_dim=4, scaling=scaling)
-    found = list(optimizer.curvature.values())
+    found = list(optimizer(real, split_dim=4).curvature.values())
     assert [layer.name for layer in layers] == [layer.name for layer in found]
     assert blocks_of(layers) == blocks_of(found)
     assert collectives_of_refresh(layers, world) == collectives_of_refresh(found, world)

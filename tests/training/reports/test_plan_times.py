@@ -30,7 +30,7 @@ def costs(**others):
     values = {
         "model": "",
         "split_dim": 4,
-        "scaling": None,
+        "optimizer": "thor",
         "sample": "",
         "local_batch": 4,
         "forward_backward": line(1.0, 2.0),

@@ -28,7 +28,7 @@ def words(tmp_path_factory):
     return [
         "data.name=corpus", f"data.root={folder / 'corpus'}", "data.text.length=64", "steps=3", "batch_size=4",
         "device=cpu", "optimizer=thor", "optimizers.thor.update_interval=2", "eval_interval=100",
-        "optimizers.thor-spectral.update_interval=2", "schedule.kind=constant",
+        "optimizers.thor-muon.update_interval=2", "schedule.kind=constant",
     ]  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_parts_give_the_step_of_the_whole(words, opened):
         assert own.terms == wanted.terms
 
 
-@pytest.mark.parametrize("name", ["thor", "thor-spectral", "lamb", "adamw"])
+@pytest.mark.parametrize("name", ["thor", "thor-muon", "lamb", "adamw"])
 def test_bfloat16_trains(words, opened, name):
     run = trained(words, opened, f"optimizer={name}", "precision=bf16", "activation_checkpointing=true", "clip_norm=1")
     assert all(parameter.dtype == torch.float32 for parameter in run.model.parameters())

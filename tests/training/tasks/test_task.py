@@ -68,11 +68,12 @@ class Watched(PaddedRows):
         return super().loss(model, batch)
 
 
-def watched(parts, **options):
+def watched(parts, loss_terms=None):
     config = RunConfig(batch_size=6, accumulation=parts)
     task = Watched(config)
     model = model_of(task)
-    task.optimizer = thor(model, **options)
+    task.optimizer = thor(model)
+    task.optimizer.loss_terms = loss_terms
     batch = next(iter(task.open_data(Shard()).train))
     stepper = Run(model, task.optimizer, task, config).stepper
     stepper.take(batch, 1)
@@ -93,8 +94,8 @@ def test_thor_is_told_terms_of_the_step_and_rows_of_each_part():
 def test_thor_takes_the_steps_of_a_loop_that_tells_it_itself():
     task, _, batch = watched(1)
     model = model_of(task)
-    optimizer = thor(model, loss_terms=task.terms(batch).number)
-    optimizer.row_mask = batch["truth"][1]
+    optimizer = thor(model)
+    optimizer.loss_terms, optimizer.row_mask = task.terms(batch).number, batch["truth"][1]
     PaddedRows(RunConfig()).loss(model, batch).mean.backward()
     optimizer.step()
     for name, layer in optimizer.curvature.items():
@@ -110,7 +111,7 @@ def test_what_the_user_has_set_stays():
     assert task.seen[1][1] is own
 
 
-def test_scale_free_thor_has_no_use_for_the_number_of_terms():
+def test_thor_muon_has_no_use_for_the_number_of_terms():
     config = RunConfig(batch_size=6)
     task = PaddedRows(config)
     model = model_of(task)

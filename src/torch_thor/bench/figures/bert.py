@@ -1,4 +1,4 @@
-"""Accuracy on masked tokens against steps and seconds: LAMB and both forms of THOR on the recipe `bert-tiny`."""
+"""Accuracy on masked tokens against steps and seconds: LAMB, THOR and ThorMuon on the recipe `bert-tiny`."""
 
 import statistics
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from torch_thor.bench.figures.run_times import (
 from torch_thor.bench.markdown import reached, summary
 
 BASELINE = "lamb"
-OPTIMIZERS = (BASELINE, "thor", "thor-spectral")
+OPTIMIZERS = (BASELINE, "thor", "thor-muon")
 SEEDS = (0, 1, 2)
 RECIPE = "bert-tiny"
 ACCURACY = "mlm_accuracy"
@@ -143,7 +143,7 @@ def draw(raw: RawData, path: Path) -> None:
 
 
 BERT = Figure(
-    about="accuracy on masked tokens against steps and seconds: LAMB, THOR and scale-free THOR on bert-tiny",
+    about="accuracy on masked tokens against steps and seconds: LAMB, THOR and ThorMuon on bert-tiny",
     takes=("epochs", "eval_interval", "seeds"),
     settings=settings,
     jobs=jobs,

@@ -142,16 +142,3 @@ def parse_metrics(content: bytes, path: Path) -> History:
         return from_lines([json.loads(line) for line in lines])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}): start again with --overwrite or --out") from error
-
-
-def in_current_format(content: bytes, path: Path) -> bytes:
-    """Convert lines that an older version wrote to the format of this version.
-
-    Args:
-        content: The bytes of a `metrics.jsonl`.
-        path: The file that they are from, for the error message.
-
-    Returns:
-        The same points as this version writes them.
-    """
-    return "".join(_line(point) for point in parse_metrics(content, path).points()).encode("utf-8")

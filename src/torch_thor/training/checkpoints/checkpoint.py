@@ -11,8 +11,7 @@ A checkpoint is a folder `step-00000123` that contains
                            have one, and a checksum of the manifest itself
 
 It is written under a temporary name, flushed to the disk, and renamed. Opening it verifies the checksums. The best
-checkpoint of a run has the same form and is in the folder `best`. Checkpoints of the older format 2 have no metrics and
-no checksum of the manifest itself; everything else is verified in the same way.
+checkpoint of a run has the same form and is in the folder `best`.
 
 If the parameters are divided among processes, the weights and the tensors of the optimizer are in the files of
 `torch.distributed.checkpoint` instead (`.metadata`, `__0_0.distcp`, ...), and each process writes its own.
@@ -63,8 +62,7 @@ class Checkpoint:
         path: Its folder.
         step: Optimizer steps done.
         optimizer: The optimizer's name in the recipe.
-        tokenizer: The SHA-256 checksum of the tokenizer of the training data; `None` if they have no tokenizer, and in
-            checkpoints of earlier versions.
+        tokenizer: The SHA-256 checksum of the tokenizer of the training data; `None` if they have no tokenizer.
     """
 
     path: Path
@@ -78,10 +76,9 @@ class Checkpoint:
         return (self.path / RECIPE).read_text(encoding="utf-8")
 
     @property
-    def metrics(self) -> bytes | None:
-        """The run's `metrics.jsonl` up to this step; `None` in a checkpoint of format 2."""
-        path = self.path / METRICS
-        return gzip.decompress(path.read_bytes()) if path.exists() else None
+    def metrics(self) -> bytes:
+        """The run's `metrics.jsonl` up to this step."""
+        return gzip.decompress((self.path / METRICS).read_bytes())
 
     @property
     def is_divided(self) -> bool:

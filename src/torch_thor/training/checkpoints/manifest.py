@@ -10,7 +10,6 @@ from torch_thor.training.errors import DamagedCheckpointError
 
 FORMAT = 3
 FORMAT_DIVIDED = 4  # of networks whose parameters are divided among processes
-FORMAT_WITHOUT_CHECKSUM = 2  # an older format, whose manifest has no checksum of its own
 PREFIX = "step-"  # of the name of a checkpoint's folder
 WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
 METADATA = ".metadata"  # of the parts of a divided checkpoint, which contains no file of weights
@@ -76,10 +75,10 @@ def _checked(path: Path, manifest: Mapping[str, Any]) -> Mapping[str, Any]:
     # the manifest of a later version may differ in anything but its checksum
     if (CHECKSUM in manifest or format_ in (FORMAT, FORMAT_DIVIDED)) and not checksum_matches(manifest):
         raise _invalid(path)
-    if format_ not in (FORMAT, FORMAT_WITHOUT_CHECKSUM, FORMAT_DIVIDED):
+    if format_ not in (FORMAT, FORMAT_DIVIDED):
         raise DamagedCheckpointError(
-            f"checkpoint {path} has format {format_}, and this version of torch-thor reads {FORMAT_WITHOUT_CHECKSUM}, "
-            f"{FORMAT} and {FORMAT_DIVIDED}"
+            f"checkpoint {path} has format {format_}, and this version of torch-thor reads {FORMAT} and "
+            f"{FORMAT_DIVIDED}"
         )
     step, sums = manifest.get("step"), manifest.get("sha256")
     names = (manifest.get("optimizer"), manifest.get("tokenizer", ""))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.training.callbacks.metrics_file import MetricsFile, in_current_format, parse_metrics, read_metrics
+from torch_thor.training.callbacks.metrics_file import MetricsFile, parse_metrics
 from torch_thor.training.checkpoints import best, checkpoint
 from torch_thor.training.checkpoints.divided import save_divided, weight_parts
 from torch_thor.training.checkpoints.manifest import METRICS
@@ -21,7 +21,7 @@ from torch_thor.training.engine import parallel, sharding
 from torch_thor.training.engine.ending import is_lost_connection
 from torch_thor.training.engine.history import History
 from torch_thor.training.engine.loop import Callback, Run
-from torch_thor.training.errors import StoppedError, UserError
+from torch_thor.training.errors import StoppedError
 
 
 class StopSignal:
@@ -187,8 +187,7 @@ def restore(run: Run, saved: checkpoint.Checkpoint, metrics: Path, say: Callable
         say: Prints a line; it is called if the metrics file is damaged, and if the number of processes has changed.
 
     Raises:
-        UserError: If the checkpoint belongs to another network, tokenizer or other data, or the metrics are
-            incomplete.
+        UserError: If the checkpoint belongs to another network, tokenizer or other data.
     """
     check_tokenizer(saved, run.task)
     with parallel.agreed():
@@ -231,22 +230,11 @@ def record_of(saved: checkpoint.Checkpoint, metrics: Path, say: Callable[[str], 
 
     Returns:
         The record up to the step of the checkpoint.
-
-    Raises:
-        UserError: If the checkpoint has format 2, which contains no copy, and the file lacks steps.
     """
     own = saved.metrics
-    if own is None:  # of format 2
-        record = read_metrics(metrics).up_to(saved.step)
-    else:
-        record = parse_metrics(own, saved.path / METRICS)
-        if damage := _damage(metrics, own):
-            say(f"{metrics} {damage}: it is restored from the copy in {saved.path}")
-    if [point.step for point in record.steps] != list(range(1, saved.step + 1)):
-        raise UserError(
-            f"{metrics} contains {len(record.steps)} of {saved.step} steps: use --overwrite or another --out"
-        )
-    return record
+    if damage := _damage(metrics, own):
+        say(f"{metrics} {damage}: it is restored from the copy in {saved.path}")
+    return parse_metrics(own, saved.path / METRICS)
 
 
 def _damage(metrics: Path, own: bytes) -> str | None:
@@ -254,9 +242,7 @@ def _damage(metrics: Path, own: bytes) -> str | None:
         found = metrics.read_bytes()
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if found.startswith(own) or found.startswith(
-        in_current_format(own, metrics)
-    ):  # a resumed run rewrites lines of older versions
+    if found.startswith(own):
         return None
     lines = zip(found.splitlines(keepends=True), own.splitlines(keepends=True), strict=False)
     same = next((number for number, (left, right) in enumerate(lines) if left != right), None)

@@ -42,7 +42,7 @@ def check_tokenizer(saved: Checkpoint, task: object) -> None:
     """Refuse data that were encoded by another tokenizer than the data that a network was trained on.
 
     Args:
-        saved: A checkpoint of the network. Checkpoints of earlier versions record no tokenizer and are not checked.
+        saved: A checkpoint of the network.
         task: The task, with the data that its recipe names now.
 
     Raises:

@@ -5,7 +5,7 @@ The first lines are comments, so that `torch-thor train FILE.yaml` accepts the f
     # sha256 4f9c...: of all lines below this one
     # resolved {"seed": "81d0..."}: digests of what the values were when the run began, where they change what trains
 
-A file without the first comment was written by an older version or by hand.
+A file without the first comment was written by hand.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ def stored_text(recipe: Recipe) -> str:
 
 
 def read_stored(text: str) -> StoredRecipe:
-    """Read a recipe that `stored_text` or an older version has written.
+    """Read a recipe that `stored_text` or a person has written.
 
     Args:
         text: The content of the file.

@@ -226,7 +226,6 @@ class TrainingStream:
         Raises:
             UserError: If the other stream had other data, another seed or another batch size.
         """
-        state = {"samples": state.get("images"), **state}  # older versions store the number of samples as `images`
         for key, own in self._identity().items():
             if state[key] != own:
                 raise UserError(

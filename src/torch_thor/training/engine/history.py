@@ -25,7 +25,7 @@ class StepPoint:
         seconds: Time of all steps so far, in seconds.
         duration: Time of this step, in seconds, with the time of waiting for data.
         refresh: Whether the step gathered statistics of the curvature.
-        terms: Number of loss terms, such as images; 0 in files of older versions, which did not count them.
+        terms: Number of loss terms, such as images; 0 where they were not counted.
         waited: Time of waiting for data, in seconds.
         damping: The damping; `None` for optimizers without damping.
         skipped: Whether a gradient was not finite (an overflow of float16), so that the weights were not changed.

@@ -1,7 +1,4 @@
-"""Conversion of the measurements of a run to JSON values and back: as lines of `metrics.jsonl`, and as columns.
-
-Both readers accept files of older versions.
-"""
+"""Conversion of the measurements of a run to JSON values and back: as lines of `metrics.jsonl`, and as columns."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -46,7 +43,7 @@ def from_lines(lines: list[dict[str, Any]]) -> History:
     """Rebuild a history from the lines of `metrics.jsonl`.
 
     Args:
-        lines: The mappings from `to_line`, in order, of this version or of an older one, whose points had fewer fields.
+        lines: The mappings from `to_line`, in order.
 
     Returns:
         The history.
@@ -67,8 +64,6 @@ def _point(kind: str, values: dict[str, Any]) -> Point:
     if kind == "eval":
         return _evaluation(values)
     if kind == "step":
-        if "images" in values:  # the name in older versions
-            values["terms"] = values.pop("images")
         values["loss"] = _number(values["loss"])
     return KINDS[kind](**values)
 
@@ -113,7 +108,7 @@ def from_columns(kind: str, columns: Mapping[str, list[Any]]) -> list[Any]:
 
     Args:
         kind: A key of `KINDS`.
-        columns: The mapping from `to_columns`, of this version or of an older one.
+        columns: The mapping from `to_columns`.
 
     Returns:
         The points.

@@ -26,7 +26,7 @@ _MODULES = {
     "torch_thor.training.optimizers.muon": ("MuonAdamW",),
     "torch_thor.training.optimizers.registry": ("OPTIMIZERS", "Entry", "build_optimizer", "default_settings"),
     "torch_thor.training.optimizers.settings": ("OptimizerSettings", "settings_of"),
-    "torch_thor.training.optimizers.thor": ("THORSettings", "ThorMuonSettings"),
+    "torch_thor.training.optimizers.thor": ("ThorMuonSettings", "THORSettings"),
 }
 
 if not TYPE_CHECKING:

@@ -22,7 +22,7 @@ BOTH = {
     "update_interval": "Steps between refreshes of the curvature: a number, or a mapping with `kind` (`constant`, "
     "`piecewise`, `geometric`) and the arguments of that class of `torch_thor.intervals`.",
     "layers": "The layers whose curvature is used, by name or pattern; a leading minus leaves out: `[-head, "
-    '"-*norm*"]`. None stands for all.',
+    '"-*norm*"]`. `None` stands for all.',
     "divide_curvature": "Whether each block of a factor and its inverse stay with the process that inverts it (1 / n "
     "of the memory), and every step collects the inverses.",
 }

@@ -29,8 +29,8 @@ def coverage_line(optimizer: torch.optim.Optimizer) -> str | None:
             # with ThorMuon the bias of a preconditioned layer is not
             kind = f"biases of {entry.kind}" if module in layers and entry.name.endswith("bias") else entry.kind
             others.setdefault(kind, set()).add(module)
-    what = f"{type(optimizer).__name__} preconditions {len(layers)} layers"
-    line = f"{what} with {covered / max(1, total):.2%} of the trained parameters"
+    share = f"{covered / max(1, total):.2%} of the trained parameters"
+    line = f"{type(optimizer).__name__} preconditions {len(layers)} layers with {share}"
     if not others:
         return line
     rest = sorted({entry.rest for entry in entries if entry.trained and not entry.preconditioned})

@@ -75,7 +75,7 @@ class Costs:
     Args:
         model: The model.
         split_dim: THOR's block size.
-        scaling: THOR's `scaling`.
+        optimizer: `thor` or `thor-muon`.
         sample: What a sample is.
         local_batch: The largest number of samples that was measured.
         forward_backward: Seconds of forward and backward pass on an ordinary step.
@@ -92,7 +92,7 @@ class Costs:
 
     model: str
     split_dim: int
-    scaling: str | None
+    optimizer: str
     sample: str
     local_batch: int
     forward_backward: Line

@@ -19,6 +19,7 @@ from torch_thor.training.reports.plan_costs import Costs, make_costs
 from torch_thor.training.reports.plan_sample import Sample
 from torch_thor.training.reports.traffic import blocks_of
 
+KINDS: dict[str, type[THOR] | type[ThorMuon]] = {"thor": THOR, "thor-muon": ThorMuon}
 ROUNDS = 5
 _ELEMENTS = 2**22  # of the blocks that are inverted at once in a measurement, at most
 # Of a copy: 64 MB, more than the largest allocation that glibc takes from memory that it has already (32 MB)
@@ -34,7 +35,7 @@ def measure_costs(
     *,
     local_batch: int,
     split_dim: int,
-    scaling: str | None,
+    optimizer: str,
     rounds: int = ROUNDS,
 ) -> Costs:
     """Measure forward and backward pass, ordinary steps, refreshes, inversions, packing and copying.
@@ -48,7 +49,7 @@ def measure_costs(
         device: The device.
         local_batch: The largest number of samples.
         split_dim: THOR's block size.
-        scaling: THOR's `scaling`.
+        optimizer: `thor` or `thor-muon`.
         rounds: Number of rounds that count.
 
     Returns:
@@ -57,11 +58,10 @@ def measure_costs(
     Raises:
         UserError: If the model cannot be run.
     """
-    kind = THOR if scaling is None else ThorMuon
-    optimizer = kind(sample.model, lr=1e-6, split_dim=split_dim, update_interval=2)
-    for group in optimizer.param_groups:  # every refresh takes new factors
+    thor = KINDS[optimizer](sample.model, lr=1e-6, split_dim=split_dim, update_interval=2)
+    for group in thor.param_groups:  # every refresh takes new factors
         group["trace_thresholds"] = (0.0, 0.0)
-    counts = block_counts(optimizer.curvature.values())
+    counts = block_counts(thor.curvature.values())
     clock = clock_of(device)
     seconds: dict[str, list[float]] = {}
     inversions: dict[tuple[int, int], list[float]] = {}
@@ -71,7 +71,7 @@ def measure_costs(
                 seconds, inversions = {}, {}
             for samples in dict.fromkeys((local_batch, max(1, local_batch // 2))):
                 for name in ("refresh", "ordinary"):  # the first step refreshes, and then every second one
-                    passed, stepped = _timed_step(sample, optimizer, samples, clock)
+                    passed, stepped = _timed_step(sample, thor, samples, clock)
                     if name == "refresh":
                         seconds.setdefault(f"refresh {samples}", []).append(passed + stepped)
                     else:
@@ -90,7 +90,7 @@ def measure_costs(
         counts,
         model=word,
         split_dim=split_dim,
-        scaling=scaling,
+        optimizer=optimizer,
         sample=sample.description,
         local_batch=local_batch,
         machine={

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from torch_thor import THOR, ThorMuon, __version__
+from torch_thor import __version__
 from torch_thor.curvature import LayerCurvature
 from torch_thor.training.engine.parallel import resolve_device
 from torch_thor.training.errors import UserError, first_line, require
@@ -21,7 +21,7 @@ from torch_thor.training.printing import printer
 from torch_thor.training.reports.plan_costs import Costs, read_costs, write_costs
 from torch_thor.training.reports.plan_divided import divided_share
 from torch_thor.training.reports.plan_division import Share, curvature_of, share_of
-from torch_thor.training.reports.plan_measure import measure_costs
+from torch_thor.training.reports.plan_measure import KINDS, measure_costs
 from torch_thor.training.reports.plan_network import parse_interconnect
 from torch_thor.training.reports.plan_plot import draw_times
 from torch_thor.training.reports.plan_sample import VOCABULARY, make_sample
@@ -40,7 +40,7 @@ class PlanOptions:
 
     Args:
         split_dim: THOR's block size.
-        scaling: THOR's `scaling`, `None` or `"spectral"`.
+        optimizer: `thor` or `thor-muon`.
         sharded: Whether to plan for sharded parameters (FSDP2) as well.
         batch: Number of samples of a step over all processes; `None` predicts no times.
         interconnect: How the devices are connected, as `parse_interconnect` reads it.
@@ -56,7 +56,7 @@ class PlanOptions:
     """
 
     split_dim: int = 128
-    scaling: str | None = None
+    optimizer: str = "thor"
     sharded: bool = False
     batch: int | None = None
     interconnect: str = "nvlink+400g"
@@ -88,6 +88,10 @@ def report_plan(word: str, world_sizes: Sequence[int], console: Console, options
         UserError: If the model cannot be built or measured, THOR preconditions none of its layers, or an option does
             not fit.
     """
+    require(
+        options.optimizer in KINDS,
+        f"--optimizer={options.optimizer}: must be {' or '.join(KINDS)}; others have no curvature to plan for",
+    )
     network = parse_interconnect(options.interconnect)
     work = None if options.batch is None else Workload(options.batch, options.interval, options.samples)
     if work is not None:
@@ -95,7 +99,7 @@ def report_plan(word: str, world_sizes: Sequence[int], console: Console, options
     if options.out is not None:
         check_place(options.out)
     model = _build(word)
-    layers, unsplit = (_layers(word, model, size, options.scaling) for size in (options.split_dim, None))
+    layers, unsplit = (_layers(word, model, size, options.optimizer) for size in (options.split_dim, None))
     curvature = curvature_of(model, layers)
     shares = [share_of(layers, unsplit, curvature.gradient_bytes, processes) for processes in world_sizes]
     say = printer(console)
@@ -130,7 +134,7 @@ def report_plan(word: str, world_sizes: Sequence[int], console: Console, options
         numbers = {
             "model": word,
             "split_dim": options.split_dim,
-            "scaling": options.scaling,
+            "optimizer": options.optimizer,
             "torch_thor": __version__,
             "curvature": asdict(curvature),
             "shares": [asdict(share) for share in shares],
@@ -146,12 +150,11 @@ def report_plan(word: str, world_sizes: Sequence[int], console: Console, options
     return shares
 
 
-def _layers(word: str, model: nn.Module, split_dim: int | None, scaling: str | None) -> list[LayerCurvature]:
+def _layers(word: str, model: nn.Module, split_dim: int | None, optimizer: str) -> list[LayerCurvature]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of little that is preconditioned: the table tells
         try:
-            kind = THOR if scaling is None else ThorMuon
-            return list(kind(model, split_dim=split_dim).curvature.values())
+            return list(KINDS[optimizer](model, split_dim=split_dim).curvature.values())
         except ValueError as error:
             raise UserError(f"{word}: {first_line(error)}") from error
 
@@ -160,7 +163,7 @@ def _costs(word: str, options: PlanOptions, say: Callable[[str], None]) -> Costs
     """Read costs, or measure them if they are needed."""
     if options.costs is not None:
         costs = read_costs(options.costs)
-        wanted = {"model": word, "split_dim": options.split_dim, "scaling": options.scaling}
+        wanted = {"model": word, "split_dim": options.split_dim, "optimizer": options.optimizer}
         for name, value in wanted.items():
             found = getattr(costs, name)
             require(found == value, f"--costs {options.costs}: measured with {name}={found}, and this plan has {value}")
@@ -178,7 +181,7 @@ def _costs(word: str, options: PlanOptions, say: Callable[[str], None]) -> Costs
         device,
         local_batch=options.local_batch,
         split_dim=options.split_dim,
-        scaling=options.scaling,
+        optimizer=options.optimizer,
     )
     if options.save_costs is not None:
         write_costs(costs, options.save_costs)

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from joined import OPTIONS, network, parallel, routed, share, stream, train
-from sharded import mesh_of, sharded
-from torch_thor import THOR
+from sharded import mesh_of, shard
+from torch_thor import THOR, Distributed, ThorMuon
 from torch_thor.training.reports import traffic as divided_curvature
 from torch_thor.training.reports.plan_divided import divided_share
 from torch_thor.training.reports.traffic import Collective, collectives_of_refresh, collectives_of_step
@@ -32,13 +33,13 @@ class TwoDtypes(nn.Module):
         return self.last(self.head(hidden.double()).float())
 
 
-def counted(rank, world, make, options, mesh=None):
+def counted(rank, world, make, kind, options, mesh=None):
     """The collectives of the third refresh, and those that are computed."""
-    options = {"update_interval": 1, "trace_thresholds": (0.0, 0.0), **options}
-    if mesh is None:
-        model, optimizer = parallel(rank, world, make, **options)
-    else:
-        model, optimizer = sharded(mesh_of(mesh), make, **options)
+    model = make() if mesh is None else shard(make(), mesh_of(mesh))
+    optimizer = kind(model, **{"split_dim": 8, **options}, lr=0.02, update_interval=1)
+    for group in optimizer.param_groups:  # every refresh takes new factors
+        group["trace_thresholds"] = (0.0, 0.0)
+    model = DistributedDataParallel(model) if mesh is None else model
     batches = [share(batch, rank, world) for batch in stream(3)]
     train(model, optimizer, batches[:2])
     found = []
@@ -61,19 +62,22 @@ def counted(rank, world, make, options, mesh=None):
     if make is TwoDtypes and world == 4:  # few large blocks, of which padding would take more than twice the size
         assert [one.name for one in found].count("all_reduce") == 4
     layers = list(optimizer.curvature.values())
-    computed = collectives_of_refresh(layers, world, options.get("communication_dtype"))
+    computed = collectives_of_refresh(layers, world, optimizer.distributed.communication_dtype)
     return found, computed + collectives_of_step(model.parameters(), layers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"split_dim": None}, {"scaling": "spectral"}], ids=["split", "whole", "spectral"]
+    ("kind", "options"),
+    [(THOR, {}), (THOR, {"split_dim": None}), (ThorMuon, {})],
+    ids=["split", "whole", "thor-muon"],
 )
 @pytest.mark.parametrize("divided", [False, True], ids=["everywhere", "divided"])
-def test_bytes_of_a_refresh(run, options, divided):
+def test_bytes_of_a_refresh(run, kind, options, divided):
     """With divided curvature, the inverses are collected in the same step."""
     for world in (2, 4):
-        for found, computed in run(world, counted, network, {**options, "divide_curvature": divided}):
+        options = {**options, "distributed": Distributed(divide_curvature=divided)}
+        for found, computed in run(world, counted, network, kind, options):
             assert found == computed
 
 
@@ -96,8 +100,9 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, elements):
 
 def in_turns_of(rank, world, elements):
     with mock.patch.object(divided_curvature, "ELEMENTS", elements):
-        model, optimizer = parallel(rank, world, divide_curvature=True)
-        return counted(rank, world, network, {"divide_curvature": True})[0], kept_bytes(model, optimizer, rank, world)
+        options = {"distributed": Distributed(divide_curvature=True)}
+        model, optimizer = parallel(rank, world, **options)
+        return counted(rank, world, network, THOR, options)[0], kept_bytes(model, optimizer, rank, world)
 
 
 def kept_bytes(model, optimizer, rank, world):
@@ -114,24 +119,29 @@ def kept_bytes(model, optimizer, rank, world):
 @pytest.mark.parametrize("make", [routed, TwoDtypes], ids=["experts", "two-dtypes"])
 def test_bytes_of_other_layers(run, make):
     for world in (2, 4):
-        for found, computed in run(world, counted, make, {"split_dim": None}):
+        for found, computed in run(world, counted, make, THOR, {"split_dim": None}):
             assert found == computed
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*returns a view")
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"split_dim": None}, {"scaling": "spectral"}, {"communication_dtype": torch.bfloat16}],
-    ids=["split", "whole", "spectral", "bfloat16"],
+    ("kind", "options"),
+    [
+        (THOR, {}),
+        (THOR, {"split_dim": None}),
+        (ThorMuon, {}),
+        (THOR, {"distributed": Distributed(communication_dtype=torch.bfloat16)}),
+    ],
+    ids=["split", "whole", "thor-muon", "bfloat16"],
 )
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (2, 1)], ids=["fsdp-2", "fsdp-4", "hsdp", "replicas-alone"])
-def test_bytes_of_sharded_rows(run, mesh, options):
+def test_bytes_of_sharded_rows(run, mesh, kind, options):
     """G stays with the ranks that hold the rows; those that hold the same rows get it from one of them."""
-    for found, computed in run(torch.Size(mesh).numel(), counted, network, options, mesh):
+    for found, computed in run(torch.Size(mesh).numel(), counted, network, kind, options, mesh):
         assert found == computed
-        # the scale-free step has A alone, and no weight of the network has the inputs first
-        assert (found[-1].name == "broadcast") is (len(mesh) == 2 and "scaling" not in options)
+        # ThorMuon has A alone, and no weight of the network has the inputs first
+        assert (found[-1].name == "broadcast") is (len(mesh) == 2 and kind is THOR)
 
 
 def test_what_a_ring_sends():
