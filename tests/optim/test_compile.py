@@ -146,13 +146,17 @@ def test_an_optimizer_that_is_dropped_wants_nothing():
         gc.enable()
 
 
-def test_the_users_stance_comes_back():
+def test_the_users_stance_holds_inside_its_context_and_is_over_after_it():
+    [batch] = stream(1)
     with torch.compiler.set_stance("eager_on_recompile"):
         model = Model()
         optimizer = THOR(model, update_interval=100)
         assert stance() == "force_eager"
-        step(model, optimizer, stream(1)[0])
+        step(model, optimizer, batch)
         assert stance() == "eager_on_recompile"
+        optimizer = THOR(model, update_interval=100)  # waits when the context ends
+    step(model, optimizer, batch)
+    assert stance() == "default"
 
 
 @pytest.mark.parametrize("leaves", ["before the step", "after the step"])
@@ -187,14 +191,6 @@ def test_a_stance_that_is_set_while_thor_waits_stays():
         del optimizer
         gc.collect()
         torch.compiler.set_stance("default")
-
-
-def test_a_stance_whose_context_ends_while_thor_waits_is_over():
-    model = Model()
-    with torch.compiler.set_stance("eager_on_recompile"):
-        optimizer = THOR(model, update_interval=100)
-    step(model, optimizer, stream(1)[0])
-    assert stance() == "default"
 
 
 def test_compiled_models_run_without_a_warning_while_thor_waits():

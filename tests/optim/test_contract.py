@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -97,80 +98,128 @@ def test_dtype_and_storage_are_kept(dtype):
         assert (parameter.data_ptr(), parameter.dtype, parameter.stride()) == (pointer, kind, stride)
 
 
-def test_zero_grad_to_zero():
-    model, optimizer, twin, other = twins(update_interval=1)
-    for batch in batches(3):
+# ------------------------------------------------------- loops that train as the ordinary one, to the last bit
+
+
+def zeroed(model, optimizer, stream):
+    for batch in stream:
         backward(model, batch)
-        optimizer.step()
+        assert optimizer.step() is None
         optimizer.zero_grad(set_to_none=False)
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
-    train(twin, other, batches(3))
-    assert_same(weights(model), weights(twin))
 
 
-def test_model_zero_grad():
+def given_up_and_zeroed_by_the_model(model, optimizer, stream):
     """`model.zero_grad()` is as common as the optimizer's."""
-    model, optimizer, twin, other = twins(update_interval=2)
-    for batch in batches(5):
+    for batch in stream:
         backward(model, (10 * batch[0], batch[1]))
         model.zero_grad()
         backward(model, batch)
         optimizer.step()
         model.zero_grad()
-    train(twin, other, batches(5))
-    assert_same(weights(model), weights(twin))
 
 
-# ------------------------------------------------------------------------------------------- closure
+def closure(model, optimizer, stream):
+    """By position and by name, also under no_grad."""
+    losses = []
 
+    def evaluate(batch):
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        losses.append(backward(model, batch))
+        return losses[-1]
 
-def test_closure():
-    """By position and by name, also under no_grad; without one, step returns None."""
-    model, optimizer, twin, other = twins(update_interval=2)
-    for i, batch in enumerate(batches(4)):
-
-        def closure(batch=batch):
-            assert torch.is_grad_enabled()
-            optimizer.zero_grad()
-            return backward(model, batch)
-
+    for i, batch in enumerate(stream):
+        one = partial(evaluate, batch)
         with torch.set_grad_enabled(i % 2 == 0):
-            loss = optimizer.step(closure) if i % 2 else optimizer.step(closure=closure)
-        assert torch.equal(loss, backward(twin, batch))
-        assert other.step() is None
-        other.zero_grad()
-    assert_same(weights(model), weights(twin))
+            assert (optimizer.step(one) if i % 2 else optimizer.step(closure=one)) is losses[-1]
 
 
-# --------------------------------------------------------------------------------------------- hooks
-
-
-def test_step_hooks_run_around_the_step():
-    model = mlp()
-    optimizer = THOR(model)
-    seen = []
-    optimizer.register_step_pre_hook(lambda o, a, k: seen.append(("before", weights(model))))
-    optimizer.register_step_post_hook(lambda o, a, k: seen.append(("after", weights(model))))
-    before = weights(model)
-    train(model, optimizer, batches(1))
-    assert [name for name, _ in seen] == ["before", "after"]
-    assert_same(seen[0][1], before)
-    assert_same(seen[1][1], weights(model))
-
-
-def test_step_can_be_patched_on_the_instance():
+def hooked_and_patched(model, optimizer, stream):
     """Schedulers wrap `optimizer.step`; so do profilers."""
-    model, optimizer, twin, other = twins()
-    original, calls = optimizer.step, []
+    original, seen = optimizer.step, []
 
     def wrapped(*args, **kwargs):
-        calls.append(1)
+        seen.append("step")
         return original(*args, **kwargs)
 
+    optimizer.register_step_pre_hook(lambda o, a, k: seen.append(weights(model)))
+    optimizer.register_step_post_hook(lambda o, a, k: seen.append(weights(model)))
     optimizer.step = wrapped
-    train(model, optimizer, batches(3))
-    train(twin, other, batches(3))
-    assert len(calls) == 3
+    for batch in stream:
+        before = weights(model)
+        train(model, optimizer, [batch])
+        step, then, after = seen
+        assert step == "step"
+        assert_same(before, then)
+        assert_same(weights(model), after)
+        seen.clear()
+
+
+def accelerated(model, optimizer, stream):
+    accelerator = Accelerator(cpu=True)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    for x, labels in stream:
+        accelerator.backward(cross_entropy(labels)(wrapped(x)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def probed(probe, model, optimizer, stream):
+    """What fills no `.grad` leaves no trace, and works as without the optimizer, on a refresh step too."""
+    for x, labels in stream:
+        probe(model, 10 * x, labels)
+        train(model, optimizer, [(x, labels)])
+    assert optimizer.curvature["0"].rows_per_term == 1
+
+
+def by_input(model, x, labels):
+    """Saliency, adversarial examples."""
+    probe = x.clone().requires_grad_()
+    torch.autograd.grad(100 * cross_entropy(labels)(model(probe)), [probe])
+
+
+def by_parameters(model, x, labels):
+    """A logger of gradient norms, meta-learning."""
+    torch.autograd.grad(100 * cross_entropy(labels)(model(x)), list(model.parameters()))
+
+
+def by_some_parameters(model, x, labels):
+    """Loss weights from the gradient of the last shared layer."""
+    torch.autograd.grad(100 * cross_entropy(labels)(model(x)), [model[2].weight])
+
+
+def functionally(model, x, labels):
+    """`torch.func`, over parameters of its own."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.grad(lambda ps: cross_entropy(labels)(torch.func.functional_call(model, ps, (x,))))(parameters)
+
+
+def example_by_example(model, x, labels):
+    """Gradients of single examples."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(ps, one, label):
+        return cross_entropy(label[None])(torch.func.functional_call(model, ps, (one[None],)))
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, labels)
+
+
+PROBES = [by_input, by_parameters, by_some_parameters, functionally, example_by_example]
+LOOPS = [zeroed, given_up_and_zeroed_by_the_model, closure, hooked_and_patched, accelerated]
+
+
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        *((loop, make) for loop in LOOPS for make in (THOR, ThorMuon)),
+        *((partial(probed, probe), THOR) for probe in PROBES),  # ThorMuon's A sees all forward passes
+    ],
+)
+def test_other_loops_train_as_the_ordinary_one(loop, make):
+    model, optimizer, twin, other = twins(make, update_interval=2)
+    loop(model, optimizer, batches(5))
+    train(twin, other, batches(5))
     assert_same(weights(model), weights(twin))
 
 
@@ -211,11 +260,9 @@ def test_schedulers_drive_the_learning_rate(which, tensor):
 def test_warm_up_from_zero():
     """A first step of lr 0 with real gradients is a step: it refreshes and fills the momentum."""
     model = mlp()
-    reference = ReferenceTHOR(model, update_interval=3)
-    optimizer = THOR(model, update_interval=3)
+    reference, optimizer = ReferenceTHOR(model, update_interval=3), THOR(model, update_interval=3)
     for step, (x, labels) in enumerate(batches(5)):
-        lr = 0.01 * step
-        optimizer.param_groups[0]["lr"] = reference.options["lr"] = lr
+        optimizer.param_groups[0]["lr"] = reference.options["lr"] = 0.01 * step
         train(model, optimizer, [(x, labels)])
         reference.step((x, cross_entropy(labels)))
     assert_close(model, reference.model)
@@ -251,34 +298,15 @@ def test_add_param_group_before_training():
 
 def test_add_param_group_in_the_middle_of_training():
     """Gradual unfreezing, the other way: the new layer gets its factors, the old ones are left as they are."""
-    model = mlp()
-    options = {"update_interval": 1, "trace_thresholds": (0.0, 0.0)}
-    optimizer = THOR([*model[0].parameters(), *model[2].parameters()], model=model, **options)
-    stream = batches(6)
+    model, stream = mlp(), batches(6)
+    optimizer = THOR(model[:4].parameters(), model=model, update_interval=1, trace_thresholds=(0.0, 0.0))
     train(model, optimizer, stream[:3])
     before = model[4].weight.detach().clone()
-    for parameter in model.parameters():  # the untrained layer has gathered gradients that no one dropped
-        parameter.grad = None
+    model.zero_grad()  # the untrained layer has gathered gradients that no one dropped
     optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.01})
-    refreshes = optimizer.curvature["0"].refreshes
     train(model, optimizer, stream[3:])
-    assert optimizer.curvature["0"].refreshes == refreshes + 3
-    assert optimizer.curvature["4"].refreshes == 3
+    assert {name: curvature.refreshes for name, curvature in optimizer.curvature.items()} == {"0": 6, "2": 6, "4": 3}
     assert not torch.equal(model[4].weight, before)
-
-
-def test_accelerate():
-    """The wrapper of Accelerate around model, optimizer and scheduler."""
-    model, optimizer, twin, other = twins(update_interval=2)
-    accelerator = Accelerator(cpu=True)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    for batch in batches(4):
-        x, labels = batch
-        accelerator.backward(cross_entropy(labels)(wrapped(x)))
-        optimizer.step()
-        optimizer.zero_grad()
-    train(twin, other, batches(4))
-    assert_same(weights(model), weights(twin))
 
 
 # ---------------------------------------------------------------------------------- other ways to backward
@@ -297,50 +325,6 @@ def test_retained_graph_counts_once():
     assert_close(model, twin, rtol=1e-10, atol=1e-12)
 
 
-def by_input(model, x, labels):
-    """Saliency, adversarial examples."""
-    probe = x.clone().requires_grad_()
-    torch.autograd.grad(100 * cross_entropy(labels)(model(probe)), [probe])
-
-
-def by_parameters(model, x, labels):
-    """A logger of gradient norms, meta-learning."""
-    torch.autograd.grad(100 * cross_entropy(labels)(model(x)), list(model.parameters()))
-
-
-def by_some_parameters(model, x, labels):
-    """Loss weights from the gradient of the last shared layer."""
-    torch.autograd.grad(100 * cross_entropy(labels)(model(x)), [model[2].weight])
-
-
-def functionally(model, x, labels):
-    """`torch.func`, over parameters of its own."""
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    torch.func.grad(lambda ps: cross_entropy(labels)(torch.func.functional_call(model, ps, (x,))))(parameters)
-
-
-def example_by_example(model, x, labels):
-    """Gradients of single examples."""
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(ps, one, label):
-        return cross_entropy(label[None])(torch.func.functional_call(model, ps, (one[None],)))
-
-    torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, labels)
-
-
-@pytest.mark.parametrize("probe", [by_input, by_parameters, by_some_parameters, functionally, example_by_example])
-def test_gradients_that_train_nothing_are_no_statistics(probe):
-    """What fills no `.grad` leaves no trace, and works as without THOR, on a refresh step too."""
-    model, optimizer, twin, other = twins(update_interval=2)
-    for x, labels in batches(3):
-        probe(model, 10 * x, labels)
-        train(model, optimizer, [(x, labels)])
-        train(twin, other, [(x, labels)])
-    assert_same(weights(model), weights(twin))
-    assert optimizer.curvature["0"].rows_per_term == 1
-
-
 def test_gradient_penalty():
     """A second backward through the first: gradients are finite, the loop runs, T is that of one pass."""
     model, optimizer, _, _ = twins(update_interval=2)
@@ -353,18 +337,3 @@ def test_gradient_penalty():
         optimizer.zero_grad()
     assert optimizer.curvature["0"].refreshes >= 1
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_layer_called_by_keyword():
-    class Keyword(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(5, 3)
-
-        def forward(self, x):
-            return self.linear(input=x)
-
-    model = Keyword().double()
-    optimizer = THOR(model)
-    train(model, optimizer, batches(1))
-    assert optimizer.curvature["linear"].refreshes == 1

@@ -27,6 +27,13 @@ class Everything(nn.Module):
         def forward(self, x):
             return functional.linear(x, 2 * self.weight, self.bias)
 
+    class Doubled(nn.MultiheadAttention):
+        """An attention in name only."""
+
+        def forward(self, *args, **kwargs):
+            output, shares = super().forward(*args, **kwargs)
+            return 2 * output, shares
+
     class Named(nn.Linear):
         """A subclass that computes what its parent computes."""
 
@@ -34,6 +41,7 @@ class Everything(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.doubled = self.Doubled(8, 2, batch_first=True)
         self.layer_norm = nn.LayerNorm(8)
         self.linear = nn.Linear(8, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
@@ -50,7 +58,8 @@ class Everything(nn.Module):
 
     def forward(self, x):
         h = self.embedding(x)
-        h = self.layer_norm(h + self.attention(h, h, h)[0]).mean(1)
+        h = h + self.attention(h, h, h)[0]
+        h = self.layer_norm(h + self.doubled(h, h, h)[0]).mean(1)
         h = self.named(torch.tanh(self.scaled(self.frozen(self.linear(h)))))
         h = self.bilinear(h, h) * self.scale
         image = self.grouped(torch.tanh(self.conv(h[:, None, None, :])))
@@ -86,6 +95,10 @@ NORMS = {
 }
 # name: a word of the reason
 PLAIN = {
+    **{
+        f"doubled.{name}": "Doubled overrides the forward of MultiheadAttention"
+        for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+    },
     "scaled.weight": "overrides the forward of Linear",
     "scaled.bias": "overrides the forward of Linear",
     "bilinear.weight": "no curvature for Bilinear",
@@ -153,12 +166,12 @@ def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
     assert set(options) <= set(inspect.signature(THOR).parameters)
 
 
-def test_a_model_that_is_a_layer_itself():
+def test_a_model_that_is_a_layer_itself_and_is_called_by_keyword():
     model = nn.Linear(5, 3)
     optimizer = THOR(model)
-    train(model, optimizer, batches(2, dtype=torch.float32))
-    assert [entry.name for entry in optimizer.coverage()] == ["weight", "bias"]
-    assert all(entry.preconditioned for entry in optimizer.coverage())
+    model(input=torch.randn(4, 5)).square().mean().backward()
+    optimizer.step()
+    assert [(entry.name, entry.preconditioned) for entry in optimizer.coverage()] == [("weight", True), ("bias", True)]
     assert optimizer.curvature[""].refreshes == 1
 
 
@@ -195,28 +208,6 @@ def test_nothing_to_precondition_is_an_error():
     ):
         with pytest.raises(ValueError, match="SGD"):
             THOR(model)
-
-
-class Doubled(nn.MultiheadAttention):
-    """An attention in name only."""
-
-    def forward(self, *args, **kwargs):
-        output, weights = super().forward(*args, **kwargs)
-        return 2 * output, weights
-
-
-def test_attention_with_another_forward_is_plain_and_trains():
-    model = nn.ModuleDict({"attention": Doubled(8, 2, batch_first=True), "linear": nn.Linear(8, 3)})
-    optimizer = THOR(model)
-    assert set(optimizer.curvature) == {"linear"}
-    for name, entry in covered(optimizer).items():
-        assert entry.preconditioned == name.startswith("linear"), name
-        assert entry.preconditioned or "Doubled overrides the forward of MultiheadAttention" in entry.reason
-    x = torch.randn(2, 4, 8)
-    before = weights(model)
-    model["linear"](model["attention"](x, x, x)[0]).square().mean().backward()
-    optimizer.step()
-    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def old_weight_norm(layer):

@@ -5,9 +5,8 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
-from tiny import batches, cross_entropy, mlp, train
+from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import THOR
 
 
@@ -25,21 +24,27 @@ class Watch:
         self.kind = type(output.grad_fn).__name__
 
 
-def plain_node(x):
-    return type(nn.Linear(5, 7).double()(x).grad_fn).__name__
+IDLE = {
+    "between two refreshes": {"update_interval": 100},
+    "all stopped": {"update_interval": 1, "trace_thresholds": (1e9, 1e8), "lr": 0.0},
+    "one frozen": {"update_interval": 100},  # it never gets statistics, and keeps no other waiting
+}
 
 
-def test_no_hook_and_no_node_of_ours_on_an_ordinary_step():
-    model = mlp()
-    optimizer = THOR(model, update_interval=4)
-    watches = [Watch(model[i]) for i in (0, 2, 4)]  # registered after THOR's own hooks: sees what they did
-    [(x, labels), *rest] = batches(6)
-    train(model, optimizer, [(x, labels)])
-    for step, (x, labels) in enumerate(rest[:3], start=1):
+@pytest.mark.parametrize("why", IDLE)
+def test_no_hook_and_no_node_of_ours(why):
+    model, bare = mlp(), mlp()
+    model[2].requires_grad_(why != "one frozen")
+    optimizer = THOR(model, **IDLE[why])
+    stream = batches(5)
+    train(model, optimizer, stream[:2])
+    assert all(curvature.stopped == (why == "all stopped") for curvature in optimizer.curvature.values())
+    watches = [Watch(one[i]) for one in (model, bare) for i in (0, 2, 4)]
+    for x, labels in stream[2:]:
         loss = cross_entropy(labels)(model(x))
-        for watch in watches:
-            assert not watch.hooked, f"a tensor hook at step {step}"
-            assert watch.kind == plain_node(x)
+        bare(x)
+        assert not any(watch.hooked for watch in watches)
+        assert [watch.kind for watch in watches[:3]] == [watch.kind for watch in watches[3:]]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -82,23 +87,6 @@ def test_a_forward_that_is_dropped_keeps_nothing():
     assert optimizer._capture.watching
 
 
-@pytest.mark.parametrize("what", ["stopped", "frozen"])
-def test_stopped_and_frozen_layers_cost_nothing(what):
-    """If all have stopped, the next refresh looks like an ordinary step; a frozen one keeps no other waiting."""
-    model, stopped = mlp(), what == "stopped"
-    model[2].requires_grad_(stopped)
-    options = {"update_interval": 1, "trace_thresholds": (1e9, 1e8)} if stopped else {"update_interval": 100}
-    optimizer = THOR(model, lr=0.0, **options)
-    stream = batches(3)
-    train(model, optimizer, stream[:2])
-    assert all(curvature.stopped == stopped for curvature in optimizer.curvature.values())
-    watches = [Watch(model[i]) for i in (0, 2, 4)]
-    loss = cross_entropy(stream[2][1])(model(stream[2][0]))
-    assert not any(watch.hooked for watch in watches)
-    loss.backward()
-    optimizer.step()
-
-
 def test_model_is_never_changed():
     """No layer swapped, no parameter or buffer added or renamed, `state_dict` as it was."""
     model = mlp()
@@ -115,20 +103,6 @@ def test_model_is_never_changed():
 
 
 def test_hooks_go_with_the_optimizer():
-    """A dropped optimizer leaves a model that trains on under another one."""
-    model = mlp()
-    optimizer = THOR(model)
-    state = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert state() is None, "the model keeps its optimizer alive"
-    watch = Watch(model[2])
-    loss = cross_entropy(batches(1)[0][1])(model(batches(1)[0][0]))
-    assert not watch.hooked
-    loss.backward()
-
-
-def test_two_optimizers_one_after_another():
     """The usual notebook: construct again on the same model, go on."""
     model, twin = mlp(), mlp()
     twin.load_state_dict(model.state_dict())
@@ -136,6 +110,12 @@ def test_two_optimizers_one_after_another():
     optimizer, other = THOR(model), THOR(twin)
     train(model, optimizer, batches(4))
     train(twin, other, batches(4))
-    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_same(weights(model), weights(twin))
     assert first.curvature["0"].refreshes == 0
+    kept = [weakref.ref(one) for one in (first, optimizer)]
+    del first, optimizer
+    gc.collect()
+    assert [one() for one in kept] == [None, None], "the model keeps its optimizer alive"
+    watch = Watch(model[2])
+    model(batches(1)[0][0])
+    assert not watch.hooked
