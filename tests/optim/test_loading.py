@@ -179,25 +179,24 @@ def test_the_state_dict_of_another_optimizer_is_refused(ours):
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("wrong", [{}, [], None, "model"], ids=str)
-def test_what_is_no_state_dict_is_refused(name, wrong):
+def test_what_is_no_state_dict_is_refused(name):
     _, optimizer = trained(OURS[name][0])
-    given = build().state_dict() if wrong == "model" else wrong
-    with pytest.raises((ValueError, TypeError, AttributeError)):
-        optimizer.load_state_dict(given)
-    _, same = trained(OURS[name][0])
-    assert_same(optimizer.state_dict(), same.state_dict())
+    before = copy.deepcopy(optimizer.state_dict())
+    for wrong in ({}, [], None, build().state_dict()):
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            optimizer.load_state_dict(wrong)
+        assert_same(optimizer.state_dict(), before)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("agc-sgd", "sgd"), ("lamb", "adamw"), ("thor", "thor")])
-def test_nan_in_what_another_has_saved_is_refused(ours, theirs):
-    (_, optimizer), (_, other) = trained(OURS[ours][0]), trained(OTHERS[theirs][0])
-    saved = copy.deepcopy(other.state_dict())
-    key = "exp_avg" if ours == "lamb" else "momentum_buffer"
-    saved["state"][4][key][0, 0] = torch.nan
-    with pytest.raises(ValueError, match=f"NaN or inf in '{key}' of parameter '3.weight'"):
-        optimizer.load_state_dict(saved)
-    assert_same(optimizer.state_dict(), trained(OURS[ours][0])[1].state_dict())
+def test_nan_in_what_another_has_saved_is_refused():
+    for ours, theirs in (("agc-sgd", "sgd"), ("lamb", "adamw"), ("thor", "thor")):
+        (_, optimizer), (_, other) = trained(OURS[ours][0]), trained(OTHERS[theirs][0])
+        saved = copy.deepcopy(other.state_dict())
+        key = "exp_avg" if ours == "lamb" else "momentum_buffer"
+        saved["state"][4][key][0, 0] = torch.nan
+        with pytest.raises(ValueError, match=f"NaN or inf in '{key}' of parameter '3.weight'"):
+            optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict(), trained(OURS[ours][0])[1].state_dict())
 
 
 def test_lamb_takes_moments_and_betas_of_adamw_and_keeps_its_length_of_step():

@@ -1,6 +1,5 @@
 """When a layer refreshes: the interval, and the trace rule on data made by hand."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -103,21 +102,24 @@ def test_take_keep_or_stop():
         assert layer.a == pytest.approx(a if outcome == "take" else 1.0, rel=1e-12)
 
 
-def test_first_refresh_always_takes():
-    layer = Scalar(trace_thresholds=(1e9, 1e8))
-    layer.show(3.0)
-    assert layer.a == pytest.approx(3.0)
-    assert not layer.curvature.stopped
-    assert layer.curvature.last_trace_change is None or np.isnan(layer.curvature.last_trace_change)
-
-
-def test_before_means_the_factors_in_use():
-    """1 → 1.01 (kept) → 1.02: the last is 0.0133 from the factors in use, but 0.0066 from those seen last."""
-    layer = Scalar()
-    for a in (1.0, 1.01, 1.02):
-        layer.show(a)
-    assert layer.curvature.refreshes == 2
-    assert layer.a == pytest.approx(1.02)
+def test_stories():
+    """Of steps: A, A in use after it, Δ."""
+    stories = [
+        ({"trace_thresholds": (1e9, 1e8)}, [(3.0, 3.0, None)]),  # the first refresh always takes
+        # 1 → 1.01 (kept) → 1.02: 0.0133 from the factors in use, but 0.0066 from those seen last
+        ({}, [(1.0, 1.0, None), (1.01, 1.0, 0.01 / 1.5), (1.02, 1.02, 0.02 / 1.5)]),
+        # stopped is for ever
+        ({"trace_thresholds": (0.01, 0.001)}, [(1.0, 1.0, None), (1.0, 1.0, 0.0), (50.0, 1.0, 0.0), (900.0, 1.0, 0.0)]),
+        # β = 0.25: 4, then 0.25 · 4 + 0.75 · 8 = 7; a kept refresh adds nothing
+        ({"factor_decay": 0.25}, [(4.0, 4.0, None), (8.0, 7.0, 4 / 4.5), (7.0, 7.0, 0.0), (11.0, 10.0, 4 / 7.5)]),
+    ]
+    for options, story in stories:
+        layer = Scalar(**options)
+        for a, in_use, change in story:
+            layer.show(a)
+            assert layer.a == pytest.approx(in_use)
+            assert layer.a_inverse == pytest.approx(1 / (in_use + 0.5**0.5))  # damping comes after the average
+            assert layer.curvature.last_trace_change == pytest.approx(change, abs=1e-12)
 
 
 def test_traces_multiply():
@@ -142,33 +144,16 @@ def test_damping_counts_once_for_every_weight():
 
 
 def test_current_damping_stands_in_both_traces():
-    """A scheduled damping is no change of the layer."""
+    """A scheduled damping is no change of the layer, and a kept layer keeps the inverse with its old damping."""
     layer = Scalar(trace_thresholds=(1e-9, 0.0))
     layer.show(1.0)
+    inverse = layer.a_inverse
     layer.optimizer.param_groups[0]["damping"] = 0.1
     layer.show(1.0)
     assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-14)
+    assert layer.a_inverse == inverse == pytest.approx(1 / (1 + 0.5**0.5))
     layer.show(1.11)
     assert layer.curvature.last_trace_change == pytest.approx(0.1)
-
-
-def test_kept_layer_keeps_its_old_inverse_and_damping():
-    layer = Scalar()
-    layer.show(1.0)
-    inverse = layer.a_inverse
-    assert inverse == pytest.approx(1 / (1 + 0.5**0.5))
-    layer.optimizer.param_groups[0]["damping"] = 7.0
-    layer.show(1.001)
-    assert layer.a_inverse == inverse
-
-
-def test_stopped_is_for_ever():
-    layer = Scalar(trace_thresholds=(0.01, 0.001))
-    for a in (1.0, 1.0, 50.0, 900.0):
-        layer.show(a)
-    assert layer.curvature.stopped
-    assert layer.curvature.refreshes == 1
-    assert layer.a == pytest.approx(1.0)
 
 
 def test_each_layer_decides_for_itself():
@@ -192,17 +177,6 @@ def test_each_layer_decides_for_itself():
     still, moving = optimizer.curvature["still"], optimizer.curvature["moving"]
     assert (still.stopped, still.refreshes) == (True, 1)
     assert (moving.stopped, moving.refreshes) == (False, 3)
-
-
-def test_running_average_of_taken_factors():
-    """β = 0.25: 4, then 0.25 · 4 + 0.75 · 8 = 7; a kept refresh adds nothing. Damping comes after the average."""
-    layer = Scalar(factor_decay=0.25)
-    for a, average in ((4.0, 4.0), (8.0, 7.0), (7.0, 7.0), (11.0, 10.0)):
-        layer.show(a)
-        assert layer.a == pytest.approx(average)
-        assert layer.a_inverse == pytest.approx(1 / (average + 0.5**0.5))
-        if a == average == 7.0:
-            assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-12)
 
 
 def test_looking_changes_nothing():

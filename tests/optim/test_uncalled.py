@@ -96,28 +96,24 @@ def test_a_resumed_run_knows():
         assert_same(weights(model), weights(twin))
 
 
-def test_a_layer_that_is_called_later_is_preconditioned_then():
+def test_a_layer_that_is_called_at_times():
+    """Later: it is preconditioned then. No longer: it keeps the inverses that it has, and is told of once."""
     model, optimizer = build()
     caught(train, model, optimizer, STREAM[:2])
     model.calls = True
-    train(model, optimizer, STREAM[2:3])
+    assert not caught(train, model, optimizer, STREAM[2:3])
     assert optimizer.curvature["middle"].refreshes == 1
     assert not reasons(optimizer)
     train(model, optimizer, STREAM[3:5])
     assert optimizer.curvature["middle"].refreshes == 2
-
-
-def test_a_layer_that_is_called_no_longer_keeps_its_inverses():
     model, optimizer = build()
     model.calls = True
     train(model, optimizer, STREAM[:2])
     model.calls = False
     before = [inverse.clone() for inverse in optimizer.curvature["middle"].inverses()]
-    messages = caught(train, model, optimizer, STREAM[2:6])
-    assert len(messages) == 1
-    assert "keeps the inverses" in messages[0]
-    for inverse, wanted in zip(optimizer.curvature["middle"].inverses(), before, strict=True):
-        assert torch.equal(inverse, wanted)
+    (message,) = caught(train, model, optimizer, STREAM[2:6])
+    assert "keeps the inverses" in message
+    assert_same(list(optimizer.curvature["middle"].inverses()), before)
     assert not reasons(optimizer)
 
 
