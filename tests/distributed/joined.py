@@ -221,7 +221,7 @@ def assert_same_training(ranks, single, rtol=1e-8, atol=1e-11):
             torch.testing.assert_close(value, other.state[q][key], **at)
 
 
-def as_one_process(rank, world, go, make=network, *, way="ddp", parts=False, twin=None, ddp=None, fsdp=None, **both):
+def as_one_process(rank, world, go, make=network, *, way="ddp", parts=False, twin=None, ddp=None, **both):
     """`go(model, optimizer, first, step)` trains on ranks and in one process, which get the same weights.
 
     Under DDP the same state too. The examples of a rank are those from `first` on, every `step`-th. With `parts` the
@@ -229,7 +229,8 @@ def as_one_process(rank, world, go, make=network, *, way="ddp", parts=False, twi
     bits of this rank.
     """
     rounding = {key: both.pop(key) for key in ("rtol", "atol") if key in both}
-    model, optimizer = made(way, make, ddp, fsdp, **both)
+    of_shards = {key: both.pop(key) for key in ("fsdp", "inner") if key in both}
+    model, optimizer = made(way, make, ddp, **of_shards, **both)
     theirs = alone((lambda: in_row_parts(make(), world)) if parts else make, **{**both, **(twin or {})})
     decisions, wanted = go(model, optimizer, rank, world), go(*theirs, 0, 1)
     if way == "ddp":
