@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import re
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from comparing import having
+from row_parts import in_row_parts
 from torch_thor import THOR, Distributed
 
 SIZE = 12  # examples of a joined batch: divided by 1, 2, 3 and 4
@@ -191,8 +194,11 @@ def own(tensor):
 
 def weights_of(model):
     """Whole parameters, by name."""
-    found = getattr(model, "module", model).named_parameters()
-    return {name: p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach() for name, p in found}
+    found = defaultdict(list)
+    for name, p in getattr(model, "module", model).named_parameters():
+        whole = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
+        found[re.sub(r"\.parts\.\d+", "", name)].append(whole)
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def assert_same_weights(ours, theirs, rtol=1e-8, atol=1e-11):
@@ -215,15 +221,24 @@ def assert_same_training(ranks, single, rtol=1e-8, atol=1e-11):
             torch.testing.assert_close(value, other.state[q][key], **at)
 
 
-def as_one_process(rank, world, go, make=network, ddp=None, rtol=1e-8, atol=1e-11, **options):
-    """`go(model, optimizer, first, step)` trains under DDP and in one process, which get the same weights and state.
+def as_one_process(rank, world, go, make=network, *, way="ddp", parts=False, twin=None, ddp=None, **both):
+    """`go(model, optimizer, first, step)` trains on ranks and in one process, which get the same weights.
 
-    The examples of a rank are those from `first` on, every `step`-th. Returns the decisions and the bits of this rank.
+    Under DDP the same state too. The examples of a rank are those from `first` on, every `step`-th. With `parts` the
+    one process has a layer for each shard of a layer; `twin` are other options of it. Returns the decisions and the
+    bits of this rank.
     """
-    ranks, single = made("ddp", make, ddp, **options), alone(make, **options)
-    decisions = go(*ranks, rank, world)
-    assert_same_training((*ranks, decisions), (*single, go(*single, 0, 1)), rtol, atol)
-    return decisions, digest(*ranks)
+    rounding = {key: both.pop(key) for key in ("rtol", "atol") if key in both}
+    of_shards = {key: both.pop(key) for key in ("fsdp", "inner") if key in both}
+    model, optimizer = made(way, make, ddp, **of_shards, **both)
+    theirs = alone((lambda: in_row_parts(make(), world)) if parts else make, **{**both, **(twin or {})})
+    decisions, wanted = go(model, optimizer, rank, world), go(*theirs, 0, 1)
+    if way == "ddp":
+        assert_same_training((model, optimizer, decisions), (*theirs, wanted), **rounding)
+    else:
+        assert parts or decisions == wanted
+        assert_same_weights(model, theirs[0], **rounding)
+    return decisions, digest(model, optimizer)
 
 
 def digest(model, optimizer):
