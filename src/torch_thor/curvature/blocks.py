@@ -140,7 +140,7 @@ class Blocks:
         """Return ``self @ matrix`` for a matrix ``(groups, n, columns)``."""
         flat = matrix.flatten(0, 1)
         if self.cut.is_diagonal:
-            return (self.rows * flat).view_as(matrix)
+            return (self.rows[:, :1] * flat).view_as(matrix)  # rows may be wider: other processes' blocks are larger
         solved = []
         for run, part in zip(self.cut.runs, self.parts, strict=True):
             own = flat[run.first : run.last].reshape(run.count, run.size, -1)
