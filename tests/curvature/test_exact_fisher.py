@@ -23,7 +23,7 @@ def full_fisher(model, x, loss_of_one):
 def thor_direction(model, x, loss_of_one, damping):
     """What THOR steps along for the mean of the losses, and its factors."""
     before = model[0].weight.detach().clone()
-    optimizer = THOR(model, lr=1.0, damping=damping, momentum=0.0, split_dim=None, kl_clip=None)
+    optimizer = THOR(model, lr=1.0, damping=damping, momentum=0.0, split_dim=None, max_update_ratio=None)
     output = model(x)
     sum(loss_of_one(output[i : i + 1], i) for i in range(len(x))).div(len(x)).backward()
     optimizer.step()

@@ -6,43 +6,35 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from comparing import assert_matches_reference, refreshed
-from tiny import CONVOLUTIONS, as_list, batches, conv_model, cross_entropy, mlp
+from comparing import DAMPING, assert_matches_reference, refreshed
+from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp
 from torch_thor import THOR
 
 
-@pytest.mark.parametrize("split_dim", [None, 5, 128])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions(name, split_dim):
-    model, x = conv_model(name)
-    loss = cross_entropy(torch.tensor([0, 2, 1]))
-    assert_matches_reference(model, x, loss, terms=3, split_dim=split_dim)
+def test_convolutions(name):
+    for split_dim in (None, 5, 128):
+        model, x = conv_model(name)
+        assert_matches_reference(model, x, cross_entropy(torch.tensor([0, 2, 1])), terms=3, split_dim=split_dim)
 
 
-@pytest.mark.parametrize("split_dim", [None, 1, 2, 4, 6, 7, 8])
-@pytest.mark.parametrize("bias", [True, False])
-def test_fully_connected(bias, split_dim):
+def test_fully_connected():
     [(x, labels)] = batches(1)
-    assert_matches_reference(mlp(bias=bias), x, cross_entropy(labels), terms=8, split_dim=split_dim)
+    for split_dim in (None, 1, 2, 4, 6, 7, 8):
+        for bias in (True, False):
+            assert_matches_reference(mlp(bias=bias), x, cross_entropy(labels), terms=8, split_dim=split_dim)
 
 
-@pytest.mark.parametrize("leading", [(3, 4), (2, 3, 2), (1, 5), (6, 1)])
-def test_linear_with_leading_dimensions_has_a_row_for_each(leading):
-    """(N, ..., d): every vector is a row, the first dimension counts the loss terms."""
-    x = torch.randn(*leading, 5, dtype=torch.float64)
-    loss = cross_entropy(torch.randint(3, leading))
-    assert_matches_reference(mlp(), x, loss, terms=leading[0], split_dim=4)
-
-
-def test_unbatched_linear_is_one_term():
-    x = torch.randn(5, dtype=torch.float64)
-    assert_matches_reference(mlp(), x, lambda y: (y**3).sum(), terms=1, split_dim=None)
-
-
-def test_unbatched_convolution_is_one_term():
-    model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2)).double()
-    x = torch.randn(2, 4, 5, dtype=torch.float64)
-    assert_matches_reference(model, x, lambda y: (y**3).sum(), terms=1, split_dim=None)
+def test_leading_dimensions_and_single_samples():
+    """(N, ..., d): every vector is a row, the first dimension counts the loss terms; without one it is one term."""
+    for leading in ((3, 4), (2, 3, 2), (1, 5), (6, 1)):
+        x = torch.randn(*leading, 5, dtype=torch.float64)
+        loss = cross_entropy(torch.randint(3, leading))
+        assert_matches_reference(mlp(), x, loss, terms=leading[0], split_dim=4)
+    convolution = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Conv2d(3, 2, 2)).double()
+    for model, size in ((mlp(), (5,)), (convolution, (2, 4, 5))):
+        x = torch.randn(size, dtype=torch.float64)
+        assert_matches_reference(model, x, lambda y: (y**3).sum(), terms=1, split_dim=None)
 
 
 def test_summed_loss_is_not_scaled():
@@ -54,29 +46,17 @@ def test_summed_loss_is_not_scaled():
     assert_matches_reference(mlp(), x, loss, terms=8, scale=1, split_dim=None, loss_reduction="sum")
 
 
-@pytest.mark.parametrize("terms", [12, lambda: 12])
-def test_given_number_of_loss_terms(terms):
-    """A language model averages over tokens: g is 12 times the gradient and T is 1."""
-    x = torch.randn(3, 4, 5, dtype=torch.float64)
+def test_given_numbers_of_loss_terms():
+    """A language model averages over tokens: g is 12 times the gradient and T is 1. Assigned between steps."""
+    model, x = mlp(), torch.randn(3, 4, 5, dtype=torch.float64)
     loss = cross_entropy(torch.randint(3, (3, 4)))
-    assert_matches_reference(mlp(), x, loss, terms=12, split_dim=None, loss_terms=terms)
-
-
-def test_loss_terms_can_be_assigned_between_steps():
-    model = mlp()
-    x = torch.randn(3, 4, 5, dtype=torch.float64)
-    loss = cross_entropy(torch.randint(3, (3, 4)))
-    optimizer = THOR(model, lr=0.0, update_interval=1, trace_thresholds=(0.0, 0.0))
-    found = []
-    for terms in (None, 12, 6):
-        optimizer.loss_terms = terms
+    optimizer = THOR(model, lr=0.0, damping=DAMPING, split_dim=None, update_interval=1, trace_thresholds=(0.0, 0.0))
+    for said, terms in ((None, 3), (12, 12), (lambda: 6, 6)):
+        optimizer.loss_terms = said
         optimizer.zero_grad()
         loss(model(x)).backward()
         optimizer.step()
-        found.append((optimizer.curvature["0"].rows_per_term, optimizer.curvature["0"].factors()[1].clone()))
-    assert [t for t, _ in found] == [4, 1, 2]
-    torch.testing.assert_close(found[1][1], 16 * found[0][1])
-    torch.testing.assert_close(found[2][1], 4 * found[0][1])
+        assert_matches_reference(model, x, loss, terms=terms, split_dim=None, optimizer=optimizer)
 
 
 class Twice(nn.Module):
@@ -104,49 +84,40 @@ def twice_by_hand(model, x):
     return y4, [("first", x, y1), ("shared", x2, y2), ("shared", x3, y3), ("last", x4, y4)]
 
 
+class Siamese(nn.Module):
+    """Its first layer is used twice, which does not double the terms."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.tower(x) * self.tower(x.flip(0))
+
+
+def siamese_by_hand(model, x):
+    y1, y2 = model.tower(x), model.tower(x.flip(0))
+    return y1 * y2, [("tower", x, y1), ("tower", x.flip(0), y2)]
+
+
 def test_layer_used_twice_has_the_rows_of_both_uses():
     [(x, labels)] = batches(1)
-    model = Twice().double()
-    assert_matches_reference(model, x, cross_entropy(labels), terms=8, split_dim=None, forward=twice_by_hand)
+    for model, loss, forward in (
+        (Twice(), cross_entropy(labels), twice_by_hand),
+        (Siamese(), lambda output: (output**2).mean(0).sum(), siamese_by_hand),
+    ):
+        assert_matches_reference(model.double(), x, loss, terms=8, split_dim=None, forward=forward)
 
 
-def test_first_layer_used_twice_does_not_double_the_terms():
-    class Siamese(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.tower = nn.Linear(5, 4)
-
-        def forward(self, x):
-            return self.tower(x) * self.tower(x.flip(0))
-
-    def by_hand(model, x):
-        y1, y2 = model.tower(x), model.tower(x.flip(0))
-        return y1 * y2, [("tower", x, y1), ("tower", x.flip(0), y2)]
-
-    [(x, _)] = batches(1)
-    model = Siamese().double()
-    loss = lambda output: (output**2).mean(0).sum()  # noqa: E731
-    assert_matches_reference(model, x, loss, terms=8, split_dim=None, forward=by_hand)
-
-
-@pytest.mark.parametrize("name", ["plain", "groups", "depthwise", "same_even_kernel"])
-def test_split_as_large_as_the_matrix_is_no_split(name):
-    results = []
-    for split_dim in (None, 1000):
-        torch.manual_seed(3)
-        model, x = conv_model(name)
-        optimizer = refreshed(model, x, cross_entropy(torch.tensor([0, 2, 1])), split_dim=split_dim)
-        results.append(
-            [
-                tensor
-                for layer in optimizer.curvature.values()
-                for pair in (layer.factors(), layer.inverses())
-                for side in pair
-                for tensor in as_list(side)
-            ]
-        )
-    for unsplit, split in zip(*results, strict=True):
-        torch.testing.assert_close(split, unsplit, rtol=1e-12, atol=1e-12)
+def test_split_as_large_as_the_matrix_is_no_split():
+    for name in ("plain", "groups", "depthwise", "same_even_kernel"):
+        results = []
+        for split_dim in (None, 1000):
+            torch.manual_seed(3)
+            model, x = conv_model(name)
+            optimizer = refreshed(model, x, cross_entropy(torch.tensor([0, 2, 1])), split_dim=split_dim)
+            results.append([(layer.factors(), layer.inverses()) for layer in optimizer.curvature.values()])
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 VIEWS = {
@@ -160,14 +131,13 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("view", VIEWS)
-def test_convolution_of_a_view(view, padding):
+def test_convolution_of_a_view(view):
     """Patches are looked up by strides; whatever the strides of the input are, they are the same patches."""
     x = VIEWS[view](torch.randn(3, 4, 6, 7, dtype=torch.float64))
-    model = nn.Sequential(nn.Conv2d(x.shape[1], 3, (2, 3), stride=(1, 2), padding=padding)).double()
-    loss = lambda output: (output**3).mean()  # noqa: E731
-    assert_matches_reference(model, x, loss, terms=len(x), split_dim=5)
+    for padding in (0, 1):
+        model = nn.Sequential(nn.Conv2d(x.shape[1], 3, (2, 3), stride=(1, 2), padding=padding)).double()
+        assert_matches_reference(model, x, lambda output: (output**3).mean(), terms=len(x), split_dim=5)
 
 
 @given(

@@ -1,5 +1,7 @@
 """Products in float32: exact to its rounding by whichever library, and the user's settings stay as they are."""
 
+from itertools import product as pairs
+
 import pytest
 import torch
 
@@ -13,57 +15,48 @@ SHAPES = [(2, 3, 4, 5), (1, 128, 784, 128), (3, 96, 160, 128), (1, 784, 128, 128
 LAYOUTS = ["rows", "columns", "strided"]
 
 
-def matrices(count, rows, columns, layout, dtype=torch.float32):
-    if layout == "rows":
-        return torch.randn(count, rows, columns, dtype=dtype)
+def matrices(count, rows, columns, layout="rows"):
     if layout == "columns":
-        return torch.randn(count, columns, rows, dtype=dtype).mT
-    return torch.randn(count, rows, 2 * columns, dtype=dtype)[..., ::2]
+        return torch.randn(count, columns, rows).mT
+    wide = {"rows": columns, "strided": 2 * columns, "column of blocks": columns + 7}[layout]
+    return torch.randn(count, rows, wide)[..., :: 2 if layout == "strided" else 1][..., :columns]
 
 
 @pytest.fixture(params=["as it is", "never", "always"])
 def library(request, monkeypatch):
+    if request.param == "always" and not find_out():
+        pytest.skip("this processor's oneDNN rounds to bfloat16")
     if request.param != "as it is":
         monkeypatch.setattr(precision, "_onednn_is_exact", lambda: request.param == "always")
-    return request.param
 
 
-@pytest.mark.parametrize("b_layout", LAYOUTS)
-@pytest.mark.parametrize("a_layout", LAYOUTS)
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_exact(shape, a_layout, b_layout, library):
-    if library == "always" and not find_out():
-        pytest.skip("this processor's oneDNN rounds to bfloat16")
+def test_products_are_exact(shape):
     count, m, k, n = shape
-    a, b = matrices(count, m, k, a_layout), matrices(count, k, n, b_layout)
-    exact = a.double() @ b.double()
-    bound = 2e-6 * (a.double().abs() @ b.double().abs())
-    with ieee_float32("cpu"):
-        assert ((product(a, b) - exact).abs() <= bound).all()
+    for of_a, of_b in pairs(LAYOUTS, LAYOUTS):
+        a, b = matrices(count, m, k, of_a), matrices(count, k, n, of_b)
+        bound = 2e-6 * (a.double().abs() @ b.double().abs())
+        with ieee_float32("cpu"):
+            assert ((product(a, b) - a.double() @ b.double()).abs() <= bound).all(), (of_a, of_b)
+    a, b = matrices(count, m, k), matrices(count, k, n)
+    for layout in (*LAYOUTS, "column of blocks"):
+        into = matrices(count, m, n, layout)
+        exact = 0.3 * into.double() - 2 * (a.double() @ b.double())
+        bound = 4e-6 * (a.double().abs() @ b.double().abs() + into.double().abs())
+        with ieee_float32("cpu"):
+            add_product_(into, a, b, 0.3, -2.0)
+        assert ((into - exact).abs() <= bound).all(), layout
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "column of blocks"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_added(shape, layout, library):
-    if library == "always" and not find_out():
-        pytest.skip("this processor's oneDNN rounds to bfloat16")
-    count, m, k, n = shape
-    a, b = matrices(count, m, k, "rows"), matrices(count, k, n, "rows")
-    into = matrices(count, m, n + 7, "rows")[..., :n] if layout == "column of blocks" else matrices(count, m, n, layout)
-    exact = 0.3 * into.double() - 2 * (a.double() @ b.double())
-    bound = 4e-6 * (a.double().abs() @ b.double().abs() + into.double().abs())
-    with ieee_float32("cpu"):
-        add_product_(into, a, b, 0.3, -2.0)
-    assert ((into - exact).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_overwritten_does_not_matter(dtype, library):
-    a, b = torch.randn(1, 128, 128, dtype=dtype), torch.randn(1, 128, 128, dtype=dtype)
-    into = torch.full((1, 128, 128), float("nan"), dtype=dtype)
-    with ieee_float32("cpu"):
-        add_product_(into, a, b, 0.0)
-        torch.testing.assert_close(into, product(a, b))
+@pytest.mark.usefixtures("library")
+def test_what_is_overwritten_does_not_matter():
+    for dtype in (torch.float32, torch.float64):
+        a, b = torch.randn(1, 128, 128, dtype=dtype), torch.randn(1, 128, 128, dtype=dtype)
+        into = torch.full((1, 128, 128), float("nan"), dtype=dtype)
+        with ieee_float32("cpu"):
+            add_product_(into, a, b, 0.0)
+            torch.testing.assert_close(into, product(a, b))
 
 
 @pytest.mark.parametrize("before", ["ieee", "bf16", "none"])
@@ -85,9 +78,9 @@ def test_the_settings_are_the_users_again(before):
 
 def test_a_library_that_rounds_to_bfloat16_is_not_taken(monkeypatch):
     bmm = torch.bmm
-    monkeypatch.setattr(
-        torch,
-        "bmm",
-        lambda a, b: bmm(a.bfloat16().to(a.dtype), b.bfloat16().to(b.dtype)) if a.dtype == torch.float32 else bmm(a, b),
-    )
+
+    def rounding(a, b):
+        return bmm(a.bfloat16().to(a.dtype), b.bfloat16().to(b.dtype)) if a.dtype == torch.float32 else bmm(a, b)
+
+    monkeypatch.setattr(torch, "bmm", rounding)
     assert not find_out()
