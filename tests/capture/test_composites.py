@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
 from tiny import batches, train, weights
-from torch_thor import THOR, register_kind
+from torch_thor import THOR, ThorMuon, register_kind
 from torch_thor.capture import CompositeHook, InnerLayer, register_composite
 from torch_thor.capture.composites import registry
 from torch_thor.curvature import LinearKind, ParameterView, ProjectionKind
@@ -87,20 +87,21 @@ def fused_and_separate():
 
 
 CASES = {
-    "paper": ({"update_interval": 3, "kl_clip": 1e-3}, [], []),
-    "scale-free": ({"scaling": "spectral"}, [], []),
-    "skip": ({"update_interval": 2, "kl_clip": None}, ["1.second"], ["1.2"]),
+    "paper": (THOR, {"update_interval": 3, "kl_clip": 1e-3}, [], []),
+    "orthogonal": (ThorMuon, {"max_update_ratio": None}, [], []),
+    "left out": (THOR, {"update_interval": 2, "max_update_ratio": None}, ["1.second"], ["1.2"]),
 }
 
 
-@pytest.mark.parametrize(("options", "skipped", "twins_skipped"), CASES.values(), ids=CASES)
-def test_it_is_trained_as_separate_layers_are(options, skipped, twins_skipped):
+@pytest.mark.parametrize(("kind", "options", "skipped", "twins_skipped"), CASES.values(), ids=CASES)
+def test_it_is_trained_as_separate_layers_are(kind, options, skipped, twins_skipped):
     """With bounds on the step that do not differ between one parameter and two."""
     model, twin = fused_and_separate()
-    optimizer = THOR(model, split_dim=4, skip=skipped, **options)
+    left_out, twins_left_out = ([f"-{name}" for name in names] or None for names in (skipped, twins_skipped))
+    optimizer = kind(model, split_dim=4, layers=left_out, **options)
     assert set(optimizer.curvature) == {"0", "1.first", "1.second", "2"} - set(skipped)
     train(model, optimizer, batches(7))
-    train(twin, THOR(twin, split_dim=4, skip=twins_skipped, **options), batches(7))
+    train(twin, kind(twin, split_dim=4, layers=twins_left_out, **options), batches(7))
     torch.testing.assert_close(model[0].weight, twin[0].weight)
     torch.testing.assert_close(model[1].fused, torch.cat([twin[1][0].weight, twin[1][2].weight]))
     torch.testing.assert_close(model[1].offsets, torch.cat([twin[1][0].bias, twin[1][2].bias]))
@@ -123,8 +124,8 @@ def test_coverage():
     assert (fused.kind, fused.factor_sizes, fused.groups, fused.note) == ("TwoLayers", (5, 5), 2, None)
     assert (offsets.kind, offsets.factor_sizes, offsets.groups) == ("TwoLayers", (5,), 2)
     assert entries["1.extra"].reason == "belongs to no layer inside TwoLayers"
-    assert entries_of(model, skip="1.first")["1.offsets"].note == "plain momentum for '1.first': left out by skip="
-    assert entries_of(model, skip="1")["1.offsets"].reason == "left out by skip="
+    assert entries_of(model, layers="-1.first")["1.offsets"].note == "plain momentum for '1.first': left out by layers="
+    assert entries_of(model, layers="-1")["1.offsets"].reason == "left out by layers="
     Named = type("Named", (TwoLayers,), {})
     Doubled = type("Doubled", (TwoLayers,), {"forward": lambda self, x: 2 * TwoLayers.forward(self, x)})
     assert entries_of(network(Named()))["1.fused"].preconditioned

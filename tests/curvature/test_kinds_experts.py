@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from comparing import compare, having
 from reference import expert_by_hand, expert_layers
 from tiny import assert_same, cross_entropy, train, weights
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 HIDDEN, INNER, EXPERTS = 4, 2, 5
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -145,7 +145,7 @@ def test_factors_by_hand():
     """Expert 0 has tokens (1, 0) and (0, 2), expert 1 has (3, 0), N = 4: A_0 = diag(1, 4) / 2, T = 2 / 4 and 1 / 4."""
     experts = Weights(lambda x, w: torch.cat([F.linear(x[:2], w[0]), F.linear(x[2:], w[1])]), 3, 1, 2)
     nn.init.zeros_(experts.weight)
-    optimizer = having(THOR(experts, lr=1.0, damping=0.25, momentum=0.0, kl_clip=None), loss_terms=4)
+    optimizer = having(THOR(experts, lr=1.0, damping=0.25, momentum=0.0, max_update_ratio=None), loss_terms=4)
     x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]).double()
     (experts(x) * torch.tensor([[1.0], [2.0], [3.0]]).double()).sum().div(4).backward()
     optimizer.step()
@@ -210,7 +210,7 @@ def test_coverage():
     assert not entries["position"].preconditioned
     assert not entries["heads"].preconditioned
     entries = {e.name: e for e in THOR(Model("linear"), layers="-experts.down_proj").coverage()}
-    assert entries["experts.down_proj"].reason == "left out by skip="
+    assert entries["experts.down_proj"].reason == "left out by layers="
     assert entries["experts.gate_up_proj"].preconditioned
 
 
@@ -241,13 +241,13 @@ MODELS = {
 }
 
 
-def trained(name, implementation, **options):
+def trained(name, implementation, kind=THOR, **options):
     """THOR after eight steps, which lower the loss; the same start for every implementation."""
     torch.manual_seed(3)
     chosen = {} if implementation is None else {"experts_implementation": implementation}
     sizes = {**SIZES, **HEADS, **MODELS[name]}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes), **chosen)
-    optimizer = THOR(model, **options)
+    optimizer = kind(model, **options)
     tokens, losses = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(1)), []
     for _ in range(8):
         optimizer.zero_grad()
@@ -278,7 +278,7 @@ def test_models(name):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_models_scale_free(name):
-    trained(name, "grouped_mm", scaling="spectral")
+    trained(name, "grouped_mm", kind=ThorMuon)
 
 
 def test_resume_with_experts_that_had_no_rows():

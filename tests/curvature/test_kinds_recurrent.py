@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from comparing import compare
 from reference import recurrent_layers, sequence_by_hand, step_by_hand
 from tiny import assert_same, cross_entropy, train, weights
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 
 
 class Reader(nn.Module):
@@ -168,8 +168,8 @@ def test_evaluation_and_frozen_layers_are_as_without_thor():
     assert optimizer.curvature["head"].refreshes == 1
 
 
-@pytest.mark.parametrize("scaling", [None, "spectral"])
-def test_resume(scaling):
+@pytest.mark.parametrize("kind", [THOR, ThorMuon])
+def test_resume(kind):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -183,7 +183,7 @@ def test_resume(scaling):
     def trained(stream, start=None):
         torch.manual_seed(2)
         model = Model()
-        optimizer = THOR(model, update_interval=2, lr=0.01, scaling=scaling)
+        optimizer = kind(model, update_interval=2, lr=0.01)
         for new, old in zip((model, optimizer), start or (), strict=False):
             new.load_state_dict(old.state_dict())
         train(model, optimizer, stream)

@@ -87,7 +87,6 @@ def shape(optimizer, patch):
 FAULTS = {
     "loss_terms": (loss_terms, (0, 1, 3)),
     "update_interval": (update_interval, (0, 3)),  # between refreshes nobody asks it
-    "memory of the statistics": (partial(memory, "_new_blocks"), (0, 3)),
     "memory of the trace rule": (partial(memory, "_judge"), (0, 3)),
     "memory of the inverses": (partial(memory, "invert_"), (0, 3)),
     "smaller blocks": (partial(split_dim, 2), (1, 3)),
@@ -128,7 +127,7 @@ def test_warnings_that_are_errors_come_when_the_step_is_over():
     (model, optimizer), (twin, other) = pair("plain", 3)
     for one, its in ((model, optimizer), (twin, other)):
         backward(one, STREAM[3])
-        its.curvature["1"].statistics.sums()[0].blocks[0, 0, 0] = torch.nan
+        its.curvature["1"].statistics.sums()[0].rows[0, 0] = torch.nan
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="layer '1': its new factors hold NaN"):

@@ -84,7 +84,7 @@ def test_a_forward_that_is_dropped_keeps_nothing():
         model(batches(1)[0][0])
     assert not watch.hooked
     assert watch.inputs() is None
-    assert optimizer._capture.watching
+    assert optimizer._capture.awaited
 
 
 def test_model_is_never_changed():
