@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from torch_thor.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from torch_thor import intervals
+    from torch_thor import intervals, schedules
     from torch_thor.curvature.kinds.registry import register_kind
     from torch_thor.distributed.group import Distributed
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.groups import coverage, param_groups
     from torch_thor.optim.lamb import LAMB
+    from torch_thor.optim.orthogonal import split_rows
     from torch_thor.optim.thor import THOR
     from torch_thor.optim.thor_muon import ThorMuon
     from torch_thor.split.choice import SplitChoice, choose_split_dim
@@ -31,6 +32,8 @@ __all__ = [
     "intervals",
     "param_groups",
     "register_kind",
+    "schedules",
+    "split_rows",
 ]
 
 __version__ = "0.1.0"
@@ -42,11 +45,12 @@ _MODULES = {
     "torch_thor.distributed.group": ("Distributed",),
     "torch_thor.optim.groups": ("coverage", "param_groups"),
     "torch_thor.optim.lamb": ("LAMB",),
+    "torch_thor.optim.orthogonal": ("split_rows",),
     "torch_thor.optim.thor": ("THOR",),
     "torch_thor.optim.thor_muon": ("ThorMuon",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),
 }
-_PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "split")
+_PACKAGES = ("capture", "curvature", "distributed", "intervals", "optim", "schedules", "split")
 
 if not TYPE_CHECKING:
     # importing torch takes seconds, and the command line must react to Ctrl-C during that time

@@ -32,6 +32,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch_thor import schedules
+
 if TYPE_CHECKING:  # the module of ScheduleSpec imports this one
     from torch_thor.training.config.schedules.spec import ScheduleSpec
 
@@ -44,22 +46,32 @@ class Moment:
         progress: p, from 0 after the warm-up to 1 at the horizon.
         warmed_epochs: Epochs since the end of the warm-up; 0 at the first step after it.
         epochs: Epochs since the beginning; 0 at the first step.
-        reference_epochs: e, epochs since the beginning; 1 / n at the first step.
+        step: Steps already taken.
+        steps_per_epoch: n.
         horizon_epochs: E, the horizon in epochs.
     """
 
     progress: float
     warmed_epochs: float
     epochs: float
-    reference_epochs: float
+    step: int
+    steps_per_epoch: int
     horizon_epochs: float
 
 
 def _thor_lr(spec: ScheduleSpec, at: Moment) -> float:
-    e, begin = at.reference_epochs, math.inf if spec.decay_epochs is None else spec.decay_epochs
-    halvings = (e >= begin) + (e >= begin + 1)
-    whole = math.pow(max(0.0, 1.0 - e / at.horizon_epochs), spec.decay)  # rounding must not make it negative at E
-    return math.ldexp(whole, -halvings)
+    return schedules.resnet50_lr(
+        at.step,
+        at.steps_per_epoch,
+        lr=1.0,
+        decay=spec.decay,
+        epochs=at.horizon_epochs,
+        decay_epochs=spec.decay_epochs,
+    )
+
+
+def _thor_damping(spec: ScheduleSpec, at: Moment) -> float:
+    return schedules.resnet50_damping(at.step, at.steps_per_epoch, damping=1.0, rate=spec.rate)
 
 
 FALLS: dict[str, Callable[[ScheduleSpec, Moment], float]] = {  # from 1 to 0; `factor` rescales them to end at `final`
@@ -74,7 +86,7 @@ SHAPES: dict[str, Callable[[ScheduleSpec, Moment], float]] = {
     "exponential": lambda spec, at: spec.rate**at.warmed_epochs,
     "step": lambda spec, at: spec.gamma ** sum(milestone <= at.epochs for milestone in spec.milestones),
     "thor-lr": _thor_lr,
-    "thor-damping": lambda spec, at: spec.rate ** (at.reference_epochs / 10.0),
+    "thor-damping": _thor_damping,
 }
 
 
@@ -98,7 +110,8 @@ def factor(spec: ScheduleSpec, step: int, steps_per_epoch: int, total_steps: int
         progress=past / max(1, horizon - warmup),
         warmed_epochs=past / steps_per_epoch,
         epochs=step / steps_per_epoch,
-        reference_epochs=(step + 1) / steps_per_epoch,
+        step=step,
+        steps_per_epoch=steps_per_epoch,
         horizon_epochs=horizon / steps_per_epoch,
     )
     value = SHAPES[spec.kind](spec, moment)

@@ -1,0 +1,146 @@
+"""Schedules of learning rate and damping: the formulas of the reference trainings, and a scheduler of damping.
+
+.. code-block:: python
+
+    lr = LambdaLR(optimizer, lambda step: resnet50_lr(step, 5004, lr=1.0))
+    damping = LambdaDamping(optimizer, lambda step: resnet50_damping(step, 5004, damping=1.0))
+    ...
+    optimizer.step()
+    lr.step()
+    damping.step()
+
+The formulas depend on the step alone, which is the number of steps already taken: 0 before the first one. So a resumed
+run goes on with the same schedule. Warm-up, cosine and the like are torch's own ``lr_scheduler``, whose formulas
+:class:`LambdaDamping` takes too. ``OneCycleLR`` overwrites momentum unless it gets ``cycle_momentum=False``.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def resnet50_lr(
+    step: int,
+    steps_per_epoch: float,
+    *,
+    lr: float = 0.05803,
+    decay: float = 4.0839,
+    epochs: float = 53,
+    decay_epochs: float | None = 39,
+) -> float:
+    """Return the learning rate of THOR's ResNet-50, ``lr · (1 − e/E)^decay`` with ``e = (step + 1) / steps_per_epoch``.
+
+    Args:
+        step: steps already taken.
+        steps_per_epoch: n, the number of optimizer steps in an epoch.
+        lr: the value at e = 0. The defaults are those of 8 devices with batches of 32 (MindSpore 2.10, ``thor``).
+        decay: the exponent.
+        epochs: E, the epoch at which it would be 0; the reference stops before, after 45 epochs.
+        decay_epochs: the epoch from which on it is halved, and from the next one on again; None: never.
+
+    Returns:
+        The learning rate of the next step.
+    """
+    e = (step + 1) / steps_per_epoch
+    halvings = 0 if decay_epochs is None else (e >= decay_epochs) + (e >= decay_epochs + 1)
+    # rounding must not make it negative at E
+    return lr * math.ldexp(math.pow(max(0.0, 1.0 - e / epochs), decay), -halvings)
+
+
+def resnet50_damping(step: int, steps_per_epoch: float, *, damping: float = 0.03, rate: float = 0.50036) -> float:
+    """Return the damping of THOR's ResNet-50, ``damping · rate^(e / 10)`` with ``e = (step + 1) / steps_per_epoch``.
+
+    Args:
+        step: steps already taken.
+        steps_per_epoch: n, the number of optimizer steps in an epoch.
+        damping: the value at e = 0.
+        rate: the factor for ten epochs.
+
+    Returns:
+        The damping of the next step.
+    """
+    return damping * float(rate ** ((step + 1) / steps_per_epoch / 10.0))
+
+
+def polynomial(step: int, total_steps: int, *, start: float, end: float, power: float) -> float:
+    """Return a value that falls from ``start`` to ``end``: ``end + (start − end) · (1 − step / total)^power``.
+
+    THOR's BERT-large has it for both: ``start=6.464e-3, end=1e-6, power=2`` for lr and ``start=7.035e-3, end=1e-6,
+    power=4`` for damping, over 30,000 steps.
+
+    Args:
+        step: steps already taken; from ``total_steps`` on the value stays at ``end``.
+        total_steps: the step at which ``end`` is reached.
+        start: the value of the first step.
+        end: the last value.
+        power: the exponent.
+
+    Returns:
+        The value of the next step.
+    """
+    return end + (start - end) * math.pow(1.0 - min(step, total_steps) / total_steps, power)
+
+
+class LambdaDamping:
+    """Drives ``damping`` in every parameter group as :class:`torch.optim.lr_scheduler.LambdaLR` drives ``lr``.
+
+    Args:
+        optimizer: THOR or ThorMuon.
+        damping_lambda: from the number of steps taken to the factor on the damping that each group has now; or one for
+            each group.
+
+    Raises:
+        ValueError: the groups have no damping, or there are not as many functions as groups.
+    """
+
+    def __init__(
+        self, optimizer: Any, damping_lambda: Callable[[int], float] | Sequence[Callable[[int], float]]
+    ) -> None:
+        groups = optimizer.param_groups
+        if not all("damping" in group for group in groups):
+            raise ValueError(
+                f"LambdaDamping({type(optimizer).__name__}): its parameter groups must have a damping; give THOR or "
+                f"ThorMuon"
+            )
+        lambdas = [damping_lambda] * len(groups) if callable(damping_lambda) else list(damping_lambda)
+        if len(lambdas) != len(groups):
+            raise ValueError(
+                f"damping_lambda: {len(lambdas)} functions for {len(groups)} parameter groups; give one, or one for "
+                f"each group"
+            )
+        self.optimizer, self.damping_lambdas = optimizer, lambdas
+        self.base_dampings = [float(group.setdefault("initial_damping", group["damping"])) for group in groups]
+        self.last_epoch = -1
+        self.step()
+
+    def step(self) -> None:
+        """Set the damping of the next step; call it after ``optimizer.step()``."""
+        self.last_epoch += 1
+        for group, base, factor in zip(
+            self.optimizer.param_groups, self.base_dampings, self.damping_lambdas, strict=True
+        ):
+            group["damping"] = base * factor(self.last_epoch)
+
+    def get_last_damping(self) -> list[float]:
+        """Return the damping of each group.
+
+        Returns:
+            The values that the latest :meth:`step` has set.
+        """
+        return [float(group["damping"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs; functions are not part of it.
+
+        Returns:
+            ``last_epoch`` and ``base_dampings``.
+        """
+        return {"last_epoch": self.last_epoch, "base_dampings": list(self.base_dampings)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a state dict was saved; the groups' damping is that of their own state dict.
+
+        Args:
+            state_dict: a result of :meth:`state_dict`.
+        """
+        self.last_epoch, self.base_dampings = int(state_dict["last_epoch"]), list(state_dict["base_dampings"])

@@ -1,0 +1,61 @@
+"""The reference's schedules: their published values, and damping that is driven as torch drives lr."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from torch_thor import THOR, ThorMuon
+from torch_thor.schedules import LambdaDamping, polynomial, resnet50_damping, resnet50_lr
+
+EPOCH = 5004  # steps, of 256 images
+
+
+def test_the_formulas_are_those_of_the_design():
+    for step in (0, 1, 833, EPOCH - 1, 38 * EPOCH, 39 * EPOCH - 2, 39 * EPOCH - 1, 40 * EPOCH - 1, 45 * EPOCH):
+        e = (step + 1) / EPOCH
+        halved = 0.25 if e >= 40 else 0.5 if e >= 39 else 1.0
+        assert resnet50_lr(step, EPOCH) == pytest.approx(0.05803 * (1 - e / 53) ** 4.0839 * halved, rel=1e-12)
+        assert resnet50_damping(step, EPOCH) == pytest.approx(0.03 * 0.50036 ** (e / 10), rel=1e-12)
+    assert resnet50_lr(53 * EPOCH, EPOCH) == 0.0  # and no complex number
+    assert resnet50_lr(39 * EPOCH, EPOCH, decay_epochs=None) == 4 * 0.5 * resnet50_lr(39 * EPOCH, EPOCH)
+    values = [polynomial(step, 30_000, start=7.035e-3, end=1e-6, power=4) for step in (0, 15_000, 30_000, 40_000)]
+    assert values == pytest.approx([7.035e-3, 1e-6 + 7.034e-3 / 16, 1e-6, 1e-6], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [THOR, ThorMuon])
+def test_damping_follows_its_lambda_as_lr_does(kind):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": model[0].parameters(), "damping": 0.5}, {"params": model[1].parameters()}]
+    optimizer = kind(groups, model=model, damping=0.2, lr=0.2)
+    lr = LambdaLR(optimizer, lambda step: 0.5**step)
+    damping = LambdaDamping(optimizer, lambda step: 0.5**step)
+    for step in range(4):
+        assert damping.get_last_damping() == pytest.approx([0.5 * 0.5**step, 0.2 * 0.5**step])
+        assert damping.get_last_damping()[1] == pytest.approx(lr.get_last_lr()[1])
+        model(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lr.step()
+        damping.step()
+    saved, state = damping.state_dict(), optimizer.state_dict()
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    again = kind(groups, model=model)
+    again.load_state_dict(state)
+    resumed = LambdaDamping(again, lambda step: 0.5**step)
+    resumed.load_state_dict(saved)
+    again.load_state_dict(state)  # the constructor has set the damping of step 0
+    for scheduler in (damping, resumed):
+        scheduler.step()
+    assert resumed.get_last_damping() == damping.get_last_damping()
+    assert math.isclose(damping.get_last_damping()[0], 0.5 * 0.5**5)
+
+
+def test_what_is_refused():
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"LambdaDamping\(SGD\).*must have a damping; give THOR"):
+        LambdaDamping(torch.optim.SGD(model.parameters(), lr=0.1), lambda step: 1.0)
+    with pytest.raises(ValueError, match="2 functions for 1 parameter groups; give one"):
+        LambdaDamping(THOR(model), [lambda step: 1.0] * 2)
