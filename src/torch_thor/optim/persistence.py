@@ -73,7 +73,8 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
     )
 
     def check_it(given: StateDict) -> None:
-        check_origin(given, label, list(optimizer.defaults), remedy)
+        needed = [key for key in optimizer.defaults if key != "differentiable"]  # torch adds it to them when it loads
+        check_origin(given, label, needed, remedy)
 
     try:
         with _undivided(layers), restored_on_error(optimizer):
