@@ -104,7 +104,7 @@ class THOR(CurvatureOptimizer):
         fisher: str = "empirical",
         distributed: Distributed | None = None,
     ) -> None:
-        if distributed is not None and distributed.whole_matrices:
+        if isinstance(distributed, Distributed) and distributed.whole_matrices:
             raise ValueError("whole_matrices=True: must be False with THOR, which orthogonalises nothing; leave it out")
         options = {
             "lr": lr,
