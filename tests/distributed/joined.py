@@ -249,6 +249,7 @@ def digest(model, optimizer):
         for key, value in sorted(optimizer.state[p].items()):
             bits = own(value).numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
             found.update(key.encode() + bits)
-    for group in optimizer.param_groups:
-        found.update(repr({k: v for k, v in group.items() if k not in ("params", "update_interval")}).encode())
+    for group in optimizer.param_groups:  # loading may make lists of tuples
+        options = {k: list(v) if isinstance(v, tuple) else v for k, v in group.items()}
+        found.update(repr({k: v for k, v in options.items() if k not in ("params", "update_interval")}).encode())
     return found.hexdigest()

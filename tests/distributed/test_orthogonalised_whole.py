@@ -1,20 +1,18 @@
-"""With `whole_matrices=True` the scale-free step under FSDP2 is that of one process, whose matrices nobody divides."""
+"""With `whole_matrices=True` the step of ThorMuon under FSDP2 is that of one process, whose matrices nobody divides."""
+
+import functools
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from joined import OPTIONS, mean_loss, share, stream
-from sharded import mesh_of, whole_weights
-from torch_thor import THOR, Distributed
-
-SPECTRAL = {**OPTIONS, "scaling": "spectral", "lr": 0.05, "damping": 0.1, "trace_thresholds": (0.0, 0.0)}
+from joined import as_one_process, shares, stream, train, world_of
+from torch_thor import ThorMuon
 
 
 class Free(nn.Module):
-    """A matrix without a kind, experts whose matrices are numbered, and a convolution."""
+    """A matrix without a kind, experts whose matrices are numbered, and a convolution; tall and wide, fused weights."""
 
     def __init__(self):
         super().__init__()
@@ -41,43 +39,36 @@ def free():
     return Free().double()
 
 
-def both(rank, world, shape, options):
-    options = {**SPECTRAL, **options}
-    twin, model = free(), fully_shard(free(), mesh=mesh_of(shape))
-    optimizer = THOR(model, **options, distributed=Distributed(whole_matrices=True))
-    its_optimizer = THOR(twin, **options, distributed=Distributed(process_group=False))
+def both(rank, world, **options):
+    """Returns how many collectives ordinary steps of the ranks start."""
     sent = []
-    for batch in stream(7):
-        inputs, labels = share(batch, rank, world)
-        mean_loss(model(inputs), labels).backward()
-        mean_loss(twin(batch[0]), batch[1]).backward()
-        with CommDebugMode() as counted:
+
+    def counted(optimizer):
+        with CommDebugMode() as counter:
             optimizer.step()
-        its_optimizer.step()
-        if not optimizer.last_refresh:
-            sent.append(counted.get_total_counts())
-        optimizer.zero_grad()
-        its_optimizer.zero_grad()
-    ours = whole_weights(model)
-    for name, theirs in twin.named_parameters():
-        torch.testing.assert_close(ours[name], theirs, rtol=1e-4, atol=1e-6, msg=lambda m, at=name: f"{at}: {m}")
-    return sent
+        if optimizer.distributed.whole_matrices and not optimizer.last_refresh:
+            sent.append(counter.get_total_counts())
+
+    def go(model, optimizer, first, step):
+        return train(model, optimizer, shares(stream(7), first, step), step=counted)
+
+    options = {"method": ThorMuon, "lr": 0.05, "damping": 0.1, "inner": (), **options}
+    as_one_process(rank, world, go, free, distributed={"whole_matrices": True}, rtol=1e-4, atol=1e-6, **options)
+    return set(sent)
+
+
+CASES = {
+    "blocks, fsdp-1": ((1,), {"split_dim": 4}),
+    "blocks, fsdp-4": ((4,), {"split_dim": 4}),  # rows that are not divided evenly, shards without rows
+    "decay, hsdp": ((2, 2), {"split_dim": 4, "weight_decay": 0.1, "layers": "-attention.k_proj"}),
+    "whole, fsdp-2": ((2,), {"split_dim": None, "nesterov": False}),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*returns a view")
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        pytest.param((1,), {"split_dim": 4}, id="blocks-fsdp-1"),
-        pytest.param((4,), {"split_dim": 4}, id="blocks-fsdp-4"),
-        pytest.param((2, 2), {"split_dim": 4, "weight_decay": 0.1, "skip": "attention.k_proj"}, id="decay-hsdp"),
-        pytest.param((2,), {"split_dim": None, "nesterov": False}, id="whole-fsdp-2"),
-    ],
-)
-def test_equals_one_process(run, mesh, options):
-    """Rows that the shards do not divide evenly, shards without rows, tall and wide matrices, fused weights."""
-    world = torch.Size(mesh).numel()
-    for sent in run(world, both, mesh, options):
-        assert sent
-        # there and back, and the norms of the weights; all agree first
-        assert set(sent) == {3 + (world > 1)}
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(run, name):
+    mesh, options = CASES[name]
+    world = world_of(mesh)
+    for sent in run(world, functools.partial(both, way=mesh, **options)):
+        assert sent == {3 + (world > 1)}  # there and back, and the norms of the weights; all agree first

@@ -1,0 +1,56 @@
+"""`torch_thor.Distributed`: its checks, and which processes it means in one process; the other files have several."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from tiny import assert_same, batches, mlp, train, weights
+from torch_thor import THOR, Distributed, ThorMuon
+
+WRONG = {
+    "process_group": ([True, 0, 1, "gloo", [0, 1], dist.GroupMember.NON_GROUP_MEMBER], "default group, or False"),
+    "divide_curvature": (["yes", 1, None], "True or False"),
+    "whole_matrices": ([1], "True or False"),
+    "communication_dtype": ([torch.float16, "bfloat16"], "None, torch.bfloat16 or torch.float32; .*float16"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused(name):
+    values, rule = WRONG[name]
+    for value in values:
+        with pytest.raises(ValueError, match=f"(?s)^{name}=.*: {name} must be .*{rule}"):
+            Distributed(**{name: value})
+
+
+def test_what_an_optimizer_refuses():
+    with pytest.raises(TypeError, match=r"distributed=True.*torch_thor.Distributed"):
+        THOR(mlp(), distributed=True)
+    with pytest.raises(ValueError, match=r"whole_matrices=True.*leave it out"):
+        THOR(mlp(), distributed=Distributed(whole_matrices=True))
+    optimizer = ThorMuon(mlp(), distributed=Distributed(whole_matrices=True))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        optimizer.distributed.process_group = False
+    with pytest.raises(AttributeError):
+        optimizer.distributed = Distributed()
+
+
+def test_a_group_of_one_needs_nobody(tmp_path):
+    """The bits of no group, whose choice is the program's and not the checkpoint's."""
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        trained, states = [], []
+        for group in (dist.group.WORLD, None, False):
+            torch.manual_seed(0)
+            model = mlp()
+            optimizer = THOR(model, distributed=Distributed(process_group=group))
+            train(model, optimizer, batches(3))
+            trained.append(weights(model))
+            states.append(optimizer.state_dict())
+    finally:
+        dist.destroy_process_group()
+    for model, state in zip(trained, states, strict=True):
+        assert_same(model, trained[0])
+        assert_same(state, states[0])
