@@ -196,8 +196,8 @@ RUNS: dict[str, Callable[[], Outcome]] = {
     "digits-options": partial(
         application, "digits", "optimizer=thor", "epochs=1", "fisher=sampled", "accumulation=2", "kl_clip=0.01",
         "split_dim=24", "factor_decay=0.7", "nesterov=true", "weight_decay=0.01", "decay_filter='*.weight'",
-        "layers=[-head]", "update_interval={kind: geometric, first: 1, last: 8, factor: 1.5}", "trace_thresholds=thor_nt",
-        "label_smoothing=0.1", "ema_decay=0.9", "damping_schedule.kind=linear",
+        "layers=[-head]", "update_interval={kind: geometric, first: 1, last: 8, factor: 1.5}",
+        "trace_thresholds=thor_nt", "label_smoothing=0.1", "ema_decay=0.9", "damping_schedule.kind=linear",
     ),
     "digits-agc-sgd": partial(
         application, "digits", "optimizer=agc-sgd", "epochs=1", "clip_factor=0.02", "momentum=0.9", "nesterov=true",
