@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from reference import keep_blocks
 from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, transposed_input_rows
-from torch_thor.curvature import BlockDiagonal, BlockLayout, ProjectionKind
+from torch_thor.curvature import Blocks, Cut, ProjectionKind
 from torch_thor.curvature.kinds import PackedCall, kind_of
 from torch_thor.curvature.kinds.base import spacing
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
@@ -32,8 +32,8 @@ def chosen(count, most, period):
 
 
 def summed(kind, x, output, *, keep=None, most=None, split_dim=None):
-    layout = BlockLayout.of(kind.groups, kind.inputs, 1 if kind.diagonal_input else split_dim)
-    a = BlockDiagonal.zeros(layout, dtype=torch.float64, device=torch.device("cpu"))
+    cut = Cut.of(kind.inputs, 1 if kind.diagonal_input else split_dim, kind.groups)
+    a = Blocks.zeros(cut, torch.float64, torch.device("cpu"))
     before = x.clone()
     rows = kind.add_inputs_(a, x, torch.Size(output), keep, most)
     assert torch.equal(x, before)
