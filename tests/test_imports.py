@@ -42,7 +42,7 @@ EXCEPTIONS = {
         "lowers the number of elements of a turn",
     ),
     "distributed/test_traffic.py": (
-        "training.reports.plan_divided training.reports.traffic",
+        "distributed.divided training.reports.plan_divided training.reports.traffic",
         "compares what a plan counts with what is sent, in turns of few elements",
     ),
     "split/test_choice.py": ("curvature.statistics", "counts the statistics that exist at the same time"),

@@ -12,9 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from joined import OPTIONS, network, parallel, routed, share, stream, train
 from sharded import mesh_of, shard
 from torch_thor import THOR, Distributed, ThorMuon
-from torch_thor.training.reports import traffic as divided_curvature
+from torch_thor.distributed import divided as turns
 from torch_thor.training.reports.plan_divided import divided_share
-from torch_thor.training.reports.traffic import Collective, collectives_of_refresh, collectives_of_step
+from torch_thor.training.reports.traffic import (
+    Collective,
+    collectives_of_refresh,
+    collectives_of_step,
+    divided_among,
+    own_bytes,
+)
 
 NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
 
@@ -87,10 +93,10 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, elements):
     """Planned in one process, whose layers are not divided."""
     model = network()
     layers = list(THOR(model, **OPTIONS).curvature.values())
-    with mock.patch.object(divided_curvature, "ELEMENTS", elements):
-        with divided_curvature.divided_among(layers, 4, 0):
+    with mock.patch.object(turns, "ELEMENTS", elements):
+        with divided_among(layers, 4, 0):
             planned = collectives_of_refresh(layers, 4) + collectives_of_step(model.parameters(), layers)
-            kept = divided_curvature.own_bytes(layers)
+            kept = own_bytes(layers)
         for found, bytes_kept in run(4, in_turns_of, elements):
             assert found == planned
             kept = max(kept, bytes_kept)
@@ -99,7 +105,7 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, elements):
 
 
 def in_turns_of(rank, world, elements):
-    with mock.patch.object(divided_curvature, "ELEMENTS", elements):
+    with mock.patch.object(turns, "ELEMENTS", elements):
         options = {"distributed": Distributed(divide_curvature=True)}
         model, optimizer = parallel(rank, world, **options)
         return counted(rank, world, network, THOR, options)[0], kept_bytes(model, optimizer, rank, world)

@@ -17,7 +17,8 @@ pytestmark = [
 # 16 steps; a refresh in every sixth. Two halves of a row of the head have other blocks than the whole.
 DIGITS = ("train", "digits", "epochs=2", "batch_size=160", "device=cpu", "threads=1", "checkpoint_interval=6")
 DIGITS += ("keep_checkpoints=9", "eval_interval=9", "ema_decay=0.5", "targets=[]", "clip_norm=5", "accumulation=2")
-THOR = ("optimizer=thor", "lr=0.01", "kl_clip=null", "update_interval=6", "trace_thresholds=[0.0,0.0]", "split_dim=1")
+THOR = ("optimizer=thor", "lr=0.01", "max_update_ratio=null", "update_interval=6")
+THOR += ("trace_thresholds=[0.0,0.0]", "split_dim=1")
 WAYS = {
     "alone": (None, ()),
     "ddp": (2, ("parallel=ddp",)),
