@@ -1,4 +1,4 @@
-"""`THOR(model)` and `THOR(model, scaling="spectral")`, no other word, train what people bring.
+"""`THOR(model)` and `ThorMuon(model)`, no other word, train what people bring.
 
 The bar is low on purpose: after twelve steps (five of the largest models) the loss is below 0.9 of the first step's, or
 as low as AdamW(1e-3) brings it from the same weights, on the same data. The loss is the median of the last three,
