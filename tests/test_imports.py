@@ -1,16 +1,16 @@
-"""Tests import public names, and private names only of the module that they test.
+"""Which way imports point, in the package and in its tests.
 
-Public names are those that a package lists in `__all__`. A test is named after the module that it tests, or begins with
-its name: `training/engine/test_loop.py` tests `torch_thor.training.engine.loop`, `curvature/test_kinds_embedding.py`
-tests `torch_thor.curvature.kinds`. It may also import private names of modules in the same package if only the tested
-module uses them.
+In the package arrows point one way, without circles, and no module imports a private name of another. Tests import what
+packages list in `__all__`, and private names only of the package that they lie beside: `tests/capture` of
+`torch_thor.capture`, `tests/test_files.py` of `torch_thor.files`.
 """
 
 import ast
 import re
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
+
+import torch_thor
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src"
@@ -19,37 +19,32 @@ MODULES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for pa
 PACKAGES = {name.removesuffix(".__init__"): MODULES.pop(name) for name in [*MODULES] if name.endswith(".__init__")}
 
 COMMAND_LINE = "torch_thor.cli:main"
+# Each package may import itself and those before it.
+LAYERS = (
+    "lazy", "torch_internals", "files", "intervals", "curvature", "capture", "distributed", "optim", "split",
+    "training", "bench", "commands", "cli",
+)  # fmt: skip
+# The package that each public name is from.
+HOMES = {name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names}
 
-# Files that need private names of other modules: these modules, and the reason.
+# Files that need private names of other packages: these modules, and the reason.
 EXCEPTIONS = {
     "hooked.py": ("capture.inspection capture.module_hooks", "makes hooks without an optimizer"),
     "tiny.py": ("capture.module_calls", "tells which modules have hooks, for which there is no public function"),
     "fake_times.py": ("split.choice", "replaces a measurement of time"),
-    "capture/test_phases.py": (
-        "capture.capture capture.module_calls curvature.layer_state",
-        "changes the phases of a capture as an optimizer does",
-    ),
-    "capture/test_module_hooks.py": ("capture.module_calls", "calls the hooks as in a forward pass"),
     "capture/test_composites.py": ("curvature.kinds.registry", "removes the kinds that a test has registered"),
     "optim/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
-    "optim/test_natural_gradient_bound.py": (
-        "optim.step_bound",
-        "tests the bound as the natural gradient applies it",
+    "optim/test_whole_matrices.py": ("distributed.whole", "tests which process orthogonalises which matrix"),
+    "distributed/test_disagreement.py": (
+        "curvature.blocks curvature.inverse",
+        "simulates ranks that compute different numbers",
     ),
-    "distributed/test_disagreement.py": ("curvature.inverse", "simulates ranks that compute different numbers"),
-    "distributed/test_divided_curvature.py": (
-        "optim.divided_curvature",
-        "lowers the number of elements of a turn",
-    ),
+    "distributed/test_divided_curvature.py": ("training.reports.traffic", "counts what is sent"),
     "distributed/test_traffic.py": (
         "distributed.divided training.reports.plan_divided training.reports.traffic",
         "compares what a plan counts with what is sent, in turns of few elements",
     ),
     "split/test_choice.py": ("curvature.statistics", "counts the statistics that exist at the same time"),
-    "optim/test_auto_split.py": (
-        "curvature.statistics curvature.parameter_view split.choice",
-        "lowers the limit of 8192 rows, and reads the sums that are gathered",
-    ),
     "warm.py": ("cli training.experiment", "imports in advance what the command line imports"),
     "signalled_script.py": ("training.engine.step", "sends itself a signal in a step of the test's choice"),
     "killed_script.py": (
@@ -58,24 +53,80 @@ EXCEPTIONS = {
         "kills itself at a moment of the test's choice",
     ),
     "rank_script.py": ("training.engine.parallel", "is the program of each rank in training/engine/test_parallel.py"),
-    "training/config/test_bert_recipes.py": (
-        "training.models.masked_lm",
-        "makes networks so small that the recipes of large ones train in a second",
-    ),
-    "bench/figures/small_bert.py": (
-        "bench.figures.bert",
-        "replaces the recipe of the figure by one that takes seconds",
-    ),
-    "bench/figures/test_bert_figure.py": ("bench.figures.measuring", "writes runs as raw data hold them"),
-    "bench/figures/test_run_times.py": ("bench.figures.measuring", "writes a run as raw data hold it"),
     "bench/test_prepare_memory.py": (
         "training.text.sources training.text.wikipedia training.text.word_counts",
         "reads a synthetic dump as the preparation reads a real one",
     ),
-    "training/text/test_word_counts.py": ("training.text.wordpiece", "compares counted words with a tokenizer's"),
-    "training/text/dumps.py": ("training.text.sources", "lowers the size of a work unit"),
-    "training/text/test_preparing.py": ("training.text.sources", "lowers it in the processes of the command too"),
 }
+
+
+# ---- the package -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def imports_of(module):
+    """[(module, name, whether for type checkers alone)] of the imports of a module of the package from the package."""
+    found, tree = [], ast.parse((MODULES | PACKAGES)[module].read_text())
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    of_types = {id(node) for block in blocks for node in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: a relative import, whose package is not looked at here"
+            if node.module.split(".")[0] == "torch_thor":
+                found += [(node.module, alias.name, id(node) in of_types) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("torch_thor.")]
+            found += [(name, None, id(node) in of_types) for name in names]
+    return found
+
+
+def test_arrows_point_one_way():
+    checked = 0
+    for module in MODULES | PACKAGES:
+        package = module.split(".")[1:2]
+        for target, name, _ in imports_of(module) if package and package != ["__main__"] else ():
+            home = target.split(".")[1] if "." in target else HOMES.get(name, name)
+            if home != "__version__":
+                checked += 1
+                assert LAYERS.index(home) <= LAYERS.index(package[0]), f"{module} imports {target}.{name}"
+    assert checked > 500
+
+
+OPTIMIZERS = ("curvature", "capture", "distributed", "optim", "split")
+# Modules of the optimizers that see each other through `if TYPE_CHECKING` alone.
+CIRCLES_OF_TYPES = (
+    "capture.backward_pass capture.capture",  # what one backward pass gives, and who gathers it
+    "optim.base optim.persistence optim.refresh_step optim.report optim.step",  # an optimizer and its parts
+)
+
+
+def circles(modules, *, with_types):
+    """The groups of modules that import each other, as words without `torch_thor`."""
+    reached = {}
+    for module in modules:
+        pairs = [(f"{target}.{name}", target) for target, name, types in imports_of(module) if with_types or not types]
+        reached[module] = {one for pair in pairs for one in pair if one in modules} - {module}
+    while True:  # to the modules that those import, and so on
+        further = {module: of.union(*(reached[one] for one in of)) for module, of in reached.items()}
+        if further == reached:
+            break
+        reached = further
+    found = {frozenset(one for one in of if module in reached[one]) for module, of in reached.items()} - {frozenset()}
+    return sorted(" ".join(sorted(one.removeprefix("torch_thor.") for one in circle)) for circle in found)
+
+
+def test_no_circles():
+    assert circles({*MODULES}, with_types=False) == []
+    of_optimizers = {module for module in MODULES if module.split(".")[1] in OPTIMIZERS}
+    assert circles(of_optimizers, with_types=True) == sorted(CIRCLES_OF_TYPES)
+
+
+def test_no_module_imports_a_private_name_of_another():
+    found = [(module, f"{t}.{name}") for module in MODULES | PACKAGES for t, name, _ in imports_of(module) if name]
+    assert not [(module, name) for module, name in found if re.search(r"\._(?!_version__)", name)]
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
 
 
 def exists(module):
@@ -121,45 +172,16 @@ def private_module(module, name):
     return None if f"{module}.{name}" in PACKAGES else f"{module}.{name}"
 
 
-def private_imports(path):
-    """The modules of which a file imports private names."""
-    return {private_module(*one) for one in imported(path.read_text())} - {None}
-
-
-@cache
-def users():
-    """For each module the modules that import private names of it."""
-    found = defaultdict(set)
-    for user, path in MODULES.items():
-        for module in private_imports(path):
-            found[module].add(user)
-    return found
-
-
-def modules_under_test(test):
-    """The module that a test is named after, and modules of its package that only this one uses; may be empty."""
-    folder, name = test.rpartition("/")[::2]
-    package = ".".join(["torch_thor", *folder.split("/")]).rstrip(".")
-    words = name.removesuffix(".py").split("_")
-    if words.pop(0) != "test":
-        return set()
-    longest_first = (f"{package}.{'_'.join(words[:count])}" for count in range(len(words), 0, -1))
-    tested = next((module for module in longest_first if exists(module)), None)
-    found = {module for module in MODULES if tested and f"{module}.".startswith(f"{tested}.")}
-    beside = {module for module in users() if tested and module.rpartition(".")[0] == package}
-    while more := {module for module in beside - found if users()[module] <= found}:
-        found |= more
-    return found
-
-
 def test_tests_import_public_names():
     wrong = []
     for file in FILES:
+        beside = file.split("/")[0].removesuffix(".py").removeprefix("test_")
+        found = {private_module(*one) for one in imported((TESTS / file).read_text())} - {None}
+        found = {module for module in found if module.split(".")[1:2] != [beside]}
         allowed = {f"torch_thor.{module}" for module in EXCEPTIONS.get(file, ("",))[0].split()}
-        found = private_imports(TESTS / file) - modules_under_test(file)
         wrong += [f"{file} imports private names of {module}" for module in sorted(found - allowed)]
         wrong += [f"{file} no longer needs {module}: remove it from EXCEPTIONS" for module in sorted(allowed - found)]
-    assert not wrong, "import public names, or name the test after the module that it tests:\n" + "\n".join(wrong)
+    assert not wrong, "import public names, or put the test beside the package that it tests:\n" + "\n".join(wrong)
     assert set(EXCEPTIONS) <= set(FILES)
 
 
@@ -176,8 +198,3 @@ def test(patch):
     assert {private_module(*one) for one in imported(code)} == {None, loop, "torch_thor.files"}
     assert private_module("torch_thor.training.engine", "loop") == private_module(loop, None) == loop
     assert private_module("torch_thor.training", "capture_state") == "torch_thor.training"  # not in `__all__`
-    of_loop = modules_under_test("training/engine/test_loop.py")
-    assert of_loop >= {loop, "torch_thor.training.engine.step"}  # only the loop imports `step`
-    assert "torch_thor.training.engine.history" not in of_loop
-    assert modules_under_test("curvature/test_kinds_embedding.py") > {"torch_thor.curvature.kinds.embedding"}
-    assert modules_under_test("training/engine/loop.py") == modules_under_test("test_nothing.py") == set()

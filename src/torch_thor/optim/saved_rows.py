@@ -1,6 +1,6 @@
 """Turns loaded factors of the rows of weights into those that this process needs.
 
-In the state such a factor is a matrix with the rows of its weight (:mod:`torch_thor.curvature.stored_factors`), and its
+In the state such a factor is a matrix with the rows of its weight (:mod:`torch_thor.curvature.factor`), and its
 blocks end where shards end. So a checkpoint that was saved on some processes can be loaded on others: with
 ``torch.distributed.checkpoint``, or as a state dict of one process. If the number of shards is another, the factors are
 cut again, and blocks that have changed are inverted again.

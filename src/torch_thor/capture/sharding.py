@@ -1,14 +1,21 @@
-"""Reads from a parameter how its rows are divided among processes (FSDP2 and HSDP), and refuses other divisions."""
+"""Weights whose rows are divided among processes (FSDP2 and HSDP): how, which layers can take it, and refusals.
+
+A weight is divided by its first dimension. If a slice of that dimension is a row of G, or of A where the weight has the
+inputs first, every process preconditions its own rows. Other layers are trained without curvature, and listed so.
+"""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.curvature.shards import RowShards, shard_bounds
+from torch_thor.capture.layers import Layer
+from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
+
+# ---- one parameter --------------------------------------------------------------------------------------------------
 
 
 def is_sharded(parameter: Tensor) -> bool:
@@ -24,7 +31,7 @@ def is_fully_sharded(module: object) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
+def _why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
     """Return the reason why THOR cannot train a DTensor."""
     placements = parameter.placements
     divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
@@ -82,10 +89,50 @@ def device_of_mesh(parameter: Any) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def ranks_of(parameter: Any) -> list[int]:
-    """Return the ranks among which a DTensor is divided, in the order of its mesh."""
-    ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
-    return ranks
+def _words(placements: Sequence[Any]) -> str:
+    return f"({', '.join(map(repr, placements))})"
+
+
+# ---- the layers of a model ------------------------------------------------------------------------------------------
+
+
+def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
+    """Raise an error for a parameter that is divided in a way that THOR does not support."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                f"module {name or 'itself'!r} is a FullyShardedDataParallel, which puts the parameters of several "
+                f"layers into one; use its successor torch.distributed.fsdp.fully_shard, then THOR(model)"
+            )
+    own = {id(parameter) for parameter in trained}
+    of_fsdp = {id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()}
+    for name, parameter in model.named_parameters():
+        why = None
+        if id(parameter) in own and is_sharded(parameter):
+            why = _why_not_supported(parameter, of_fsdp=id(parameter) in of_fsdp)
+        if why is not None:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard alone and pass the "
+                f"model that it was given, or leave the parameter to another optimizer: THOR([p for p in ...], "
+                f"model=model)"
+            )
+
+
+def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None:
+    """Leave out the layers that cannot be preconditioned in shards."""
+    for name, layer in list(layers.items()):
+        weight = layer.weight.parameter
+        if not is_sharded(weight) or row_shards_of(weight) is None:
+            continue
+        why = why_not_by_rows(layer.kind, tuple(weight.shape))
+        if why is not None:
+            del layers[name]
+            for view in (layer.weight, *layer.biases):
+                reasons[id(view.parameter)] = why
+        elif layer.kind.transposed:  # its G is that of all outputs, and the bias is divided among processes
+            for bias in layer.biases:
+                reasons[id(bias.parameter)] = "divided among processes, and the rows of the weight are inputs"
+            layer.biases.clear()
 
 
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
@@ -96,13 +143,9 @@ def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
     if group is not False:
         members = list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
     for name, parameter in parameters:
-        ranks = ranks_of(parameter)
+        ranks = parameter.device_mesh.mesh.flatten().tolist()  # in the order of the mesh
         if ranks != members:
             raise ValueError(
                 f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, and THOR would "
                 f"refresh with the ranks {members}; give as process_group= the group of the mesh that fully_shard got"
             )
-
-
-def _words(placements: Sequence[Any]) -> str:
-    return f"({', '.join(map(repr, placements))})"
