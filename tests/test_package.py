@@ -61,6 +61,7 @@ def test_options_in_messages_exist():
     public = [getattr(torch_thor, name) for name in torch_thor.__all__]
     public += [torch_thor.intervals.Geometric, torch_thor.intervals.Piecewise]
     public += [torch_thor.THOR.sample_fisher, torch_thor.THOR.consolidate_state_dict]
+    public += [torch_thor.optim.orthogonal.split_rows]
     known = {"d_in", "d_out", "gradient", "requires_grad", "sparse", "use_reentrant"}  # shapes, and arguments of torch
     known |= {*dir(torch_thor.THOR), *dir(torch_thor.curvature.Kind), *dir(torch_thor.curvature.LayerCurvature)}
     for one in filter(callable, public):
