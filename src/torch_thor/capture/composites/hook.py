@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_thor.capture.module_calls import CallHandler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.torch_internals import function_mode
@@ -22,6 +21,21 @@ class Watcher(Protocol):
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
         """Receive one call: the layer, the kind that the rows of this call are read with, its input and its output."""
         ...
+
+
+class CallHandler:
+    """Handles the calls of one module; the methods of this base class do nothing."""
+
+    module: nn.Module
+
+    def enter(self, watcher: Watcher, args: Any) -> None:
+        """Called before the module's forward."""
+
+    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+        """Called after the module's forward."""
+
+    def abandon(self) -> None:
+        """Called if the module's forward, or a hook on the module, has raised an exception."""
 
 
 class Report(Protocol):
@@ -64,9 +78,9 @@ class CompositeHook(CallHandler):
         """
         raise NotImplementedError
 
-    def enter(self, subscriber: Watcher, args: Any) -> None:
+    def enter(self, watcher: Watcher, args: Any) -> None:
         """Enter the mode, where statistics of the module are gathered."""
-        if not (torch.is_grad_enabled() and any(map(subscriber.gathers, self.layers))):
+        if not (torch.is_grad_enabled() and any(map(watcher.gathers, self.layers))):
             return
         if function_mode() is self._active:  # Ctrl-C inside the forward: torch then calls no hook that leaves the mode.
             self.abandon()
@@ -74,12 +88,12 @@ class CompositeHook(CallHandler):
         def report(name: str, x: Tensor, output: Any, kind: Kind | None = None) -> None:
             layer = self.by_name.get(name)
             if layer is not None:
-                subscriber.watch(layer, layer.kind if kind is None else kind, x, output)
+                watcher.watch(layer, layer.kind if kind is None else kind, x, output)
 
         self._active = self.mode(report)
         self._active.__enter__()
 
-    def leave(self, subscriber: Watcher, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
         """Leave the mode."""
         # A module does not change the grad mode between these two hooks, so both see the same.
         if torch.is_grad_enabled():
