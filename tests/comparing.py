@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from torch import nn
 
 from reference import ReferenceTHOR, by_stages, damped, factors_of, gradients
 from tiny import as_list
@@ -87,3 +88,21 @@ def having(optimizer, **attributes):
         assert hasattr(optimizer, name)
         setattr(optimizer, name, value)
     return optimizer
+
+
+def curvlinops_factors(model, x, labels, fisher_type):
+    """Factors of the Fisher matrix, expand setting, from an implementation that nobody here wrote."""
+    from curvlinops import KFACLinearOperator
+
+    operator = KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        list(model.parameters()),
+        [(x, labels)],
+        fisher_type=fisher_type,
+        kfac_approx="expand",
+        check_deterministic=False,
+    )
+    operator.compute_kronecker_factors()
+    state = operator.state_dict()
+    return state["input_covariances"], state["gradient_covariances"]

@@ -84,6 +84,8 @@ def examples(page):
 )
 def test_examples_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    registered = torch_thor.curvature.kinds.registry.KINDS  # without those of examples afterwards
+    monkeypatch.setattr(registered, "classes", dict(registered.classes))
     given = surroundings(page)
     for example in examples(page):
         exec(compile(example, str(page), "exec"), given)

@@ -21,8 +21,8 @@ PACKAGES = {name.removesuffix(".__init__"): MODULES.pop(name) for name in [*MODU
 COMMAND_LINE = "torch_thor.cli:main"
 # Each package may import itself and those before it.
 LAYERS = (
-    "lazy", "torch_internals", "files", "intervals", "curvature", "capture", "distributed", "optim", "split",
-    "training", "bench", "commands", "cli",
+    "lazy", "torch_internals", "files", "intervals", "schedules", "curvature", "capture", "distributed", "optim",
+    "split", "training", "bench", "commands", "cli",
 )  # fmt: skip
 # The package that each public name is from.
 HOMES = {name: module.split(".")[1] for module, names in torch_thor._MODULES.items() for name in names}
@@ -39,9 +39,8 @@ EXCEPTIONS = {
         "curvature.blocks curvature.inverse",
         "simulates ranks that compute different numbers",
     ),
-    "distributed/test_divided_curvature.py": ("training.reports.traffic", "counts what is sent"),
     "distributed/test_traffic.py": (
-        "distributed.divided training.reports.plan_divided training.reports.traffic",
+        "training.reports.plan_divided training.reports.traffic",
         "compares what a plan counts with what is sent, in turns of few elements",
     ),
     "split/test_choice.py": ("curvature.statistics", "counts the statistics that exist at the same time"),

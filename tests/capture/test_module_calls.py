@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo import eval_frame
 from torch.nn.modules import module as torch_module
 
+from tiny import leave_no_listeners
 from torch_thor.capture.module_calls import ModuleCalls
 
 
@@ -61,6 +62,7 @@ def stance():
 @pytest.fixture
 def calls():
     """A registry of its own; nothing of it may be left."""
+    leave_no_listeners()
     before = hooks()
     assert stance() == "default"
     made = ModuleCalls()

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from comparing import DAMPING, assert_matches_reference, refreshed
+from comparing import DAMPING, assert_matches_reference, curvlinops_factors, refreshed
 from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp
 from torch_thor import THOR
 
@@ -190,24 +190,6 @@ def test_any_convolution(batch, size, groups, widths, padding, stride, split_dim
     assert_matches_reference(model, x, loss, terms=batch, split_dim=split_dim)
 
 
-def curvlinops_factors(model, x, labels):
-    """Factors of the empirical Fisher, expand setting, from an implementation that nobody here wrote."""
-    from curvlinops import KFACLinearOperator
-
-    operator = KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x, labels)],
-        fisher_type="empirical",
-        kfac_approx="expand",
-        check_deterministic=False,
-    )
-    operator.compute_kronecker_factors()
-    state = operator.state_dict()
-    return state["input_covariances"], state["gradient_covariances"]
-
-
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["linear", "plain", "stride", "uneven", "dilation", "same"])
 def test_curvlinops_agrees(kind):
@@ -216,7 +198,7 @@ def test_curvlinops_agrees(kind):
         model, [(x, labels)] = mlp(), batches(1)
     else:
         (model, x), labels = conv_model(kind), torch.tensor([0, 2, 1])
-    inputs, grads = curvlinops_factors(model, x, labels)
+    inputs, grads = curvlinops_factors(model, x, labels, "empirical")
     optimizer = refreshed(model, x, cross_entropy(labels), split_dim=None)
     assert set(inputs) == set(optimizer.curvature)
     for name, curvature in optimizer.curvature.items():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributions import Categorical, Independent, Normal, Poisson
 from torch.nn import functional as F
 
-from comparing import DAMPING, assert_matches_reference
+from comparing import DAMPING, assert_matches_reference, curvlinops_factors
 from tiny import batches, conv_model, cross_entropy, mlp
 from torch_thor import THOR
 
@@ -98,147 +98,90 @@ def test_the_training_labels_as_samples_are_the_empirical_fisher():
 
 
 LANGUAGE = torch.tensor([[True, True, False], [True, False, False]])
-# name: (model and input, what is predicted, its options, loss terms, the log-likelihood of what was drawn)
+
+
+def data(*shape):
+    return lambda: (mlp(), torch.randn(*shape, dtype=torch.float64))
+
+
+def summed(y, t):
+    return F.cross_entropy(y, t, reduction="sum")
+
+
+# name: (model and input, its distribution, loss terms, the log-likelihood of what was drawn; other options)
 PREDICTIONS = {
-    "classes": (
-        lambda: (mlp(), batches(1)[0][0]),
-        lambda y: y,
-        {"distribution": lambda y: Categorical(logits=y)},
-        8,
-        lambda y, t: F.cross_entropy(y, t, reduction="sum"),
-    ),
-    "images": (
-        lambda: conv_model("stride"),
-        lambda y: y,
-        {"distribution": lambda y: Categorical(logits=y)},
-        3,
-        lambda y, t: F.cross_entropy(y, t, reduction="sum"),
-    ),
+    "classes": (data(8, 5), lambda y: Categorical(logits=y), 8, summed),
+    "images": (lambda: conv_model("stride"), lambda y: Categorical(logits=y), 3, summed),
     "tokens": (
-        lambda: (mlp(), torch.randn(2, 3, 5, dtype=torch.float64)),
-        lambda y: y,
-        {"distribution": lambda y: Categorical(logits=y), "mask": LANGUAGE},
+        data(2, 3, 5),
+        lambda y: Categorical(logits=y),
         3,
-        lambda y, t: F.cross_entropy(y[LANGUAGE], t[LANGUAGE], reduction="sum"),
+        lambda y, t: summed(y[LANGUAGE], t[LANGUAGE]),
+        {"mask": LANGUAGE},
     ),
-    "means": (
-        lambda: (mlp(), batches(1)[0][0]),
-        lambda y: y,
-        {"distribution": lambda y: Normal(y, 0.5)},
-        24,
-        lambda y, t: ((y - t) ** 2).sum() / 0.5,
-    ),
-    "counts": (
-        lambda: (mlp(), batches(1)[0][0]),
-        lambda y: y,
-        {"distribution": lambda y: Independent(Poisson(y.exp()), 1)},
-        8,
-        lambda y, t: (y.exp() - t * y).sum(),
-    ),
+    "means": (data(8, 5), lambda y: Normal(y, 0.5), 24, lambda y, t: ((y - t) ** 2).sum() / 0.5),
+    "counts": (data(8, 5), lambda y: Independent(Poisson(y.exp()), 1), 8, lambda y, t: (y.exp() - t * y).sum()),
     "means-and-variances": (
-        lambda: (mlp(), batches(1)[0][0]),
-        lambda y: (y[:, 0], y[:, 1]),
-        {"distribution": lambda y: Normal(y[0], (0.5 * y[1]).exp())},
+        data(8, 5),
+        lambda y: Normal(y[0], (0.5 * y[1]).exp()),
         8,
         lambda y, t: (0.5 * ((y[:, 0] - t) ** 2 * (-y[:, 1]).exp() + y[:, 1])).sum(),
+        {"output": lambda y: (y[:, 0], y[:, 1])},
     ),
 }
 
 
 @pytest.mark.parametrize("name", PREDICTIONS)
 def test_known_labels_give_what_explicit_loops_give(name):
-    make, output, options, terms, nll = PREDICTIONS[name]
-    model, x = make()
-    recorder = Recorder(options["distribution"])
-    optimizer = sampled(
-        model,
-        x,
-        lambda y: y.square().mean(),
-        output=output,
-        distribution=recorder,
-        mask=options.get("mask"),
-        split_dim=4,
-    )
+    make, distribution, terms, nll, *options = PREDICTIONS[name]
+    (model, x), recorder = make(), Recorder(distribution)
+    options = {"distribution": recorder, "split_dim": 4, **(options[0] if options else {})}
+    optimizer = sampled(model, x, lambda y: y.square().mean(), **options)
     assert_matches_reference(
         model, x, lambda y: nll(y, recorder.drawn), terms=terms, scale=1, split_dim=4, optimizer=optimizer
     )
 
 
-NAMED = {
-    "categorical": ({}, (8,), lambda y: Categorical(logits=y)),
-    "categorical, dim 1": ({"dim": 1}, (2, 4), lambda y: Categorical(logits=y.movedim(1, -1))),
-    "categorical, dim -1": ({"dim": -1}, (2, 4), lambda y: Categorical(logits=y)),
-    "bernoulli": ({}, (8,), lambda y: torch.distributions.Bernoulli(logits=y)),
-    "normal": ({}, (8,), lambda y: Normal(y, 1.0)),
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_a_name_draws_what_its_distribution_draws(name):
-    options, leading, distribution = NAMED[name]
-    model, x = mlp(), torch.randn(*leading, 5, dtype=torch.float64)
+def test_a_name_draws_what_its_distribution_draws():
     loss = lambda y: y.square().mean()  # noqa: E731
-    named = sampled(model, x, loss, distribution=name.partition(",")[0], seed=4, **options)
-    given = sampled(model, x, loss, distribution=distribution, seed=4)
-    for ours, its in zip(named.curvature.values(), given.curvature.values(), strict=True):
-        assert ours.rows_per_term == its.rows_per_term
-        for factor, wanted in zip(ours.factors(), its.factors(), strict=True):
-            torch.testing.assert_close(factor, wanted, rtol=1e-12, atol=1e-14)
+    for name, options, leading, distribution in (
+        ("categorical", {}, (8,), lambda y: Categorical(logits=y)),
+        ("categorical", {"dim": 1}, (2, 4), lambda y: Categorical(logits=y.movedim(1, -1))),
+        ("categorical", {"dim": -1}, (2, 4), lambda y: Categorical(logits=y)),
+        ("bernoulli", {}, (8,), lambda y: torch.distributions.Bernoulli(logits=y)),
+        ("normal", {}, (8,), lambda y: Normal(y, 1.0)),
+    ):
+        model, x = mlp(), torch.randn(*leading, 5, dtype=torch.float64)
+        named = sampled(model, x, loss, distribution=name, seed=4, **options)
+        given = sampled(model, x, loss, distribution=distribution, seed=4)
+        for ours, its in zip(named.curvature.values(), given.curvature.values(), strict=True):
+            assert ours.rows_per_term == its.rows_per_term
+            torch.testing.assert_close(ours.factors(), its.factors(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["linear", "stride"])
-def test_curvlinops_exact_fisher_is_the_expectation(kind):
+def test_curvlinops_exact_fisher_is_the_expectation():
     """One datum and each of its labels in turn, weighted by its probability: curvlinops' ``type-2``, in every layer."""
-    from curvlinops import KFACLinearOperator
-
-    model, x = (mlp(), batches(1)[0][0]) if kind == "linear" else conv_model(kind)
-    x = x[:1]
-    operator = KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x, torch.zeros(1, dtype=torch.long))],
-        fisher_type="type-2",
-        kfac_approx="expand",
-        check_deterministic=False,
-    )
-    operator.compute_kronecker_factors()
-    state = operator.state_dict()
-    probabilities = model(x).softmax(-1)[0].tolist()
-    expected = {}
-    for label, p in enumerate(probabilities):
-        labels = torch.tensor([label])
-        optimizer = sampled(
-            model, x, lambda y: y.square().mean(), distribution=lambda y, t=labels: Known(y, t), split_dim=None
-        )
-        for name, curvature in optimizer.curvature.items():
-            A, G = curvature.factors()
-            torch.testing.assert_close(A, state["input_covariances"][name], rtol=1e-9, atol=1e-12)
-            expected[name] = expected.get(name, 0.0) + p * curvature.rows_per_term * G
-        optimizer.zero_grad()
-    assert set(expected) == set(state["gradient_covariances"])
-    for name, G in expected.items():
-        torch.testing.assert_close(G, state["gradient_covariances"][name], rtol=1e-9, atol=1e-12)
+    for model, x in ((mlp(), batches(1)[0][0]), conv_model("stride")):
+        x = x[:1]
+        inputs, exact = curvlinops_factors(model, x, torch.zeros(1, dtype=torch.long), "type-2")
+        expected = dict.fromkeys(exact, 0.0)
+        for label, p in enumerate(model(x).softmax(-1)[0].tolist()):
+            known = lambda y, label=label: Known(y, torch.tensor([label]))  # noqa: E731
+            optimizer = sampled(model, x, lambda y: y.square().mean(), distribution=known, split_dim=None)
+            for name, curvature in optimizer.curvature.items():
+                A, G = curvature.factors()
+                torch.testing.assert_close(A, inputs[name], rtol=1e-9, atol=1e-12)
+                expected[name] = expected[name] + p * curvature.rows_per_term * G
+            optimizer.zero_grad()
+        torch.testing.assert_close(expected, exact, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
 def test_curvlinops_agrees_in_the_mean_of_many_draws():
     """Eight data with 50 labels each, all layers of a network: 20 refreshes have the exact Fisher's factor for mean."""
-    from curvlinops import KFACLinearOperator
-
     model, [(x, labels)] = mlp(), batches(1)
-    operator = KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x, labels)],
-        fisher_type="type-2",
-        kfac_approx="expand",
-        check_deterministic=False,
-    )
-    operator.compute_kronecker_factors()
-    exact = operator.state_dict()["gradient_covariances"]
+    _, exact = curvlinops_factors(model, x, labels, "type-2")
     drawn = {name: [] for name in exact}
     for seed in range(20):
         optimizer = sampled(model, x.repeat(50, 1), cross_entropy(labels.repeat(50)), seed=seed, split_dim=None)

@@ -1,4 +1,4 @@
-"""Blocks are summed at their owners and sent to all ranks: against sums over all ranks, and in one collective each."""
+"""Blocks are packed, summed at their owners and sent to all ranks: against sums over all ranks."""
 
 from unittest import mock
 
@@ -6,12 +6,13 @@ import torch
 from torch import distributed as dist
 
 from torch_thor.distributed.data_parallel import DataParallel
+from torch_thor.distributed.triangles import pack, packed_size, unpack_
 
 SHAPES = [(5, 4), (1, 7), (0, 3), (9, 1), (2, 7)]
 
 
 def parts_of(rank):
-    """Symmetric blocks of two dtypes, others on each rank."""
+    """Symmetric blocks of two dtypes, others on each rank; those of float32 have one owner, so nothing is padded."""
     generator = torch.Generator().manual_seed(rank)
     found = []
     for i, (count, size) in enumerate(SHAPES):
@@ -21,7 +22,6 @@ def parts_of(rank):
 
 
 def exchange(rank, world):
-    """The blocks of float32 have one owner, so they are sent without padding."""
     processes, parts = DataParallel(dist.group.WORLD, torch.device("cpu")), parts_of(rank)
     wanted = [sum(of_ranks) for of_ranks in zip(*[parts_of(r) for r in range(world)], strict=True)]
     bounds = processes.deal_out(parts, [None] * len(parts))
@@ -29,12 +29,15 @@ def exchange(rank, world):
     for part, sums, of_ranks in zip(parts, wanted, bounds, strict=True):
         own = slice(of_ranks[rank], of_ranks[rank + 1])
         torch.testing.assert_close(part[own], sums[own])
-        part[: own.start] = torch.nan  # nobody may use what it does not own
-        part[own.stop :] = torch.nan
+        part[: own.start] = part[own.stop :] = torch.nan  # nobody may use what it does not own
         part[own] += 1e-9 * torch.ones_like(part[own]).triu(1)  # as rounding leaves them
     processes.share_(parts, bounds)
     for part, sums in zip(parts, wanted, strict=True):
         torch.testing.assert_close(part, sums)
+    tensors = [torch.full((2, 3), rank + 1.0), torch.full((1,), rank + 1)]
+    on_first = [one.flatten().tolist() for one in processes.sum_on_first(tensors)]
+    assert on_first == ([] if rank else [[sum(range(world + 1))] * 6, [sum(range(world + 1))]])
+    assert all((tensor == rank + 1).all() for tensor in tensors)
     return [part.numpy().tobytes() for part in parts]
 
 
@@ -44,34 +47,21 @@ def test_sums_of_all_ranks_on_all_ranks(run):
         assert all(other == first for other in others)
 
 
-def sums_on_first(rank, world):
-    tensors = [torch.full((2, 3), rank + 1.0), torch.full((1,), rank + 1)]
-    sums = DataParallel(dist.group.WORLD, torch.device("cpu")).sum_on_first(tensors)
-    assert all((tensor == rank + 1).all() for tensor in tensors)
-    return [one.flatten().tolist() for one in sums]
-
-
-def test_sums_on_the_first_rank(run):
-    assert run(2, sums_on_first) == [[[3.0] * 6, [3]], []]
-
-
 def elements_sent(rank, world):
     parts = [torch.eye(6).repeat(4, 1, 1)]
     processes, sent = DataParallel(dist.group.WORLD, torch.device("cpu")), []
-    really = dist.reduce_scatter_tensor, dist.all_gather_into_tensor
 
-    def counting(collective):
+    def counting(name):
+        really = getattr(dist, name)
+
         def counted(output, given, **options):
             sent.append(given.numel())
-            return collective(output, given, **options)
+            return really(output, given, **options)
 
-        return counted
+        return mock.patch.object(dist, name, counted)
 
-    bounds = processes.deal_out(parts, [None] * len(parts))
-    with (
-        mock.patch.object(dist, "reduce_scatter_tensor", counting(really[0])),
-        mock.patch.object(dist, "all_gather_into_tensor", counting(really[1])),
-    ):
+    bounds = processes.deal_out(parts, [None])
+    with counting("reduce_scatter_tensor"), counting("all_gather_into_tensor"):
         processes.sum_to_owners_(parts, bounds)
         processes.share_(parts, bounds)
     return sent
@@ -80,3 +70,20 @@ def elements_sent(rank, world):
 def test_triangles_are_sent(run):
     """Four blocks of 6 rows, two for each rank."""
     assert run(2, elements_sent) == [[4 * 21, 2 * 21]] * 2
+
+
+def test_packed_blocks_come_back():
+    for size in (1, 2, 5):
+        blocks = torch.randn(3, size, size)
+        blocks = blocks + blocks.mT
+        packed = torch.full((3 * packed_size(size) + 1,), 7.0)
+        pack(blocks, packed[:-1])
+        assert packed[-1] == 7
+        found = torch.full_like(blocks, torch.nan)
+        unpack_(found, packed[:-1])
+        assert torch.equal(found, blocks)
+    blocks = torch.tensor([[[1.0, 9.0], [2.0, 3.0]]])  # the lower triangle decides
+    packed = torch.empty(3)
+    pack(blocks, packed)
+    unpack_(blocks, packed)
+    assert (packed.tolist(), blocks.tolist()) == ([1, 2, 3], [[[1, 2], [2, 3]]])

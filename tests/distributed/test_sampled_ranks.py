@@ -1,15 +1,14 @@
 """Sampled labels under DDP: the pass averages no gradient, every rank draws its own labels, statistics are pooled."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-from joined import alone, assert_same_training, digest, parallel, part, share, stream
-
-STEPS = 5
+from joined import as_one_process, made, part, shares, stream
 
 
 class Fixed(Categorical):
@@ -19,9 +18,13 @@ class Fixed(Categorical):
         return self.logits.argmin(-1)
 
 
-def train(model, optimizer, batches, distribution, micro=1):
+def fixed(logits):
+    return Fixed(logits=logits)
+
+
+def sampling(model, optimizer, first, step, micro=1, distribution=fixed, count=5):
     decisions = []
-    for batch in batches:
+    for batch in shares(stream(count), first, step):
         for i in range(micro):
             inputs, labels = part(batch, slice(i, None, micro))
             later = getattr(model, "no_sync", contextlib.nullcontext) if i < micro - 1 else contextlib.nullcontext
@@ -30,42 +33,36 @@ def train(model, optimizer, batches, distribution, micro=1):
                 optimizer.sample_fisher(logits, distribution)
                 (F.cross_entropy(logits, labels) / micro).backward()
         optimizer.step()
-        decisions.append({event.layer: event for event in optimizer.last_refresh})
+        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
         optimizer.zero_grad()
     return decisions
 
 
-def fixed(logits):
-    return Fixed(logits=logits)
-
-
-def both_ways(rank, world, ddp, micro, options):
-    options = {"fisher": "sampled", **options}
-    batches = list(stream(STEPS))
-    model, optimizer = parallel(rank, world, ddp=ddp, **options)
-    decisions = train(model, optimizer, [share(b, rank, world) for b in batches], fixed, micro)
-    twin, its_optimizer = alone(**options)
-    wanted = train(twin, its_optimizer, batches, fixed)
-    assert_same_training((model, optimizer, decisions), (twin, its_optimizer, wanted))
-    return digest(model, optimizer)
-
-
 CASES = {
-    "plain": ({}, 1, {}),
-    "static-graph": ({"static_graph": True}, 1, {}),
-    "unused-allowed": ({"find_unused_parameters": True}, 1, {}),
-    "accumulation": ({}, 3, {}),
+    "plain": {},
+    "static graph": {"ddp": {"static_graph": True}},
+    "unused allowed": {"ddp": {"find_unused_parameters": True}},
+    "accumulation": {"micro": 3},
 }
+
+
+def go_on(model, optimizer, first, step, micro):
+    return sampling(model, optimizer, first, step, micro if step > 1 else 1)
+
+
+def both(rank, world, micro=1, **options):
+    return as_one_process(rank, world, functools.partial(go_on, micro=micro), fisher="sampled", **options)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process_on_the_joined_batch(run, name):
-    assert len(set(run(2, both_ways, *CASES[name]))) == 1, "the ranks differ in some bit"
+    one, other = run(2, functools.partial(both, **CASES[name]))
+    assert one == other, "the ranks differ in some bit"
 
 
 def labels_of(rank, world):
     """What each rank draws from the same predictions, in two refreshes."""
-    model, optimizer = parallel(rank, world, fisher="sampled", update_interval=1, lr=0.0)
+    model, optimizer = made("ddp", fisher="sampled", update_interval=1, lr=0.0)
     drawn = []
 
     class Recorded(Categorical):
@@ -73,7 +70,7 @@ def labels_of(rank, world):
             drawn.append(super().sample(sample_shape).tolist())
             return torch.tensor(drawn[-1])
 
-    train(model, optimizer, list(stream(2)), lambda logits: Recorded(logits=logits))
+    sampling(model, optimizer, 0, 1, distribution=lambda logits: Recorded(logits=logits), count=2)
     return drawn
 
 
@@ -84,47 +81,18 @@ def test_every_rank_draws_labels_of_its_own(run):
     assert run(2, labels_of) == [one, other]
 
 
-def no_call(rank, world, everywhere):
-    """One rank, or both, have no sampled labels."""
-    model, optimizer = parallel(rank, world, fisher="sampled")
-    inputs, labels = share(next(stream(1)), rank, world)
+def without_labels(rank, world, ranks, message):
+    """The given ranks have no sampled labels."""
+    model, optimizer = made("ddp", fisher="sampled")
+    ((inputs, labels),) = shares(stream(1), rank, world)
     logits = model(inputs)
-    if rank == 0 and not everywhere:
+    if rank not in ranks:
         optimizer.sample_fisher(logits, fixed)
     F.cross_entropy(logits, labels).backward()
-    try:
+    with pytest.raises(RuntimeError, match=message):
         optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
 
 
-def test_no_labels_on_any_rank_is_an_error_on_all(run):
-    for message in run(2, no_call, True):
-        assert "call optimizer.sample_fisher(output)" in message
-
-
-def test_no_labels_on_one_rank_is_an_error_on_all(run):
-    for message in run(2, no_call, False):
-        assert "sampled labels: yes" in message
-        assert "sampled labels: no" in message
-
-
-def differing(rank, world):
-    model, optimizer = parallel(rank, world, fisher="sampled" if rank == 0 else "empirical")
-    inputs, labels = share(next(stream(1)), rank, world)
-    logits = model(inputs)
-    if rank == 0:
-        optimizer.sample_fisher(logits, fixed)
-    F.cross_entropy(logits, labels).backward()
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_ranks_that_differ_in_the_fisher_are_told(run):
-    for message in run(2, differing):
-        assert "fisher='sampled'" in message
-        assert "fisher='empirical'" in message
+def test_no_labels_on_one_rank_or_on_any_is_an_error_on_all(run):
+    run(2, without_labels, (0, 1), r"call optimizer.sample_fisher\(output\)")
+    run(2, without_labels, (1,), "sampled labels: yes.*sampled labels: no")

@@ -1,4 +1,4 @@
-"""What THOR refuses under sharding, with one sentence that names the value, the rule and the remedy."""
+"""What is refused under sharding, with one sentence that names the value, the rule and the remedy; what is left out."""
 
 import warnings
 
@@ -11,30 +11,30 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from sharded import mesh_of
-from torch_thor import THOR
+from joined import mesh_of
+from torch_thor import THOR, Distributed, ThorMuon
 
 
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def tensor_parallel(world):
-    return parallelize_module(model(), mesh_of((world,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+def tensor_parallel():
+    return parallelize_module(model(), mesh_of((4,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def tensor_parallel_and_fsdp(world):
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("shards", "tensor"))
+def tensor_parallel_and_fsdp():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))
     found = parallelize_module(model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(found, mesh=mesh["shards"])
 
 
-def by_columns(world):
-    return fully_shard(model(), mesh=mesh_of((world,)), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+def by_columns():
+    return fully_shard(model(), mesh=mesh_of((4,)), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
 
 
-def flat(world):
+def flat():
     warnings.simplefilter("ignore")  # it wants a GPU
     return FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
 
@@ -47,41 +47,25 @@ MODELS = {
 }
 
 
-def refused(rank, world, make, expected, options):
-    with pytest.raises((ValueError, RuntimeError), match=expected):
-        THOR(make(world), **options)
+def refused(rank, world, make):
+    with pytest.raises(ValueError, match=MODELS[make]):
+        THOR(make())
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_divisions_that_are_not_supported(run, make):
-    run(2 if make is by_columns else 4, refused, make, f"(?s){MODELS[make]}", {})
+    run(4, refused, make)
 
 
-def rows(world):
-    return fully_shard(model(), mesh=mesh_of((world,)))
+def of_other_processes(rank, world):
+    """A group of this process alone, and none: not those that the parameters are divided among."""
+    for group in (dist.new_group([rank], use_local_synchronization=True), False):
+        with pytest.raises(ValueError, match=rf"process_group=.*the ranks \[0, 1\], .*the ranks \[{rank}\]; give"):
+            THOR(fully_shard(model(), mesh=mesh_of((2,))), distributed=Distributed(process_group=group))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"split_dim": "auto"}, 'split_dim="auto" measures whole factors.*give a number'),
-        ({"process_group": False}, r"process_group=False: parameter '0.weight' is divided among the ranks \[0, 1\]"),
-    ],
-)
-def test_options(run, options, expected):
-    run(2, refused, rows, expected, options)
-
-
-def of_another_group(rank, world):
-    own = dist.new_group([rank], use_local_synchronization=True)
-    optimizer = THOR(rows(world))
-    with pytest.raises(ValueError, match=rf"divided among the ranks \[0, 1\], and THOR would .* ranks \[{rank}\]"):
-        optimizer.process_group = own
-    assert optimizer.process_group is None
-
-
-def test_a_group_is_checked_when_it_is_set(run):
-    run(2, of_another_group)
+def test_a_group_of_other_processes(run):
+    run(2, of_other_processes)
 
 
 def made_before(rank, world):
@@ -89,16 +73,16 @@ def made_before(rank, world):
     optimizer = THOR(own)
     fully_shard(own, mesh=mesh_of((world,)))
     own(torch.randn(3, 8)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"parameter '0.weight' is in none.*Make THOR after.*after fully_shard"):
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' is in none.*Make it after.*after fully_shard"):
         optimizer.step()
 
 
-def test_thor_made_before_fully_shard(run):
+def test_an_optimizer_made_before_fully_shard(run):
     run(2, made_before)
 
 
 class Left(nn.Module):
-    """Layers whose weights are not rows of one matrix."""
+    """Layers of which two have weights that are not rows of one matrix."""
 
     def __init__(self):
         super().__init__()
@@ -106,56 +90,39 @@ class Left(nn.Module):
         self.plain = nn.Conv2d(4, 4, 2)
 
     def forward(self, x):
-        return self.plain(self.transposed(self.grouped(x)))
+        return self.plain(self.transposed(self.grouped(x))).flatten(1)
 
 
-def coverage(rank, world):
-    warnings.simplefilter("ignore")
-    optimizer = THOR(fully_shard(Left(), mesh=mesh_of((world,))))
-    return {entry.name: entry.reason for entry in optimizer.coverage()}
+def divided_later(rank, world, method):
+    """Accelerate makes the optimizer first, then shards the model and puts the new parameters into its groups.
 
-
-def test_layers_that_are_left_out_are_listed(run):
-    for entries in run(2, coverage):
-        assert [name for name, reason in entries.items() if reason is None] == ["plain.weight", "plain.bias"]
-        assert "has 2 groups with factors of their own" in entries["grouped.weight"]
-        assert "which is no dimension of its matrix" in entries["transposed.weight"]
-
-
-class Mixed(Left):
-    def forward(self, x):
-        return super().forward(x).flatten(1)
-
-
-def divided_later(rank, world, scaling):
-    """Accelerate makes the optimizer first, then shards the model and puts the new parameters into its groups."""
-    own = Mixed().double()
-    optimizer = THOR(own, scaling=scaling, update_interval=2)
+    The model is inspected again, the first step is taken without curvature, and the second one refreshes.
+    """
+    own, losses = Left().double(), []
+    optimizer = method(own, update_interval=2)
     before = [entry.reason for entry in optimizer.coverage()]
     fully_shard(own, mesh=mesh_of((world,)))
     optimizer.param_groups[0]["params"] = list(own.parameters())
-    losses = []
+    x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     for step in range(8):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            generator = torch.Generator().manual_seed(rank)
-            x = torch.randn(3, 4, 5, 5, generator=generator, dtype=torch.float64)
             optimizer.zero_grad()
             loss = own(x).square().mean()
             loss.backward()
             optimizer.step()
         losses.append(loss.item())
-        assert any("divided among processes after THOR was made" in str(w.message) for w in caught) is (step == 0)
+        assert any("were divided among processes after" in str(w.message) for w in caught) is (step == 0)
     assert losses[-1] < losses[0]
-    expected = THOR(own, scaling=scaling)
-    assert [entry.reason for entry in optimizer.coverage()] == [entry.reason for entry in expected.coverage()] != before
-    return {name: layer.refreshes for name, layer in optimizer.curvature.items()}
+    entries = {entry.name: entry.reason for entry in optimizer.coverage()}
+    assert [*entries.values()] == [entry.reason for entry in method(own).coverage()] != before
+    assert {name for name, reason in entries.items() if reason is None} >= {"plain.weight"}
+    assert "has 2 groups with factors of their own" in entries["grouped.weight"]
+    assert "which is no dimension of its matrix" in entries["transposed.weight"]
+    assert [(name, layer.refreshes > 0) for name, layer in optimizer.curvature.items()] == [("plain", True)]
 
 
-@pytest.mark.parametrize("scaling", [None, "spectral"])
+@pytest.mark.parametrize("method", [THOR, ThorMuon])
 @pytest.mark.filterwarnings("ignore:THOR preconditions")
-def test_a_model_that_is_divided_after_thor_was_made_is_inspected_again(run, scaling):
-    """The first step is taken without curvature; the second one refreshes."""
-    for refreshes in run(2, divided_later, scaling):
-        assert set(refreshes) == {"plain"}
-        assert refreshes["plain"] >= 1
+def test_a_model_that_is_divided_after_the_optimizer_was_made(run, method):
+    run(2, divided_later, method)

@@ -1,28 +1,23 @@
 """What a refresh is said to send is what it sends, byte for byte."""
 
 import contextlib
+import functools
 from unittest import mock
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from joined import OPTIONS, network, parallel, routed, share, stream, train
-from sharded import mesh_of, shard
-from torch_thor import THOR, Distributed, ThorMuon
-from torch_thor.distributed import divided as turns
+from joined import made, network, optimizer_of, routed, shares, stream, train, world_of
+from torch_thor import ThorMuon
+from torch_thor.distributed import divided
+from torch_thor.training.reports import traffic
 from torch_thor.training.reports.plan_divided import divided_share
-from torch_thor.training.reports.traffic import (
-    Collective,
-    collectives_of_refresh,
-    collectives_of_step,
-    divided_among,
-    own_bytes,
-)
+from torch_thor.training.reports.traffic import Collective, collectives_of_refresh, collectives_of_step
 
 NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
+DIVIDED = {"distributed": {"divide_curvature": True}}
 
 
 class TwoDtypes(nn.Module):
@@ -39,18 +34,11 @@ class TwoDtypes(nn.Module):
         return self.last(self.head(hidden.double()).float())
 
 
-def counted(rank, world, make, kind, options, mesh=None):
-    """The collectives of the third refresh, and those that are computed."""
-    model = make() if mesh is None else shard(make(), mesh_of(mesh))
-    optimizer = kind(model, **{"split_dim": 8, **options}, lr=0.02, update_interval=1)
-    for group in optimizer.param_groups:  # every refresh takes new factors
-        group["trace_thresholds"] = (0.0, 0.0)
-    model = DistributedDataParallel(model) if mesh is None else model
-    batches = [share(batch, rank, world) for batch in stream(3)]
-    train(model, optimizer, batches[:2])
+def sent(rank, world, way, make=network, turn=2**23, **options):
+    """The collectives of the third refresh; those that are computed; and the bytes that a rank keeps."""
     found = []
 
-    def counting(name, really):
+    def recording(name, really):
         def collective(output, *given, **options):
             passed = given[0] if given and torch.is_tensor(given[0]) else output
             found.append(Collective(name, passed.nbytes, output.nbytes))
@@ -58,96 +46,73 @@ def counted(rank, world, make, kind, options, mesh=None):
 
         return collective
 
-    inputs, labels = batches[2]
-    nn.functional.cross_entropy(model(inputs), labels).backward()
-    with contextlib.ExitStack() as stack:
-        for name in NAMES:
-            stack.enter_context(mock.patch.object(dist, name, counting(name, getattr(dist, name))))
-        optimizer.step()
-    assert {event.decision.name for event in optimizer.last_refresh} == {"UPDATE"}
-    if make is TwoDtypes and world == 4:  # few large blocks, of which padding would take more than twice the size
-        assert [one.name for one in found].count("all_reduce") == 4
-    layers = list(optimizer.curvature.values())
-    computed = collectives_of_refresh(layers, world, optimizer.distributed.communication_dtype)
-    return found, computed + collectives_of_step(model.parameters(), layers)
+    def recorded(optimizer):
+        with contextlib.ExitStack() as stack:
+            for name in NAMES:
+                stack.enter_context(mock.patch.object(dist, name, recording(name, getattr(dist, name))))
+            optimizer.step()
+
+    with mock.patch.object(divided, "ELEMENTS", turn):
+        model, optimizer = made(way, make, update_interval=1, trace_thresholds=(0.0, 0.0), **options)
+        for layer in optimizer.curvature.values():  # every refresh takes new factors
+            layer.weight_view.options["trace_thresholds"] = (0.0, 0.0)
+        batches = shares(stream(3), rank, world)
+        train(model, optimizer, batches[:2])
+        (decisions,) = train(model, optimizer, batches[2:], step=recorded)
+        assert set(decisions.values()) == {"UPDATE"}
+        layers = list(optimizer.curvature.values())
+        computed = collectives_of_refresh(layers, world, optimizer.distributed.communication_dtype)
+        computed += collectives_of_step(model.parameters(), layers)
+    state = [(k, v) for entries in optimizer.state.values() for k, v in entries.items() if torch.is_tensor(v)]
+    return found, computed, sum(value.nbytes for key, value in state if key != "momentum_buffer")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(THOR, {}), (THOR, {"split_dim": None}), (ThorMuon, {})],
-    ids=["split", "whole", "thor-muon"],
-)
-@pytest.mark.parametrize("divided", [False, True], ids=["everywhere", "divided"])
-def test_bytes_of_a_refresh(run, kind, options, divided):
-    """With divided curvature, the inverses are collected in the same step."""
-    for world in (2, 4):
-        options = {**options, "distributed": Distributed(divide_curvature=divided)}
-        for found, computed in run(world, counted, network, kind, options):
-            assert found == computed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("elements", [200, 2**23], ids=["in-turns", "at-once"])
-def test_a_plan_of_divided_curvature_is_what_is_sent(run, elements):
-    """Planned in one process, whose layers are not divided."""
-    model = network()
-    layers = list(THOR(model, **OPTIONS).curvature.values())
-    with mock.patch.object(turns, "ELEMENTS", elements):
-        with divided_among(layers, 4, 0):
-            planned = collectives_of_refresh(layers, 4) + collectives_of_step(model.parameters(), layers)
-            kept = own_bytes(layers)
-        for found, bytes_kept in run(4, in_turns_of, elements):
-            assert found == planned
-            kept = max(kept, bytes_kept)
-        assert divided_share(model, layers, 4).state_bytes == kept
-    assert [one.name for one in planned].count("all_gather_into_tensor") > (7 if elements == 200 else 4)
-
-
-def in_turns_of(rank, world, elements):
-    with mock.patch.object(turns, "ELEMENTS", elements):
-        options = {"distributed": Distributed(divide_curvature=True)}
-        model, optimizer = parallel(rank, world, **options)
-        return counted(rank, world, network, THOR, options)[0], kept_bytes(model, optimizer, rank, world)
-
-
-def kept_bytes(model, optimizer, rank, world):
-    train(model, optimizer, [share(batch, rank, world) for batch in stream(1)])
-    return sum(
-        value.nbytes
-        for p in model.parameters()
-        for key, value in optimizer.state[p].items()
-        if torch.is_tensor(value) and key != "momentum_buffer"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [routed, TwoDtypes], ids=["experts", "two-dtypes"])
-def test_bytes_of_other_layers(run, make):
-    for world in (2, 4):
-        for found, computed in run(world, counted, make, THOR, {"split_dim": None}):
-            assert found == computed
+CASES = {
+    "split": {},
+    "whole": {"split_dim": None},
+    "ThorMuon": {"method": ThorMuon},
+    "divided": DIVIDED,  # then the inverses are collected in the same step
+    "divided, ThorMuon": {**DIVIDED, "method": ThorMuon},
+    "bfloat16": {"distributed": {"communication_dtype": torch.bfloat16}},
+    "experts": {"make": routed, "split_dim": None},
+    "two dtypes": {"make": TwoDtypes, "split_dim": None},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*returns a view")
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (THOR, {}),
-        (THOR, {"split_dim": None}),
-        (ThorMuon, {}),
-        (THOR, {"distributed": Distributed(communication_dtype=torch.bfloat16)}),
-    ],
-    ids=["split", "whole", "thor-muon", "bfloat16"],
-)
-@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (2, 1)], ids=["fsdp-2", "fsdp-4", "hsdp", "replicas-alone"])
-def test_bytes_of_sharded_rows(run, mesh, kind, options):
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_of_a_refresh(run, name):
     """G stays with the ranks that hold the rows; those that hold the same rows get it from one of them."""
-    for found, computed in run(torch.Size(mesh).numel(), counted, network, kind, options, mesh):
-        assert found == computed
-        # ThorMuon has A alone, and no weight of the network has the inputs first
-        assert (found[-1].name == "broadcast") is (len(mesh) == 2 and kind is THOR)
+    options = CASES[name]
+    for world in (2, 4):
+        for found, computed, _ in run(world, functools.partial(sent, way="ddp", **options)):
+            assert found == computed
+            if (
+                name == "two dtypes" and world == 4
+            ):  # few large blocks, whose padding would take more than twice the size
+                assert [one.name for one in found].count("all_reduce") == 4
+    for mesh in [(2,), (4,), (2, 2), (2, 1)] if "make" not in options and "divided" not in name else ():
+        for found, computed, _ in run(world_of(mesh), functools.partial(sent, way=mesh, **options)):
+            assert found == computed
+            # ThorMuon has A alone, and no weight of the network has the inputs first
+            assert (found[-1].name == "broadcast") is (len(mesh) == 2 and name != "ThorMuon")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [200, 2**23], ids=["in-turns", "at-once"])
+def test_a_plan_of_divided_curvature_is_what_is_sent(run, turn):
+    """Planned in one process, whose layers are not divided."""
+    model = network()
+    layers = list(optimizer_of(model).curvature.values())
+    with mock.patch.object(divided, "ELEMENTS", turn), traffic.divided_among(layers, 4, 0):
+        planned = collectives_of_refresh(layers, 4) + collectives_of_step(model.parameters(), layers)
+    kept = []
+    for found, _, bytes_kept in run(4, functools.partial(sent, way="ddp", turn=turn, **DIVIDED)):
+        assert found == planned
+        kept.append(bytes_kept)
+    assert divided_share(model, layers, 4).state_bytes == max(kept)
+    assert [one.name for one in planned].count("all_gather_into_tensor") > (7 if turn == 200 else 4)
 
 
 def test_what_a_ring_sends():

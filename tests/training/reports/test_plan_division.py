@@ -26,8 +26,9 @@ def test_the_size_of_the_state_is_that_of_an_optimizer(make):
     optimizer.step()
     state = [item for entries in optimizer.state.values() for item in entries.items()]
     curvature = sum(value.nbytes for key, value in state if set(key.split("_")) & {"A", "G"})
-    factors = [m for layer in optimizer.curvature.values() for m in (layer.stored.read("A"), layer.stored.read("G"))]
-    statistics = sum(part.numel() * part.itemsize for one in factors for part in one.parts())
+    factors = [factor for layer in optimizer.curvature.values() for factor in layer.stored]
+    # gathered in full, with as many columns as the largest block
+    statistics = sum(4 * factor.cut.rows * factor.cut.width for factor in factors)
     assert (found.layers, found.state_bytes, found.statistics_bytes) == (
         len(optimizer.curvature),
         curvature,

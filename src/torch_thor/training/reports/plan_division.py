@@ -63,12 +63,12 @@ def curvature_of(model: nn.Module, layers: Iterable[LayerCurvature]) -> Curvatur
         The sizes.
     """
     layers = list(layers)
-    statistics = sum(one.dtype.itemsize * one.shape[0] * one.shape[1] ** 2 for one in blocks_of(layers))
-    state = 0
+    state = statistics = 0
     by_rows: set[int] = set()  # weights whose layers share the factor of their rows
     for layer in layers:
         size, weight = factor_dtype(layer.weight.dtype).itemsize, id(layer.weight)
         for factor in layer.stored:
+            statistics += size * factor.cut.rows * factor.cut.width  # as wide as the largest block
             if not factor.by_rows or weight not in by_rows:
                 state += sum(size * math.prod(shape) for shape in factor.shapes().values())
         by_rows.add(weight)

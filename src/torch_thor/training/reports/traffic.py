@@ -145,11 +145,9 @@ def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -
 
 
 def own_bytes(layers: Iterable[LayerCurvature]) -> int:
-    """Return the size of the blocks that this process keeps."""
-    size = 0
+    """Return the size of the factors and inverses that this process keeps; layers of one weight may share theirs."""
+    sizes = {}
     for layer in layers:
-        for factor in layer.stored:
-            if factor.divided is not None:
-                elements = sum(count * block * block for count, block in factor.held.blocks)
-                size += 2 * factor_dtype(layer.weight.dtype).itemsize * elements
-    return size
+        for key, (rows, width) in layer.shapes().items():
+            sizes[id(layer.weight), key] = factor_dtype(layer.weight.dtype).itemsize * rows * width
+    return sum(sizes.values())
