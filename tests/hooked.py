@@ -1,7 +1,7 @@
 """The layers of a model, their curvature and their hooks, without an optimizer: for the tests of capture."""
 
+from torch_thor.capture.hooks import hooks_of
 from torch_thor.capture.inspection import inspect_model
-from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.curvature import LayerCurvature
 
 

@@ -29,8 +29,8 @@ HOMES = {name: module.split(".")[1] for module, names in torch_thor._MODULES.ite
 
 # Files that need private names of other packages: these modules, and the reason.
 EXCEPTIONS = {
-    "hooked.py": ("capture.inspection capture.module_hooks", "makes hooks without an optimizer"),
-    "tiny.py": ("capture.module_calls", "tells which modules have hooks, for which there is no public function"),
+    "hooked.py": ("capture.inspection capture.hooks", "makes hooks without an optimizer"),
+    "tiny.py": ("capture.hooks", "tells which modules have hooks, for which there is no public function"),
     "fake_times.py": ("split.choice", "replaces a measurement of time"),
     "capture/test_composites.py": ("curvature.kinds.registry", "removes the kinds that a test has registered"),
     "optim/test_as_a_whole.py": ("curvature.refresh", "simulates that memory is exhausted during a refresh"),
@@ -94,7 +94,6 @@ def test_arrows_point_one_way():
 OPTIMIZERS = ("curvature", "capture", "distributed", "optim", "split")
 # Modules of the optimizers that see each other through `if TYPE_CHECKING` alone.
 CIRCLES_OF_TYPES = (
-    "capture.backward_pass capture.capture",  # what one backward pass gives, and who gathers it
     "optim.base optim.persistence optim.refresh_step optim.report optim.step",  # an optimizer and its parts
 )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from torch_thor.capture.module_calls import module_calls
+from torch_thor.capture.hooks import ModuleCalls
 
 # kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its input
 CONVOLUTIONS = {
@@ -128,13 +128,19 @@ def largest_difference(left, right):
     return (left.double() - right.double()).abs().max().item()
 
 
+def listeners():
+    """The module calls that some optimizer handles."""
+    hooks = torch.nn.modules.module._global_forward_pre_hooks.values()
+    return [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), ModuleCalls)]
+
+
 def leave_no_listeners():
-    """Remove all subscriptions to module calls, including those that an optimizer of another test has left."""
-    for listener in [reference() for reference, _ in module_calls.subscribers.values()]:
-        listener.remove()
+    """Remove all hooks, including those that an optimizer of another test has left."""
+    for listener in listeners():
+        listener.close()
 
 
 def listened_to(model):
     """Names of the modules whose calls some optimizer hears."""
-    heard = {listener for _, listeners in module_calls.subscribers.values() for listener in listeners}
+    heard = {key for listener in listeners() for key in listener._handlers}
     return {name for name, module in model.named_modules() if id(module) in heard}

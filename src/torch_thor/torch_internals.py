@@ -5,10 +5,10 @@ tests/test_torch_internals.py fails first, and this is the only module to change
 tensors and parameters (``_parameters``, ``_version``) and ``torch._foreach_*`` are used in their places.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 from torch.overrides import _get_current_function_mode
 
 # batches are trees of tensors, and torch has no public functions for trees
@@ -17,35 +17,20 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-
-def backward_id() -> int:
-    """Return a number for the backward pass that is running, -1 outside: nested passes are told apart by it."""
-    return int(torch._C._current_graph_task_id())
-
-
-def backward_keeps_graph() -> bool:
-    """Return whether the running backward pass has ``retain_graph``: only then can an output have another gradient."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def backward_reaches(node: Node) -> bool:
-    """Return whether the running backward pass executes a node; RuntimeError for a leaf under ``autograd.grad``."""
-    return bool(torch._C._will_engine_execute_node(node))
-
-
-def saves_through_hooks() -> bool:
-    """Return whether hooks on saved tensors are set, as by a checkpoint without reentry while it recomputes."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def inside_functorch() -> bool:
-    """Return whether a transform of ``torch.func`` is running, whose tensors are not those of the training."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is running; ``torch.jit`` itself may go, and warns."""
-    return bool(torch._C._is_tracing())
+# a number for the backward pass that is running, -1 outside: nested passes are told apart by it
+backward_id = torch._C._current_graph_task_id
+# whether the running backward pass has retain_graph: only then can an output have another gradient
+backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+# whether the running backward pass executes a node; RuntimeError for a leaf under autograd.grad
+backward_reaches = torch._C._will_engine_execute_node
+# the hooks on saved tensors, None without; a checkpoint without reentry sets some while it recomputes
+saved_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+# the transform of torch.func that is running, whose tensors are not those of the training; None outside
+functorch = torch._C._functorch.peek_interpreter_stack
+# whether torch.jit.trace is running; torch.jit itself may go, and warns
+is_tracing = torch._C._is_tracing
+# the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
+function_mode: Callable[[], Any] = _get_current_function_mode
 
 
 def compile_stance() -> Any:
@@ -60,13 +45,3 @@ def set_compile_stance(stance: Any) -> None:
     from torch._dynamo import eval_frame
 
     eval_frame._set_stance(stance)
-
-
-def function_mode() -> Any:
-    """Return the innermost ``TorchFunctionMode`` that is active, to take away one that an interrupt left behind."""
-    return _get_current_function_mode()
-
-
-def default_store() -> Any:
-    """Return the store of the default process group, None with MPI: ranks exchange words there without a collective."""
-    return torch.distributed.distributed_c10d._get_default_store()

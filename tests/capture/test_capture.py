@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from hooked import hooked
-from tiny import assert_same, batches, listened_to, mlp, train, weights
+from tiny import assert_same, batches, listened_to, listeners, mlp, train, weights
 from torch_thor import THOR
-from torch_thor.capture import capture
-from torch_thor.capture.capture import Capture
-from torch_thor.capture.module_calls import module_calls
+from torch_thor.capture.gathering import Capture
+from torch_thor.capture.loss_terms import loss_terms_of_step
 from torch_thor.curvature import Decision, RefreshEvent
 
 NAMES = ("0", "2", "4")
@@ -28,7 +27,8 @@ class Net:
         for layer in self.layers.values():
             layer.weight_view.bind(states[layer.weight], {})
             layer.make_state()
-        self.capture = Capture(hooks, sampled=sampled)
+        self.capture = Capture(sampled=sampled)
+        self.capture.follow(self.model, hooks)
         self.capture.listen()
 
     def record(self, *names, **numbers):
@@ -47,7 +47,7 @@ class Net:
 
     def finish(self, decisions, silent=()):
         """A refresh of all layers that gather, with these decisions."""
-        due = [layer for layer in self.layers.values() if self.capture.gathers(layer)]
+        due = [layer for layer in self.layers.values() if layer in self.capture.gathering]
         events = [RefreshEvent(name, 0, decision, None, 1.0) for name, decision in decisions.items()]
         self.capture.finish_refresh(due, events, [self.layers[name] for name in silent])
         self.capture.listen()
@@ -112,7 +112,7 @@ def not_reached_yet(net):
 
 
 def follow_fewer(net):
-    net.capture.follow([hook for hook in net.capture._hooks if hook.layers[0] is not net.layers["2"]])
+    net.capture.follow(net.model, [hook for hook in net.capture._hooks if hook.layers[0] is not net.layers["2"]])
 
 
 # what happens: the layers that gather, and those of them that are awaited
@@ -145,10 +145,10 @@ def test_what_leads_to_which_layers_gathering():
         case = [event.__name__ for event in events]
         assert {layer.name for layer in net.capture.gathering} == {*gathering}, case
         assert {layer.name for layer in net.capture.awaited} == {*awaited}, case
-        assert bool(awaited) == (id(net.capture) in module_calls.subscribers), case
+        assert bool(awaited) == bool(listeners()), case
         if follow_fewer not in events:  # which listens from the next time on
             assert listened_to(net.model) == ({*gathering} if awaited else set()), case
-        net.capture.remove()
+        net.capture._calls.close()
         assert not listened_to(net.model)
 
 
@@ -170,7 +170,7 @@ def test_without_hooks_the_bits_are_the_same(monkeypatch):
 
     def everywhere(self):
         listen(self)
-        capture.module_calls.listen(self, self._hooks)
+        self._calls.listen(self._model, self._hooks)
 
     monkeypatch.setattr(Capture, "listen", everywhere)
     train(twin, other, stream)
@@ -188,7 +188,7 @@ def test_only_what_gathers_gives_rows_and_loss_terms():
     net.record("0", due=False)
     net.backward()
     assert net.rows() == [0, 4, 4]
-    assert net.capture.backward.loss_terms == 4
+    assert loss_terms_of_step(net.capture.passes.values())[0] == 4
     assert net.capture.reached == {net.layers["2"], net.layers["4"]}
     loss = net.forward().square().sum()
     net.record(*NAMES, due=False)  # a gradient that comes when nothing gathers any more
@@ -200,7 +200,7 @@ def test_between_refreshes_no_hook_is_left():
     """None on a gradient, none on a module, and nothing that keeps compiled code from running."""
     net = Net()
     net.record(*NAMES, due=False)
-    assert module_calls.subscribers or not module_calls._handles
+    assert not listeners()
     x = torch.randn(4, 5)
     for module in net.model:
         x = module(x)
@@ -213,14 +213,14 @@ def test_evaluation_leaves_nothing_and_discard_forgets_a_step():
         net.forward()
     net.forward()  # never differentiated
     assert net.rows() == [0, 0, 0]
-    assert net.capture.backward.loss_terms == 0
+    assert loss_terms_of_step(net.capture.passes.values())[0] == 0
     net.backward()
     assert net.rows() == [4, 4, 4]
     assert net.capture.reached == {*net.layers.values()}
     net.capture.discard()
     assert net.rows() == [0, 0, 0]
     assert not net.capture.reached
-    assert net.capture.backward.loss_terms == 0
+    assert loss_terms_of_step(net.capture.passes.values())[0] == 0
     assert net.capture.awaited == {*net.layers.values()}
 
 

@@ -1,43 +1,114 @@
-"""The hooks on modules: what each hands over, what it opens while the module runs, and that it is closed again."""
+"""The hooks on modules: what each hands over, who hears it, and that nothing is left.
+
+What they do to compiled code is in tests/optim/test_compile.py.
+"""
+
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode
 
 from hooked import hooked
-from torch_thor.capture.module_calls import ModuleCalls
+from tiny import listeners
+from torch_thor.capture.hooks import ModuleCalls
+
+X = torch.ones(2, 3)
 
 
 class Watcher:
-    """Notes what it is told of."""
+    """Listens to a model, and notes what it is told of."""
 
-    def __init__(self, gathers):
-        self.gathers = lambda layer: gathers
-        self.seen = []
+    def __init__(self, model, gathers=True):
+        layers, hooks = hooked(model)
+        self.gathering = set(layers.values() if gathers else ())
+        self.seen, self.outputs = [], []
+        self.calls = ModuleCalls(self)
+        self.calls.listen(model, hooks)
 
     def watch(self, layer, kind, x, output):
         self.seen.append((layer.name, kind.loss_terms(x), tuple(x.shape), tuple(output.shape)))
+        self.outputs.append(output)
 
     @property
     def names(self):
         return [name for name, *_ in self.seen]
 
 
+def hooks():
+    """The number of torch's hooks on the calls of all modules."""
+    tables = ("forward_hooks", "forward_pre_hooks", "forward_hooks_with_kwargs", "forward_hooks_always_called")
+    return sum(len(getattr(torch_module, f"_global_{table}")) for table in tables)
+
+
 @pytest.fixture
 def listening():
-    """Returns a function that has a watcher listen to a model."""
-    calls, made = ModuleCalls(), []
+    """Returns a function that has a watcher listen to a model; nothing of it may be left."""
+    before, made = hooks(), []
 
     def listen(model, gathers=True):
-        made.append(Watcher(gathers))
-        calls.listen(made[-1], hooked(model)[1])
+        made.append(Watcher(model, gathers))
         return made[-1]
 
     yield listen
     for watcher in made:
-        calls.listen(watcher, ())
+        watcher.calls.close()
     assert _get_current_function_mode() is None
+    assert hooks() == before
+
+
+# ---- who hears what --------------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_heard_by_who_listens_and_nothing_is_put_on_the_module(listening):
+    model, other = nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3)
+    before = {name: value.copy() if isinstance(value, dict) else value for name, value in vars(model[0]).items()}
+    watchers = [listening(model), listening(model)]
+    model(other(X))
+    assert [watcher.names for watcher in watchers] == [["0"], ["0"]]
+    assert vars(model[0]) == before
+    watchers[0].calls.listen(model, ())
+    watchers[1].calls.listen(model, hooked(model)[1])  # in the place of before
+    model(X)
+    assert [watcher.names for watcher in watchers] == [["0"], ["0", "0"]]
+
+
+def test_a_watcher_that_is_dropped_listens_no_more():
+    count, model = hooks(), nn.Linear(3, 3)
+    watcher, other = Watcher(model), Watcher(model)
+    assert len(listeners()) == 2
+    del watcher
+    gc.collect()
+    assert [listener._watcher() for listener in listeners()] == [other]
+    model(X)
+    assert other.names == [""]
+    del other
+    gc.collect()
+    assert hooks() == count
+
+
+def test_it_sees_what_forward_returned_before_others_replace_it(listening):
+    model = nn.Linear(3, 3)
+    everywhere = torch_module.register_module_forward_hook(lambda *_: "replaced")
+    try:
+        watcher = listening(model)
+        assert model(X) == "replaced"
+    finally:
+        everywhere.remove()
+    assert torch.equal(watcher.outputs[0], model(X))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_heard_while_a_model_is_traced(listening):
+    model = nn.Linear(3, 3)
+    watcher = listening(model)
+    torch.jit.trace(model, X, check_trace=False)
+    assert not watcher.seen
+
+
+# ---- what is handed over ---------------------------------------------------------------------------------------------
 
 
 class Picky(nn.Linear):

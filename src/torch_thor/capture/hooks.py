@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from types import CodeType
 from typing import Any
 
 import torch
@@ -76,8 +77,11 @@ class ModuleCalls:
         self._by_function: bool | None = None  # whether compiled code calls the model; None while not yet called
         self._stance: tuple[Any, Any] | None = None  # the stance that was set here, and the one before
 
-    def listen(self, model: nn.Module, hooks: Iterable[ModuleHook]) -> None:
-        """Handle the calls of the modules of these hooks, and of no others from now on."""
+    def listen(self, model: nn.Module, hooks: Iterable[ModuleHook], *, unseen: bool = False) -> None:
+        """Handle the calls of the modules of these hooks, and of no others from now on.
+
+        ``unseen``: calls were expected and have not been seen, as of a model that was compiled meanwhile.
+        """
         self.close()
         self._handlers: dict[int, CallHandler] = {id(hook.module): hook for hook in hooks}
         if not self._handlers:
@@ -97,7 +101,7 @@ class ModuleCalls:
             lambda: ignoring in warnings.filters and warnings.filters.remove(ignoring),  # type: ignore[attr-defined]
             *(_suspended(module) for module in model.modules() if module._compiled_call_impl is not None),
         ]
-        if self._by_function is not False:
+        if self._by_function is not False or unseen:
             self._run_eagerly()
 
     def close(self) -> None:
@@ -112,7 +116,7 @@ class ModuleCalls:
             return
         if self._outermost is None and self._belongs(module):
             self._outermost, frame = module, sys._getframe()
-            while frame is not None and not frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+            while frame is not None and not _runs_compiled_code(frame.f_code):
                 frame = frame.f_back  # type: ignore[assignment]
             self._by_function = frame is not None
             self._run_eagerly()
@@ -158,6 +162,11 @@ class ModuleCalls:
             set_compile_stance(before)
         for field in fields(before):  # a context manager that was entered meanwhile restores this object on exit
             setattr(own, field.name, getattr(before, field.name))
+
+
+def _runs_compiled_code(code: CodeType) -> bool:
+    """Return whether a function runs compiled code, or would but for the stance; OptimizedModule.__call__ is seen."""
+    return code.co_filename.endswith("_dynamo/eval_frame.py") and code.co_name != "__call__"
 
 
 def _suspended(module: nn.Module) -> Any:

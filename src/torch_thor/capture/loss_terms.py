@@ -56,12 +56,16 @@ def _batch_of(call: Call, samples: int) -> int:
     return samples if sequence_first else call.loss_terms
 
 
-def loss_terms_of_step(passes: Iterable[Pass]) -> int:
-    """Return N of a step: the sum over micro-batches, but not over several losses of one batch."""
+def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | None]:
+    """Return N of a step, and the first pass whose N is uncertain, as :func:`loss_terms_of_pass` returns it."""
     totals: Counter[Any] = Counter()
+    uncertain = None
     for one in passes:
-        if one.calls and not one.repeated:
-            number = loss_terms_of_pass(one.calls)[0]
-            for layer in {call.layer for call in one.calls}:
+        if one.calls:
+            number, last = loss_terms_of_pass(one.calls)
+            if uncertain is None and number != last:
+                uncertain = number, last
+            # the sum over micro-batches, but not over several losses of one batch
+            for layer in set() if one.repeated else {call.layer for call in one.calls}:
                 totals[layer] += number
-    return max(totals.values(), default=0)
+    return max(totals.values(), default=0), uncertain

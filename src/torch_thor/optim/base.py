@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered
+from torch_thor.capture.gathering import Capture
 from torch_thor.capture.patterns import Patterns, some
 from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.layer import LayerCurvature

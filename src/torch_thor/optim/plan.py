@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Covered
+from torch_thor.capture.hooks import ModuleHook, hooks_of
 from torch_thor.capture.inspection import inspect_model
 from torch_thor.capture.layers import Layer
-from torch_thor.capture.module_hooks import ModuleHook, hooks_of
 from torch_thor.capture.owners import owners_of
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of

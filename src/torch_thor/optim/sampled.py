@@ -40,7 +40,8 @@ def sample(
         )
     if not capture.awaited or not torch.is_grad_enabled():
         return
-    capture.discard_stale()
+    if sampler.trained and capture.gradients_dropped():  # reset without a step since the loss of these rows
+        capture.discard()
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(

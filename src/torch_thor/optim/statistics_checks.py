@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from torch_thor.capture.capture import Capture
+from torch_thor.capture.gathering import Capture
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 
@@ -44,6 +44,7 @@ def check_statistics(layers: Collection[LayerCurvature], capture: Capture) -> li
     if sampler is not None:
         called, nonfinite = sampler.passes > 0, sampler.nonfinite
     capture.discard()
+    capture.listen(unseen=True)
     if names:
         raise RuntimeError(
             f"layers {names} ran inside a torch.func transform, where their statistics cannot be seen; take "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from torch_thor.capture.loss_terms import loss_terms_of_step
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
@@ -135,9 +136,12 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
         check(type(optimizer), {"loss_terms": given})
         terms = int(given)
     elif due and "G" in optimizer.sides:
-        terms, conflict = capture.backward.loss_terms, capture.backward.conflicting_loss_terms
-        if conflict is not None and not sampled:
-            optimizer._warnings.note("loss terms", conflicting_terms_message(*conflict))
+        if capture.sampler is not None:
+            terms = capture.sampler.terms
+        else:
+            terms, uncertain = loss_terms_of_step(capture.passes.values())
+            if uncertain is not None:
+                optimizer._warnings.note("loss terms", conflicting_terms_message(*uncertain))
     captured = 1.0
     if scale is not None and not sampled and any(layer.statistics.rows and "G" in layer.sides for layer in due):
         captured = scale.of_outputs()
@@ -263,7 +267,7 @@ def renew(optimizer: "CurvatureOptimizer", before: Plan | None = None) -> Plan:
         conform(plan, groups, states)
         report.note_changes(optimizer, before, plan)
     optimizer._plan, optimizer._complete, optimizer._renewed = plan, False, True
-    optimizer._capture.follow(plan.hooks)
+    optimizer._capture.follow(optimizer.model, plan.hooks)
     return plan
 
 

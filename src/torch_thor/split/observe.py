@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_thor.capture.hooks import ModuleCalls, hooks_of
 from torch_thor.capture.inspection import inspect_model
-from torch_thor.capture.module_calls import module_calls
-from torch_thor.capture.module_hooks import hooks_of
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.split.spectral import spectral_losses
@@ -46,10 +45,7 @@ class Observer:
         self._waiting = dict.fromkeys(self.layers, 0)  # the number of calls that have no gradient yet
         self._losses: Losses = {}
         self._hooks = hooks_of(found, self.layers)
-
-    def gathers(self, layer: LayerCurvature) -> bool:
-        """Return whether the statistics of a layer are gathered."""
-        return True
+        self.gathering = set(self.layers.values())
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
         """Gather a layer's rows when the gradient of its output has been computed."""
@@ -73,7 +69,8 @@ class Observer:
         inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), self._device)
         own = [] if self._device.type == "cpu" else [self._device]
         with torch.random.fork_rng(own, device_type=self._device.type), torch.enable_grad():
-            module_calls.listen(self, self._hooks)
+            calls = ModuleCalls(self)
+            calls.listen(self._model, self._hooks)
             try:
                 if isinstance(inputs, Mapping):
                     output = self._model(**inputs)
@@ -81,7 +78,7 @@ class Observer:
                     output = self._model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
                 _loss(output, targets, loss_fn).backward()
             finally:
-                module_calls.listen(self, ())
+                calls.close()
         for layer in self.layers.values():  # layers of which one of several calls has received no gradient
             self._finish(layer)
         if not self._losses:

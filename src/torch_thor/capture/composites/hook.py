@@ -1,5 +1,6 @@
 """The hook on a composite module: while its forward runs, a function mode reports the calls of the layers inside it."""
 
+from collections.abc import Set
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,9 @@ from torch_thor.torch_internals import function_mode
 class Watcher(Protocol):
     """Receives the input and output of each call of a layer."""
 
-    def gathers(self, layer: LayerCurvature) -> bool:
-        """Return whether the statistics of a layer are gathered in this step."""
+    @property
+    def gathering(self) -> Set[LayerCurvature]:
+        """The layers whose statistics are gathered in this step."""
         ...
 
     def watch(self, layer: LayerCurvature, kind: Kind, x: Tensor, output: Any) -> None:
@@ -80,7 +82,7 @@ class CompositeHook(CallHandler):
 
     def enter(self, watcher: Watcher, args: Any) -> None:
         """Enter the mode, where statistics of the module are gathered."""
-        if not (torch.is_grad_enabled() and any(map(watcher.gathers, self.layers))):
+        if watcher.gathering.isdisjoint(self.layers) or not torch.is_grad_enabled():
             return
         if function_mode() is self._active:  # Ctrl-C inside the forward: torch then calls no hook that leaves the mode.
             self.abandon()
