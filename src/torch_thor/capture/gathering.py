@@ -234,7 +234,7 @@ class Capture:
 
     def discard_with_gradients(self) -> None:
         """Drop the statistics of passes whose gradients are about to be reset."""
-        if self.awaited and (self.sampler is None or self.sampler.trained):
+        if self.sampler is None or self.sampler.trained:
             self.discard()
 
 

@@ -55,21 +55,9 @@ class RefreshEvent:
     trace: float
 
 
-def trace_change(now: float, before: float) -> float:
-    """Return Δ = | |now| − |before| | / |before|."""
-    return abs(abs(now) - abs(before)) / abs(before) if before else math.inf
-
-
-def decide(change: float, thresholds: tuple[float, float]) -> Decision:
-    """Apply the thresholds of the trace rule."""
-    if change > thresholds[0]:
-        return Decision.UPDATE
-    return Decision.STOP if change < thresholds[1] else Decision.KEEP
-
-
 @dataclass
 class Candidate:
-    """A layer with new statistics, on a refresh step."""
+    """A layer with new statistics on a refresh step, and what is decided on it."""
 
     layer: LayerCurvature
     step: int  # counted from 0
@@ -80,41 +68,57 @@ class Candidate:
     decay: float  # weight of the factors in use in the running average; 0 takes the new ones alone
     group_rows_per_term: Tensor | None = None  # T of each group, if groups have their own rows
     without_rows: Sequence[bool] = ()  # for each group, whether it keeps the factors in use; empty if none does
-
-
-@dataclass
-class _Verdict:
-    """The decision on a candidate."""
-
-    candidate: Candidate
-    trace: float  # tr(F + λI) of its new statistics
-    change: float | None  # Δ; None if there is nothing to compare with
-    decision: Decision  # the decision of the trace rule; FAILED if the new factors are not finite
-    traces: list[list[float]]  # for each side the trace of its new factor, of each group, after the running average
+    # what judge() finds
+    decision: Decision = Decision.UPDATE
+    trace: float = 0.0
+    change: float | None = None
     new: list[NewFactor] = field(default_factory=list)
 
-    def make_new(self, *, relative: bool) -> list[NewFactor]:
-        """Return the new factors of the layer, with all that their inversion needs."""
-        c = self.candidate
-        # experts that have never had a row take the plain gradient: the inverse of their zeros would be I / √λ
-        plain = [trace == 0 for trace in self.traces[0]] if c.layer.kind.routed else []
-        for factor, sums, traces in zip(c.layer.stored, c.factors, self.traces, strict=True):
-            damping = [math.sqrt(c.damping / c.rows_per_term)] * len(traces)
+    def judge(self, now: list[list[float]], before: list[list[float]], relative: bool) -> None:
+        """Apply the trace rule to the traces of the new factors and of those in use, of each side and group."""
+        layer = self.layer
+        for i, keeps in enumerate(self.without_rows):
+            if keeps:
+                for new, old in zip(now, before, strict=True):
+                    new[i] = old[i]
+        size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
+        damping = 0.0 if relative else self.damping  # relative damping multiplies both traces by the same number
+
+        def trace(of_sides: list[list[float]], rows_per_term: float) -> float:
+            """tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse."""
+            products = map(operator.mul, *of_sides) if len(of_sides) > 1 else of_sides[0]
+            return rows_per_term * math.fsum(products) + damping * size
+
+        self.trace = trace(now, self.rows_per_term)
+        if not math.isfinite(self.trace):
+            self.decision = Decision.FAILED
+        elif layer.refreshes:
+            last = trace(before, layer.rows_per_term)
+            self.change = abs(abs(self.trace) - abs(last)) / abs(last) if last else math.inf
+            if not self.change > self.thresholds[0]:
+                self.decision = Decision.STOP if self.change < self.thresholds[1] else Decision.KEEP
+        if self.decision is not Decision.UPDATE:
+            return
+        plain: list[bool] = []
+        for factor, sums, new, old in zip(layer.stored, self.factors, now, before, strict=True):
+            averaged = new
+            if self.decay and layer.refreshes:
+                averaged = [one + self.decay * (other - one) for one, other in zip(new, old, strict=True)]
+            if layer.kind.routed and not self.new:
+                # experts that have never had a row take the plain gradient: the inverse of their zeros would be I / √λ
+                plain = [one == 0 for one in averaged]
+            added = [math.sqrt(self.damping / self.rows_per_term)] * len(new)
             if relative:
-                size = sums.cut.rows // sums.cut.groups
-                damping = [relative_damping(trace, size, c.damping, sums.dtype) for trace in traces]
-            in_use = factor.read() if c.layer.refreshes else None
-            self.new.append(NewFactor(factor, sums, damping, in_use, c.decay, c.without_rows, plain))
-        return self.new
+                rows = sums.cut.rows // sums.cut.groups
+                added = [relative_damping(one, rows, self.damping, sums.rows.dtype) for one in averaged]
+            in_use = factor.read() if layer.refreshes else None
+            self.new.append(NewFactor(factor, sums, added, in_use, self.decay, self.without_rows, plain))
 
     def commit(self, report: Callable[[LayerCurvature, str], None]) -> RefreshEvent:
         """Store the decision and the new factors; the decision becomes FAILED if an inverse has failed."""
-        c, layer, what = self.candidate, self.candidate.layer, "its new factors hold NaN or inf and were not inverted"
-        if self.decision is not Decision.FAILED:
-            if self.change is not None:
-                layer.record(last_trace_change=self.change)
-            if self.decision is Decision.STOP:
-                layer.record(stopped=True)
+        layer, what = self.layer, "its new factors hold NaN or inf and were not inverted"
+        if self.change is not None:
+            layer.record(last_trace_change=self.change, stopped=self.decision is Decision.STOP)
         if any(one.failed for one in self.new):
             self.decision = Decision.FAILED
             what = f"a block was not positive definite at {DAMPING_RAISES[-1]:g} times its damping"
@@ -123,12 +127,12 @@ class _Verdict:
         elif self.decision is Decision.UPDATE:
             for one in self.new:
                 one.store()
-            if c.group_rows_per_term is not None:
-                layer.state[layer.prefix + "group_rows_per_term"] = c.group_rows_per_term
-            layer.record(rows_per_term=c.rows_per_term, refreshes=layer.refreshes + 1)
+            if self.group_rows_per_term is not None:
+                layer.state[layer.prefix + "group_rows_per_term"] = self.group_rows_per_term
+            layer.record(rows_per_term=self.rows_per_term, refreshes=layer.refreshes + 1)
             if any(one.raised for one in self.new):
                 report(layer, "a block was not positive definite; its damping was raised for this refresh")
-        return RefreshEvent(layer.name, c.step, self.decision, self.change, self.trace)
+        return RefreshEvent(layer.name, self.step, self.decision, self.change, self.trace)
 
 
 def refresh(
@@ -141,24 +145,7 @@ def refresh(
     """Apply the trace rule to each layer, then invert the new factors of all layers together."""
     if not candidates:
         return ()
-    verdicts = _judge(candidates, relative, processes)
-    taken = [one for v in verdicts if v.decision is Decision.UPDATE for one in v.make_new(relative=relative)]
-    invert_(taken, processes)
-    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
-    return tuple(verdict.commit(report) for verdict in verdicts)
-
-
-def trace_of_fisher(
-    layer: LayerCurvature, traces: Sequence[Sequence[float]], rows_per_term: float, damping: float
-) -> float:
-    """Return tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse."""
-    size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
-    products = map(operator.mul, *traces) if len(traces) > 1 else traces[0]
-    return rows_per_term * math.fsum(products) + damping * size
-
-
-def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes) -> list[_Verdict]:
-    """Apply the trace rule to each candidate, with one host–device synchronisation for all layers."""
+    # with one host–device synchronisation for all layers
     stored = [factor for c in candidates for factor in c.layer.stored]
     traces = [sums.traces() for c in candidates for sums in c.factors] + [factor.read().traces() for factor in stored]
     device = traces[0].device
@@ -178,29 +165,10 @@ def _judge(candidates: Sequence[Candidate], relative: bool, processes: Processes
                 starts = [sum(of_run[r + 1] - of_run[r] for of_run in factor.owners.bounds) for r in range(len(rows))]
                 in_use[i] = sum(rows[r][len(new) + i] for r, blocks in enumerate(starts) if blocks)
             i += factor.cut.groups
-    verdicts, first = [], 0
-    for c in candidates:
-        now, before = [], []
-        for _ in c.factors:
-            last = first + c.layer.kind.groups
-            now.append(new[first:last])
-            before.append(in_use[first:last])
-            first = last
-        for i, keeps in enumerate(c.without_rows):
-            if keeps:
-                for now_of_side, before_of_side in zip(now, before, strict=True):
-                    now_of_side[i] = before_of_side[i]
-        damping = 0.0 if relative else c.damping  # relative damping multiplies both traces by the same number
-        fisher = trace_of_fisher(c.layer, now, c.rows_per_term, damping)
-        change, decision = None, Decision.UPDATE
-        if not math.isfinite(fisher):
-            decision = Decision.FAILED
-        elif c.layer.refreshes:
-            change = trace_change(fisher, trace_of_fisher(c.layer, before, c.layer.rows_per_term, damping))
-            decision = decide(change, c.thresholds)
-        if c.decay and c.layer.refreshes:
-            for now_of_side, before_of_side in zip(now, before, strict=True):
-                for i, old in enumerate(before_of_side):
-                    now_of_side[i] += c.decay * (old - now_of_side[i])
-        verdicts.append(_Verdict(c, fisher, change, decision, now))
-    return verdicts
+    numbers_of = iter(new), iter(in_use)
+    for one in candidates:
+        now, before = ([[next(of) for _ in range(one.layer.kind.groups)] for _ in one.factors] for of in numbers_of)
+        one.judge(now, before, relative)
+    invert_([factor for one in candidates for factor in one.new], processes)
+    # if an error was raised so far (no memory, a lost process), nothing has changed; nothing raises from here on
+    return tuple(one.commit(report) for one in candidates)

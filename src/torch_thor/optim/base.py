@@ -189,7 +189,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        self._capture.discard_with_gradients()
+        if self._capture.awaited:
+            self._capture.discard_with_gradients()
         super().zero_grad(set_to_none)
 
     @property

@@ -6,19 +6,20 @@ to each layer and inverts the new factors.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from torch_thor.capture.gathering import Capture
+from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.refresh import Candidate, refresh
+from torch_thor.distributed.divided import divide
 from torch_thor.distributed.statistics import count_rows
 from torch_thor.optim.report import note_layer
-from torch_thor.optim.statistics_checks import check_statistics
-from torch_thor.optim.step import Inputs, make_state
+from torch_thor.optim.step import Inputs, fingerprint
 
 if TYPE_CHECKING:
     from torch_thor.optim.base import CurvatureOptimizer
@@ -36,9 +37,9 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
             if processes.count > 1:
                 count_rows(processes, due, capture.reached, capture.inside_transform)
             if not state_only and not capture.reached.issuperset(due):
-                silent = check_statistics(optimizer._plan.layers.values(), capture)
+                silent = _silent_layers(optimizer._plan.layers.values(), capture)
         if not optimizer._complete:
-            make_state(optimizer, divided=not state_only)
+            _make_state(optimizer, divided=not state_only)
         if due and not state_only:
             _note_summed_loss(optimizer, inputs)
             optimizer._last_refresh = refresh(
@@ -56,6 +57,28 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
     except BaseException:  # the statistics may be partly scaled, or partly summed over processes
         capture.discard()
         raise
+
+
+def _make_state(optimizer: "CurvatureOptimizer", *, divided: bool) -> None:
+    """Create all state that is missing, in the first step and after parameters were added."""
+    # All entries are created at once, so that a checkpoint has the same keys on every rank and at every time. They are
+    # not created with the optimizer, because wrappers may replace the parameters after that.
+    plan = optimizer._plan
+    layers = list(plan.layers.values())
+    if optimizer.distributed.divide_curvature and divided:
+        divide(layers, optimizer.distributed.processes(plan))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                state = optimizer.state[parameter]
+                # torch.distributed.checkpoint reports a parameter without state as missing
+                state.setdefault("preconditioned", int(bool(plan.shares(parameter))))
+                optimizer._make_parameter_state(parameter, state, group)
+    plan.bind(optimizer.state)
+    for layer in layers:
+        layer.make_state()
+    plan.fingerprint = fingerprint(optimizer, plan)
+    optimizer._complete = True
 
 
 def _candidates(optimizer: "CurvatureOptimizer", layers: Sequence[LayerCurvature], terms: int) -> list[Candidate]:
@@ -108,10 +131,18 @@ def _note_summed_loss(optimizer: "CurvatureOptimizer", inputs: Inputs) -> None:
     comparable = "G" in optimizer.sides and optimizer.loss_reduction == "mean" and optimizer.fisher == "empirical"
     if not comparable or terms < 2 or any(layer.refreshes for layer in layers):
         return
-    squares = _mean_squares(inputs.due, inputs.processes)
-    if not squares:
+    means: list[torch.Tensor] = []  # the mean square of the output gradients of each layer
+    for layer in inputs.due:
+        sums = layer.statistics.gathered()
+        if sums is not None:
+            groups = 1 if layer.kind.routed else layer.kind.groups  # a row of routed experts belongs to one group
+            mean = sums[1].traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
+            means.append(mean.to(means[0]) if means else mean)
+    if not means:
         return
-    middle, largest = (math.sqrt(max(0.0, square)) for square in (statistics.median_low(squares), max(squares)))
+    of_processes = inputs.processes.gather(torch.stack(means).tolist())
+    squares = [max(0.0, sum(of_layer)) for of_layer in zip(*of_processes, strict=True)]
+    middle, largest = (math.sqrt(square) for square in (statistics.median_low(squares), max(squares)))
     if middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * terms) and largest <= _LARGEST_PER_TERM * terms:
         message = (
             f"{type(optimizer).__name__}: the gradients are so large that the loss looks like a sum over the {terms} "
@@ -121,15 +152,63 @@ def _note_summed_loss(optimizer: "CurvatureOptimizer", inputs: Inputs) -> None:
         optimizer._warnings.note("summed loss", message)
 
 
-def _mean_squares(layers: Iterable[LayerCurvature], processes: Processes) -> list[float]:
-    """Return the mean square of the output gradients of each layer."""
-    means: list[torch.Tensor] = []
-    for layer in layers:
-        sums = layer.statistics.gathered()
-        if sums is not None:
-            groups = 1 if layer.kind.routed else layer.kind.groups  # a row of routed experts belongs to one group
-            mean = sums[1].traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
-            means.append(mean.to(means[0]) if means else mean)
-    if not means:
-        return []
-    return [sum(of_processes) for of_processes in zip(*processes.gather(torch.stack(means).tolist()), strict=True)]
+# ---- statistics that are missing ----
+
+
+def _silent_layers(layers: Collection[LayerCurvature], capture: Capture) -> list[tuple[LayerCurvature, str]]:
+    """Return the layers without statistics, and why; raise an error if no layer has any on any process."""
+    required = [layer for layer in layers if layer in capture.awaited]
+    silent = [layer for layer in required if layer not in capture.reached and layer.weight_view.has_gradient()]
+    inside, sampler = capture.inside_transform, capture.sampler
+    if not silent or any(layer in capture.reached for layer in layers):
+        found = []
+        for layer in silent:
+            cause = "its weight is used without calling the module"
+            if layer.name in inside:
+                cause = "it ran inside a torch.func transform, where they cannot be seen"
+            elif sampler is not None:
+                cause = "the output given to sample_fisher() does not depend on it, or its module is not called"
+            then = "keeps the inverses that it has" if layer.refreshes else "is trained plainly"
+            what = (
+                f"it has a gradient and no statistics: {cause}. It {then} from now on, unless statistics come in a "
+                f"later refresh; layers= leaves it out from the start"
+            )
+            found.append((layer, what))
+        return found
+    transformed = some([layer.name for layer in silent if layer.name in inside])
+    message = _NOTHING_SEEN.format(some([layer.name for layer in silent]))
+    if transformed:
+        message = (
+            f"layers {transformed} ran inside a torch.func transform, where their statistics cannot be seen; take "
+            f"the gradients of refresh steps with loss.backward(), or leave the layers out with layers="
+        )
+    elif sampler is not None and sampler.passes:
+        message = _OTHER_OUTPUT
+    elif sampler is not None:
+        message = _NONFINITE_OUTPUT if sampler.nonfinite else _NOT_SAMPLED
+    capture.discard()
+    capture.listen(unseen=True)
+    raise RuntimeError(message)
+
+
+_NOTHING_SEEN = (
+    "layers {} have gradients and no statistics, and so has every other layer, because no forward and backward pass "
+    "through them was seen since the last step: step() was called again without another loss.backward(), the gradients "
+    "were set without a forward pass or made before THOR was, a compiled or copied model ran in the place of the one "
+    "that THOR has, or the weights were used without calling the modules. Call loss.backward() on what this model "
+    "returns before each step(), and zero_grad() after it; or leave the layers out with layers="
+)
+_OTHER_OUTPUT = (
+    "the output given to sample_fisher() depends on no layer that waits for statistics: it was computed by a compiled "
+    "or copied model in the place of the one that THOR has, or before THOR was made. Give what this model returned in "
+    "this step"
+)
+_NONFINITE_OUTPUT = (
+    "the output given to sample_fisher() held NaN or inf where the loss does not, so no labels could be drawn from it; "
+    "give the part of it that the loss depends on"
+)
+_NOT_SAMPLED = (
+    'this step refreshes, and fisher="sampled" has no statistics for it: call optimizer.sample_fisher(output) in each '
+    "step, between the forward pass and loss.backward(), with what the model returned; or make the optimizer with "
+    'fisher="empirical"'
+)

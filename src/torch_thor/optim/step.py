@@ -15,7 +15,6 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
 from torch_thor.curvature.shards import local
 from torch_thor.distributed.agreement import agree, check_same_gradients
-from torch_thor.distributed.divided import divide
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim import report
 from torch_thor.optim.checkpoint import conform
@@ -23,7 +22,6 @@ from torch_thor.optim.loss_scale import LossScale
 from torch_thor.optim.options import OPTIONS, check
 from torch_thor.optim.parameters import parameters_with_gradient
 from torch_thor.optim.plan import Plan
-from torch_thor.optim.statistics_checks import check_blocks, check_row_mask, conflicting_terms_message
 
 if TYPE_CHECKING:
     from torch_thor.optim.base import CurvatureOptimizer
@@ -117,8 +115,13 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     for layer in plan.layers.values() if capture.awaited else ():
         if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
             due.append(layer)
-    if due:
-        check_blocks(due)
+    for layer in due:
+        if layer.statistics.are_cut_otherwise():
+            raise RuntimeError(
+                f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer {layer.name!r} were "
+                f"gathered with another, because the option was changed between a forward pass and step(); call "
+                f"zero_grad() and repeat the forward and backward passes. Weights and optimizer state are as before"
+            )
     for group in groups:
         at = int(group["next_refresh"])
         upcoming.append(at if group["step"] < at else _next_refresh(optimizer, group))
@@ -141,7 +144,7 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
         else:
             terms, uncertain = loss_terms_of_step(capture.passes.values())
             if uncertain is not None:
-                optimizer._warnings.note("loss terms", conflicting_terms_message(*uncertain))
+                optimizer._warnings.note("loss terms", _UNCERTAIN.format(*uncertain))
     captured = 1.0
     if scale is not None and not sampled and any(layer.statistics.rows and "G" in layer.sides for layer in due):
         captured = scale.of_outputs()
@@ -152,12 +155,24 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
         if optimizer.nonfinite == "skip":
             return Inputs(*known, skip=True, nonfinite=True)
         raise FloatingPointError(_nonfinite_message(optimizer))
-    if due and capture.row_mask is not None:
-        check_row_mask(plan.layers.values(), capture)
+    mask = capture.row_mask
+    if due and mask is not None and not capture.mask_taken and any(layer.statistics.rows for layer in due):
+        capture.discard()
+        raise RuntimeError(
+            f"row_mask of shape {tuple(mask.shape)} fits no layer: it must have the leading dimensions of the layers' "
+            f"inputs, (N, L); set it before each forward pass, and to None where there is no padding"
+        )
     output_scale = (terms if terms and optimizer.loss_reduction == "mean" and not sampled else 1) / captured
     if plan.first_shards is not None:
         largest = 0.0  # every process has other rows, whose gradients differ
     return Inputs(*known, terms, output_scale, largest)
+
+
+_UNCERTAIN = (
+    "THOR takes N = {0} for the number of loss terms of a backward pass, from the leading dimension of the layers' "
+    "inputs, while the last layer's input has {1}. If the loss averages over another number (predicted tokens, groups "
+    "of rows), set loss_terms; loss_terms={0} confirms this one"
+)
 
 
 def _check_options(optimizer: "CurvatureOptimizer") -> None:
@@ -269,25 +284,3 @@ def renew(optimizer: "CurvatureOptimizer", before: Plan | None = None) -> Plan:
     optimizer._plan, optimizer._complete, optimizer._renewed = plan, False, True
     optimizer._capture.follow(optimizer.model, plan.hooks)
     return plan
-
-
-def make_state(optimizer: "CurvatureOptimizer", *, divided: bool) -> None:
-    """Create all state that is missing, in the first step and after parameters were added."""
-    # All entries are created at once, so that a checkpoint has the same keys on every rank and at every time. They are
-    # not created with the optimizer, because wrappers may replace the parameters after that.
-    plan = optimizer._plan
-    layers = list(plan.layers.values())
-    if optimizer.distributed.divide_curvature and divided:
-        divide(layers, optimizer.distributed.processes(plan))
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                state = optimizer.state[parameter]
-                # torch.distributed.checkpoint reports a parameter without state as missing
-                state.setdefault("preconditioned", int(bool(plan.shares(parameter))))
-                optimizer._make_parameter_state(parameter, state, group)
-    plan.bind(optimizer.state)
-    for layer in layers:
-        layer.make_state()
-    plan.fingerprint = fingerprint(optimizer, plan)
-    optimizer._complete = True
