@@ -6,7 +6,8 @@ several layers are rows of one parameter, the keys of each have a prefix.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,16 @@ _NUMBERS = {
     "uncalled": 0,
     "last_trace_change": _NO_CHANGE_YET,
 }
+
+
+def _stored(key: str, doc: str, convert: Callable[[float], Any] = bool) -> Any:
+    """Make a property of a number of the state; before there is a state, it is the initial one."""
+
+    def read(layer: "LayerCurvature") -> Any:
+        entries = layer.weight_view.entries
+        return convert(_NUMBERS[key] if entries is None else entries.get(layer.prefix + key, _NUMBERS[key]))
+
+    return property(read, doc=doc)
 
 
 class LayerCurvature:
@@ -87,26 +98,19 @@ class LayerCurvature:
         """
         return self._dense(inverse=True)
 
-    @property
-    def refreshes(self) -> int:
-        """The number of times that new factors were taken and inverted."""
-        return int(self._number("refreshes"))
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the trace rule has stopped this layer, so that it takes no new factors any more."""
-        return bool(self._number("stopped"))
-
-    @property
-    def last_trace_change(self) -> float | None:
-        """Δ of the latest refresh with factors to compare with; None before there was one."""
-        change = float(self._number("last_trace_change"))
-        return None if change == _NO_CHANGE_YET else change
-
-    @property
-    def rows_per_term(self) -> float:
-        """T = R / N of the factors in use; 0 if there are none."""
-        return float(self._number("rows_per_term"))
+    refreshes: int = _stored("refreshes", "The number of times that new factors were taken and inverted.", int)
+    stopped: bool = _stored(
+        "stopped", "Whether the trace rule has stopped this layer: it takes no new factors any more."
+    )
+    last_trace_change: float | None = _stored(
+        "last_trace_change",
+        "Δ of the latest refresh with factors to compare with; None before there was one.",
+        lambda change: None if change == _NO_CHANGE_YET else float(change),
+    )
+    rows_per_term: float = _stored("rows_per_term", "T = R / N of the factors in use; 0 if there are none.", float)
+    due: bool = _stored("due", "Whether the next step with statistics applies the trace rule to this layer.")
+    idle: bool = _stored("idle", "Whether it was due when the loss did not reach it, and has not been reached since.")
+    uncalled: bool = _stored("uncalled", "Whether its weight is used without calling its module.")
 
     def __repr__(self) -> str:
         return (
@@ -154,26 +158,6 @@ class LayerCurvature:
             setattr(kind, "inputs" if kind.transposed else "outputs", own.stop - own.start)
             self._geometry = shards, kind
         return self._geometry[1]
-
-    def _number(self, key: str) -> float:
-        entries = self.weight_view.entries
-        found: float = _NUMBERS[key] if entries is None else entries.get(self.prefix + key, _NUMBERS[key])
-        return found
-
-    @property
-    def due(self) -> bool:
-        """Whether the next step with statistics applies the trace rule to this layer."""
-        return bool(self._number("due"))
-
-    @property
-    def idle(self) -> bool:
-        """Whether it was due when the loss did not reach it, and has not been reached since."""
-        return bool(self._number("idle"))
-
-    @property
-    def uncalled(self) -> bool:
-        """Whether its weight is used without calling its module."""
-        return bool(self._number("uncalled"))
 
     def record(self, **numbers: float) -> None:
         """Write numbers of the state, if there is one."""
