@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +15,6 @@ from torch_thor.torch_internals import (
     backward_keeps_graph,
     backward_reaches,
     compile_stance,
-    default_store,
     function_mode,
     inside_functorch,
     is_tracing,
@@ -114,15 +112,6 @@ def test_the_innermost_mode():
         with inner:
             assert function_mode() is inner
         assert function_mode() is outer
-
-
-def test_the_default_store():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        default_store().set("word", "said")
-        assert default_store().get("word") == b"said"
-    finally:
-        dist.destroy_process_group()
 
 
 def test_trees():

@@ -65,8 +65,3 @@ def set_compile_stance(stance: Any) -> None:
 def function_mode() -> Any:
     """Return the innermost ``TorchFunctionMode`` that is active, to take away one that an interrupt left behind."""
     return _get_current_function_mode()
-
-
-def default_store() -> Any:
-    """Return the store of the default process group, None with MPI: ranks exchange words there without a collective."""
-    return torch.distributed.distributed_c10d._get_default_store()

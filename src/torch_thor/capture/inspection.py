@@ -16,11 +16,10 @@ from torch_thor.capture.coverage_entries import Reasons, entry_of
 from torch_thor.capture.layers import Inside, Layer
 from torch_thor.capture.owners import Owner, Owners, owners_of, reasons_of_parameters, shared_by
 from torch_thor.capture.patterns import Patterns, selected
-from torch_thor.capture.sharded import check_sharded, leave_out_sharded
+from torch_thor.capture.sharding import check_sharded, is_sharded, leave_out_sharded
 from torch_thor.curvature.kinds import Kind, check_weight, kind_of
 from torch_thor.curvature.matrices import PlainMatrix, matrix_of
 from torch_thor.curvature.parameter_view import ParameterView
-from torch_thor.distributed.sharded_parameters import is_sharded
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
 

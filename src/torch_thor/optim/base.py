@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch_thor.capture.capture import Capture
 from torch_thor.capture.coverage import Covered, table
 from torch_thor.capture.patterns import Patterns, some
+from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
 from torch_thor.distributed.divided import DividedInverses, divide
 from torch_thor.distributed.group import Distributed
-from torch_thor.distributed.sharded_parameters import check_shards_fit
 from torch_thor.optim import covered, persistence
 from torch_thor.optim.checkpoint import conform
 from torch_thor.optim.options import OPTIONS, check

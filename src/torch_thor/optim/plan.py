@@ -19,11 +19,11 @@ from torch_thor.capture.layers import Layer
 from torch_thor.capture.module_hooks import ModuleHook, hooks_of
 from torch_thor.capture.owners import owners_of
 from torch_thor.capture.patterns import Patterns
+from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
 from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.shards import RowShards
-from torch_thor.distributed.sharded_parameters import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.optim.parameters import Group, States
 
 

@@ -33,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
 
-from torch_thor.distributed.sharded_parameters import is_sharded
+from torch_thor.capture.sharding import is_sharded
 from torch_thor.files import remove_remains, whole_folder
 from torch_thor.training.checkpoints.manifest import (
     AVERAGED,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torch_thor.distributed.sharded_parameters import is_sharded
+from torch_thor.capture.sharding import is_sharded
 from torch_thor.training.checkpoints.manifest import METADATA
 from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line, require
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from torch_thor.distributed.sharded_parameters import is_sharded
+from torch_thor.capture.sharding import is_sharded
 
 
 def averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torch_thor.distributed.sharded_parameters import is_fully_sharded
+from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.training.config.run_config import RunConfig
 from torch_thor.training.engine import parallel
 from torch_thor.training.errors import require
