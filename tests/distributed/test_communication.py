@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from joined import (
     SIZE,
@@ -161,18 +160,6 @@ def resumed(rank, world):
 
 def test_state_is_the_same_everywhere_and_resumes(run):
     assert len({bits for pair in run(2, resumed) for bits in pair}) == 1
-
-
-def asked_for(model, optimizer, first, step):
-    """torch.distributed.checkpoint takes a step to make the state; one rank alone may ask."""
-    if first == 0 and step > 1:
-        get_optimizer_state_dict(model.module, optimizer)
-        assert optimizer.param_groups[0]["step"] == 0
-    return train(model, optimizer, shares(stream(4), first, step))
-
-
-def test_the_state_may_be_asked_for_on_one_rank(run):
-    run(2, functools.partial(as_one_process, go=asked_for))
 
 
 # ---- the dtype in which blocks are sent -----------------------------------------------------------------------------

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
+from torch.distributions import Categorical
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -21,8 +23,6 @@ from joined import (
     digest,
     linear,
     made,
-    network,
-    optimizer_of,
     part,
     routed,
     shares,
@@ -35,6 +35,17 @@ from torch_thor import THOR, ThorMuon
 STEPS = 14
 EVERY_STEP = {"update_interval": 1, "trace_thresholds": (0.0, 0.0)}
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
+
+
+class LeastLikely(Categorical):
+    """Its label does not depend on the rank."""
+
+    def sample(self, sample_shape=()):
+        return self.logits.argmin(-1)
+
+
+def least_likely(logits):
+    return LeastLikely(logits=logits)
 
 
 def frozen_inside():
@@ -56,6 +67,11 @@ CASES = {
     "experts": {"make": routed, **EVERY_OTHER, "count": 6},
     "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
     "inner layers, frozen, accumulation": {"make": frozen_inside, **EVERY_OTHER, "count": 5, "micro": 3},
+    # the pass of sampled labels averages no gradient
+    "sampled": {"fisher": "sampled", "count": 5},
+    "sampled, static graph": {"fisher": "sampled", "count": 5, "ddp": {"static_graph": True}},
+    "sampled, unused allowed": {"fisher": "sampled", "count": 5, "ddp": {"find_unused_parameters": True}},
+    "sampled, accumulation": {"fisher": "sampled", "count": 5, "micro": 3},
 }
 
 
@@ -64,7 +80,13 @@ def ordinarily(model, optimizer, first, step, count, micro):
     for (_, words), _ in batches:  # expert 4 has rows of the first example alone
         words[0, 0] = 4
         words[1:] -= (words[1:] % 5 == 4).long()
-    return train(model, optimizer, shares(batches, first, step), micro=micro if step > 1 else 1)
+
+    def loss(output, labels):
+        if optimizer.fisher == "sampled":
+            optimizer.sample_fisher(output, least_likely)
+        return F.cross_entropy(output, labels)
+
+    return train(model, optimizer, shares(batches, first, step), loss, micro=micro if step > 1 else 1)
 
 
 def ordinary(rank, world, count=STEPS, micro=1, **options):
@@ -145,35 +167,26 @@ def with_scaler(model, optimizer, first, step):
     return decisions
 
 
-def test_gradient_scaler(run):
-    run(2, functools.partial(as_one_process, go=with_scaler))
+def uneven(model, optimizer, first, step):
+    """3 and 9 examples, in sums over a rank's share of the joined batch, which is then what its loss averages over."""
+    optimizer.loss_terms = SIZE // step
+    cut = (slice(0, 3), slice(3, SIZE))[first] if step > 1 else slice(None)
+    return train(model, optimizer, [part(batch, cut) for batch in stream(STEPS)], loss=sum_over(SIZE // step))
 
 
-def uneven(rank, world):
-    """3 and 9 examples: the factors are those of the joined batch, and so is a gradient that is weighted as it."""
-    cut = slice(0, 3) if rank == 0 else slice(3, SIZE)
-    batches = list(stream(STEPS))
-    # plain means: DDP averages the ranks' means; the statistics know how many terms each had
-    model, optimizer = made("ddp", lr=0.0)
-    train(model, optimizer, [part(batches[0], cut)])
-    twin, other = alone(lr=0.0)
-    train(twin, other, batches[:1])
+def uneven_means(rank, world):
+    """DDP averages the ranks' means; the statistics know how many terms each had."""
+    (model, optimizer), (twin, other) = made("ddp", lr=0.0), alone(lr=0.0)
+    train(model, optimizer, [part(batch, slice(3 * rank, 3 + 9 * rank)) for batch in stream(1)])
+    train(twin, other, stream(1))
     for name, layer in optimizer.curvature.items():
         assert layer.rows_per_term == other.curvature[name].rows_per_term
         torch.testing.assert_close(layer.factors(), other.curvature[name].factors(), rtol=1e-10, atol=1e-13)
     assert optimizer.param_groups[0]["last_loss_terms"] == SIZE
 
-    def weighted(model, optimizer, first, step):
-        """Sums over a rank's share of the joined batch, which is then what its loss averages over."""
-        optimizer.loss_terms = SIZE // step
-        own = batches if step == 1 else [part(batch, cut) for batch in batches]
-        return train(model, optimizer, own, loss=sum_over(SIZE // step))
 
-    as_one_process(rank, world, weighted)
-
-
-def test_uneven_batches(run):
-    run(2, uneven)
+def test_factors_of_uneven_batches(run):
+    run(2, uneven_means)
 
 
 def without_examples(model, optimizer, first, step):
@@ -184,10 +197,6 @@ def without_examples(model, optimizer, first, step):
     for empty in (0, 6):
         own[empty] = part(batches[empty], slice(0, 0) if first else slice(None))
     return train(model, optimizer, own, loss=sum_over(SIZE // step))
-
-
-def test_a_rank_without_examples(run):
-    run(2, functools.partial(as_one_process, go=without_examples))
 
 
 def of_words():
@@ -216,10 +225,6 @@ def padded(model, optimizer, first, step):
     return decisions
 
 
-def test_padding(run):
-    run(2, functools.partial(as_one_process, go=padded, make=of_words))
-
-
 class JoinedNorm(nn.Module):
     """What nn.SyncBatchNorm does, which runs on GPUs only: mean and variance of all ranks, gradients through both."""
 
@@ -244,8 +249,28 @@ def with_norms(model, optimizer, first, step):
     return train(model, optimizer, shares(stream(7), first, step))
 
 
-def test_layers_before_a_norm_over_all_ranks(run):
-    run(2, functools.partial(as_one_process, go=with_norms, make=normed))
+def asked_for(model, optimizer, first, step):
+    """torch.distributed.checkpoint takes a step to make the state; one rank alone may ask."""
+    if first == 0 and step > 1:
+        get_optimizer_state_dict(model.module, optimizer)
+        assert optimizer.param_groups[0]["step"] == 0
+    return train(model, optimizer, shares(stream(4), first, step))
+
+
+LOOPS = {
+    with_scaler: {},
+    uneven: {},
+    without_examples: {},
+    padded: {"make": of_words},
+    with_norms: {"make": normed},
+    asked_for: {},
+}
+
+
+@pytest.mark.parametrize("go", LOOPS)
+def test_other_loops(run, go):
+    one, other = run(2, functools.partial(as_one_process, go=go, **LOOPS[go]))
+    assert one == other
 
 
 def test_synchronised_batch_norm_is_a_norm():
@@ -270,28 +295,29 @@ def test_groups_of_their_own(run):
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
+CALLS = []
+
+
+def backend(graph, inputs):
+    CALLS.append(graph)
+    return graph.forward
+
+
+ORDERS = {
+    "compile, then DDP": lambda model: DDP(torch.compile(model, backend=backend)),
+    "DDP, then compile": lambda model: torch.compile(DDP(model), backend=backend),
+}
+
+
 def compiled(rank, world, order):
-    """Compiled before or after DDP, on refresh steps eagerly."""
-    calls, model = [], network()
-
-    def backend(graph, inputs):
-        calls.append(graph)
-        return graph.forward
-
-    optimizer = optimizer_of(model)
-    if order == "compile, then DDP":
-        wrapped = DDP(torch.compile(model, backend=backend))
-    else:
-        wrapped = torch.compile(DDP(model), backend=backend)
-    decisions = train(wrapped, optimizer, shares(stream(7), rank, world))
-    twin, other = alone()
-    assert_same_training((model, optimizer, decisions), (twin, other, train(twin, other, stream(7))))
-    assert calls
+    CALLS.clear()
+    ordinary(rank, world, count=7, ddp=ORDERS[order])
+    return len(CALLS)
 
 
-@pytest.mark.parametrize("order", ["compile, then DDP", "DDP, then compile"])
-def test_compiled(run, order):
-    run(2, compiled, order)
+@pytest.mark.parametrize("order", ORDERS)
+def test_compiled_on_ordinary_steps(run, order):
+    assert all(run(2, compiled, order))
 
 
 class Checkpointed(nn.Module):
