@@ -295,24 +295,21 @@ def test_groups_of_their_own(run):
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
-CALLS = []
-
-
-def backend(graph, inputs):
-    CALLS.append(graph)
-    return graph.forward
-
-
 ORDERS = {
-    "compile, then DDP": lambda model: DDP(torch.compile(model, backend=backend)),
-    "DDP, then compile": lambda model: torch.compile(DDP(model), backend=backend),
+    "compile, then DDP": lambda model, backend: DDP(torch.compile(model, backend=backend)),
+    "DDP, then compile": lambda model, backend: torch.compile(DDP(model), backend=backend),
 }
 
 
 def compiled(rank, world, order):
-    CALLS.clear()
-    ordinary(rank, world, count=7, ddp=ORDERS[order])
-    return len(CALLS)
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append(graph)
+        return graph.forward
+
+    ordinary(rank, world, count=7, ddp=lambda model: ORDERS[order](model, backend))
+    return bool(calls)
 
 
 @pytest.mark.parametrize("order", ORDERS)
