@@ -1,4 +1,4 @@
-"""Parameters whose rows are divided among processes (FSDP2 and HSDP): how they are, what is refused, what is left out.
+"""Weights whose rows are divided among processes (FSDP2 and HSDP): how, which layers can take it, and refusals.
 
 A weight is divided by its first dimension. If a slice of that dimension is a row of G, or of A where the weight has the
 inputs first, every process preconditions its own rows. Other layers are trained without curvature, and listed so.
@@ -15,6 +15,8 @@ from torch import distributed as dist
 from torch_thor.capture.layers import Layer
 from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
 
+# ---- one parameter --------------------------------------------------------------------------------------------------
+
 
 def is_sharded(parameter: Tensor) -> bool:
     """Return whether a parameter is a DTensor."""
@@ -29,14 +31,32 @@ def is_fully_sharded(module: object) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def _why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
+    """Return the reason why THOR cannot train a DTensor."""
+    placements = parameter.placements
+    divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    if not of_fsdp:
+        return f"it is divided as {_words(placements)} by other means than fully_shard, as by tensor parallelism"
+    if len(divided) > 1 or any(type(placements[i]).__name__ != "Shard" for i in divided):
+        return f"it is divided as {_words(placements)}, as by tensor parallelism; THOR supports FSDP2 and HSDP alone"
+    if divided and placements[divided[0]].dim != 0:
+        return f"it is divided as {_words(placements)}, and THOR needs whole rows: Shard(0), the default of fully_shard"
+    if divided and divided[0] != len(placements) - 1:
+        return f"it is divided as {_words(placements)}; of a mesh of two dimensions the last must be that of the shards"
+    if len(placements) > 2:
+        return f"its mesh has {len(placements)} dimensions; THOR supports one (FSDP) and two (HSDP)"
+    return None
+
+
 def row_shards_of(parameter: Any) -> RowShards | None:
     """Return how the rows of a parameter are divided."""
     if not is_sharded(parameter) or not any(placement.is_shard() for placement in parameter.placements):
         return None
     from torch.distributed.tensor import DTensor
 
-    mesh, placements, rows = parameter.device_mesh, parameter.placements, parameter.shape[0]
-    count, index, group = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    count, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+    rows = parameter.shape[0]
     starts = shard_bounds(rows, count)
     # the processes of the first row of a mesh (replica, shard) own the blocks
     bounds = (*starts, *[rows] * (mesh.size() - count))
@@ -50,13 +70,13 @@ def row_shards_of(parameter: Any) -> RowShards | None:
         found = torch.zeros(() if own is None else own.shape, dtype=torch.float64, device=mesh.device_type)
         if own is not None:
             found += own
-        dist.all_reduce(found, group=group)
+        dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
         return found
 
     def exchange(sent: Tensor, to_send: list[int], to_receive: list[int]) -> Tensor:
         device = device_of_mesh(parameter)
         found = torch.empty(sum(to_receive), dtype=sent.dtype, device=device)
-        dist.all_to_all_single(found, sent.to(device), to_receive, to_send, group=group)
+        dist.all_to_all_single(found, sent.to(device), to_receive, to_send, group=mesh.get_group(mesh.ndim - 1))
         return found.to(sent.device)
 
     replicas = mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 1 else None
@@ -69,7 +89,11 @@ def device_of_mesh(parameter: Any) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-# ---- what is refused, and what is left out --------------------------------------------------------------------------
+def _words(placements: Sequence[Any]) -> str:
+    return f"({', '.join(map(repr, placements))})"
+
+
+# ---- the layers of a model ------------------------------------------------------------------------------------------
 
 
 def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
@@ -83,9 +107,9 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
     own = {id(parameter) for parameter in trained}
     of_fsdp = {id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in own or not is_sharded(parameter):
-            continue
-        why = _why_not_supported(parameter, of_fsdp=id(parameter) in of_fsdp)
+        why = None
+        if id(parameter) in own and is_sharded(parameter):
+            why = _why_not_supported(parameter, of_fsdp=id(parameter) in of_fsdp)
         if why is not None:
             raise ValueError(
                 f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard alone and pass the "
@@ -94,21 +118,21 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
             )
 
 
-def _why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
-    placements = parameter.placements
-    words = f"it is divided as ({', '.join(map(repr, placements))})"
-    divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    if not of_fsdp:
-        return f"{words} by other means than fully_shard, as by tensor parallelism"
-    if len(divided) > 1 or any(type(placements[i]).__name__ != "Shard" for i in divided):
-        return f"{words}, as by tensor parallelism; THOR supports FSDP2 and HSDP alone"
-    if divided and placements[divided[0]].dim != 0:
-        return f"{words}, and THOR needs whole rows: Shard(0), the default of fully_shard"
-    if divided and divided[0] != len(placements) - 1:
-        return f"{words}; of a mesh of two dimensions the last must be that of the shards"
-    if len(placements) > 2:
-        return f"its mesh has {len(placements)} dimensions; THOR supports one (FSDP) and two (HSDP)"
-    return None
+def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None:
+    """Leave out the layers that cannot be preconditioned in shards."""
+    for name, layer in list(layers.items()):
+        weight = layer.weight.parameter
+        if not is_sharded(weight) or row_shards_of(weight) is None:
+            continue
+        why = why_not_by_rows(layer.kind, tuple(weight.shape))
+        if why is not None:
+            del layers[name]
+            for view in (layer.weight, *layer.biases):
+                reasons[id(view.parameter)] = why
+        elif layer.kind.transposed:  # its G is that of all outputs, and the bias is divided among processes
+            for bias in layer.biases:
+                reasons[id(bias.parameter)] = "divided among processes, and the rows of the weight are inputs"
+            layer.biases.clear()
 
 
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
@@ -125,20 +149,3 @@ def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
                 f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, and THOR would "
                 f"refresh with the ranks {members}; give as process_group= the group of the mesh that fully_shard got"
             )
-
-
-def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None:
-    """Leave out the layers that cannot be preconditioned in shards."""
-    for name, layer in list(layers.items()):
-        weight = layer.weight.parameter
-        if row_shards_of(weight) is None:
-            continue
-        why = why_not_by_rows(layer.kind, tuple(weight.shape))
-        if why is not None:
-            del layers[name]
-            for view in (layer.weight, *layer.biases):
-                reasons[id(view.parameter)] = why
-        elif layer.kind.transposed:  # its G is that of all outputs, and the bias is divided among processes
-            for bias in layer.biases:
-                reasons[id(bias.parameter)] = "divided among processes, and the rows of the weight are inputs"
-            layer.biases.clear()
