@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from comparing import having
 from row_parts import in_row_parts
@@ -110,6 +111,21 @@ def linear(dtype=torch.float64):
     torch.manual_seed(0)
     layers = nn.Linear(8, 11), nn.Tanh(), nn.Linear(11, 7, bias=False), nn.Tanh(), nn.Linear(7, 5)
     return nn.Sequential(Rows(), *layers, nn.Tanh(), nn.Linear(5, 5)).to(dtype)
+
+
+class Checkpointed(nn.Module):
+    """The linear layers, each inside an activation checkpoint."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.rows, *layers = linear()
+        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
+
+    def forward(self, batch):
+        x = self.rows(batch).requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
 
 
 def stream(count, dtype=torch.float64):

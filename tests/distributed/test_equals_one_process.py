@@ -12,16 +12,15 @@ from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradie
 from torch.distributions import Categorical
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 
 from joined import (
     SIZE,
+    Checkpointed,
     Rows,
     alone,
     as_one_process,
     assert_same_training,
     digest,
-    linear,
     made,
     part,
     routed,
@@ -67,6 +66,8 @@ CASES = {
     "experts": {"make": routed, **EVERY_OTHER, "count": 6},
     "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
     "inner layers, frozen, accumulation": {"make": frozen_inside, **EVERY_OTHER, "count": 5, "micro": 3},
+    "checkpointed": {"make": functools.partial(Checkpointed, False), "ddp": {"static_graph": True}},
+    "checkpointed, reentrant": {"make": functools.partial(Checkpointed, True), "ddp": {"static_graph": True}},
     # the pass of sampled labels averages no gradient
     "sampled": {"fisher": "sampled", "count": 5},
     "sampled, static graph": {"fisher": "sampled", "count": 5, "ddp": {"static_graph": True}},
@@ -315,18 +316,3 @@ def compiled(rank, world, order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_compiled_on_ordinary_steps(run, order):
     assert all(run(2, compiled, order))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.rows, *layers = linear()
-        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
-
-    def forward(self, batch):
-        return checkpoint(self.layers, self.rows(batch).requires_grad_(), use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_activation_checkpointing_and_a_static_graph(run, reentrant):
-    run(2, functools.partial(ordinary, make=functools.partial(Checkpointed, reentrant), ddp={"static_graph": True}))
