@@ -1,7 +1,7 @@
 """What is wrong on one rank is an error on every rank, at once, with the cause; and nothing has changed."""
 
+import contextlib
 import copy
-import functools
 import warnings
 from unittest import mock
 
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from joined import (
     alone,
-    as_one_process,
     assert_same_training,
     digest,
     made,
@@ -209,30 +208,6 @@ def test_statistics_that_never_came(run, ways, message):
     assert one == other
 
 
-def skipping(model, optimizer, first, step):
-    """NaN on one rank with nonfinite="skip": through DDP on all of them, and by hand on one alone.
-
-    First in a step that would refresh, then in an ordinary one.
-    """
-    batches, decisions = shares(stream(5), first, step), []
-    for ordinary in (False, True):
-        for by_hand in (False, True) if step > 1 else ():
-            loss = F.cross_entropy(model(batches[4][0]), batches[4][1])
-            (loss * (torch.nan if first and not by_hand else 1.0)).backward()
-            if by_hand and first:
-                model.module.head.bias.grad[0] = torch.inf
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer.skipped_steps == (2 * (1 + ordinary) if step > 1 else 0)
-        decisions += train(model, optimizer, batches[2:4] if ordinary else batches[:2])
-    return decisions
-
-
-def test_a_step_that_one_rank_skips_is_skipped_by_all(run):
-    left, right = run(2, functools.partial(as_one_process, go=skipping, nonfinite="skip"))
-    assert left == right
-
-
 # what an ordinary step sends: a sum over all rows, rows of matrices, inverses
 DIVIDED = {"distributed": {"divide_curvature": True}}
 SENDING = {
@@ -272,14 +247,12 @@ def nan_statistics(rank, world):
     model, optimizer = made("ddp", make_called)
     for step in range(5):
         model(torch.randn(4, 5, dtype=torch.float64)).square().mean().backward()
-        if step != 3:
+        if step == 3 and rank == 1:
+            optimizer.curvature["head"].statistics.sums()[0].rows[0, 0] = torch.nan
+        message = "layer 'head': its new factors hold NaN"
+        with pytest.warns(RuntimeWarning, match=message) if step == 3 else contextlib.nullcontext():
             optimizer.step()
-        else:
-            if rank == 1:
-                optimizer.curvature["head"].statistics.sums()[0].rows[0, 0] = torch.nan
-            with pytest.warns(RuntimeWarning, match="layer 'head': its new factors hold NaN"):
-                optimizer.step()
-            assert {e.layer: e.decision.name for e in optimizer.last_refresh}["head"] == "FAILED"
+        assert (("head", "FAILED") in [(e.layer, e.decision.name) for e in optimizer.last_refresh]) == (step == 3)
         optimizer.zero_grad()
     return digest(model, optimizer)
 
