@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from comparing import having
 from row_parts import in_row_parts
@@ -112,6 +113,21 @@ def linear(dtype=torch.float64):
     return nn.Sequential(Rows(), *layers, nn.Tanh(), nn.Linear(5, 5)).to(dtype)
 
 
+class Checkpointed(nn.Module):
+    """The linear layers, each inside an activation checkpoint."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.rows, *layers = linear()
+        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
+
+    def forward(self, batch):
+        x = self.rows(batch).requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
 def stream(count, dtype=torch.float64):
     """Joined batches: ((images, tokens), labels)."""
     generator = torch.Generator().manual_seed(5)
@@ -173,7 +189,7 @@ def made(way, make=network, ddp=None, fsdp=None, inner=("images.0", "attention")
     model = make()
     if way == "ddp":
         optimizer = optimizer_of(model, **options)
-        return DDP(model, **(ddp or {})), optimizer
+        return ddp(model) if callable(ddp) else DDP(model, **(ddp or {})), optimizer
     fsdp = {"mesh": mesh_of(way), **(fsdp or {})}
     for module in [module for name, module in model.named_modules() if name in inner]:  # sharded on their own
         fully_shard(module, **fsdp)
@@ -197,7 +213,7 @@ def weights_of(model):
     found = defaultdict(list)
     for name, p in getattr(model, "module", model).named_parameters():
         whole = p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
-        found[re.sub(r"\.parts\.\d+", "", name)].append(whole)
+        found[re.sub(r"\.parts\.\d+|_orig_mod\.", "", name)].append(whole)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
@@ -231,8 +247,10 @@ def as_one_process(rank, world, go, make=network, *, way="ddp", parts=False, twi
     rounding = {key: both.pop(key) for key in ("rtol", "atol") if key in both}
     of_shards = {key: both.pop(key) for key in ("fsdp", "inner") if key in both}
     model, optimizer = made(way, make, ddp, **of_shards, **both)
+    decisions = go(model, optimizer, rank, world)
+    # made after that, because compiled models run eagerly as long as an optimizer awaits statistics
     theirs = alone((lambda: in_row_parts(make(), world)) if parts else make, **{**both, **(twin or {})})
-    decisions, wanted = go(model, optimizer, rank, world), go(*theirs, 0, 1)
+    wanted = go(*theirs, 0, 1)
     if way == "ddp":
         assert_same_training((model, optimizer, decisions), (*theirs, wanted), **rounding)
     else:

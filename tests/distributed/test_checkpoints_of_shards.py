@@ -18,7 +18,8 @@ from joined import OPTIONS, ROWS, alone, assert_same_weights, digest, linear, ma
 from torch_thor import ThorMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
-WAYS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "fsdp-2": ((2,), 2), "fsdp-4": ((4,), 4), "hsdp": ((2, 2), 4)}
+WAYS = {"ddp-1": ("ddp", 1), "ddp-2": ("ddp", 2), "ddp-4": ("ddp", 4)}
+WAYS |= {"fsdp-2": ((2,), 2), "fsdp-4": ((4,), 4), "hsdp": ((2, 2), 4)}
 STEPS, SAVED = 9, {"before": 2, "at": 3, "after": 4}  # steps 0, 3 and 6 refresh
 FIXED = {**ROWS, "trace_thresholds": (0.0, 0.0)}
 HOW = {
@@ -34,6 +35,7 @@ def save(rank, world, way, path, how, count, **options):
     model, optimizer = made(way, **{**FIXED, **options})
     batches = shares(stream(STEPS), rank, world)
     train(model, optimizer, batches[:count])
+    optimizer.consolidate_state_dict(to=None)  # does nothing, unless curvature is divided
     weights, state = get_state_dict(model, optimizer, options=StateDictOptions(**HOW[how]))
     saved = {"model": weights, "optimizer": state}
     saving = None
@@ -72,6 +74,7 @@ def load(rank, world, way, path, how, count, **options):
     return digest(model, optimizer)
 
 
+DIVIDED, WHOLE = {"distributed": {"divide_curvature": True}}, {"distributed": {"divide_curvature": False}}
 CASES = [
     ("ddp-1", "before", "fsdp-2", "plainly", {}),
     ("ddp-2", "after", "hsdp", "plainly", {}),
@@ -90,6 +93,9 @@ CASES = [
     ("fsdp-2", "after", "ddp-2", "whole", {}),
     ("fsdp-2", "after", "fsdp-2", "whole", {}),
     ("fsdp-2", "after", "hsdp", "whole", {}),
+    ("ddp-2", "after", "fsdp-4", "plainly", DIVIDED),
+    ("fsdp-2", "after", "ddp-4", "plainly", {**DIVIDED, "then": WHOLE}),
+    ("ddp-2", "after", "ddp-4", "plainly", {**WHOLE, "then": DIVIDED}),
 ]
 
 
@@ -98,8 +104,9 @@ def test_goes_on_as_one_process_that_never_stopped(run, tmp_path, before, moment
     """Blocks of one row are cut alike for any number of shards. The bits are those of the first training on as many."""
     (way, world), (others, other_world) = WAYS[before], WAYS[after]
     given = {"path": str(tmp_path / "checkpoint"), "how": how, "count": SAVED[moment], **options}
+    then = given.pop("then", {})  # options that are others after loading
     wanted = run(world, functools.partial(save, way=way, **given))
-    found = run(other_world, functools.partial(load, way=others, **given))
+    found = run(other_world, functools.partial(load, way=others, **{**given, **then}))
     assert before != after or found == wanted
 
 

@@ -11,15 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from joined import (
     OPTIONS,
-    ROWS,
     alone,
     assert_same_weights,
     linear,
@@ -190,33 +187,6 @@ def from_one_to_another(rank, world, before, after, path):
 @pytest.mark.parametrize(("before", "after"), [(DIVIDED, DIVIDED), (DIVIDED, WHOLE), (WHOLE, DIVIDED)])
 def test_a_state_dict_goes_on_with_either_setting(run, tmp_path, before, after):
     run(2, from_one_to_another, before, after, str(tmp_path / "state.pt"))
-
-
-def through_dcp(rank, world, way, path, setting, loads):
-    model, optimizer = made(way, distributed=setting, **ROWS, trace_thresholds=(0.0, 0.0))
-    batches = shares(stream(STEPS), rank, world)
-    if not loads:
-        train(model, optimizer, batches[:4])
-        optimizer.consolidate_state_dict(to=None)
-    weights, state = get_state_dict(model, optimizer)
-    if loads:
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    else:
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
-    train(model, optimizer, batches[4:])
-    return weights_of(model)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "settings"),
-    [("ddp", (4,), (DIVIDED, DIVIDED)), ((2,), "ddp", (DIVIDED, WHOLE)), ("ddp", "ddp", (WHOLE, DIVIDED))],
-)
-def test_distributed_checkpoints(run, tmp_path, before, after, settings):
-    """Saved on two ranks, loaded on four."""
-    path = str(tmp_path / "checkpoint")
-    wanted = run(2, through_dcp, before, path, settings[0], False)[0]
-    assert_same(run(4, through_dcp, after, path, settings[1], True)[0], wanted)
 
 
 def replaced(rank, world):

@@ -7,23 +7,17 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
+from torch.distributions import Categorical
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 
 from joined import (
-    SIZE,
-    Rows,
+    Checkpointed,
     alone,
     as_one_process,
     assert_same_training,
     digest,
-    linear,
     made,
-    network,
-    optimizer_of,
-    part,
     routed,
     shares,
     stream,
@@ -35,6 +29,17 @@ from torch_thor import THOR, ThorMuon
 STEPS = 14
 EVERY_STEP = {"update_interval": 1, "trace_thresholds": (0.0, 0.0)}
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
+
+
+class LeastLikely(Categorical):
+    """Its label does not depend on the rank."""
+
+    def sample(self, sample_shape=()):
+        return self.logits.argmin(-1)
+
+
+def least_likely(logits):
+    return LeastLikely(logits=logits)
 
 
 def frozen_inside():
@@ -56,6 +61,13 @@ CASES = {
     "experts": {"make": routed, **EVERY_OTHER, "count": 6},
     "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
     "inner layers, frozen, accumulation": {"make": frozen_inside, **EVERY_OTHER, "count": 5, "micro": 3},
+    "checkpointed": {"make": functools.partial(Checkpointed, False), "ddp": {"static_graph": True}},
+    "checkpointed, reentrant": {"make": functools.partial(Checkpointed, True), "ddp": {"static_graph": True}},
+    # the pass of sampled labels averages no gradient
+    "sampled": {"fisher": "sampled", "count": 5},
+    "sampled, static graph": {"fisher": "sampled", "count": 5, "ddp": {"static_graph": True}},
+    "sampled, unused allowed": {"fisher": "sampled", "count": 5, "ddp": {"find_unused_parameters": True}},
+    "sampled, accumulation": {"fisher": "sampled", "count": 5, "micro": 3},
 }
 
 
@@ -64,7 +76,13 @@ def ordinarily(model, optimizer, first, step, count, micro):
     for (_, words), _ in batches:  # expert 4 has rows of the first example alone
         words[0, 0] = 4
         words[1:] -= (words[1:] % 5 == 4).long()
-    return train(model, optimizer, shares(batches, first, step), micro=micro if step > 1 else 1)
+
+    def loss(output, labels):
+        if optimizer.fisher == "sampled":
+            optimizer.sample_fisher(output, least_likely)
+        return F.cross_entropy(output, labels)
+
+    return train(model, optimizer, shares(batches, first, step), loss, micro=micro if step > 1 else 1)
 
 
 def ordinary(rank, world, count=STEPS, micro=1, **options):
@@ -127,127 +145,6 @@ def test_a_sum_that_is_given_as_a_mean_is_told(run):
         assert 'loss_reduction="sum"' in told
 
 
-def with_scaler(model, optimizer, first, step):
-    """A GradScaler on every rank; on one of them inf, in a refresh, which all skip as one process does."""
-    scaler, decisions = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
-    for number, (inputs, labels) in enumerate(shares(stream(8), first, step)):
-        blow_up = number == 3 and first == 0
-        scaler.scale(F.cross_entropy(model(inputs), labels) * (torch.inf if blow_up else 1.0)).backward()
-        if number % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
-        optimizer.zero_grad()
-    assert not decisions[3]
-    assert optimizer.param_groups[0]["step"] == 7
-    assert scaler.get_scale() != 2.0**10
-    return decisions
-
-
-def test_gradient_scaler(run):
-    run(2, functools.partial(as_one_process, go=with_scaler))
-
-
-def uneven(rank, world):
-    """3 and 9 examples: the factors are those of the joined batch, and so is a gradient that is weighted as it."""
-    cut = slice(0, 3) if rank == 0 else slice(3, SIZE)
-    batches = list(stream(STEPS))
-    # plain means: DDP averages the ranks' means; the statistics know how many terms each had
-    model, optimizer = made("ddp", lr=0.0)
-    train(model, optimizer, [part(batches[0], cut)])
-    twin, other = alone(lr=0.0)
-    train(twin, other, batches[:1])
-    for name, layer in optimizer.curvature.items():
-        assert layer.rows_per_term == other.curvature[name].rows_per_term
-        torch.testing.assert_close(layer.factors(), other.curvature[name].factors(), rtol=1e-10, atol=1e-13)
-    assert optimizer.param_groups[0]["last_loss_terms"] == SIZE
-
-    def weighted(model, optimizer, first, step):
-        """Sums over a rank's share of the joined batch, which is then what its loss averages over."""
-        optimizer.loss_terms = SIZE // step
-        own = batches if step == 1 else [part(batch, cut) for batch in batches]
-        return train(model, optimizer, own, loss=sum_over(SIZE // step))
-
-    as_one_process(rank, world, weighted)
-
-
-def test_uneven_batches(run):
-    run(2, uneven)
-
-
-def without_examples(model, optimizer, first, step):
-    """The second rank has no examples in two of three refreshes."""
-    optimizer.loss_terms = SIZE // step
-    batches = list(stream(10))
-    own = shares(batches, first, step)
-    for empty in (0, 6):
-        own[empty] = part(batches[empty], slice(0, 0) if first else slice(None))
-    return train(model, optimizer, own, loss=sum_over(SIZE // step))
-
-
-def test_a_rank_without_examples(run):
-    run(2, functools.partial(as_one_process, go=without_examples))
-
-
-def of_words():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)).double()
-
-
-def padded(model, optimizer, first, step):
-    """Rows of padding and loss terms of one's own, other ones on each rank, once (a refresh) none on the second."""
-    generator, decisions = torch.Generator().manual_seed(9), []
-    for number in range(STEPS):
-        words = torch.randint(11, (SIZE, 4), generator=generator)
-        keep = torch.rand(SIZE, 4, generator=generator) < 0.6
-        if number == 3:
-            keep[1::2] = False
-        keep[0, 0] ^= bool(keep.sum() % 2)
-        # a rank's sum is divided by its share of all terms, so that the average of the ranks is the mean over all
-        terms = int(keep.sum()) // step
-        words, keep = words[first::step], keep[first::step]
-        optimizer.row_mask, optimizer.loss_terms = keep, terms
-        losses = F.cross_entropy(model(words).flatten(0, 1), words.flatten() % 5, reduction="none")
-        ((losses * keep.flatten()).sum() / terms).backward()
-        optimizer.step()
-        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
-        optimizer.zero_grad()
-    return decisions
-
-
-def test_padding(run):
-    run(2, functools.partial(as_one_process, go=padded, make=of_words))
-
-
-class JoinedNorm(nn.Module):
-    """What nn.SyncBatchNorm does, which runs on GPUs only: mean and variance of all ranks, gradients through both."""
-
-    alone = False
-
-    def forward(self, x):
-        sums = torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)])
-        total, squares, count = sums if self.alone else all_reduce_with_gradient(sums)
-        mean = total / count
-        return (x - mean) * (squares / count - mean.square() + 1e-5).rsqrt()
-
-
-def normed():
-    torch.manual_seed(3)
-    layers = nn.Linear(8, 6), JoinedNorm(), nn.Tanh(), nn.Linear(6, 6), JoinedNorm(), nn.Linear(6, 5)
-    return nn.Sequential(Rows(), *layers).double()
-
-
-def with_norms(model, optimizer, first, step):
-    for module in model.modules():
-        module.alone = step == 1
-    return train(model, optimizer, shares(stream(7), first, step))
-
-
-def test_layers_before_a_norm_over_all_ranks(run):
-    run(2, functools.partial(as_one_process, go=with_norms, make=normed))
-
-
 def test_synchronised_batch_norm_is_a_norm():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)))
     reasons = {entry.name: entry.reason for entry in THOR(model).coverage() if entry.kind == "SyncBatchNorm"}
@@ -270,40 +167,23 @@ def test_groups_of_their_own(run):
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
+ORDERS = {
+    "compile, then DDP": lambda model, backend: DDP(torch.compile(model, backend=backend)),
+    "DDP, then compile": lambda model, backend: torch.compile(DDP(model), backend=backend),
+}
+
+
 def compiled(rank, world, order):
-    """Compiled before or after DDP, on refresh steps eagerly."""
-    calls, model = [], network()
+    calls = []
 
     def backend(graph, inputs):
         calls.append(graph)
         return graph.forward
 
-    optimizer = optimizer_of(model)
-    if order == "compile, then DDP":
-        wrapped = DDP(torch.compile(model, backend=backend))
-    else:
-        wrapped = torch.compile(DDP(model), backend=backend)
-    decisions = train(wrapped, optimizer, shares(stream(7), rank, world))
-    twin, other = alone()
-    assert_same_training((model, optimizer, decisions), (twin, other, train(twin, other, stream(7))))
-    assert calls
+    ordinary(rank, world, count=7, ddp=lambda model: ORDERS[order](model, backend))
+    return bool(calls)
 
 
-@pytest.mark.parametrize("order", ["compile, then DDP", "DDP, then compile"])
-def test_compiled(run, order):
-    run(2, compiled, order)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.rows, *layers = linear()
-        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
-
-    def forward(self, batch):
-        return checkpoint(self.layers, self.rows(batch).requires_grad_(), use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_activation_checkpointing_and_a_static_graph(run, reentrant):
-    run(2, functools.partial(ordinary, make=functools.partial(Checkpointed, reentrant), ddp={"static_graph": True}))
+@pytest.mark.parametrize("order", ORDERS)
+def test_compiled_on_ordinary_steps(run, order):
+    assert all(run(2, compiled, order))

@@ -1,4 +1,4 @@
-"""THOR under FSDP2 and HSDP takes the steps of one process that cuts its blocks at the same places, in float64.
+"""THOR and ThorMuon under FSDP2 and HSDP take the steps of one process that cuts its blocks at the same places.
 
 Blocks of one row are cut alike however rows are divided. With larger blocks, the reference has a layer for each shard.
 An ordinary step sends nothing, or what its option needs.
@@ -8,17 +8,46 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 
-from joined import as_one_process, linear, own, shares, stream, train, world_of
+from joined import as_one_process, linear, network, own, shares, stream, train, world_of
 from torch_thor import ThorMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
 TWO, HSDP = (2,), (2, 2)
 
 
-def sharded(rank, world, layers=(), micro=1, skipped=(), **options):
+class Free(nn.Module):
+    """A matrix without a kind, experts whose matrices are numbered, and a convolution; tall and wide, fused weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 5, 2)
+        self.free = nn.Parameter(torch.randn(9, 7) / 3)
+        self.numbered = nn.Parameter(torch.randn(3, 7, 4) / 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.tokens = nn.Embedding(11, 8)
+        self.rows = nn.Linear(80, 9)
+        self.tall = nn.Linear(4, 13)
+        self.head = nn.Linear(13, 5)
+
+    def forward(self, batch):
+        pixels, words = batch
+        x = self.tokens(words)
+        x = self.attention(x, x, x, need_weights=False)[0].mean(1)
+        x = self.rows(torch.cat([torch.tanh(self.conv(pixels)).flatten(1)[:, :72], x], dim=1)) @ self.free
+        x = torch.einsum("bi,eij->bj", torch.tanh(x), self.numbered)
+        return self.head(torch.tanh(self.tall(x)))
+
+
+def free():
+    torch.manual_seed(0)
+    return Free().double()
+
+
+def sharded(rank, world, make=network, layers=(), micro=1, skipped=(), **options):
     """Returns the kinds of decisions, and the numbers of collectives that ordinary steps have started."""
     sent = []
 
@@ -42,11 +71,15 @@ def sharded(rank, world, layers=(), micro=1, skipped=(), **options):
 
     # shards leave out the convolution of two groups by themselves
     options = {"max_update_ratio": None, "split_dim": 1, "layers": [*layers] or None, **options}
-    decisions, _ = as_one_process(rank, world, go, twin={"layers": [*layers, "-images.3"]}, **options)
+    twin = {"layers": [*layers, "-images.3"] if make is network else options["layers"]}
+    decisions, _ = as_one_process(rank, world, go, make, twin=twin, **options)
     return {kind for step in decisions for kind in step.values()}, set(sent[0])
 
 
 MUON = {"method": ThorMuon, "damping": 0.1, "layers": ["-attention.v_proj"], "rtol": 1e-6, "atol": 1e-8}
+# with whole matrices, blocks of rows are those of one process, however shards divide them
+WHOLE = {"make": free, "inner": (), "method": ThorMuon, "lr": 0.05, "damping": 0.1, "rtol": 1e-4, "atol": 1e-6}
+WHOLE |= {"distributed": {"whole_matrices": True}, "split_dim": 4}
 SKIPPED = {"nonfinite": "skip", "skipped": (0, 4)}  # steps 0 and 1 would refresh, and step 4 is ordinary
 CASES = {  # the mesh, options, and how many collectives an ordinary step starts
     "fsdp-1": ((1,), {}, 0),
@@ -66,6 +99,16 @@ CASES = {  # the mesh, options, and how many collectives an ordinary step starts
     "bounded by kl_clip, hsdp": (HSDP, {"kl_clip": 1e-4}, 2),
     "a gradient is not finite on one rank": (TWO, SKIPPED, 1),
     "a gradient is not finite on one rank, hsdp": (HSDP, SKIPPED, 1),
+    # all agree; there and back
+    "whole matrices": (TWO, {**WHOLE, "split_dim": None, "nesterov": False}, 3),
+    "whole matrices, one shard": ((1,), WHOLE, 2),
+    "whole matrices, shards without rows": ((4,), WHOLE, 3),
+    # and the norms of the weights
+    "whole matrices, bounded, hsdp": (
+        HSDP,
+        {**WHOLE, "weight_decay": 0.1, "layers": ["-attention.k_proj"], "max_update_ratio": 0.15},
+        4,
+    ),
 }
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from joined import (
     SIZE,
+    Checkpointed,
     Rows,
     alone,
     as_one_process,
@@ -73,19 +73,6 @@ def a_head_for_each_rank(model, optimizer, first, step):
     train(model, optimizer, [part(batch, own) for batch in batches])
     refreshes = {name.partition(".parts")[0]: layer.refreshes for name, layer in optimizer.curvature.items()}
     assert refreshes == {"trunk": 3, "heads.0": 3, "heads.1": 3, "unused": 0}
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.rows, *layers = linear()
-        self.layers, self.reentrant = nn.Sequential(*layers), reentrant
-
-    def forward(self, batch):
-        x = self.rows(batch).requires_grad_()
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
-        return x
 
 
 class Shared(nn.Module):

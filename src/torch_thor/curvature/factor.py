@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_thor.curvature.blocks import Blocks, Cut
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.parameter_view import ParameterView
-from torch_thor.curvature.processes import BlockExchange
+from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.shards import Owners, bounds_within, local, side_of_rows, why_not_by_rows
 
 
@@ -27,7 +27,7 @@ class Factor:
         self.side, self._kind, self._weight, self._prefix = side, kind, weight, prefix
         self._found: tuple[Any, Any, Cut, Owners | None] | None = None
         self.divided: Owners | None = None  # the owners of the blocks, if curvature is divided (divide_curvature)
-        self.exchange: BlockExchange | None = None  # with the other owners
+        self.exchange: Processes | None = None  # with the other owners
         self.whole: Blocks | None = None  # the inverse for a step; while it is collected, if curvature is divided
 
     # ---- where its blocks are --------------------------------------------------------------------------------------

@@ -96,19 +96,16 @@ class _Piece:
 
 def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
     """Sum, average and invert factors; :meth:`NewFactor.store` has the results, on all processes."""
-    exchange, rank = processes.exchange, processes.rank
     for one in new:
         for run in range(len(one.sums.cut.runs)):
             one.pieces.append(_Piece(one, run))
     pieces = [piece for one in new for piece in one.pieces]
-    owned = [slice(None)] * len(pieces)
-    if exchange is not None:
-        parts = [piece.blocks for piece in pieces]
-        bounds = exchange.deal_out(parts, [piece.fixed for piece in pieces])
-        exchange.sum_to_owners_(parts, bounds)
-        owned = [slice(of_ranks[rank], of_ranks[rank + 1]) for of_ranks in bounds]
+    parts = [piece.blocks for piece in pieces]
+    bounds = processes.deal_out(parts, [piece.fixed for piece in pieces])
+    processes.sum_to_owners_(parts, bounds)
+    owned = [slice(of_ranks[processes.rank], of_ranks[processes.rank + 1]) for of_ranks in bounds]
     invert_own_([(piece, *piece.average_(own)) for piece, own in zip(pieces, owned, strict=True)])
-    if exchange is None:
+    if processes.count == 1:
         return
     flags = processes.gather([flag for piece in pieces for flag in (piece.raised, piece.failed)])
     any_of = iter([any(of_ranks) for of_ranks in zip(*flags, strict=True)])
@@ -122,7 +119,7 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
         if piece.kept is None:
             shared += [piece.blocks, of_all]
             shared_bounds += [of_ranks, of_ranks]
-    exchange.share_(shared, shared_bounds)
+    processes.share_(shared, shared_bounds)
     groups: dict[int, tuple[object, list[Tensor]]] = {}
     for piece in pieces:
         if piece.kept is not None:
@@ -131,7 +128,7 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
                 own_parts = groups.setdefault(id(piece.replicas), (piece.replicas, []))[1]
                 own_parts.extend((piece.blocks, piece.inverse))
     for replicas, own_parts in groups.values():
-        exchange.share_with_replicas_(own_parts, replicas)
+        processes.share_with_replicas_(own_parts, replicas)
 
 
 def invert_own_(damped: Sequence[tuple[Any, Tensor, Tensor]]) -> None:

@@ -1,11 +1,10 @@
-"""The interface through which a refresh communicates with other processes, and its implementation for one process.
+"""The interface through which a refresh communicates with other processes, which is also that of one process alone.
 
 This package does not call torch.distributed. For training on several processes, :mod:`torch_thor.distributed`
 implements the interface. An implementation decides which process inverts which block.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -14,73 +13,27 @@ from torch import Tensor
 Bounds = Sequence[Sequence[int]]
 
 
-class BlockExchange(Protocol):
-    """Divides the inversion of blocks among the processes that refresh together."""
+class Processes:
+    """The processes that train one model, each on its own part of every batch; these methods are those of one alone."""
 
-    def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
-        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes."""
-        ...
-
-    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Replace symmetric blocks by their sum over all processes at their owner; all others become undefined."""
-        ...
-
-    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
-        """Replace symmetric blocks by those of their owner, so that they are the same on all processes."""
-        ...
-
-    def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
-        """Replace symmetric blocks by those of the first process of a group, which holds the same rows of weights."""
-        ...
-
-
-class Processes(Protocol):
-    """The processes that train one model, each on its own part of every batch."""
-
-    @property
-    def count(self) -> int:
-        """The number of processes."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process, from 0."""
-        ...
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the process that takes decisions for all."""
-        ...
-
-    @property
-    def exchange(self) -> BlockExchange | None:
-        """Divides inversions among the processes; None for one process."""
-        ...
+    count, rank = 1, 0
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every process, which passes as many as the others; integers are exact up to 2⁵³."""
-        ...
-
-    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of every tensor over all processes, on the first; the others return nothing."""
-        ...
-
-
-class OneProcess:
-    """A process that trains alone."""
-
-    count = 1
-    rank = 0
-    first = True
-    exchange = None
-
-    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of this process."""
         return [list(numbers)]
 
-    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors themselves."""
-        return list(tensors)
+    def deal_out(self, parts: Sequence[Tensor], fixed: Sequence[Sequence[int] | None]) -> Bounds:
+        """Return which process owns which blocks; only shapes are read, so the result is the same on all processes."""
+        return [(0, len(part)) for part in parts]
+
+    def sum_to_owners_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Replace symmetric blocks by their sum over all processes at their owner; all others become undefined."""
+
+    def share_(self, parts: Sequence[Tensor], bounds: Bounds) -> None:
+        """Replace symmetric blocks by those of their owner, so that they are the same on all processes."""
+
+    def share_with_replicas_(self, parts: Sequence[Tensor], replicas: object) -> None:
+        """Replace symmetric blocks by those of the first process of a group, which holds the same rows of weights."""
 
 
-ALONE = OneProcess()
+ALONE = Processes()

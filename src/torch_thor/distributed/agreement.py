@@ -1,8 +1,12 @@
-"""Checks that all ranks are about to do the same; otherwise all of them raise an error, before one waits for ever."""
+"""What all ranks tell each other before a step: that they are about to do the same, and how many rows each has.
+
+If they are not, all of them raise an error, before one waits for ever.
+"""
 
 import zlib
 from collections.abc import Sequence
 
+from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 
 HEADER = 4  # how many numbers agree() sends beside those that it is given
@@ -60,3 +64,24 @@ def _difference(first_text: str, rank: int, other_text: str) -> str:
         f"the ranks are not about to do the same: rank 0 has {first!r}, rank {rank} has {other!r}. Make the optimizer "
         f"with the same options on every rank, schedule it alike, and load the same checkpoint everywhere"
     )
+
+
+def count_rows(
+    processes: Processes, layers: Sequence[LayerCurvature], reached: set[LayerCurvature], inside_transform: set[str]
+) -> None:
+    """Replace the row counts of this process by those of all together: A = Σ Σ a aᵀ / Σ R, and G likewise."""
+    counts: list[float] = []
+    for layer in layers:
+        own = layer.statistics
+        counts += [own.rows, layer in reached, layer.name in inside_transform, *own.group_rows]
+    totals = iter([int(sum(column)) for column in zip(*processes.gather(counts), strict=True)])
+    for layer in layers:
+        own = layer.statistics
+        own.rows = next(totals)
+        if next(totals):
+            reached.add(layer)
+        if next(totals):
+            inside_transform.add(layer.name)
+        own.group_rows = [next(totals) for _ in own.group_rows]
+        if own.rows:
+            own.sums()  # zeros on a process without rows, which takes part in the sum

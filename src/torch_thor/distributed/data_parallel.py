@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from torch_thor.curvature.processes import Bounds
+from torch_thor.curvature.processes import Bounds, Processes
 from torch_thor.distributed.ownership import deal_out, packed_sizes, pads
 from torch_thor.distributed.triangles import pack, packed_size, unpack_
 
@@ -17,8 +17,8 @@ from torch_thor.distributed.triangles import pack, packed_size, unpack_
 _Alike = list[tuple[Tensor, Sequence[int]]]
 
 
-class DataParallel:
-    """The processes of a group, as a :class:`torch_thor.curvature.processes.Processes`."""
+class DataParallel(Processes):
+    """The processes of a group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self._group = group
@@ -26,12 +26,6 @@ class DataParallel:
         self._dtype = dtype
         self.count = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.first = self.rank == 0
-
-    @property
-    def exchange(self) -> "DataParallel":
-        """Divides inversions among the ranks: this object itself."""
-        return self
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank (one collective and a host–device synchronisation)."""
@@ -94,13 +88,6 @@ class DataParallel:
             dist.broadcast(flat, dist.get_global_rank(group, 0), group=group)
             for blocks, piece in _pieces(alike, 0, flat):
                 unpack_(blocks, piece)
-
-    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sum tensors over all ranks, on rank 0."""
-        sums = [tensor.clone() for tensor in tensors]
-        for one in sums:
-            dist.reduce(one, dist.get_global_rank(self._group, 0), group=self._group)
-        return sums if self.first else []
 
 
 def _by_dtype_and_device(parts: Sequence[Tensor], bounds: Bounds) -> Iterator[_Alike]:

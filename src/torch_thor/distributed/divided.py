@@ -59,7 +59,7 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
     for layer, key in present:  # several layers may be rows of one entry, which all have been read now
         layer.state.pop(key, None)
     for factor, of_factor in owners.items():
-        factor.divided, factor.exchange = of_factor, processes.exchange
+        factor.divided, factor.exchange = of_factor, processes
     for layer, factor, inverse, rows, parts in taken:
         own = Blocks.zeros(factor.held, rows.dtype, rows.device)
         for into, part in zip(own.parts, [part for part in parts if len(part)], strict=True):

@@ -16,8 +16,8 @@ from torch_thor.capture.gathering import Capture
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import Candidate, refresh
+from torch_thor.distributed.agreement import count_rows
 from torch_thor.distributed.divided import divide
-from torch_thor.distributed.statistics import count_rows
 from torch_thor.optim.report import note_layer
 from torch_thor.optim.step import Inputs, fingerprint
 

@@ -88,6 +88,7 @@ def _facts(optimizer: "CurvatureOptimizer", inputs: Inputs) -> Iterator[str]:
     """Yield lines of text that must be the same on all processes."""
     distributed, sampler = optimizer._distributed, optimizer._capture.sampler
     yield f"loss_reduction={optimizer.loss_reduction!r}, fisher={optimizer.fisher!r}"
+    yield f"nonfinite={optimizer.nonfinite!r}"  # with 'skip' ranks agree on every step, not on refreshes alone
     yield f"divide_curvature={distributed.divide_curvature}, whole_matrices={distributed.whole_matrices}"
     yield f"communication_dtype={distributed.communication_dtype}"
     if sampler is not None:
