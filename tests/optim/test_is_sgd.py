@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, batches, conv_model, cross_entropy, mlp, train, weights
+from tiny import assert_same, batches, conv_model, cross_entropy, mlp, train
 from torch_thor import THOR
 
 SETTINGS = [
@@ -82,10 +82,3 @@ def test_plain_parameters_are_bit_equal_to_sgd(settings, dtype):
         for name, twin in twins.items():
             assert torch.equal(thor.state[plain[name]]["momentum_buffer"], sgd.state[twin]["momentum_buffer"])
     assert all("normalisation layer" in e.reason for e in thor.coverage() if e.name.startswith("norms"))
-
-
-def test_zero_learning_rate_changes_nothing():
-    model = mlp()
-    before = weights(model)
-    train(model, THOR(model, lr=0.0, weight_decay=0.5), batches(3))
-    assert_same(weights(model), before)
