@@ -253,6 +253,7 @@ def test_in_place_activations_and_other_memory_layouts():
         model[1].inplace = model[3].inplace = True
         in_layout = [(x.to(memory_format=layout), loss) for x, loss in stream]
         assert_same_steps(model, THOR(model, update_interval=2), ReferenceTHOR(plain, update_interval=2), in_layout)
+        assert model[0].weight.is_contiguous(memory_format=layout)
 
 
 def test_input_that_is_written_over_after_the_layer():
