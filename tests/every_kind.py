@@ -31,6 +31,7 @@ class EveryKind(nn.Module):
     def __init__(self):
         super().__init__()
         self.words = nn.Embedding(9, 4)
+        self.places = nn.Parameter(torch.randn(5, 4))
         self.norm = nn.LayerNorm(4)
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.cross = nn.MultiheadAttention(4, 1, batch_first=True, kdim=2, vdim=2, add_bias_kv=True)
@@ -47,7 +48,7 @@ class EveryKind(nn.Module):
         self.head = nn.Linear(3, 9)
 
     def forward(self, x):
-        h = self.norm(self.words(x))
+        h = self.norm(self.words(x) + self.places)
         h = h + self.attention(h, h, h, need_weights=False)[0]
         narrow = torch.tanh(self.conv(h.mT))
         h = h + self.cross(h, narrow.mT, narrow.mT)[0] + self.transposed(narrow).mT
