@@ -5,6 +5,7 @@ from timm.layers import ScaledStdConv2d
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
+from transformers.pytorch_utils import Conv1D
 
 STEPS = 6
 
@@ -35,8 +36,8 @@ class EveryKind(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.cross = nn.MultiheadAttention(4, 1, batch_first=True, kdim=2, vdim=2, add_bias_kv=True)
-        self.conv = nn.Conv1d(4, 2, 2, groups=2)
-        self.transposed = nn.ConvTranspose1d(2, 4, 2)
+        self.conv = nn.Conv2d(4, 2, (1, 2), groups=2)
+        self.transposed = nn.ConvTranspose1d(2, 4, 2, groups=2)
         self.last = nn.RMSNorm(4)
         self.decoder = nn.Linear(4, 9)
         self.decoder.weight = self.words.weight
@@ -45,12 +46,12 @@ class EveryKind(nn.Module):
         self.rnn = nn.LSTM(6, 3, 2, batch_first=True, bidirectional=True)
         self.cell = nn.GRUCell(6, 4)
         self.standardised = ScaledStdConv2d(1, 3, 2)
-        self.head = nn.Linear(3, 9)
+        self.head = Conv1D(9, 3)
 
     def forward(self, x):
         h = self.norm(self.words(x) + self.places)
         h = h + self.attention(h, h, h, need_weights=False)[0]
-        narrow = torch.tanh(self.conv(h.mT))
+        narrow = torch.tanh(self.conv(h.mT[:, :, None])).squeeze(2)
         h = h + self.cross(h, narrow.mT, narrow.mT)[0] + self.transposed(narrow).mT
         inner = self.rnn(self.experts(self.scaled(x), x))[0]
         state = None

@@ -123,23 +123,6 @@ def test_length_and_direction_of_any_step(lr, ratio, scale, momentum, nesterov, 
             assert (bounded[name] - shrunk).norm() <= 1e-9 * most * factor + 3 * rounding * (1 + lr), name
 
 
-def test_groups_have_ratios_of_their_own():
-    model = odd()
-    ratios = {"head": 0.02, "closed": 0.005, "norm": None, "words": 1e6}
-    groups = [
-        {"params": getattr(model, name).parameters(), "max_update_ratio": ratio} for name, ratio in ratios.items()
-    ]
-    before, free = weights(model), moved(model, max_update_ratio=None, momentum=0.0, lr=10.0)
-    train(model, THOR(groups, model=model, momentum=0.0, lr=10.0), stream())
-    for name in ("head", "closed"):
-        for key, most in longest(odd(), ratios[name]).items():
-            if key.startswith(name):
-                step = (model.get_parameter(key).detach() - before[key]).norm()
-                assert float(step) == pytest.approx(most), key
-    for key in ("norm.weight", "norm.bias", "words.weight"):
-        assert torch.equal(model.get_parameter(key).detach() - before[key], free[key]), key
-
-
 def test_half_precision_weights_are_measured_in_float32():
     """Their own norm has 3 digits, and overflows in float16 from 65,504 on."""
     for dtype, nesterov in itertools.product((torch.bfloat16, torch.float16), (False, True)):

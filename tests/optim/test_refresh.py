@@ -73,32 +73,7 @@ def test_steps_that_refresh():
 
 
 # ------------------------------------------------------------------------------------------ trace rule
-# λ = 0.5 throughout: the first trace is 1.5
-
-
-def test_take_keep_or_stop():
-    for thresholds, a, outcome in (
-        ((0.01, 0.0), 1.0149, "keep"),  # Δ = 0.0149 / 1.5 = 0.0099
-        ((0.01, 0.0), 1.0151, "take"),
-        ((0.01, 0.0), 0.9851, "keep"),  # falls as it rises
-        ((0.01, 0.0), 0.9849, "take"),
-        ((0.01, 0.0), 1.0, "keep"),  # Δ = 0 is not below ω2 = 0
-        ((0.01, 0.001), 1.0014, "stop"),  # Δ = 0.0014 / 1.5 = 0.00093
-        ((0.01, 0.001), 1.0016, "keep"),
-        ((0.01, 0.001), 1.02, "take"),
-        ((0.0, 0.0), 1.000001, "take"),
-        ((0.0, 0.0), 1.0, "keep"),
-        ((0.5, 0.5), 1.6, "stop"),
-        ((0.5, 0.5), 1.9, "take"),
-    ):
-        layer = Scalar(trace_thresholds=thresholds)
-        layer.show(1.0)
-        assert (layer.curvature.refreshes, layer.curvature.stopped) == (1, False)
-        layer.show(a)
-        assert layer.curvature.last_trace_change == pytest.approx(abs(a - 1) / 1.5, rel=1e-9, abs=1e-15)
-        assert layer.curvature.stopped == (outcome == "stop")
-        assert layer.curvature.refreshes == (2 if outcome == "take" else 1)
-        assert layer.a == pytest.approx(a if outcome == "take" else 1.0, rel=1e-12)
+# λ = 0.5 throughout: the first trace is 1.5. The borders of the rule are in tests/curvature/test_refresh_rule.py
 
 
 def test_stories():
@@ -107,7 +82,9 @@ def test_stories():
         ({"trace_thresholds": (1e9, 1e8)}, [(3.0, 3.0, None)]),  # the first refresh always takes
         # 1 → 1.01 (kept) → 1.02: 0.0133 from the factors in use, but 0.0066 from those seen last
         ({}, [(1.0, 1.0, None), (1.01, 1.0, 0.01 / 1.5), (1.02, 1.02, 0.02 / 1.5)]),
-        # stopped is for ever
+        ({"trace_thresholds": (0.0, 0.0)}, [(1.0, 1.0, None), (1.0, 1.0, 0.0), (1.000001, 1.000001, 1e-6 / 1.5)]),
+        # it falls as it rises; stopped is for ever
+        ({}, [(1.0, 1.0, None), (0.9851, 1.0, 0.0149 / 1.5), (0.9849, 0.9849, 0.0151 / 1.5)]),
         ({"trace_thresholds": (0.01, 0.001)}, [(1.0, 1.0, None), (1.0, 1.0, 0.0), (50.0, 1.0, 0.0), (900.0, 1.0, 0.0)]),
         # β = 0.25: 4, then 0.25 · 4 + 0.75 · 8 = 7; a kept refresh adds nothing
         ({"factor_decay": 0.25}, [(4.0, 4.0, None), (8.0, 7.0, 4 / 4.5), (7.0, 7.0, 0.0), (11.0, 10.0, 4 / 7.5)]),

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import every_kind
-from comparing import having
 from tiny import assert_same, batches, train, weights
 from torch_thor import THOR, ThorMuon
 
@@ -114,15 +113,6 @@ def thor(make=build, optimizer=THOR, **options):
     return setup
 
 
-def convolutional():
-    """Grouped factors; both sides have a smaller last block with split_dim=4."""
-    torch.manual_seed(1)
-    return nn.Sequential(
-        *(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 1), nn.Unflatten(2, (5, 1)), nn.Conv2d(4, 6, (3, 1), groups=2)),
-        *(nn.Flatten(), nn.Linear(18, 3)),
-    )
-
-
 def wide(memory_format):
     """Large enough for products that are rounded by the strides of their factors."""
     torch.manual_seed(1)
@@ -131,43 +121,25 @@ def wide(memory_format):
     ).to(memory_format=memory_format)
 
 
-class Branches(nn.Module):
-    """The second layer has more rows than the first if its `width` is 2, and is called in the steps `called`."""
+class Late(nn.Module):
+    """One layer is called in some steps only. A refresh that has not reached it waits for the first that does."""
 
-    def __init__(self, width, called):
+    def __init__(self, called):
         super().__init__()
         torch.manual_seed(1)
-        self.width, self.called = width, called
-        self.first, self.second, self.third = nn.Linear(5, 6), nn.Linear(width, width // 2), nn.Linear(6, 3)
+        self.called, self.body, self.first, self.second = called, nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 3)
         self.register_buffer("steps", torch.tensor(0))
 
     def forward(self, x):
-        h, step = torch.tanh(self.first(x)), int(self.steps)
+        h, step = torch.tanh(self.body(x)), int(self.steps)
         self.steps += 1
-        more = self.second(h.reshape(-1, self.width)).reshape(-1, 3) if step in self.called else 0.0
-        return self.third(h) + more
-
-
-def first_layer_stops():
-    """After the first refresh, layers with another number of rows than loss terms refresh alone."""
-    model = Branches(2, range(8))
-    groups = [
-        {"params": list(model.first.parameters()), "trace_thresholds": (1e9, 1e8)},
-        {"params": list(model.second.parameters()), **EVERY},
-    ]
-    return model, having(THOR(groups, model=model, update_interval=1), loss_terms=8)
+        return self.first(h) + (self.second(h) if step in self.called else 0.0)
 
 
 def late(called, zeros):
-    """A layer that a refresh has not reached refreshes in the step after the first that reaches it, and not before."""
-
-    def setup():
-        model, optimizer = thor(lambda: Branches(6, called), update_interval=4, **EVERY)()
-        if zeros:
-            optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
-        return model, optimizer
-
-    return setup
+    model, optimizer = thor(partial(Late, called), update_interval=4, **EVERY)()
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=not zeros)
+    return model, optimizer
 
 
 def groups():
@@ -191,7 +163,6 @@ MODELS = {
     **{
         str(dtype): (partial(build, dtype), batches(8, dtype=dtype), QUICK) for dtype in (torch.bfloat16, torch.float64)
     },
-    "groups and last blocks": (convolutional, STREAM, QUICK),
     **{
         str(layout): (partial(wide, layout), IMAGES, QUICK) for layout in (torch.contiguous_format, torch.channels_last)
     },
@@ -213,9 +184,12 @@ RUNS = {
         for name, options in OPTIONS.items()
     },
     "groups": (groups, STREAM, THOROUGH),
-    "first layer stops": (first_layer_stops, STREAM, THOROUGH),
     **{
-        f"called {called}, {zeros=}": (late(called, zeros), STREAM, {step: [by_state_dict] for step in range(1, 6)})
+        f"called {called}, {zeros=}": (
+            partial(late, called, zeros),
+            STREAM,
+            {step: [by_state_dict] for step in range(1, 6)},
+        )
         for called in ((2, 3, 5), (0, 1, 5, 6))
         for zeros in (False, True)
     },
@@ -262,48 +236,9 @@ def test_resume_is_never_having_stopped(name):
                 assert value.dtype == own, key
             else:
                 assert isinstance(value, int | float), key
-    if name == "first layer stops":
-        assert optimizer.curvature["first"].stopped
-        assert optimizer.curvature["second"].rows_per_term == 3
 
 
 # ---------------------------------------------------------------------------------- what is in the state
-
-
-def test_state_of_each_kind():
-    """A fused weight holds three layers' factors, an embedding's A its diagonal; norms have momentum only.
-
-    Experts have a T each, which those without rows keep; where the model is converted, it is converted too.
-    """
-    model = every_kind.build()
-    optimizer, stream = THOR(model, update_interval=1, **EVERY), every_kind.stream()
-    train(model, optimizer, stream[:1])
-    fused = optimizer.state[model.attention.in_proj_weight]
-    for part in "qkv":
-        assert fused[f"{part}_A"].numel() == fused[f"{part}_A_inverse"].numel() == 4 * 4
-        assert fused[f"{part}_refreshes"] == 1
-    assert fused["G"].shape == fused["G_inverse"].shape == (12, 4)
-    for parameter, key, size in (
-        (model.cross.k_proj_weight, "A", 2 * 2),
-        (model.words.weight, "A", 9),
-        (model.transposed.weight, "A", 4 * 4),
-        (model.conv.weight, "A", 2 * 4 * 4),
-        (model.experts.weight, "A", 4 * 4 * 4),
-        (model.experts.weight, "G_inverse", 4 * 6 * 6),
-        (model.rnn.weight_hh_l1_reverse, "G", 12 * 12),
-        (model.standardised.weight, "A", 4 * 4),
-    ):
-        assert optimizer.state[parameter][key].numel() == size
-    for parameter in (model.norm.weight, model.cross.bias_k, model.attention.in_proj_bias):
-        assert set(optimizer.state[parameter]) == {"preconditioned", "momentum_buffer"}
-    assert set(optimizer.state) == set(model.parameters())
-    rows = optimizer.state[model.experts.weight]["group_rows_per_term"]
-    assert rows[3] == 0 < rows[0]
-    train(model, optimizer, stream[1:])
-    assert optimizer.state[model.experts.weight]["group_rows_per_term"][3] > 0
-    model.double()
-    train(model, optimizer, stream)
-    assert optimizer.state[model.experts.weight]["group_rows_per_term"].dtype == torch.float64
 
 
 def test_split_factors_are_stored_as_blocks_only():

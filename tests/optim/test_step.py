@@ -162,6 +162,7 @@ def test_groups_with_options_of_their_own():
             {"update_interval": 2, "weight_decay": 0.3},
             {name: {"weight_decay": 0.0} for name in (*names[1::2], "2.weight")},
         ),
+        ({}, {"0.weight": {"max_update_ratio": 0.02}, "2.bias": {"max_update_ratio": None}}),
         ({"kl_clip": 1e-2, "momentum": 0.0}, {name: {"lr": 0.5} for name in names[1::2]}),
     ):
         model = mlp()

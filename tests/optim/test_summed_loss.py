@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributions import Independent, Normal
 from torch.nn import functional as F
 
-from models import zoo
 from tiny import assert_same, weights
 from torch_thor import THOR, ThorMuon
 
@@ -75,32 +74,6 @@ def test_a_warning_changes_nothing():
     assert_same(weights(twin), weights(model))
 
 
-def test_the_vae_of_the_examples():
-    """BCE over pixels and the KL term, summed over the batch: told of; with what the message says, that of the mean."""
-
-    def steps(model, optimizer, x, terms):
-        for _ in range(4):
-            output, mean, log_variance = model(x)
-            divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
-            reconstruction = F.binary_cross_entropy(output, x.view(-1, 784), reduction="sum")
-            ((reconstruction + divergence) / terms).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for size in (32, 128, 512):
-        x, _ = zoo.digits(size, 28, 1, 0.0, 1.0)[0]
-        model = zoo.VAE()
-        assert f"sum over the {size} loss terms" in told(steps, model, THOR(model), x, 1)[0]
-        results = []
-        for terms, options in ((1, {"lr": 0.05 / size, "loss_reduction": "sum"}), (size, {})):
-            torch.manual_seed(0)
-            model = zoo.VAE()
-            assert not told(steps, model, THOR(model, **options), x, terms)
-            results.append(weights(model))
-        for key, value in results[1].items():
-            torch.testing.assert_close(results[0][key], value, rtol=1e-4, atol=1e-6, msg=key)
-
-
 # ---- what is left alone: at scales and in batches where gradients are large -----------------------------------------
 
 
@@ -125,48 +98,6 @@ def contrastive():
     return mlp(32, 16), torch.randn(128, 32).repeat(2, 1) + 0.1 * torch.randn(256, 32), loss
 
 
-def policy(size):
-    """Cross-entropy weighted by advantages that nobody has normalised, and a bonus for entropy."""
-
-    def loss(y):
-        chosen = F.cross_entropy(y, torch.randint(4, (size,)), reduction="none")
-        entropy = -(y.softmax(-1) * y.log_softmax(-1)).sum(-1)
-        return (chosen * 100 * torch.randn(size) - 0.01 * entropy).mean()
-
-    return mlp(8, 4), torch.randn(size, 8), loss
-
-
-def tasks():
-    """Five losses added up, one weighted by 10."""
-
-    def loss(y):
-        labels = torch.randint(10, (64,))
-        return sum(F.cross_entropy(part, labels) for part in y[:, :40].split(10, 1)) + 10 * y[:, 40:].abs().mean()
-
-    return mlp(13, 50), torch.randn(64, 13), loss
-
-
-def segmentation():
-    """The sum over the pixels of each image, averaged over images."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 1)
-    )
-    labels = torch.randint(4, (32, 16, 16))
-    return model, torch.randn(32, 3, 16, 16), lambda y: F.cross_entropy(y, labels, reduction="sum") / 32
-
-
-def boxes():
-    """Smooth L1 of four coordinates, five times, and focal weights, summed over 100 anchors, a mean over images."""
-
-    def loss(y):
-        y = y.unflatten(1, (100, 5))
-        coordinates = F.smooth_l1_loss(y[..., :4], torch.randn(32, 100, 4), reduction="sum")
-        objects = F.binary_cross_entropy_with_logits(y[..., 4], (torch.rand(32, 100) < 0.1).float(), reduction="sum")
-        return (5 * coordinates + objects) / 32
-
-    return mlp(13, 500), torch.randn(32, 13), loss
-
-
 def tokens(count=5000):
     """A mean over all tokens of a large vocabulary."""
     x = torch.randint(count, (16, 24))
@@ -186,11 +117,6 @@ MEANS = {
     "targets_of_300_in_a_large_batch": lambda: targets_of(300, count=2048),
     "targets_of_100000_one_term": lambda: targets_of(1e5, count=1),
     "contrastive": contrastive,
-    "advantages": lambda: policy(64),
-    "advantages_in_a_large_batch": lambda: policy(2048),
-    "five_tasks": tasks,
-    "segmentation_by_image": segmentation,
-    "boxes": boxes,
     "tokens": tokens,
 }  # fmt: skip
 

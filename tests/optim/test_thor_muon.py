@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+import every_kind
 from reference import by_stages
 from tiny import batches, conv_model, cross_entropy, mlp, train, weights
 from torch_thor import ThorMuon, param_groups
@@ -151,41 +151,18 @@ def first_step(model, loss, name, **options):
     return optimizer, parameter.grad, (before - parameter.detach()) / LR
 
 
-class Kinds(nn.Module):
-    """Layers of every memory layout that is preconditioned."""
-
-    def __init__(self):
-        super().__init__()
-        self.image = nn.Conv2d(1, 8, (2, 3), groups=1, bias=False)
-        self.conv = nn.Conv1d(4, 10, 3, groups=2, bias=False)
-        self.transposed = nn.ConvTranspose1d(10, 6, 2, groups=2, bias=False)
-        self.wide = nn.Linear(6, 4, bias=False)
-        self.tall = nn.Linear(4, 8, bias=False)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, bias=False)
-        self.rnn = nn.GRU(8, 3, batch_first=True, bias=False)
-        self.other_way = Conv1D(7, 3)
-
-    def forward(self, x):
-        h = torch.tanh(self.wide(self.transposed(torch.tanh(self.conv(x))).mT))
-        h = torch.tanh(self.tall(h))
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        image = self.image(x[:, None]).square().mean((1, 2, 3))
-        return self.other_way(self.rnn(h)[0]).square().mean(-1).sum(-1) + image
-
-
 # layer -> (its parameter, that as matrices (groups, out, in), by hand)
 KNOWN = {
-    "image": ("image.weight", lambda w: w.reshape(1, 8, 6)),
-    "conv": ("conv.weight", lambda w: w.reshape(2, 5, 6)),
-    "transposed": ("transposed.weight", lambda w: torch.stack([w[:5], w[5:]]).transpose(1, 2).reshape(2, 3, 10)),
-    "wide": ("wide.weight", lambda w: w[None]),
-    "tall": ("tall.weight", lambda w: w[None]),
-    "attention.q_proj": ("attention.in_proj_weight", lambda w: w[None, :8]),
-    "attention.v_proj": ("attention.in_proj_weight", lambda w: w[None, 16:]),
+    "conv": ("conv.weight", lambda w: w.reshape(2, 1, 4)),
+    "transposed": ("transposed.weight", lambda w: torch.stack([w[:1], w[1:]]).transpose(1, 2).reshape(2, 2, 2)),
+    "attention.q_proj": ("attention.in_proj_weight", lambda w: w[None, :4]),
+    "attention.v_proj": ("attention.in_proj_weight", lambda w: w[None, 8:]),
     "attention.out_proj": ("attention.out_proj.weight", lambda w: w[None]),
+    "cross.k_proj": ("cross.k_proj_weight", lambda w: w[None]),
+    "experts.weight": ("experts.weight", lambda w: w),
     "rnn.weight_ih_l0": ("rnn.weight_ih_l0", lambda w: w[None]),
-    "rnn.weight_hh_l0": ("rnn.weight_hh_l0", lambda w: w[None]),
-    "other_way": ("other_way.weight", lambda w: w.T[None]),
+    "cell.weight_hh": ("cell.weight_hh", lambda w: w[None]),
+    "head": ("head.weight", lambda w: w.T[None]),
 }
 
 
@@ -193,15 +170,14 @@ def test_a_preconditioned_step_of_every_memory_layout():
     """``orth(u A⁻¹)``, each group for itself, whichever way round the weight lies in memory."""
     layouts = (torch.contiguous_format, torch.channels_last)
     for name, split_dim, layout in itertools.product(KNOWN, (3, None), layouts):
-        if layout == torch.channels_last and name != "image":
-            continue
         label, matrices = KNOWN[name]
-        model, x = Kinds().double().to(memory_format=layout), torch.randn(6, 4, 7).double()
-        optimizer, gradient, moved = first_step(model, lambda model, x=x: model(x).sum(), label, split_dim=split_dim)
+        model, x = every_kind.build().double().to(memory_format=layout), torch.randint(9, (6, 5))
+        loss = lambda model, x=x: model(x).square().mean()  # noqa: E731
+        optimizer, gradient, moved = first_step(model, loss, label, split_dim=split_dim)
         inverse, none = optimizer.curvature[name].inverses()
         assert none is None
         inverse = torch.stack(inverse) if isinstance(inverse, list) else inverse
-        moved, ahead = matrices(moved) / math.sqrt(10 / (len(KNOWN) + 1)), matrices(1.8 * gradient)  # and k_proj
+        moved, ahead = matrices(moved) / math.sqrt(10 / 25), matrices(1.8 * gradient)  # of 25 matrices
         torch.testing.assert_close(moved, step_of(ahead @ inverse, split_dim), rtol=1e-7, atol=1e-8, msg=name)
         difference = (moved - step_of(ahead, split_dim)).abs().max()
         assert difference > 1e-3, f"the inverse makes no difference to {name}"
