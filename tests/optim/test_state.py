@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import tempfile
 from functools import partial
 
@@ -291,25 +290,3 @@ def test_asking_a_fresh_optimizer_for_its_state_is_no_step():
         train(twin, other, STREAM)
         assert keys_of(optimizer) == keys
         assert_same(weights(model), weights(twin))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_the_model_is_just_a_model(copied):
-    """A moving average of the weights, a frozen teacher: made on a refresh step, their passes are nobody's statistics.
-
-    The optimizer is not dragged along, and the copy can be given one of its own.
-    """
-    for make, stream in ((build, STREAM[:4]), (every_kind.build, every_kind.stream()[:4])):
-        (model, optimizer), (plain, other) = (thor(make, update_interval=1)() for _ in range(2))
-        for batch in stream:
-            twin = copied(model)
-            assert_same(weights(twin), weights(model))
-            for one, its in ((model, optimizer), (plain, other)):
-                twin(batch[0]).mul(100).square().mean().backward()
-                train(one, its, [batch])
-        assert_same(weights(model), weights(plain))
-        assert b"curvature" not in pickle.dumps(twin)
-        again = THOR(twin)
-        twin.zero_grad()
-        train(twin, again, stream[:1])
-        assert all(curvature.refreshes == 1 for curvature in again.curvature.values())

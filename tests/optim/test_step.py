@@ -26,30 +26,21 @@ def images(name, count):
 
 
 BOUNDED = {"max_update_ratio": 0.01}  # the default, which is active on every parameter here
-OPTIONS = {
+OPTIONS = {  # other sizes of blocks, dampings, intervals and averages are in `test_any_perceptron`
     "unbounded": {},
-    "bounded": {"max_update_ratio": 0.01},
     "bounded_some": {"max_update_ratio": 0.05},
     "bounded_none": {"max_update_ratio": 1e3},
     "bounded_nesterov": {"max_update_ratio": 0.02, "nesterov": True, "weight_decay": 0.3},
     "bounded_no_momentum": {"max_update_ratio": 0.02, "momentum": 0.0},
     "clip_in_place_of_the_bound": {"max_update_ratio": 0.01, "kl_clip": 1e-3, "update_interval": 2},
     "no_momentum": {"momentum": 0.0},
-    "nesterov": {"nesterov": True},
     "weight_decay": {"weight_decay": 0.3},
     "kl_clip": {"kl_clip": 1e-4, "weight_decay": 0.1},
     "kl_clip_wide": {"kl_clip": 1e4},
-    "interval_1": {"update_interval": 1},
     "interval_callable": {"update_interval": lambda step: 1 + step},
-    "factor_decay": {"update_interval": 2, "factor_decay": 0.7},
-    "take_all": {"update_interval": 2, "trace_thresholds": (0.0, 0.0)},
     "keep_all": {"update_interval": 2, "trace_thresholds": (1e9, 0.0)},
     "keep_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.0)},
     "stop_some": {"update_interval": 1, "trace_thresholds": (0.08, 0.01), "factor_decay": 0.2},
-    "unsplit": {"split_dim": None},
-    "diagonal": {"split_dim": 1},
-    "blocks_of_4": {"split_dim": 4, "update_interval": 2},
-    "large_damping": {"damping": 10.0, "lr": 1.0},
     "everything": {
         **{"lr": 0.02, "damping": 0.1, "momentum": 0.8, "nesterov": True, "weight_decay": 0.05, "update_interval": 2},
         **{"trace_thresholds": (0.1, 0.01), "split_dim": 3, "factor_decay": 0.5, "kl_clip": 1e-3},
