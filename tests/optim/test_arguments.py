@@ -43,10 +43,10 @@ def backward(model):
     model(batches(1)[0][0]).square().mean().backward()
 
 
-def refused(name, value, call):
+def refused(name, value, call, *args, **kwargs):
     """The call is refused with a message of value, rule and remedy; returns the remedy."""
     with pytest.raises(ValueError, match=name) as caught:
-        call()
+        call(*args, **kwargs)
     before, _, rest = str(caught.value).partition(f"{name}={value!r}: {name} must be ")
     rule, _, remedy = rest.partition("; ")
     assert not before
@@ -55,40 +55,35 @@ def refused(name, value, call):
     return remedy
 
 
-@BOTH
-def test_wrong_option(make):
-    """Of the optimizer, of one group, of an added group and of a group between two steps."""
-    known = inspect.signature(make).parameters
-    assert make(mlp()).defaults.keys() <= WRONG.keys() | {"step", "next_refresh", "last_loss_terms"}
-    for name in WRONG.keys() & known.keys():
-        for value in WRONG[name]:
-            assert_option_is_refused(make, name, value, str(known[name].default))
-
-
-def assert_option_is_refused(make, name, value, default):
-    model = mlp()
-    remedy = refused(name, value, lambda: make(model, **{name: value}))
-    if name in ("lr", "damping", "momentum", "nesterov"):
-        assert default in remedy
-    if name not in make(model).defaults:
-        return
-    first, second = [{"params": list(model[i].parameters())} for i in (0, 2)]
-    refused(name, value, lambda: make([first, {**second, name: value}], model=model))
-    optimizer = make([first], model=model)
-    refused(name, value, lambda: optimizer.add_param_group({**second, name: value}))
-    assert len(optimizer.param_groups) == 1
-    assert all(entry.trained == entry.name.startswith("0") for entry in optimizer.coverage())
-    if not isinstance(value, str | torch.Tensor):
-        optimizer.param_groups[0][name] = value
-        assert_step_is_refused(optimizer, name, value)
-
-
 def assert_step_is_refused(optimizer, name, value):
     before = weights(optimizer.model)
     backward(optimizer.model)
     refused(name, value, optimizer.step)
     assert_same(weights(optimizer.model), before)
     assert not optimizer.state
+
+
+@BOTH
+def test_wrong_option(make):
+    """Of the optimizer, of one group, of an added group and of a group between two steps."""
+    known, defaults = inspect.signature(make).parameters, make(mlp()).defaults
+    assert defaults.keys() <= WRONG.keys() | {"step", "next_refresh", "last_loss_terms"}
+    for name, value in [(key, value) for key in WRONG.keys() & known.keys() for value in WRONG[key]]:
+        model = mlp()
+        remedy = refused(name, value, make, model, **{name: value})
+        if name in ("lr", "damping", "momentum", "nesterov"):
+            assert str(known[name].default) in remedy
+        if name not in defaults:
+            continue
+        first, second = [{"params": list(model[i].parameters())} for i in (0, 2)]
+        refused(name, value, make, [first, {**second, name: value}], model=model)
+        optimizer = make([first], model=model)
+        refused(name, value, optimizer.add_param_group, {**second, name: value})
+        assert len(optimizer.param_groups) == 1
+        assert all(entry.trained == entry.name.startswith("0") for entry in optimizer.coverage())
+        if not isinstance(value, str | torch.Tensor):
+            optimizer.param_groups[0][name] = value
+            assert_step_is_refused(optimizer, name, value)
 
 
 @BOTH
@@ -106,16 +101,13 @@ def test_wrong_attribute_or_answer_of_a_callable_is_refused_by_the_step(make):
 
 
 def test_an_option_that_is_changed_in_place_is_checked():
-    optimizer = THOR(mlp(), trace_thresholds=[0.01, 0.0], damping=torch.tensor(0.1))
-    train(optimizer.model, optimizer, batches(1))
-    for name, change, wrong in (
-        ("trace_thresholds", lambda value: value.__setitem__(1, 0.5), [0.01, 0.5]),
-        ("damping", lambda value: value.zero_(), torch.tensor(0.0)),
+    for name, value, change, wrong in (
+        ("trace_thresholds", [0.01, 0.0], lambda value: value.__setitem__(1, 0.5), [0.01, 0.5]),
+        ("damping", torch.tensor(0.1), lambda value: value.zero_(), torch.tensor(0.0)),
     ):
+        optimizer = THOR(mlp(), **{name: value})
         change(optimizer.param_groups[0][name])
-        backward(optimizer.model)
-        refused(name, wrong, optimizer.step)
-        optimizer.param_groups[0]["trace_thresholds"] = (0.01, 0.0)
+        assert_step_is_refused(optimizer, name, wrong)
 
 
 @BOTH
@@ -133,24 +125,20 @@ def test_right_options(make):
 @BOTH
 def test_model_and_parameters(make):
     """Parameters need the model, also as a factory of optimizers hands them over; both must fit together."""
-    label, model = make.__name__, mlp()
-    with pytest.raises(
-        TypeError, match=rf"model=None.*must know the model.*functools\.partial\({label}, model=model\)"
+    model, stranger = mlp(), nn.Parameter(torch.ones(3))
+    factory = rf"model=None.*must know the model.*functools\.partial\({make.__name__}, model=model\)"
+    for error, message, params, options in (
+        (TypeError, factory, mlp().parameters(), {}),
+        (ValueError, "two models", mlp(), {"model": model}),
+        (TypeError, r"model='mlp'.*nn\.Module", model.parameters(), {"model": "mlp"}),
+        (TypeError, r"distributed=True: must be a torch_thor\.Distributed", model, {"distributed": True}),
+        (ValueError, "empty", [], {"model": model}),
+        (ValueError, r"shape \(3,\) are not in the model", [*model.parameters(), stranger], {"model": model}),
     ):
-        make(mlp().parameters())
+        with pytest.raises(error, match=message):
+            make(params, **options)
     assert set(functools.partial(make, model=model)(model.parameters(), lr=0.1).curvature) == {"0", "2", "4"}
     assert set(make(model, model=model).curvature) == {"0", "2", "4"}
-    with pytest.raises(ValueError, match="two models"):
-        make(mlp(), model=model)
-    with pytest.raises(TypeError, match=r"model='mlp'.*nn\.Module"):
-        make(model.parameters(), model="mlp")
-    with pytest.raises(TypeError, match=r"distributed=True: must be a torch_thor\.Distributed"):
-        make(model, distributed=True)
-    with pytest.raises(ValueError, match="empty"):
-        make([], model=model)
-    stranger = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"shape \(3,\) are not in the model"):
-        make([*model.parameters(), stranger], model=model)
     optimizer = make(model)
     with pytest.raises(ValueError, match=r"shape \(3,\) are not in the model"):
         optimizer.add_param_group({"params": [stranger]})
@@ -186,31 +174,30 @@ def test_what_bounds_the_step():
 
 
 @BOTH
-@pytest.mark.parametrize("trained", [0, 1])
-def test_a_split_dim_that_is_changed_between_forward_pass_and_step(trained, make):
+def test_a_split_dim_that_is_changed_between_forward_pass_and_step(make):
     """Wrong or right, the step refuses it and nothing has changed; put back, training goes on."""
-    model, stream = mlp(), batches(3)
-    twin = copy.deepcopy(model)
-    optimizer, other = (make(m, split_dim=4, update_interval=1) for m in (model, twin))
-    for one, its in ((model, optimizer), (twin, other)):
-        train(one, its, stream[:trained])
-    before, (group,) = weights(model), optimizer.param_groups
-    for changed, before_the_pass in ((0, True), (0, False), (2, False)):
-        group["split_dim"] = changed if before_the_pass else 4
-        backward(model)
-        group["split_dim"] = changed
-        with pytest.raises((ValueError, RuntimeError), match=rf"split_dim={changed}: "):
-            optimizer.step()
-        group["split_dim"] = 4
-        if before_the_pass:
-            with pytest.raises(RuntimeError, match=r"split_dim=4: .*'0'.*call zero_grad\(\)"):
+    for trained in (0, 1):
+        model, stream = mlp(), batches(3)
+        twin = copy.deepcopy(model)
+        optimizer, other = (make(m, split_dim=4, update_interval=1) for m in (model, twin))
+        train(model, optimizer, stream[:trained])
+        before, (group,) = weights(model), optimizer.param_groups
+        for changed, before_the_pass in ((0, True), (0, False), (2, False)):
+            group["split_dim"] = changed if before_the_pass else 4
+            backward(model)
+            group["split_dim"] = changed
+            with pytest.raises((ValueError, RuntimeError), match=rf"split_dim={changed}: "):
                 optimizer.step()
-        assert_same(weights(model), before)
-        assert len(optimizer.state) == 6 * trained
-        optimizer.zero_grad()
-    for one, its in ((model, optimizer), (twin, other)):
-        train(one, its, stream[trained:])
-    assert_same(weights(model), weights(twin))
+            group["split_dim"] = 4
+            if before_the_pass:
+                with pytest.raises(RuntimeError, match=r"split_dim=4: .*'0'.*call zero_grad\(\)"):
+                    optimizer.step()
+            assert_same(weights(model), before)
+            assert len(optimizer.state) == 6 * trained
+            optimizer.zero_grad()
+        train(model, optimizer, stream[trained:])
+        train(twin, other, stream)
+        assert_same(weights(model), weights(twin))
 
 
 def test_presets():

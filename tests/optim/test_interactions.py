@@ -1,18 +1,25 @@
-"""Experts, recurrent layers and other inner layers, under what else happens to a training: two things at a time."""
+"""Layers of all kinds, under what else happens to a training: two things at a time."""
+
+import itertools
 
 import pytest
 import torch
 from test_sampled_fisher import fixed
-from test_state_of_inner_layers import STREAM, build
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
+from comparing import having
+from every_kind import build, stream
 from tiny import assert_same, cross_entropy, train, weights
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR, ThorMuon, choose_split_dim
 
+STREAM = stream()
 MUON = {"lr": 0.02, "damping": 0.1, "split_dim": 3, "update_interval": 2}
 OPTIONS = {**MUON, "trace_thresholds": (0.0, 0.0)}
+TERMS = STREAM[0][1].numel()
+
+pytestmark = pytest.mark.filterwarnings("ignore:THOR.*:RuntimeWarning", "ignore:Thor.*:RuntimeWarning")
 
 
 class Bypass(nn.Module):
@@ -28,7 +35,7 @@ class Bypass(nn.Module):
 
 def freeze(model):
     """Experts whose biases are trained, a recurrent weight in the middle, and a convolution."""
-    for frozen in (model.experts.weight, model.rnn.weight_hh_l0, model.conv.weight):
+    for frozen in (model.experts.weight, model.rnn.weight_hh_l0, model.standardised.weight):
         frozen.requires_grad_(False)
 
 
@@ -37,7 +44,7 @@ def bypass(model):
 
 
 # what becomes of the model, and how many of its layers then refresh
-CHANGES = {"trained": (lambda model: None, 14), "frozen": (freeze, 11), "uncalled": (bypass, 13)}
+CHANGES = {"trained": (lambda model: None, 25), "frozen": (freeze, 22), "uncalled": (bypass, 24)}
 
 
 def two(change="trained", optimizer=THOR, **options):
@@ -46,7 +53,7 @@ def two(change="trained", optimizer=THOR, **options):
     for _ in range(2):
         model = build().double()
         CHANGES[change][0](model)
-        made.append((model, optimizer(model, **options)))
+        made.append((model, having(optimizer(model, **options), loss_terms=TERMS)))
     return made
 
 
@@ -67,35 +74,33 @@ def assert_close(left, right, rtol=1e-9, atol=1e-12):
         torch.testing.assert_close(value, right.get_parameter(name).detach(), rtol=rtol, atol=atol)
 
 
-@pytest.mark.filterwarnings("ignore:Thor.*, step:RuntimeWarning", "ignore:THOR, step:RuntimeWarning")
-@pytest.mark.parametrize("method", ["empirical", "sampled", "thor_muon"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_micro_batches_equal_one_batch(change, method):
-    muon = method == "thor_muon"
-    options = {"optimizer": ThorMuon, **MUON} if muon else {"fisher": method, **OPTIONS}
-    (model, optimizer), (twin, other) = two(change, **options)
-    in_parts(model, optimizer, STREAM, cuts=(1, 2))
-    in_parts(twin, other, STREAM, cuts=())
-    # a direction that is lost in rounding (of a softmax's gradient) comes out of the orthogonalisation as 1e-9
-    assert_close(model, twin, **({"rtol": 1e-7, "atol": 1e-8} if muon else {}))
-    refreshes = [layer.refreshes for layer in optimizer.curvature.values()]
-    assert refreshes == [layer.refreshes for layer in other.curvature.values()]
-    used = [count for count in refreshes if count]
-    assert len(used) == CHANGES[change][1] - muon  # ThorMuon has no diagonal factors, as of an embedding
-    assert muon or used == [3] * len(used)
+def test_micro_batches_equal_one_batch(change):
+    for method in ("empirical", "sampled", "muon"):
+        muon = method == "muon"
+        options = {"optimizer": ThorMuon, **MUON} if muon else {"fisher": method, **OPTIONS}
+        (model, optimizer), (twin, other) = two(change, **options)
+        in_parts(model, optimizer, STREAM, cuts=(1, 2))
+        in_parts(twin, other, STREAM, cuts=())
+        # a direction that is lost in rounding (of a softmax's gradient) comes out of the orthogonalisation as 1e-9
+        assert_close(model, twin, **({"rtol": 1e-7, "atol": 1e-8} if muon else {}))
+        refreshes = [layer.refreshes for layer in optimizer.curvature.values()]
+        assert refreshes == [layer.refreshes for layer in other.curvature.values()]
+        used = [count for count in refreshes if count]
+        assert len(used) == CHANGES[change][1] - 2 * muon, method  # ThorMuon has no diagonal factors
+        assert muon or used == [3] * len(used), method
 
 
 def test_sampled_labels_that_are_the_training_labels():
     """Two backward passes through experts, and through recurrent layers that run step by step: rows count once."""
-    (model, sampled), (twin, empirical) = two(**OPTIONS)
-    sampled = THOR(model, **OPTIONS, fisher="sampled")
+    (model, _), (twin, empirical) = two(**OPTIONS)
+    sampled = having(THOR(model, **OPTIONS, fisher="sampled"), loss_terms=TERMS)
     for x, _ in STREAM:
         output = model(x)
         sampled.sample_fisher(output, fixed)
         labels = fixed(output).sample()
-        F.cross_entropy(output, labels).backward()
-        F.cross_entropy(twin(x), labels).backward()
-        for optimizer in (sampled, empirical):
+        for one, optimizer in ((output, sampled), (twin(x), empirical)):
+            F.cross_entropy(one.flatten(0, 1), labels.flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert_close(model, twin)
@@ -111,54 +116,49 @@ def words(steps):
     """Batches in which every expert has a token: so a step's factors hang on nothing before it."""
     generator = torch.Generator().manual_seed(6)
     for _ in range(steps):
-        x = torch.randint(9, (4, 5), generator=generator)
+        x, labels = torch.randint(9, (2, 4, 5), generator=generator)
         x[0, :4] = torch.arange(4)
-        yield x, torch.randint(5, (4,), generator=generator)
+        yield x, labels
 
 
-@pytest.mark.filterwarnings("ignore:THOR.*:RuntimeWarning")
 @pytest.mark.parametrize("name", PRUNED)
 def test_pruning_one_weight_of_a_module(name):
     """From the step after it the run is that of a THOR which was made for the pruned model."""
     options = {**OPTIONS, "update_interval": 1, "momentum": 0.0}
-    stream = list(words(6))
-    for steps in (0, 1, 2):
+    batches = list(words(5))
+    for steps in (0, 2):
         (model, optimizer), (twin, _) = two(**options)
-        train(model, optimizer, stream[:steps])
+        train(model, optimizer, batches[:steps])
         for one in (model, twin):
             prune.l1_unstructured(one.get_submodule(name), PRUNED[name], 0.4)
-        train(model, optimizer, stream[steps : steps + 1])
+        train(model, optimizer, batches[steps : steps + 1])
         twin.load_state_dict(model.state_dict())
-        other = THOR(twin, **options)
-        train(model, optimizer, stream[steps + 1 :])
-        train(twin, other, stream[steps + 1 :])
+        other = having(THOR(twin, **options), loss_terms=TERMS)
+        for one, its in ((model, optimizer), (twin, other)):
+            train(one, its, batches[steps + 1 :])
         assert len(optimizer.curvature) == CHANGES["trained"][1] - 1
         assert optimizer.curvature.keys() == other.curvature.keys()
         assert_same(weights(model), weights(twin))
 
 
-WRAPPERS = {
-    "data-parallel": nn.DataParallel,
-    "sequential": nn.Sequential,
-    "compiled": lambda model: torch.compile(model, backend="eager"),
-}
-
-
-@pytest.mark.parametrize("made", ["before THOR", "after THOR"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrappers(wrapper, made):
+def test_wrappers():
     """Who calls the model makes no difference, whether or not it had been called when THOR was made."""
+    _, (twin, other) = two(**OPTIONS)
+    train(twin, other, STREAM)
+    wrappers = (nn.DataParallel, nn.Sequential, lambda model: torch.compile(model, backend="eager"))
+    for wrap, before in itertools.product(wrappers, (False, True)):
+        torch._dynamo.reset()
+        model = build().double()
+        if before:
+            wrapped = wrap(model)
+            wrapped(STREAM[0][0]).sum().backward()
+            model.zero_grad()
+        optimizer = having(THOR(model, **OPTIONS), loss_terms=TERMS)
+        train(wrapped if before else wrap(model), optimizer, STREAM)
+        assert_same(weights(model), weights(twin), f"{wrap}, {before=}")
     torch._dynamo.reset()
-    model, twin = build().double(), build().double()
-    if made == "before THOR":
-        wrapped = WRAPPERS[wrapper](model)
-        wrapped(STREAM[0][0]).sum().backward()
-        model.zero_grad()
-        optimizer = THOR(model, **OPTIONS)
-    else:
-        optimizer = THOR(model, **OPTIONS)
-        wrapped = WRAPPERS[wrapper](model)
-    train(wrapped, optimizer, STREAM)
-    train(twin, THOR(twin, **OPTIONS), STREAM)
-    assert_same(weights(model), weights(twin))
-    torch._dynamo.reset()
+
+
+def test_the_split_can_be_chosen():
+    chosen = choose_split_dim(build(), STREAM[0], loss_fn=lambda output, labels: F.cross_entropy(output.mT, labels))
+    assert chosen.split_dim >= 1

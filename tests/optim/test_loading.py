@@ -32,36 +32,30 @@ def trained(make, steps=4):
     return model, optimizer
 
 
-def entry(saved, parameter):
-    return saved["state"][parameter]
-
-
-def put(parameter, key, value):
+def put(parameter, **entries):
     """A fault: something else in the state of a parameter (0: the first weight, 4: that of '3')."""
-
-    def fault(saved):
-        entry(saved, parameter)[key] = value
-
-    return fault
+    return lambda saved: saved["state"][parameter].update(entries)
 
 
 def spoil(parameter, key, value):
-    def fault(saved):
-        entry(saved, parameter)[key].view(-1)[-1] = value
-
-    return fault
+    return lambda saved: saved["state"][parameter][key].view(-1)[-1:].fill_(value)
 
 
 def drop(parameter, key):
-    return lambda saved: entry(saved, parameter).pop(key)
+    return lambda saved: saved["state"][parameter].pop(key)
 
 
-def option(key, value):
-    return lambda saved: saved["param_groups"][0].__setitem__(key, value)
+def option(**options):
+    return lambda saved: saved["param_groups"][0].update(options)
 
 
-def fewer_parameters(saved):
-    saved["param_groups"][0]["params"].pop()
+def assert_goes_on_as(one, other):
+    """(model, optimizer) has the state of another, and takes the same steps."""
+    assert_same(one[1].state_dict(), other[1].state_dict())
+    for model, optimizer in (one, other):
+        train(model, optimizer, STREAM[4:])
+    assert_same(weights(one[0]), weights(other[0]))
+    assert_same(one[1].state_dict(), other[1].state_dict())
 
 
 FAULTS = {
@@ -69,77 +63,87 @@ FAULTS = {
     "inf-in-an-inverse": (spoil(0, "A_inverse", torch.inf), "NaN or inf in 'A_inverse' of parameter '0.weight'"),
     "nan-in-a-factor": (spoil(0, "G", torch.nan), "NaN or inf in 'G' of parameter '0.weight'.*earlier checkpoint"),
     "nan-in-momentum": (spoil(2, "momentum_buffer", torch.nan), "NaN or inf in 'momentum_buffer' of .*'1.weight'"),
-    "momentum-shape": (put(4, "momentum_buffer", torch.zeros(7, 6)), r"'3.weight' in shape \(7, 6\).* has \(6, 7\)"),
-    "factor-shape": (put(4, "A", torch.zeros(1, 3, 3)), r"layer '3': A in the state dict has shape \(1, 3, 3\)"),
-    "inverse-shape": (put(4, "G_inverse", torch.zeros(1, 5, 5)), "layer '3': G_inverse in the state dict"),
+    "momentum-shape": (put(4, momentum_buffer=torch.zeros(7, 6)), r"'3.weight' in shape \(7, 6\).* has \(6, 7\)"),
+    "factor-shape": (put(4, A=torch.zeros(1, 3, 3)), r"layer '3': A in the state dict has shape \(1, 3, 3\)"),
+    "inverse-shape": (put(4, G_inverse=torch.zeros(1, 5, 5)), "layer '3': G_inverse in the state dict"),
     "no-inverse": (drop(4, "G_inverse"), "layer '3': .*a part of its state, and not G_inverse"),
     "no-number": (drop(0, "due"), "layer '0': .*a part of its state, and not due"),
-    "no-rows": (put(0, "rows_per_term", 0.0), "layer '0': rows_per_term=0.0"),
-    "nan-rows": (put(0, "rows_per_term", torch.nan), "layer '0': rows_per_term=nan"),
-    "damping": (option("damping", 0.0), "damping=0.0"),
-    "lr": (option("lr", torch.nan), "lr=nan"),
-    "interval": (option("update_interval", "Sometimes(n=3)"), "is no known schedule"),
-    "parameters": (fewer_parameters, "doesn't match the size"),
+    "no-rows": (put(0, rows_per_term=0.0), "layer '0': rows_per_term=0.0"),
+    "nan-rows": (put(0, rows_per_term=torch.nan), "layer '0': rows_per_term=nan"),
+    "shards": (
+        put(0, row_shards=4, G=torch.full((7, 4), -100.0)),
+        "layer '0': G was saved with 4 shards, and its blocks for .* cannot be",
+    ),
+    "damping": (option(damping=0.0), "damping=0.0"),
+    "lr": (option(lr=torch.nan), "lr=nan"),
+    "interval": (option(update_interval="Sometimes(n=3)"), "is no known schedule"),
+    "parameters": (lambda saved: saved["param_groups"][0]["params"].pop(), "doesn't match the size"),
     "groups": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]), "number of parameter groups"),
     "no-state": (lambda saved: saved.pop("state"), "not the state dict of an optimizer.*found 'param_groups'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_refused_state_dict_has_changed_nothing(name):
+def test_a_refused_state_dict_has_changed_nothing():
     """Bits, options, schedules, statistics in flight: the training goes on as if nobody had asked."""
-    fault, message = FAULTS[name]
     (model, optimizer), (twin, other) = trained(thor, 6), trained(thor, 6)
-    saved = copy.deepcopy(trained(thor, 4)[1].state_dict())
-    fault(saved)
-    schedule, its_schedule = (torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, other))
-    for one in (model, twin):  # the refusal comes in the middle of a refresh step
+    right = trained(thor, 4)[1].state_dict()
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, other)]
+    for one in (model, twin):  # the refusals come in the middle of a refresh step
         cross_entropy(STREAM[6][1])(one(STREAM[6][0])).backward()
     state, groups = optimizer.state, optimizer.param_groups
-    with pytest.raises(ValueError, match=f"(?s){message}"):
-        optimizer.load_state_dict(saved)
-    assert optimizer.state is state
-    assert optimizer.param_groups is groups
-    assert_same(optimizer.state_dict(), other.state_dict())
-    for one, its_own in ((optimizer, schedule), (other, its_schedule)):
+    for name, (fault, message) in FAULTS.items():
+        saved = copy.deepcopy(right)
+        fault(saved)
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            optimizer.load_state_dict(saved)
+        assert optimizer.state is state, name
+        assert optimizer.param_groups is groups, name
+        assert_same(optimizer.state_dict(), other.state_dict(), name)
+    for one, schedule in zip((optimizer, other), schedules, strict=True):
         one.step()
         one.zero_grad()
-        its_own.step()
-    assert optimizer.curvature["0"].refreshes == other.curvature["0"].refreshes == 3
-    train(model, optimizer, STREAM[7:])
-    train(twin, other, STREAM[7:])
-    assert optimizer.param_groups[0]["lr"] == other.param_groups[0]["lr"] == 0.025
-    assert_same(weights(model), weights(twin))
-    assert_same(optimizer.state_dict(), other.state_dict())
+        schedule.step()
+        assert one.curvature["0"].refreshes == 3
+        assert one.param_groups[0]["lr"] == 0.025
+    assert_goes_on_as((model, optimizer), (twin, other))
 
 
-def test_a_hook_of_the_users_that_raises_has_changed_nothing():
+def test_hooks_of_the_users():
+    """One that raises has changed nothing; what another makes of the dict is what is loaded."""
     (model, optimizer), (twin, other) = trained(thor), trained(thor)
-    saved = copy.deepcopy(trained(thor, 6)[1].state_dict())
+    later = trained(thor, 6)[1].state_dict()
 
     def hook(_):
         raise KeyError("the user's own")
 
     handle = optimizer.register_load_state_dict_post_hook(hook)
     with pytest.raises(KeyError, match="the user's own"):
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(copy.deepcopy(later))
     handle.remove()
-    assert_same(optimizer.state_dict(), other.state_dict())
-    train(model, optimizer, STREAM[4:])
-    train(twin, other, STREAM[4:])
-    assert_same(weights(model), weights(twin))
-
-
-def test_what_a_hook_makes_of_the_dict_is_what_is_loaded():
-    (model, optimizer), (_, other) = trained(thor), trained(thor, 6)
-
-    def hook(_, saved):
-        return {**saved, **other.state_dict()}
-
-    optimizer.register_load_state_dict_pre_hook(hook)
+    assert_goes_on_as((model, optimizer), (twin, other))
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: {**saved, **later})
     optimizer.load_state_dict({"state": {}, "param_groups": [{"params": []}]})
-    assert_same(optimizer.state_dict(), other.state_dict())
-    train(model, optimizer, STREAM[4:5])
+    assert_same(optimizer.state_dict(), later)
+
+
+def test_blocks_of_another_number_of_shards_are_cut_and_inverted_again():
+    """Four shards of seven rows have two each; one process has blocks of four and of three rows."""
+    optimizer = thor(build().double())
+    old = torch.zeros(7, 4, dtype=torch.float64)
+    for first in (0, 2, 4):
+        old[first : first + 2, :2] = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64) + first
+    old[6, 0] = 3.0
+    train(optimizer.model, optimizer, [(STREAM[0][0].double(), STREAM[0][1])])
+    saved = copy.deepcopy(optimizer.state_dict())
+    put(0, row_shards=4, G=old.clone(), G_inverse=old.clone())(saved)
+    optimizer.load_state_dict(saved)
+    layer = optimizer.curvature["0"]
+    whole = torch.block_diag(old[0:2, :2], old[2:4, :2], old[4:6, :2], old[6:7, :1])
+    assert torch.equal(layer.factors()[1], whole)
+    damping = (optimizer.param_groups[0]["damping"] / layer.rows_per_term) ** 0.5
+    wanted = torch.linalg.inv(whole + damping * torch.eye(7, dtype=torch.float64))
+    torch.testing.assert_close(layer.inverses()[1], wanted)
+    assert optimizer.state[optimizer.model[0].weight]["row_shards"] == 1
 
 
 # ------------------------------------------------------------------------------------- of another optimizer
@@ -162,41 +166,25 @@ OURS = {
 
 
 @pytest.mark.parametrize("ours", OURS)
-def test_the_state_dict_of_another_optimizer_is_refused(ours):
+def test_what_is_not_its_own_state_dict_is_refused(ours):
     """It names what it looks like; lr, options, state and weights are as before."""
     make, known = OURS[ours]
-    for theirs, steps in [(name, steps) for name in OTHERS if name not in known for steps in (0, 2)]:
-        make_other, looks_like = OTHERS[theirs]
-        (model, optimizer), (twin, same) = trained(make), trained(make)
-        _, other = trained(make_other, steps)
-        message = f"looks like that of {looks_like} .*nothing was loaded.*load the model's weights, and let"
-        with pytest.raises(ValueError, match=message):
-            optimizer.load_state_dict(other.state_dict())
-        assert_same(optimizer.state_dict(), same.state_dict())
-        train(model, optimizer, STREAM[4:])
-        train(twin, same, STREAM[4:])
-        assert_same(weights(model), weights(twin))
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_what_is_no_state_dict_is_refused(name):
-    _, optimizer = trained(OURS[name][0])
-    before = copy.deepcopy(optimizer.state_dict())
+    pair, same = trained(make), trained(make)
+    for theirs in OTHERS.keys() - known:
+        for steps in (0, 2):
+            message = f"looks like that of {OTHERS[theirs][1]} .*nothing was loaded.*load the model's weights, and let"
+            with pytest.raises(ValueError, match=message):
+                pair[1].load_state_dict(trained(OTHERS[theirs][0], steps)[1].state_dict())
     for wrong in ({}, [], None, build().state_dict()):
         with pytest.raises((ValueError, TypeError, AttributeError)):
-            optimizer.load_state_dict(wrong)
-        assert_same(optimizer.state_dict(), before)
-
-
-def test_nan_in_what_another_has_saved_is_refused():
-    for ours, theirs in (("agc-sgd", "sgd"), ("lamb", "adamw"), ("thor", "thor")):
-        (_, optimizer), (_, other) = trained(OURS[ours][0]), trained(OTHERS[theirs][0])
-        saved = copy.deepcopy(other.state_dict())
+            pair[1].load_state_dict(wrong)
+    for theirs in known:
+        saved = copy.deepcopy(trained(OTHERS[theirs][0])[1].state_dict())
         key = "exp_avg" if ours == "lamb" else "momentum_buffer"
         saved["state"][4][key][0, 0] = torch.nan
         with pytest.raises(ValueError, match=f"NaN or inf in '{key}' of parameter '3.weight'"):
-            optimizer.load_state_dict(saved)
-        assert_same(optimizer.state_dict(), trained(OURS[ours][0])[1].state_dict())
+            pair[1].load_state_dict(saved)
+    assert_goes_on_as(pair, same)
 
 
 def test_lamb_takes_moments_and_betas_of_adamw_and_keeps_its_length_of_step():
@@ -207,58 +195,52 @@ def test_lamb_takes_moments_and_betas_of_adamw_and_keeps_its_length_of_step():
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.02, (0.8, 0.9), 1e-5, 0.1)
 
 
-SELECTIONS = {
-    "left-out-now": (None, "-3", "it has factors of 3, which layers= leaves out here"),
-    "only-others-now": (None, ["0", "5"], "it has factors of 3, which layers= leaves out here"),
-    "left-out-then": (["-0", "-3"], None, "it has no factors of 0, 3, which are preconditioned here"),
-    "other-ones": ("-0", ["0", "5"], "has factors of 3, .* here, and it has no factors of 0,"),
-}
+# ------------------------------------------------------------------------------------- of other layers
 
 
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
 def test_a_state_of_other_layers_is_refused(optimizer):
     """`layers=` is no part of a checkpoint; state, options and weights are as before."""
-    for then, now, message in SELECTIONS.values():
+    for then, now, message in (
+        (None, "-3", "it has factors of 3, which layers= leaves out here"),
+        (None, ["0", "5"], "it has factors of 3, which layers= leaves out here"),
+        (["-0", "-3"], None, "it has no factors of 0, 3, which are preconditioned here"),
+        ("-0", ["0", "5"], "has factors of 3, .* here, and it has no factors of 0,"),
+    ):
         saved = trained(lambda model, then=then: optimizer(model, layers=then))[1].state_dict()
-        (model, one), (twin, same) = (trained(lambda m, now=now: optimizer(m, layers=now)) for _ in range(2))
+        pair, same = (trained(lambda m, now=now: optimizer(m, layers=now)) for _ in range(2))
         with pytest.raises(ValueError, match=f"other preconditioned layers: .*{message}.* with the layers= that"):
-            one.load_state_dict(saved)
-        assert_same(one.state_dict(), same.state_dict())
-        train(model, one, STREAM[4:])
-        train(twin, same, STREAM[4:])
-        assert_same(weights(model), weights(twin))
+            pair[1].load_state_dict(saved)
+        assert_goes_on_as(pair, same)
 
 
-def test_a_state_of_other_rows_of_a_fused_weight_is_refused():
-    """One parameter holds the state of three projections."""
+def stepped(model, x, **options):
+    """A THOR of one layer, after a step."""
+    optimizer = THOR(model, **options)
+    output = model(x, x, x)[0] if isinstance(model, nn.MultiheadAttention) else model(x)
+    output.square().mean().backward()
+    optimizer.step()
+    return optimizer
 
-    def attention(**options):
-        torch.manual_seed(1)
-        model = nn.MultiheadAttention(4, 2, batch_first=True)
-        optimizer = THOR(model, **options)
-        x = torch.randn(6, 3, 4)
-        model(x, x, x)[0].square().mean().backward()
-        optimizer.step()
-        return optimizer
 
-    whole, partly = attention(), attention(layers="-k_proj")
-    for saved, optimizer, what in ((whole, partly, "factors of k_proj"), (partly, whole, "no factors of k_proj")):
-        with pytest.raises(ValueError, match=f"it has {what}, which"):
+def test_a_state_of_layers_of_another_shape_is_refused():
+    """The layer is named. Only the last block may differ, or their number; one parameter may hold three layers."""
+    x, words = torch.randn(6, 3, 4), torch.randint(8, (4, 5))
+    cases = [(nn.Linear(4, 7), nn.Linear(n, 7), x, size) for n, size in ((5, 128), (6, 128), (6, 4), (9, 4))]
+    cases += [(nn.Embedding(9, 4), nn.Embedding(*shape), words, 128) for shape in ((8, 4), (9, 3))]
+    for one, other, data, split_dim in cases:
+        saved = stepped(nn.Sequential(one), data, split_dim=split_dim).state_dict()
+        with pytest.raises(ValueError, match="layer '0'"):
+            THOR(nn.Sequential(other), split_dim=split_dim).load_state_dict(saved)
+    whole, partly = (stepped(nn.MultiheadAttention(4, 2), x, layers=layers) for layers in (None, "-k_proj"))
+    for saved, optimizer, message in (
+        (whole, THOR(nn.MultiheadAttention(6, 2)), "layer 'q_proj'"),
+        (whole, partly, "it has factors of k_proj, which"),
+        (partly, whole, "it has no factors of k_proj, which"),
+    ):
+        with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(saved.state_dict())
-    attention(layers="-k_proj").load_state_dict(partly.state_dict())
-
-
-def test_a_run_is_rolled_back_more_than_once():
-    for make in (thor, muon):
-        model, optimizer = trained(make)
-        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-        ends = []
-        for _ in range(3):
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            train(model, optimizer, STREAM[4:])
-            ends.append(weights(model))
-        assert_same(ends[1:], ends[:1] * 2)
+    stepped(nn.MultiheadAttention(4, 2), x, layers="-k_proj").load_state_dict(partly.state_dict())
 
 
 def test_a_layer_that_was_frozen_when_the_state_was_saved_is_loaded():

@@ -6,7 +6,7 @@ import torch
 import transformers
 from test_hugging_face import gpt2
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tiny import assert_same, batches, cross_entropy, mlp, train, weights
 from torch_thor import AGCSGD, LAMB, THOR, ThorMuon, param_groups
@@ -15,8 +15,6 @@ OPTIONS = {"update_interval": 3, "trace_thresholds": (0.0, 0.0)}
 
 
 class Module(lightning.LightningModule):
-    """A perceptron and its THOR."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -30,57 +28,41 @@ class Module(lightning.LightningModule):
         return THOR(self.net, **OPTIONS)
 
 
-def fit(folder, stream, steps, accumulation=1, **options):
-    module = Module()
-    trainer = lightning.Trainer(
-        max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=accumulation,
-        default_root_dir=folder,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(stream, batch_size=None, shuffle=False), **options)
-    return module, trainer
-
-
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers and loggers
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_lightning_steps_as_the_plain_loop(accumulation, tmp_path):
-    """It hands `step` a closure that zeroes the gradients between forward and backward."""
-    stream = batches(6 * accumulation, dtype=torch.float32)
-    module, _ = fit(tmp_path, stream, 6, accumulation)
-    plain = Module()
+def test_lightning_steps_as_the_plain_loop_and_resumes(tmp_path):
+    """It hands `step` a closure that zeroes the gradients between forward and backward.
+
+    One batch over and over: where a resumed epoch begins in the data is Lightning's affair.
+    """
+    [(x, labels)] = batches(1, dtype=torch.float32)
+
+    def fit(steps, **options):
+        trainer = lightning.Trainer(
+            max_steps=steps, max_epochs=-1, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, accumulate_grad_batches=2,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        module = Module()
+        trainer.fit(module, DataLoader([(x, labels)] * 4, batch_size=None, shuffle=False), **options)
+        return module, trainer
+
+    whole, plain = fit(10)[0], Module()
     optimizer = plain.configure_optimizers()
-    for start in range(0, len(stream), accumulation):
-        for x, labels in stream[start : start + accumulation]:
-            (cross_entropy(labels)(plain.net(x)) / accumulation).backward()
+    for _ in range(10):
+        for _ in range(2):
+            (cross_entropy(labels)(plain.net(x)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_same(weights(module), weights(plain))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning_resumes(tmp_path):
-    """One batch over and over: where a resumed epoch begins in the data is Lightning's affair."""
-    stream = batches(1, dtype=torch.float32) * 4
-    whole, _ = fit(tmp_path, stream, 10)
-    _, trainer = fit(tmp_path, stream, 5)
-    trainer.save_checkpoint(tmp_path / "five.ckpt")
-    resumed, _ = fit(tmp_path, stream, 10, ckpt_path=tmp_path / "five.ckpt", weights_only=True)
+    assert_same(weights(whole), weights(plain))
+    fit(5)[1].save_checkpoint(tmp_path / "five.ckpt")
+    resumed, _ = fit(10, ckpt_path=tmp_path / "five.ckpt", weights_only=True)
     assert_same(weights(resumed), weights(whole))
-
-
-class Sentences(Dataset):
-    def __init__(self):
-        self.tokens = torch.randint(3, 19, (16, 6), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, i):
-        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
 
 
 def test_the_trainer_accumulates_and_resumes(tmp_path):
     """Bit for bit, between two refreshes; what its N is stands in the checkpoint."""
+    tokens = torch.randint(3, 19, (16, 6), generator=torch.Generator().manual_seed(1))
+    sentences = [{"input_ids": one, "labels": one} for one in tokens]
 
     def fit(folder, **options):
         torch.manual_seed(0)
@@ -91,7 +73,7 @@ def test_the_trainer_accumulates_and_resumes(tmp_path):
             save_steps=4, report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
         )  # fmt: skip
         constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), optimizers=(optimizer, constant))
+        trainer = transformers.Trainer(model, arguments, train_dataset=sentences, optimizers=(optimizer, constant))
         trainer.train(**options)
         return model, optimizer
 
@@ -103,9 +85,7 @@ def test_the_trainer_accumulates_and_resumes(tmp_path):
 
 
 class Loss(nn.Module):
-    """What torchrl's loss modules are: they hide parameters, by methods of fewer arguments, and hold some of dotted
-    names.
-    """
+    """What torchrl's loss modules are: they hide parameters, with methods of fewer arguments; names are dotted."""
 
     def __init__(self):
         super().__init__()
@@ -133,21 +113,18 @@ class Open(Loss):
     parameters = nn.Module.parameters
 
 
-OPTIMIZERS = {
-    "THOR": lambda model: THOR(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model, **OPTIONS),
-    "ThorMuon": lambda model: ThorMuon(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model),
-    "AGCSGD": lambda model: AGCSGD(model, lr=0.1, exclude="*.0.*"),
-    "LAMB": lambda model: LAMB(model, lr=0.1, exclude="*.0.*"),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_modules_that_override_the_lists_of_their_parameters(name):
-    model, plain = Loss(), Open()
-    plain.target_net.requires_grad_(False)
-    for one in (model, plain):
-        optimizer = OPTIMIZERS[name](one)
-        train(one, optimizer, batches(4))
-        optimizer.state_dict()
-    assert_same(model.state_dict(), plain.state_dict())
-    assert not torch.equal(model.held._parameters["module.0.scale"], torch.ones((), dtype=torch.float64))
+def test_modules_that_override_the_lists_of_their_parameters():
+    for make in (
+        lambda model: THOR(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model, **OPTIONS),
+        lambda model: ThorMuon(param_groups(model, no_decay="*.0", weight_decay=0.1), model=model),
+        lambda model: AGCSGD(model, lr=0.1, exclude="*.0.*"),
+        lambda model: LAMB(model, lr=0.1, exclude="*.0.*"),
+    ):
+        model, plain = Loss(), Open()
+        plain.target_net.requires_grad_(False)
+        for one in (model, plain):
+            optimizer = make(one)
+            train(one, optimizer, batches(4))
+            optimizer.state_dict()
+        assert_same(model.state_dict(), plain.state_dict(), type(optimizer).__name__)
+        assert not torch.equal(model.held._parameters["module.0.scale"], torch.ones((), dtype=torch.float64))
