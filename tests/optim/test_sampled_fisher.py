@@ -87,9 +87,11 @@ def play(events, model, optimizer, stream, call=None, scaler=None, **drawn):
                 (scaler.scale(loss) if scaler else loss).backward()
             elif event == "u":
                 scaler.unscale_(optimizer)
+            elif event == "o" and scaler:
+                scaler.step(optimizer)
+                scaler.update()
             elif event == "o":
-                scaler.step(optimizer) if scaler else optimizer.step()
-                scaler = scaler and torch.amp.GradScaler("cpu", 2.0)  # the next step's
+                optimizer.step()
             else:
                 {"z": optimizer, "m": model}[event].zero_grad()
 
@@ -148,7 +150,7 @@ LOOPS = [
     ("fsboz", {"call": lambda model: Checkpointed(model, False)}, {}, {"rtol": 0, "atol": 0}),
     ("fsboz", {"call": lambda model: torch.compile(model, backend="aot_eager")}, {}, ROUNDED),
     *((QUARTERS, {}, {"loss_terms": terms}, ROUNDED) for terms in (None, 8)),
-    *((e, {"scaler": lambda _: torch.amp.GradScaler("cpu", 2.0)}, {}, ROUNDED) for e in ("fsboz", "fsbuoz")),
+    *((e, {"scaler": lambda _: torch.amp.GradScaler("cpu", 1024.0)}, {}, ROUNDED) for e in ("fsboz", "fsbuoz")),
 ]
 
 
