@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from reference.agc import clipped, gradients_of, output_of_each_number, rows_of_dim_0
-from tiny import batches, cross_entropy, mlp, weights
+from tiny import assert_same, batches, cross_entropy, mlp, weights
 from torch_thor import THOR, ClipStatistics, adaptive_clip_grad_
 from torch_thor.optim import agc
 
@@ -46,8 +46,7 @@ def test_hand_values():
     expected = torch.tensor([[0.3, 0.4], [0.00006, 0.00008], [0, 1.29], [0, 0.4]], dtype=torch.float64)
     torch.testing.assert_close(matrix.grad, expected, rtol=1e-14, atol=0)
     assert (int(found.clipped), found.units, float(found.share)) == (2, 4, 0.5)
-    filters = torch.ones(2, 1, 2, 2) * torch.tensor([1.0, 3.0]).reshape(2, 1, 1, 1)
-    gradients = torch.ones(2, 1, 2, 2) * torch.tensor([2.0, 0.25]).reshape(2, 1, 1, 1)
+    filters, gradients = (torch.tensor(v)[:, None, None, None].expand(2, 1, 2, 2) for v in ([1.0, 3.0], [2.0, 0.25]))
     weight, bias, gain = parameter(filters, gradients), parameter([3, 4], [0, 1]), parameter(2.0, -1.0)
     found = adaptive_clip_grad_([weight, bias, gain], 0.1)
     assert weight.grad.flatten(1).tolist() == [pytest.approx([0.1] * 4), [0.25] * 4]
@@ -116,68 +115,47 @@ def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkey
     assert (int(found.clipped), found.units) == (total, every)
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "test_nfnet", "test_vit"])
-def test_equals_timms(name):
-    model = timm.create_model(name, num_classes=7)
-    twin = copy.deepcopy(model)
-    for one in (model, twin):
-        gradients_of(one, scale=0.05)
-    found = adaptive_clip_grad_(list(model.parameters()), 0.02)
-    timms(twin.parameters(), 0.02)
-    assert 0.1 < float(found.share) < 0.99
-    for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
+def test_equals_timms_and_waits_for_no_device():
+    """Without the last linear layer, which is left alone unless it is asked for."""
+    for name, head in (("test_nfnet", "head.fc."), ("test_vit", "head.")):
+        model = timm.create_model(name, num_classes=7)
+        twin, before = copy.deepcopy(model), copy.deepcopy(model)
+        for one in (model, twin, before):
+            gradients_of(one, scale=0.05)
+        with NoWaiting():
+            share = adaptive_clip_grad_(model, 0.02).share
+        assert 0.1 < float(share) < 0.99
+        timms(twin.parameters(), 0.02)
+        for key, p in model.named_parameters():
+            if key.startswith(head):
+                assert torch.equal(p.grad, before.get_parameter(key).grad), key
+            else:
+                torch.testing.assert_close(p.grad, twin.get_parameter(key).grad, rtol=1e-5, atol=1e-9, msg=key)
+    with pytest.raises(AssertionError), NoWaiting():  # the guard sees what it is there to see
+        float(torch.ones(()))
 
 
 # ------------------------------------------------------------------------------------- what is left alone
 
 
-def left_alone(model, **options):
-    """Names of the parameters whose gradients were left as they were."""
-    gradients_of(model, scale=100.0)
-    before = {name: p.grad.clone() for name, p in model.named_parameters()}
-    adaptive_clip_grad_(model, 1e-6, **options)
-    return [name for name, p in model.named_parameters() if torch.equal(p.grad, before[name])]
-
-
-def test_the_last_linear_layer_or_what_is_chosen_is_left_alone():
-    for name, head in (("resnet10t", "fc"), ("test_nfnet", "head.fc"), ("test_vit", "head")):
-        assert left_alone(timm.create_model(name, num_classes=7)) == [f"{head}.weight", f"{head}.bias"]
-    assert left_alone(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1))) == []
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2))
-    for exclude, expected in (
-        ((), []),
-        ([], []),
-        ("0", ["0.weight", "0.bias"]),
-        (["*.bias", "1"], ["0.bias", "1.weight", "1.bias", "2.bias"]),
-        (["-1", "-*.bias"], ["0.weight", "2.weight"]),
-        (lambda name, p: p.dim() == 1, ["0.bias", "1.bias", "2.bias"]),
+def test_what_is_left_alone():
+    """More on `exclude` stands in test_exclusion.py."""
+    linear = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    for model, options, expected in (
+        (nn.Sequential(nn.Conv2d(2, 3, 1), nn.Conv2d(3, 2, 1)), {}, []),
+        (linear, {}, ["2.weight", "2.bias"]),
+        (linear, {"exclude": ()}, []),
+        (linear, {"exclude": ["*.bias", "1"]}, ["0.bias", "1.weight", "1.bias", "2.bias"]),
     ):
-        assert left_alone(model, exclude=exclude) == expected
-
-
-def test_exclude_that_finds_nothing_is_an_error():
-    model = nn.Sequential(nn.Linear(2, 3))
-    with pytest.raises(ValueError, match=r"'hed' matches no parameter.*0\.weight"):
-        adaptive_clip_grad_(model, exclude=["0", "hed"])
-    for exclude in (3, model[0], ["0", model[0]]):
-        with pytest.raises(TypeError, match=r"exclude=.*: must be a name, a pattern.*callable"):
-            adaptive_clip_grad_(model, exclude=exclude)
+        gradients_of(model, scale=100.0)
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        adaptive_clip_grad_(model, 1e-6, **options)
+        assert [name for name, p in model.named_parameters() if torch.equal(p.grad, before[name])] == expected
     with pytest.raises(TypeError, match=r"exclude='0' without a model.*pass the model"):
-        adaptive_clip_grad_(model.parameters(), exclude="0")
+        adaptive_clip_grad_(linear.parameters(), exclude="0")
 
 
 # ---------------------------------------------------------------------------------------------- edges
-
-
-def test_nothing_waits_for_the_device():
-    model = timm.create_model("test_nfnet", num_classes=7)
-    gradients_of(model)
-    with NoWaiting():
-        share = adaptive_clip_grad_(model, 0.01).share
-    assert 0 < float(share) < 1
-    with pytest.raises(AssertionError), NoWaiting():  # and the guard sees what it is there to see
-        float(torch.ones(()))
 
 
 def test_no_gradient_no_numbers_no_parameters():
@@ -228,44 +206,21 @@ def test_sparse_gradients_and_wrong_options_are_refused():
             adaptive_clip_grad_([], **options)
 
 
-# ------------------------------------------------------------------------------ with other optimizers
-
-
-def test_before_adamw_it_is_adamw_on_the_gradients_of_the_loops():
-    model = mlp()
-    twin = copy.deepcopy(model)
-    optimizer, other = (torch.optim.AdamW(one.parameters()) for one in (model, twin))
-    for x, labels in batches(4):
-        cross_entropy(labels)(model(x)).backward()
-        adaptive_clip_grad_(model, 0.05)
-        cross_entropy(labels)(twin(x)).backward()
-        for name, p in twin.named_parameters():
-            if not name.startswith("4."):  # the last layer has its own
-                numbers = clipped(p.detach().numpy(), p.grad.numpy(), rows_of_dim_0(p.shape), 0.05, 1e-3)[0]
-                p.grad = torch.tensor(numbers)
-        for each in (optimizer, other):
-            each.step()
-            each.zero_grad()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-
-
 def test_with_thor():
     """Factors are those of the unclipped pass; what they precondition is the clipped gradient."""
     model = mlp()
-    twin = copy.deepcopy(model)
-    options = {"lr": 0.1, "momentum": 0.0, "update_interval": 1}
-    optimizer, other = THOR(model, **options), THOR(twin, **options)
-    [(x, labels)] = batches(1)
-    start = weights(model)
-    for one in (model, twin):
-        cross_entropy(labels)(one(x)).backward()
-    assert int(adaptive_clip_grad_(model, 0.01).clipped) > 0
-    gradient = model[0].weight.grad.clone()
-    assert not torch.equal(gradient, twin[0].weight.grad)
-    optimizer.step()
-    other.step()
-    for ours, theirs in zip(optimizer.curvature["0"].factors(), other.curvature["0"].factors(), strict=True):
-        assert torch.equal(ours, theirs)
+    start, (x, labels) = weights(model), batches(1)[0]
+    factors = []
+    for clip in (False, True):
+        model.load_state_dict(start)
+        optimizer = THOR(model, lr=0.1, momentum=0.0)
+        cross_entropy(labels)(model(x)).backward()
+        assert not clip or int(adaptive_clip_grad_(model, 0.01).clipped) > 0
+        gradient = model[0].weight.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        factors.append((optimizer.curvature["0"].factors(), gradient))
+    assert_same(factors[0][0], factors[1][0])
+    assert not torch.equal(factors[0][1], factors[1][1])
     A_inverse, G_inverse = optimizer.curvature["0"].inverses()
     torch.testing.assert_close(model[0].weight, start["0.weight"] - 0.1 * G_inverse @ gradient @ A_inverse)

@@ -1,7 +1,6 @@
 """LAMB: by hand, against a loop in numpy, beside timm's, and what of it is Adam's."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -41,23 +40,15 @@ def parameter(values, gradient):
 
 
 def test_by_hand():
-    """lr = 0.1, β = (0.5, 0.75), ε = 1, λ = 0.5, x = (3, 4), g = (1, -1), then (0, 0).
+    """lr = 0.1, β = (0.5, 0.75), ε = 1, λ = 0.5, x = (3, 4), g = (1, -1).
 
-    1: m̂ = g, v̂ = 1, r = g / 2 = (0.5, -0.5), u = r + x / 2 = (2, 1.5), ‖x‖ / ‖u‖ = 5 / 2.5 = 2: x ← (2.6, 3.7).
-    2: m = (0.25, -0.25), m̂ = m / 0.75 = (1, -1) / 3; v = 0.1875, v̂ = v / 0.4375 = 3 / 7; r = ±(1/3) / (√(3/7) + 1).
+    m̂ = g, v̂ = 1, r = g / 2 = (0.5, -0.5), u = r + x / 2 = (2, 1.5), ‖x‖ / ‖u‖ = 5 / 2.5 = 2: x ← (2.6, 3.7).
     A bias: r = g / (|g| + ε) at the first step, whatever x is. Where a norm is zero, the ratio is 1.
     """
     p, bias = parameter([[3.0, 4.0]], [[1.0, -1.0]]), parameter([3.0, 4.0], [1.0, -3.0])
-    optimizer = LAMB([p, bias], lr=0.1, betas=(0.5, 0.75), eps=1.0, weight_decay=0.5)
-    optimizer.step()
+    LAMB([p, bias], lr=0.1, betas=(0.5, 0.75), eps=1.0, weight_decay=0.5).step()
     assert p.tolist() == [pytest.approx([2.6, 3.7], rel=1e-14)]
     assert bias.tolist() == pytest.approx([3 - 0.05, 4 + 0.075], rel=1e-14)
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
-    r = (1 / 3) / (math.sqrt(3 / 7) + 1)
-    u = [r + 1.3, -r + 1.85]
-    ratio = math.hypot(2.6, 3.7) / math.hypot(*u)
-    assert p.tolist() == [pytest.approx([2.6 - 0.1 * ratio * u[0], 3.7 - 0.1 * ratio * u[1]], rel=1e-12)]
     for x, g in (([0.0, 0.0], [1.0, 1.0]), ([3.0, 4.0], [0.0, 0.0])):
         p = parameter([x], [g])
         LAMB([p], lr=0.1, eps=1.0, weight_decay=0.0).step()
@@ -129,19 +120,6 @@ def test_everything_excluded_is_adam():
     train(twin, torch.optim.Adam(twin.parameters(), lr=0.01), batches(6))
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
-def test_a_step_is_lr_times_the_weights_norm():
-    """The trust ratio's point: any loss scale, any layer."""
-    for scale in (1e-3, 1.0, 1e3):
-        model = mlp()
-        before = weights(model)
-        x, labels = batches(1)[0]
-        (scale * cross_entropy(labels)(model(x))).backward()
-        LAMB(model, lr=0.01, eps=1e-12).step()
-        for name, p in model.named_parameters():
-            if p.dim() > 1:
-                assert float((p.detach() - before[name]).norm() / before[name].norm()) == pytest.approx(0.01, rel=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,9 +196,3 @@ def test_a_first_step_of_warm_up_from_zero_counts():
         train(model, optimizer, batches(1))
         assert_same(weights(model), before)
         assert float(optimizer.state[model[0].weight]["step"]) == 1
-
-
-def test_wrong_betas():
-    for betas in [(0.9, 1.0), (-0.1, 0.9), 0.9, (0.9,), ("a", 0.9), (float("nan"), 0.9)]:
-        with pytest.raises(ValueError, match=r"betas=.*: betas must be a pair .* use \(0\.9, 0\.999\)"):
-            LAMB(mlp(), betas=betas)
