@@ -1,4 +1,7 @@
-"""`torch.compile` before or after THOR, of the model or a part: ordinary steps run compiled, refreshes eagerly."""
+"""`torch.compile` before or after THOR, of the model or a part: ordinary steps run compiled, refreshes eagerly.
+
+Who listens and what becomes of the compiler's stance: tests/capture/test_module_calls.py.
+"""
 
 import copy
 import gc
@@ -24,16 +27,17 @@ class Body(nn.Sequential):
 
 
 class Model(nn.Module):
-    """Linear layers and an attention, and a layer that no loss reaches."""
+    """Linear layers and an attention; a layer that no loss reaches until `late` is set."""
 
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
         self.body = Body(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
-        self.unused = nn.Linear(2, 2)
+        self.unused = nn.Linear(3, 3)
 
-    def forward(self, x):
-        return self.body(x + self.attention(x, x, x, need_weights=False)[0]).mean(1)
+    def forward(self, x, late=False):
+        y = self.body(x + self.attention(x, x, x, need_weights=False)[0]).mean(1)
+        return self.unused(y) if late else y
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +61,12 @@ def stream(count=STEPS):
     ]
 
 
-def step(call, optimizer, batch):
-    x, labels = batch
-    functional.cross_entropy(call(x), labels).backward()
+def backward(call, batch, *args):
+    functional.cross_entropy(call(batch[0], *args), batch[1]).backward()
+
+
+def step(call, optimizer, batch, *args):
+    backward(call, batch, *args)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -68,38 +75,22 @@ def thor(model):
     return THOR(model, update_interval=INTERVAL, trace_thresholds=(0.0, 0.0))
 
 
-def compiled_after(model, **options):
-    optimizer = thor(model)
-    return torch.compile(model, **options), optimizer
-
-
-def compiled_before(model, **options):
-    return torch.compile(model, **options), thor(model)
-
-
-def of_the_compiled(model, **options):
+def made(how, model, **options):
+    """What is called, and its THOR."""
+    if how == "after THOR":
+        optimizer = thor(model)
+        return torch.compile(model, **options), optimizer
+    if how in ("in place", "a part"):
+        (model if how == "in place" else model.body).compile(**options)
+        return model, thor(model)
     compiled = torch.compile(model, **options)
-    return compiled, thor(compiled)
+    if how == "called before THOR":
+        backward(compiled, stream(1)[0])
+        model.zero_grad()
+    return compiled, thor(compiled if how == "of the compiled" else model)
 
 
-def compiled_and_called_before(model, **options):
-    compiled = torch.compile(model, **options)
-    compiled(stream(1)[0][0]).sum().backward()
-    model.zero_grad()
-    return compiled, thor(model)
-
-
-def in_place(model, **options):
-    model.compile(**options)
-    return model, thor(model)
-
-
-def a_part(model, **options):
-    model.body.compile(**options)
-    return model, thor(model)
-
-
-WAYS = [compiled_after, compiled_before, of_the_compiled, compiled_and_called_before, in_place, a_part]
+WAYS = ["after THOR", "before THOR", "called before THOR", "of the compiled", "in place", "a part"]
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -108,7 +99,7 @@ def test_compiled_equals_eager_with_one_graph(how):
     model = Model()
     twin = copy.deepcopy(model)
     counter = CompileCounter()
-    call, optimizer = how(model, backend=counter, fullgraph=True)  # fullgraph: a graph break is an error
+    call, optimizer = made(how, model, backend=counter, fullgraph=True)  # fullgraph: a graph break is an error
     other, frames = thor(twin), []
     for batch in stream():
         step(call, optimizer, batch)
@@ -121,129 +112,73 @@ def test_compiled_equals_eager_with_one_graph(how):
     assert refreshes == {3}
 
 
-def test_the_compiler_is_left_alone_between_refreshes():
-    """No hook of ours is in what it compiles, and its stance is the user's."""
-    model = Model()
-    assert stance() == "default"
-    optimizer = THOR(model, update_interval=3)
-    seen = []
-    for batch in stream(7):
-        seen.append((stance(), bool(listened_to(model))))
-        step(model, optimizer, batch)
-    assert seen == [("force_eager", True), ("default", False), ("default", False)] * 2 + [("force_eager", True)]
-
-
-def test_an_optimizer_that_is_dropped_wants_nothing():
-    gc.disable()
-    try:
-        optimizer, other = THOR(Model()), THOR(Model())
-        assert stance() == "force_eager"
-        del optimizer
-        assert stance() == "force_eager"
-        del other
-        assert stance() == "default"
-    finally:
-        gc.enable()
-
-
-def test_the_users_stance_holds_inside_its_context_and_is_over_after_it():
-    [batch] = stream(1)
-    with torch.compiler.set_stance("eager_on_recompile"):
-        model = Model()
-        optimizer = THOR(model, update_interval=100)
-        assert stance() == "force_eager"
-        step(model, optimizer, batch)
-        assert stance() == "eager_on_recompile"
-        optimizer = THOR(model, update_interval=100)  # waits when the context ends
-    step(model, optimizer, batch)
-    assert stance() == "default"
-
-
-@pytest.mark.parametrize("leaves", ["before the step", "after the step"])
-def test_a_stance_that_is_entered_while_thor_waits(leaves):
-    """It holds inside its context, and what held before it, once the step is done."""
-    model = Model()
-    optimizer = THOR(model, update_interval=100)
-    assert stance() == "force_eager"
-    x, labels = stream(1)[0]
-    with torch.compiler.set_stance("eager_on_recompile"):
-        functional.cross_entropy(model(x), labels).backward()
-        if leaves == "after the step":
-            optimizer.step()
-            assert stance() == "eager_on_recompile"
-    if leaves == "before the step":
-        assert stance() == "force_eager"
-        optimizer.step()
-    assert stance() == "default"
-
-
-def test_a_stance_that_is_set_while_thor_waits_stays():
-    model = Model()
-    optimizer = THOR(model, update_interval=2)
-    torch.compiler.set_stance("eager_on_recompile")
-    try:
-        seen = []
-        for batch in stream(4):
-            step(model, optimizer, batch)
-            seen.append(stance())
-        assert seen == ["eager_on_recompile", "force_eager"] * 2
-    finally:
-        del optimizer
-        gc.collect()
-        torch.compiler.set_stance("default")
-
-
-def test_compiled_models_run_without_a_warning_while_thor_waits():
-    """Torch warns of global hooks on each call of a compiled model; ours are no matter of its user."""
+def test_the_compiler_is_left_alone_between_refreshes_and_when_the_optimizer_is_dropped():
+    """No hook of ours is in what it compiles, its stance is the user's, and its warning of global hooks is silenced."""
     model = Model()
     compiled = torch.compile(model, backend="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         before = list(warnings.filters)
-        optimizer = THOR(model, update_interval=2)
-        for batch in stream(4):
+        optimizer, seen = THOR(model, update_interval=3), []
+        for batch in stream(6):
+            seen.append((stance(), bool(listened_to(model)), warnings.filters != before))
             step(compiled, optimizer, batch)
-        assert warnings.filters != before  # the next step refreshes
-        del optimizer
-        gc.collect()
+        assert seen == [("force_eager", True, True), ("default", False, False), ("default", False, False)] * 2
+        gc.disable()
+        try:
+            assert stance() == "force_eager"  # the next step refreshes
+            del optimizer
+            assert stance() == "default"
+        finally:
+            gc.enable()
         assert warnings.filters == before
     assert not torch.nn.modules.module._has_any_global_hook()
 
 
+def test_the_users_stance():
+    """It holds inside its context, entered before THOR waits or meanwhile, and what held before it afterwards."""
+    model, [batch] = Model(), stream(1)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        optimizer = THOR(model)
+        assert stance() == "force_eager"
+        step(model, optimizer, batch)
+        assert stance() == "eager_on_recompile"
+        optimizer = THOR(model)  # waits when the context ends
+    step(model, optimizer, batch)
+    assert stance() == "default"
+    for inside in (True, False):
+        optimizer = THOR(model)
+        with torch.compiler.set_stance("eager_on_recompile"):
+            backward(model, batch)
+            if inside:
+                optimizer.step()
+                assert stance() == "eager_on_recompile"
+        if not inside:
+            assert stance() == "force_eager"
+            optimizer.step()
+        assert stance() == "default"
+
+
 def test_a_layer_that_is_used_late_is_refreshed_when_it_is():
     """It keeps nobody from running compiled while it waits, gets a plain gradient once, and its factors next."""
-
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.late = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x, late):
-            y = self.first(x)
-            return self.late(y) if late else y
-
-    model = Late()
+    model, counter, refreshes = Model(), CompileCounter(), []
     optimizer = THOR(model, update_interval=100, momentum=0.0)
-    compiled = torch.compile(model, backend=CompileCounter(), fullgraph=True)
-    refreshes = []
-    for i, (x, _) in enumerate(stream(6)):
-        compiled(x, i >= 3).square().mean().backward()
-        assert not optimizer._capture.inside_transform, "the compiler has traced a hook of ours"
-        optimizer.step()
-        optimizer.zero_grad()
-        refreshes.append(optimizer.curvature["late"].refreshes)
-    assert refreshes == [0, 0, 0, 0, 1, 1]
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for i, batch in enumerate(stream(6)):
+        step(compiled, optimizer, batch, i >= 3)
+        refreshes.append((optimizer.curvature["unused"].refreshes, counter.frame_count))
+    assert refreshes == [(0, 0), (0, 1), (0, 1), (0, 2), (1, 2), (1, 2)]
     assert stance() == "default"
 
 
 def test_statistics_that_never_come_are_an_error_with_the_cause():
     """A stance of the user's own, set after THOR armed its layers, lets compiled code run on a refresh step."""
-    model = Model()
+    model, [batch] = Model(), stream(1)
     compiled = torch.compile(model, backend="eager")
-    compiled(stream(1)[0][0]).sum().backward()
+    backward(compiled, batch)
     model.zero_grad()
     optimizer = THOR(model)
     with torch.compiler.set_stance("default"):
-        functional.cross_entropy(compiled(stream(1)[0][0]), stream(1)[0][1]).backward()
+        backward(compiled, batch)
     with pytest.raises(RuntimeError, match=r"no statistics.*compiled"):
         optimizer.step()
