@@ -88,5 +88,4 @@ def test_the_one_that_waits_leaves_the_other_alone():
         optimizers[0].step()
         assert listened_to(generator) == {"0", "2"}
         assert not listened_to(critic)
-    optimizers[0]._capture.remove()
     assert [layer.refreshes for layer in optimizers[1].curvature.values()] == [1, 1]

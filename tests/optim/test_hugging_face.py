@@ -1,6 +1,5 @@
 """Models of transformers and peft, tiny and with random weights: what they get, and that it trains."""
 
-import copy
 import warnings
 
 import peft
@@ -105,26 +104,6 @@ def test_padding_is_left_out():
         # position ids are (1, L): one row each, since they are the same for every sentence
         assert rows.pop("transformer.wpe") == pytest.approx(6)
         assert rows == pytest.approx(dict.fromkeys(rows, 17.0))
-
-
-@pytest.mark.parametrize("make", [THOR, ThorMuon])
-def test_conv1d_steps_as_the_linear_layer_it_is(make):
-    """GPT-2's feed-forward block, with either kind of linear layer: same weights, transposed, in ten steps."""
-    linear = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 4)).double()
-    conv = copy.deepcopy(linear)
-    for i in (1, 3):
-        conv[i] = transformers.pytorch_utils.Conv1D(*linear[i].weight.shape).double()
-        conv[i].load_state_dict({"weight": linear[i].weight.T, "bias": linear[i].bias})
-    optimizers = [make(model, update_interval=3, weight_decay=0.1, split_dim=4) for model in (linear, conv)]
-    for _ in range(10):
-        x, loss = torch.randn(4, 3, 5).double(), cross_entropy(torch.randint(4, (12,)))
-        for model, optimizer in zip((linear, conv), optimizers, strict=True):
-            loss(model(x)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for i in (1, 3):
-            torch.testing.assert_close(conv[i].weight.T, linear[i].weight)
-            torch.testing.assert_close(conv[i].bias, linear[i].bias)
 
 
 # ------------------------------------------------------------------------------------------- LoRA
