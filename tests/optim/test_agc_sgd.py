@@ -23,24 +23,19 @@ SETTINGS = {
 }
 LATER = {"momentum": 0.9, "dampening": 0.5, "clip_factor": INF}
 FIRST = LATER | {"dampen_first": True}
+CLIPPED = {"momentum": 0.9, "weight_decay": 0.2, "clip_factor": 0.1}
 # W = (3, 4), lr = 0.5, μ = 0.9: options, gradients, W after each step
 BY_HAND = {
     # λ = 0.1, weight decay 0.2. First limit 0.5: G ← (0.3, 0.4). d = G + 0.2 W = (0.9, 1.2) = v. W has norm 4.25.
     # Second limit 0.425: G ← (0, 0.425). d = (0.51, 1.105). v = (1.32, 2.185)
-    "clipped": (
-        {"momentum": 0.9, "weight_decay": 0.2, "clip_factor": 0.1},
-        (6, 8),
-        (0, 1),
-        (2.55, 3.4),
-        (1.89, 2.3075),
-    ),
+    "clipped": (CLIPPED, (6, 8), (0, 1), (2.55, 3.4), (1.89, 2.3075)),
     # τ = 0.5 as in torch's SGD, v is (2, 0), then (1.8, 0) + (0, 2)
     "dampened": (LATER, (2, 0), (0, 4), (2, 4), (1.1, 3)),
     # now v starts with 0 + (1, 0), and goes on with (0.9, 0) + (0, 2)
     "first": (FIRST, (2, 0), (0, 4), (2.5, 4), (2.05, 3)),
     # the same v; W less half of (2, 0) + 0.9 (1, 0), then less half of (0, 4) + 0.9 (0.9, 2)
     "nesterov": (FIRST | {"nesterov": True}, (2, 0), (0, 4), (1.55, 4), (1.145, 1.1)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("foreach", [None, False])
@@ -131,18 +126,17 @@ def test_the_last_linear_is_found_or_asked_for():
             AGCSGD(params)
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
-def test_asking_a_fresh_optimizer_for_its_state_is_no_step(lr):
+def test_asking_a_fresh_optimizer_for_its_state_is_no_step():
     """With torch's SGD weight decay is in the momentum afterwards, and dampening holds for the first step too."""
-    models = [mlp(), mlp()]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [AGCSGD(m, lr=lr, momentum=0.9, dampening=0.5, weight_decay=0.1) for m in models]
-    state = get_optimizer_state_dict(models[0], optimizers[0])["state"]
-    assert state.keys() == dict(models[0].named_parameters()).keys()
+    model, twin = network(), network()
+    options = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "exclude": ()}
+    optimizer, other = (AGCSGD(one, lr=torch.tensor(0.1), **options) for one in (model, twin))
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    assert state.keys() == dict(model.named_parameters()).keys()
     assert not any(one["momentum_buffer"].any() for one in state.values())
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, batches(3))
-    assert_same(*(weights(model) for model in models))
+    for one, its in ((model, optimizer), (twin, other)):
+        train(one, its, [(x[:, None], labels) for x, labels in batches(3, dtype=torch.float32)])
+    assert_same(weights(model), weights(twin))
 
 
 def test_a_checkpoint_of_sgd_goes_on():

@@ -173,18 +173,6 @@ def test_attention_inside_attention():
         torch.testing.assert_close(optimizer.curvature[name].factors()[0], a.T @ a / len(a))
 
 
-def test_frozen_projections():
-    for frozen in ("in_proj_weight", "out_proj.weight"):
-        model = Model(batch_first=True)
-        model.attention.get_parameter(frozen).requires_grad_(False)
-        before = weights(model)
-        optimizer = THOR(model, update_interval=2)
-        for _ in range(3):
-            step(model, optimizer, torch.randn(N, L, E))
-        for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, before[name]) == (name == f"attention.{frozen}"), name
-
-
 # ------------------------------------------------------------------------- the transformer's fast path
 
 
