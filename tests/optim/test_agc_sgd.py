@@ -151,10 +151,3 @@ def test_a_checkpoint_of_sgd_goes_on():
     train(model, sgd, batches(4)[2:])
     train(twin, optimizer, batches(4)[2:])
     assert_same(weights(model), weights(twin))
-
-
-def test_complex_parameters():
-    p = nn.Parameter(torch.tensor([[3 + 4j]], dtype=torch.complex128))
-    p.grad = torch.tensor([[2j]], dtype=torch.complex128)
-    AGCSGD([p], lr=1.0, clip_factor=0.1, exclude=()).step()
-    assert complex(p.detach()) == pytest.approx(3 + 3.5j)

@@ -45,9 +45,7 @@ class Muon(ThorMuon):
 @pytest.mark.parametrize("make", [partial(THOR, trace_thresholds=(0.0, 0.0)), partial(Muon, factor_decay=0.0)])
 @pytest.mark.parametrize("mode", [None, "reentrant", "non-reentrant", "compiled"])
 def test_statistics_are_those_of_the_plain_pass_that_trains(make, mode):
-    """In one pass or in micro-batches, and where the gradients of a loss before it, which is given up, are reset only
-    when its own forward pass has run (GAN, Lightning).
-    """
+    """In micro-batches too, and where a loss that is given up is reset only after the next forward pass (Lightning)."""
     torch._dynamo.reset()
     for sizes, given_up in product(((6,), (1, 3, 2)), (None, "set to none", "set to zero")):
         model = Recomputed().double()

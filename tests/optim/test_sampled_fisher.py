@@ -65,8 +65,8 @@ def make(**options):
 
 def play(events, model, optimizer, stream, call=None, scaler=None, **drawn):
     """Of each batch: ``f`` forward pass (``x`` of other data, ``i`` of infinite data, ``1`` to ``4`` of a quarter,
-    ``c`` of a copied model, ``r`` with reentrant checkpoints), ``e`` evaluation, ``s`` sample_fisher(), ``b`` backward pass
-    (``B`` of an infinite loss), ``u`` unscale, ``o`` step, ``z`` optimizer.zero_grad(), ``m`` model.zero_grad().
+    ``c`` of a copied model, ``r`` with reentrant checkpoints), ``e`` evaluation, ``s`` sample_fisher(), ``b`` backward
+    pass (``B`` of an infinite loss), ``u`` unscale, ``o`` step, ``z`` optimizer.zero_grad(), ``m`` model.zero_grad().
     """
     factors = {"x": 5.0, "i": float("inf"), "B": float("inf")}
     calls = {"c": copy.deepcopy(model), "r": Checkpointed(model, True)}
