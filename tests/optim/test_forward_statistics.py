@@ -1,4 +1,7 @@
-"""ThorMuon's A comes from forward passes: which of them count, and how many of their rows."""
+"""ThorMuon's A comes from forward passes: which of them count, and how many of their rows.
+
+Which rows, for each kind of layer: tests/curvature/test_kinds_enough_rows.py.
+"""
 
 import math
 import warnings
@@ -108,7 +111,7 @@ def after_a_step(model, x, row_mask=None, **options):
 
 
 class Sequences(nn.Module):
-    """A layer of each kind that knows rows: linear, an attention's projections, a recurrent layer's."""
+    """Layers of kinds that know rows: linear, an attention's projections, a recurrent layer's."""
 
     def __init__(self):
         super().__init__()
@@ -139,23 +142,6 @@ def test_about_a_thousand_rows_evenly_spread():
                 every = max(k for k in range(1, max(len(rows) // 1024, 1) + 1) if math.gcd(k, length) == 1)
                 for name in names:
                     torch.testing.assert_close(A(optimizer, name), moment(rows[::every]), msg=f"{count} {name}")
-
-
-def test_about_a_thousand_patches_of_all_images():
-    for images, side in ((1, 40), (9, 12), (20, 12), (31, 12), (300, 4), (600, 4)):
-        pixels = (side // 2) ** 2
-        model = nn.Sequential(
-            nn.Conv2d(2, 3, 3, padding=1, stride=2, bias=False), nn.Flatten(), nn.Linear(3 * pixels, 2)
-        ).double()
-        x = torch.randn(images, 2, side, side).double() * torch.linspace(1, 3, images).double().view(-1, 1, 1, 1)
-        optimizer = after_a_step(model, x)
-        every = max(images * pixels // 1024, 1)
-        rows = torch.arange(0, images * pixels, every)
-        if every > 1:  # other places in each image, shifted by the golden ratio
-            image = rows // pixels
-            rows = image * pixels + (rows + image * pixels * 618034 // 1000000) % pixels
-        patches = nn.functional.unfold(x, 3, padding=1, stride=2).mT.flatten(0, 1)
-        torch.testing.assert_close(A(optimizer), moment(patches[rows]), msg=f"{images} images")
 
 
 def test_large_blocks_take_eight_rows_a_column():

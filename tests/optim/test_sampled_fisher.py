@@ -110,11 +110,8 @@ def factors(optimizer):
     }
 
 
-def assert_close(ours, its, case=None, **tolerance):
-    assert ours.keys() == its.keys()
-    for name in ours:
-        tolerance = tolerance or {"rtol": 1e-12, "atol": 1e-14}
-        torch.testing.assert_close(ours[name], its[name], msg=f"{case}, {name}", **tolerance)
+def assert_close(ours, its, case=None, rtol=1e-12, atol=1e-14):
+    torch.testing.assert_close(ours, its, rtol=rtol, atol=atol, msg=lambda text: f"{case}: {text}")
 
 
 def test_it_leaves_alone_gradients_random_numbers_and_what_is_dropped():
@@ -136,18 +133,14 @@ def test_it_leaves_alone_gradients_random_numbers_and_what_is_dropped():
     assert_same(*gradients)
 
 
-# ---- every loop that trains on the same batches takes the same steps -------------------------------------------------
-
-
-QUARTERS = "1sb2sb3sb4sboz"
-ROUNDED = {"rtol": 1e-9, "atol": 1e-11}
+EXACT, ROUNDED = {"rtol": 0, "atol": 0}, {"rtol": 1e-9, "atol": 1e-11}
 # what happens to each batch, the options of play() and the attributes of the optimizer, the tolerance
 LOOPS = [
-    *((events, {}, {}, {"rtol": 0, "atol": 0}) for events in ("zfsbo", "fszbo", "efsboz", "xsbmfsboz", "xsbzfsboz")),
-    ("isbozfsBozfsboz", {}, {"nonfinite": "skip"}, {"rtol": 0, "atol": 0}),
-    ("fsboz", {"call": lambda model: Checkpointed(model, False)}, {}, {"rtol": 0, "atol": 0}),
+    *((events, {}, {}, EXACT) for events in ("zfsbo", "fszbo", "efsboz", "xsbmfsboz", "xsbzfsboz")),
+    ("isbozfsBozfsboz", {}, {"nonfinite": "skip"}, EXACT),
+    ("fsboz", {"call": lambda model: Checkpointed(model, False)}, {}, EXACT),
     ("fsboz", {"call": lambda model: torch.compile(model, backend="aot_eager")}, {}, ROUNDED),
-    *((QUARTERS, {}, {"loss_terms": terms}, ROUNDED) for terms in (None, 8)),
+    *(("1sb2sb3sb4sboz", {}, {"loss_terms": terms}, ROUNDED) for terms in (None, 8)),
     *((e, {"scaler": lambda _: torch.amp.GradScaler("cpu", 1024.0)}, {}, ROUNDED) for e in ("fsboz", "fsbuoz")),
 ]
 
@@ -177,19 +170,14 @@ def test_autocast():
         seen.append(logits.dtype)
         return Fixed(logits=logits)
 
-    for dtype, inside in (
-        (torch.float32, False),
-        (torch.bfloat16, True),
-        (torch.float16, True),
-        (torch.float16, False),
-    ):
+    for dtype, inside in ((None, False), (torch.bfloat16, True), (torch.float16, True), (torch.float16, False)):
         model = make()[0].float()
         optimizer = THOR(model, **OPTIONS)
-        with torch.autocast("cpu", torch.float16 if dtype is torch.float32 else dtype, enabled=dtype != torch.float32):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
             logits = model(x)
             with torch.autocast("cpu", enabled=inside):
                 optimizer.sample_fisher(logits, distribution)
-        assert logits.dtype == dtype
+        assert logits.dtype == (dtype or torch.float32)
         F.cross_entropy(logits.float(), labels).backward()
         optimizer.step()
         found.append(factors(optimizer))
@@ -213,9 +201,6 @@ def test_resumes_bit_for_bit():
         assert_same(found[-1], found[0], f"stopped at {stop}")
 
 
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
-
-
 def test_labels_are_a_function_of_seed_step_and_call():
     """Two refreshes with the same predictions; then the same inputs in four micro-batches: four samples, not one."""
 
@@ -232,8 +217,7 @@ def test_labels_are_a_function_of_seed_step_and_call():
     assert not torch.equal(first, second)
     model, optimizer = make()
     Recorded.found.clear()
-    for _ in range(4):
-        optimizer.sample_fisher(model(batches(1, size=32)[0][0]), recorded)
+    play("fsfsfsfs", model, optimizer, batches(1, size=32), distribution=recorded)
     assert len({tuple(labels.tolist()) for labels in Recorded.found}) == 4
     model, optimizer = make()
     Recorded.found.clear()
@@ -251,9 +235,6 @@ def test_an_excluded_class_is_never_drawn():
     logits.logsumexp(-1).mean().backward()
     optimizer.step()
     assert all(torch.isfinite(factor).all() for factor in factors(optimizer).values())
-
-
-# ---- which rows ------------------------------------------------------------------------------------------------------
 
 
 def test_loss_terms_are_the_labels_unless_given():
@@ -330,7 +311,7 @@ def test_two_optimizers_of_one_model():
     alone = [THOR(model, lr=0.0, fisher=fisher) for fisher in ("sampled", "empirical")]
     for together in (pair, alone[:1], alone[1:]):
         logits = model(x)
-        if together != alone[1:]:
+        if together[0].fisher == "sampled":
             together[0].sample_fisher(logits, fixed)
         F.cross_entropy(logits, labels).backward()
         for optimizer in together:
@@ -340,8 +321,6 @@ def test_two_optimizers_of_one_model():
         found = factors(optimizer)
         assert_close(found, {name: factors(other)[name] for name in found})
 
-
-# ---- what is wrong is one error --------------------------------------------------------------------------------------
 
 ARGUMENTS = {
     "requires no gradient.*not detached": lambda y: {"output": y.detach()},

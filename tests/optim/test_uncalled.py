@@ -5,7 +5,6 @@ import math
 import warnings
 
 import pytest
-import timm
 import torch
 import transformers
 from torch import nn
@@ -155,25 +154,10 @@ def deberta():
     return model, lambda: model(input_ids=x, labels=y).loss
 
 
-def eva02():
-    model = timm.models.eva.Eva(
-        img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=3, qkv_fused=True, mlp_ratio=2,
-        swiglu_mlp=True, use_rot_pos_emb=True, ref_feat_shape=(2, 2),
-    )  # fmt: skip
-    x, y = torch.randn(4, 3, 16, 16), torch.randint(3, (4,))
-    return model, lambda: functional.cross_entropy(model(x), y)
-
-
-# the layers that are used without calling them, where THOR's are certain
-MODELS = {"deberta": (deberta, {"rel_embeddings"}), "eva02": (eva02, {"qkv"})}
-
-
 @pytest.mark.filterwarnings("ignore:.* preconditions .* of:UserWarning")
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_that_use_weights_directly_train(name, optimizer):
-    make, expected = MODELS[name]
-    model, loss_of = make()
+def test_a_model_that_uses_weights_directly_trains(optimizer):
+    model, loss_of = deberta()
     one = THOR(model, update_interval=4, lr=0.01, kl_clip=1e-3) if optimizer is THOR else ThorMuon(model)
 
     def steps():
@@ -193,4 +177,4 @@ def test_models_that_use_weights_directly_train(name, optimizer):
     reached = [c for name, c in one.curvature.items() if name not in uncalled and c.refreshes]
     assert all(c.refreshes >= 2 or c.last_trace_change is not None for c in reached)
     assert len(reached) > len(uncalled)
-    assert optimizer is ThorMuon or expected <= {layer.rpartition(".")[2] for layer in uncalled}
+    assert optimizer is ThorMuon or "rel_embeddings" in {layer.rpartition(".")[2] for layer in uncalled}
