@@ -1,7 +1,6 @@
 """Frozen weights have no state and no statistics, and are no part of what is counted; unfreezing works at any time."""
 
 import copy
-import re
 import warnings
 
 import pytest
@@ -18,12 +17,6 @@ BOTH = pytest.mark.parametrize("make", [THOR, ThorMuon])
 
 def entries(optimizer):
     return {entry.name: entry for entry in optimizer.coverage()}
-
-
-def shares(optimizer):
-    """(preconditioned, trained) as printed."""
-    found = re.search(r"([\d,]+) of ([\d,]+) trained parameters, in (\d+) layers", repr(optimizer))
-    return tuple(int(number.replace(",", "")) for number in found.groups())
 
 
 def build(make, **options):
@@ -44,10 +37,9 @@ def test_no_state_no_statistics_no_share(make):
     for name in ("2.weight", "2.bias"):
         assert "frozen" in entries(optimizer)[name].reason
         assert not entries(optimizer)[name].trained
-    covered, trained, layers = shares(optimizer)
     named = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    assert (trained, layers) == (sum(named.values()), 2)
-    assert covered == sum(n for name, n in named.items() if make is THOR or name.endswith("weight"))
+    covered = sum(n for name, n in named.items() if make is THOR or name.endswith("weight"))
+    assert f"{covered} of {sum(named.values())} trained parameters, in 2 layers" in repr(optimizer)
 
 
 def test_a_part_of_a_layer_may_be_frozen():
@@ -64,24 +56,23 @@ def test_a_part_of_a_layer_may_be_frozen():
 
 
 @BOTH
-@pytest.mark.parametrize("when", [1, 2, 3])
-def test_unfrozen_it_is_preconditioned_from_the_second_step_on(when, make):
+def test_unfrozen_it_is_preconditioned_from_the_second_step_on(make):
     """One plain step, as for a layer that is used late; it does not wait for the others' refresh."""
-    model, optimizer = build(make, update_interval=100)
-    train(model, optimizer, STREAM[:when])
-    assert not listened_to(model)
-    model[2].requires_grad_(True)
-    before = model[2].weight.detach().clone()
-    train(model, optimizer, STREAM[when : when + 1])
-    assert not torch.equal(model[2].weight, before)
-    assert optimizer.curvature["2"].refreshes == 0
-    train(model, optimizer, STREAM[when + 1 : when + 2])
-    assert {name: curvature.refreshes for name, curvature in optimizer.curvature.items()} == {"0": 1, "2": 1, "4": 1}
-    assert set(optimizer.state) == set(model.parameters())
-    assert all("preconditioned" in state for state in optimizer.state.values())
-    assert entries(optimizer)["2.weight"].preconditioned
-    train(model, optimizer, STREAM[when + 2 :])
-    assert not listened_to(model)
+    for when in (1, 2, 3):
+        model, optimizer = build(make, update_interval=100)
+        train(model, optimizer, STREAM[:when])
+        assert not listened_to(model)
+        model[2].requires_grad_(True)
+        before = model[2].weight.detach().clone()
+        for i, refreshes in enumerate((0, 1)):
+            train(model, optimizer, STREAM[when + i : when + i + 1])
+            assert not torch.equal(model[2].weight, before)
+            assert {name: c.refreshes for name, c in optimizer.curvature.items()} == {"0": 1, "2": refreshes, "4": 1}
+        assert set(optimizer.state) == set(model.parameters())
+        assert all("preconditioned" in state for state in optimizer.state.values())
+        assert entries(optimizer)["2.weight"].preconditioned
+        train(model, optimizer, STREAM[when + 2 :])
+        assert not listened_to(model)
 
 
 def test_frozen_later_it_stands_still_and_keeps_its_state():
@@ -151,11 +142,8 @@ def test_all_of_it_may_be_frozen_between_steps():
 class Little(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.table = nn.Parameter(torch.zeros(40, 4))
-        self.bilinear = nn.Bilinear(4, 4, 3)
-        self.small = nn.Parameter(torch.zeros(2))
-        self.other = nn.Parameter(torch.zeros(3))
+        self.linear, self.bilinear = nn.Linear(4, 3), nn.Bilinear(4, 4, 3)
+        self.table, self.small, self.other = (nn.Parameter(torch.zeros(shape)) for shape in ((40, 4), (2,), (3,)))
 
 
 def said(make):

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from comparing import assert_same_weights
 from reference import ReferenceTHOR
-from tiny import listened_to
 from torch_thor import THOR
 
 STEPS, SIZE = 7, 6
@@ -71,22 +70,3 @@ def test_each_has_the_statistics_of_its_own_loss(dropped, fresh):
     for name, optimizer in optimizers.items():
         refreshes = len(range(0, STEPS, INTERVALS[name]))
         assert {layer.refreshes for layer in optimizer.curvature.values()} == {refreshes}
-
-
-def test_the_one_that_waits_leaves_the_other_alone():
-    """Hooks of the process are there for one of them; the other's ordinary passes have none of it."""
-    generator, critic = models()
-    optimizers = THOR(generator, update_interval=1), THOR(critic, update_interval=100)
-    for real, noise in stream()[:3]:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        x, loss = labelled(real, generator(noise).detach())
-        loss(critic(x)).backward()
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        believed(critic(generator(noise))).backward()
-        optimizers[0].step()
-        assert listened_to(generator) == {"0", "2"}
-        assert not listened_to(critic)
-    optimizers[0]._capture._calls.close()
-    assert [layer.refreshes for layer in optimizers[1].curvature.values()] == [1, 1]

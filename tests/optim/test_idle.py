@@ -1,73 +1,71 @@
-"""Between refreshes nothing of ours runs: no hook on a tensor, no kept activation, no statistics."""
+"""Between refreshes nothing of ours runs or is kept; while THOR waits for statistics the model carries nothing."""
 
+import copy
 import gc
+import io
 import weakref
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.swa_utils import AveragedModel
 
-from tiny import assert_same, batches, cross_entropy, mlp, train, weights
+from tiny import assert_same, batches, cross_entropy, listened_to, mlp, train, weights
 from torch_thor import THOR
+
+STREAM = batches(5)
 
 
 class Watch:
     """Looks at what goes in and out of a layer, without keeping it."""
 
     def __init__(self, module):
-        self.inputs, self.hooked = None, None
         module.register_forward_hook(self)
 
     def __call__(self, module, inputs, output):
-        self.inputs = weakref.ref(inputs[0])
-        self.output = weakref.ref(output)
-        self.hooked = bool(output._backward_hooks)
-        self.kind = type(output.grad_fn).__name__
+        self.inputs, self.output = weakref.ref(inputs[0]), weakref.ref(output)
+        self.hooked, self.kind = bool(output._backward_hooks), type(output.grad_fn).__name__
+
+    def alive(self):
+        return self.inputs() is not None or self.output() is not None
 
 
-IDLE = {
-    "between two refreshes": {"update_interval": 100},
-    "all stopped": {"update_interval": 1, "trace_thresholds": (1e9, 1e8), "lr": 0.0},
-    "one frozen": {"update_interval": 100},  # it never gets statistics, and keeps no other waiting
-}
+def test_no_hook_and_no_node_of_ours():
+    """Between two refreshes; if all layers have stopped; and a frozen one, which waits forever, keeps no other."""
+    for why, options in {
+        "waits": {"update_interval": 100},
+        "all stopped": {"update_interval": 1, "trace_thresholds": (1e9, 1e8), "lr": 0.0},
+        "one frozen": {"update_interval": 100},
+    }.items():
+        model, bare = mlp(), mlp()
+        model[2].requires_grad_(why != "one frozen")
+        optimizer = THOR(model, **options)
+        train(model, optimizer, STREAM[:2])
+        assert all(curvature.stopped == (why == "all stopped") for curvature in optimizer.curvature.values())
+        watches = [Watch(one[i]) for one in (model, bare) for i in (0, 2, 4)]
+        for batch in STREAM[2:]:
+            bare(batch[0])
+            train(model, optimizer, [batch])
+            assert not any(watch.hooked for watch in watches), why
+            assert [watch.kind for watch in watches[:3]] == [watch.kind for watch in watches[3:]], why
 
 
-@pytest.mark.parametrize("why", IDLE)
-def test_no_hook_and_no_node_of_ours(why):
-    model, bare = mlp(), mlp()
-    model[2].requires_grad_(why != "one frozen")
-    optimizer = THOR(model, **IDLE[why])
-    stream = batches(5)
-    train(model, optimizer, stream[:2])
-    assert all(curvature.stopped == (why == "all stopped") for curvature in optimizer.curvature.values())
-    watches = [Watch(one[i]) for one in (model, bare) for i in (0, 2, 4)]
-    for x, labels in stream[2:]:
-        loss = cross_entropy(labels)(model(x))
-        bare(x)
-        assert not any(watch.hooked for watch in watches)
-        assert [watch.kind for watch in watches[:3]] == [watch.kind for watch in watches[3:]]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("refresh", [False, True])
-def test_activations_die_as_they_do_without_us(refresh):
+def test_activations_die_as_they_do_without_us():
     """On an ordinary step the backward frees them; on a refresh they are gone after the step."""
-    model = mlp()
-    optimizer = THOR(model, update_interval=1 if refresh else 100)
-    [first, (x, labels)] = batches(2)
-    train(model, optimizer, [first])
-    watches = [Watch(model[i]) for i in (2, 4)]
-    loss = cross_entropy(labels)(model(x))
-    alive = [watch.inputs() is not None for watch in watches]
-    assert all(alive), "the watch itself does not work"
-    loss.backward()
-    del loss
-    if refresh:
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [watch.inputs() for watch in watches] == [None, None]
-    assert [watch.output() for watch in watches] == [None, None]
+    for refresh in (False, True):
+        model = mlp()
+        optimizer = THOR(model, update_interval=1 if refresh else 100)
+        train(model, optimizer, STREAM[:1])
+        watches = [Watch(model[i]) for i in (2, 4)]
+        loss = cross_entropy(STREAM[1][1])(model(STREAM[1][0]))
+        assert all(watch.alive() for watch in watches), "the watch itself does not work"
+        loss.backward()
+        del loss
+        if refresh:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(watch.alive() for watch in watches)
 
 
 def test_a_forward_that_is_dropped_keeps_nothing():
@@ -75,41 +73,119 @@ def test_a_forward_that_is_dropped_keeps_nothing():
     model = mlp()
     optimizer = THOR(model)
     watch = Watch(model[2])
-    output = model(batches(1)[0][0])
-    assert watch.inputs() is not None
+    output = model(STREAM[0][0])
+    assert watch.alive()
     del output
     gc.collect()
-    assert watch.inputs() is None
+    assert not watch.alive()
     with torch.no_grad():
-        model(batches(1)[0][0])
+        model(STREAM[0][0])
     assert not watch.hooked
-    assert watch.inputs() is None
-    assert optimizer._capture.awaited
+    assert not watch.alive()
+    assert listened_to(model) == set(optimizer.curvature)
 
 
-def test_model_is_never_changed():
-    """No layer swapped, no parameter or buffer added or renamed, `state_dict` as it was."""
-    model = mlp()
-    kinds = [(name, type(module), module) for name, module in model.named_modules()]
-    keys, parameters = list(model.state_dict()), dict(model.named_parameters())
-    attributes = [set(vars(module)) for module in model.modules()]
+def saved_and_loaded(model):
+    """Loads with `weights_only=True`: the user's own modules are declared safe, nothing else has to be."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    kinds = {type(m) for m in model.modules()} | {nn.modules.linear.NonDynamicallyQuantizableLinear}
+    with torch.serialization.safe_globals([*kinds, set]):
+        return torch.load(file, weights_only=True)
+
+
+def test_the_model_and_its_copies_are_the_bare_model():
+    """While THOR waits and afterwards; the pass of a copy is nobody's statistics."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 3))
+    bare = copy.deepcopy(model)
+    parameters = dict(model.named_parameters())
     optimizer = THOR(model)
-    train(model, optimizer, batches(2))
-    assert kinds == [(name, type(module), module) for name, module in model.named_modules()]
-    assert list(model.state_dict()) == keys
+    assert listened_to(model) == {"0", "1", "2"}
+    twins = [copy.deepcopy(model), saved_and_loaded(model), AveragedModel(model).module]
+    assert not any(listened_to(twin) for twin in twins)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for twin in twins:
+        twin[2](twin[0](torch.randn(2, 5))).sum().backward()
+    with pytest.raises(RuntimeError, match="no statistics"):
+        optimizer.step()
+    optimizer.zero_grad()
+    x = model[0](torch.randn(2, 5))
+    model[2](model[1](x, x, x)[0]).sum().backward()
+    optimizer.step()
+    for one in (model, *twins):
+        assert list(one.state_dict()) == list(bare.state_dict())
+        for module, plain in zip(one.modules(), bare.modules(), strict=True):
+            assert type(module) is type(plain)
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
+            assert vars(module).keys() == vars(plain).keys()
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-    assert [set(vars(module)) for module in model.modules()] == attributes
-    assert list(model.named_buffers()) == []
+
+
+def test_a_model_is_scripted_while_thor_waits():
+    model = mlp()
+    optimizer = THOR(model)
+    scripted, traced = torch.jit.script(model), torch.jit.trace(model, STREAM[0][0])
+    with torch.no_grad():
+        for one in (scripted, traced):
+            torch.testing.assert_close(one(STREAM[0][0]), model(STREAM[0][0]))
+    train(model, optimizer, STREAM[:1])
+    assert {(curvature.refreshes, curvature.rows_per_term) for curvature in optimizer.curvature.values()} == {(1, 1)}
+
+
+@pytest.mark.parametrize("where", ["before THOR", "after THOR", "global, before", "global, after"])
+def test_an_output_that_a_hook_replaces(where):
+    """`g` is the gradient of what the layer itself has computed: three times that of what the hook made of it."""
+    model, (x, labels) = mlp(), STREAM[0]
+
+    def replace(module, args, output):
+        return 3 * output if module is model[4] else None
+
+    def register():
+        return register_module_forward_hook(replace) if "global" in where else model[4].register_forward_hook(replace)
+
+    handle = register() if "before" in where else None
+    optimizer = THOR(model, lr=0.0)
+    handle = handle or register()
+    cross_entropy(labels)(model(x)).backward()
+    handle.remove()
+    optimizer.step()
+    hidden = model[:4](x)
+    g = 3 * ((3 * model[4](hidden)).softmax(-1) - nn.functional.one_hot(labels, 3))  # of one loss term, by hand
+    A, G = optimizer.curvature["4"].factors()
+    torch.testing.assert_close(G, g.mT @ g / len(x))
+    torch.testing.assert_close(A, hidden.mT @ hidden / len(x))
+
+
+def test_two_optimizers_wait_for_one_model():
+    """Each hears the calls, and the one that is done hears no more."""
+    model, twin, (x, labels) = mlp(), mlp(), STREAM[0]
+    twin.load_state_dict(model.state_dict())
+    one, other, alone = THOR(model, lr=0.0), THOR(model, lr=0.0), THOR(twin, lr=0.0)
+    for each in (model, twin):
+        cross_entropy(labels)(each(x)).backward()
+    for optimizer in (one, other, alone):
+        optimizer.step()
+    assert not listened_to(model)
+    for optimizer in (one, other):
+        for name, curvature in optimizer.curvature.items():
+            assert_same(curvature.factors(), alone.curvature[name].factors())
 
 
 def test_hooks_go_with_the_optimizer():
-    """The usual notebook: construct again on the same model, go on."""
+    """The usual notebook: construct again on the same model, go on. Refreshes leave no finalizers behind either."""
     model, twin = mlp(), mlp()
     twin.load_state_dict(model.state_dict())
     first = THOR(model)
-    optimizer, other = THOR(model), THOR(twin)
-    train(model, optimizer, batches(4))
-    train(twin, other, batches(4))
+    optimizer, other = (THOR(one, update_interval=1, trace_thresholds=(0.0, 0.0)) for one in (model, twin))
+    train(model, optimizer, STREAM[:1])
+    gc.collect()
+    before = len(weakref.finalize._registry)
+    train(model, optimizer, STREAM[1:])
+    assert len(weakref.finalize._registry) == before
+    train(twin, other, STREAM)
     assert_same(weights(model), weights(twin))
     assert first.curvature["0"].refreshes == 0
     kept = [weakref.ref(one) for one in (first, optimizer)]
@@ -117,5 +193,5 @@ def test_hooks_go_with_the_optimizer():
     gc.collect()
     assert [one() for one in kept] == [None, None], "the model keeps its optimizer alive"
     watch = Watch(model[2])
-    model(batches(1)[0][0])
+    model(STREAM[0][0])
     assert not watch.hooked

@@ -1,7 +1,6 @@
-"""LAMB: by hand, against a loop in numpy, beside timm's, and what of it is Adam's."""
+"""LAMB: against a loop in numpy, beside timm's, and what of it is Adam's. More stands in test_exclusion.py."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -34,36 +33,6 @@ class ByTheBook:
         self.x = self.x - self.lr * ratio * u
 
 
-def parameter(values, gradient):
-    p = nn.Parameter(torch.tensor(values, dtype=torch.float64))
-    p.grad = torch.tensor(gradient, dtype=torch.float64)
-    return p
-
-
-def test_by_hand():
-    """lr = 0.1, β = (0.5, 0.75), ε = 1, λ = 0.5, x = (3, 4), g = (1, -1), then (0, 0).
-
-    1: m̂ = g, v̂ = 1, r = g / 2 = (0.5, -0.5), u = r + x / 2 = (2, 1.5), ‖x‖ / ‖u‖ = 5 / 2.5 = 2: x ← (2.6, 3.7).
-    2: m = (0.25, -0.25), m̂ = m / 0.75 = (1, -1) / 3; v = 0.1875, v̂ = v / 0.4375 = 3 / 7; r = ±(1/3) / (√(3/7) + 1).
-    A bias: r = g / (|g| + ε) at the first step, whatever x is. Where a norm is zero, the ratio is 1.
-    """
-    p, bias = parameter([[3.0, 4.0]], [[1.0, -1.0]]), parameter([3.0, 4.0], [1.0, -3.0])
-    optimizer = LAMB([p, bias], lr=0.1, betas=(0.5, 0.75), eps=1.0, weight_decay=0.5)
-    optimizer.step()
-    assert p.tolist() == [pytest.approx([2.6, 3.7], rel=1e-14)]
-    assert bias.tolist() == pytest.approx([3 - 0.05, 4 + 0.075], rel=1e-14)
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
-    r = (1 / 3) / (math.sqrt(3 / 7) + 1)
-    u = [r + 1.3, -r + 1.85]
-    ratio = math.hypot(2.6, 3.7) / math.hypot(*u)
-    assert p.tolist() == [pytest.approx([2.6 - 0.1 * ratio * u[0], 3.7 - 0.1 * ratio * u[1]], rel=1e-12)]
-    for x, g in (([0.0, 0.0], [1.0, 1.0]), ([3.0, 4.0], [0.0, 0.0])):
-        p = parameter([x], [g])
-        LAMB([p], lr=0.1, eps=1.0, weight_decay=0.0).step()
-        assert p.tolist() == [pytest.approx([a - 0.1 * b / 2 for a, b in zip(x, g, strict=True)])]
-
-
 EXCLUDED = {
     "default": (None, {"0.bias", "1.weight", "1.bias", "3.bias"}),
     "none": ((), set()),
@@ -90,6 +59,7 @@ def test_equals_the_loop(weight_decay, name, foreach):
         cross_entropy(labels)(model(x[:, None])).backward()
         if step in (0, 3):
             model[0].weight.grad = model[3].bias.grad = None
+            model[3].weight.grad.zero_()  # and at first there is no ‖u‖ to divide by
         for name, p in model.named_parameters():
             if p.grad is not None:
                 books[name].step(p.grad.numpy().copy())
@@ -99,27 +69,29 @@ def test_equals_the_loop(weight_decay, name, foreach):
             np.testing.assert_allclose(p.detach().numpy(), books[name].x, rtol=1e-10, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize("always", [True, False])
-def test_equals_timms(always):
+def test_equals_timms():
     """timm's applies the ratio to what decays, or, with `always_adapt`, to everything."""
-    torch.manual_seed(0)
-    models = [timm.create_model("test_vit", num_classes=5) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-5}
-    ours = LAMB(models[0], weight_decay=0.1, exclude=() if always else None, **options)
-    groups = [
-        {"params": [p for p in models[1].parameters() if always or p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in models[1].parameters() if not always and p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    theirs = Lamb(groups, max_grad_norm=None, always_adapt=always, **options)
-    for step in range(4):
-        for model, optimizer in zip(models, (ours, theirs), strict=True):
-            generator = torch.Generator().manual_seed(step)
-            for p in model.parameters():
-                p.grad = torch.randn(p.shape, generator=generator)
-            optimizer.step()
-    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-5, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+    for always in (True, False):
+        models = [timm.create_model("test_vit", num_classes=5) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-5}
+        ours = LAMB(models[0], weight_decay=0.1, exclude=() if always else None, **options)
+        decays = [always or p.dim() > 1 for p in models[1].parameters()]
+        groups = [
+            {
+                "params": [p for p, it in zip(models[1].parameters(), decays, strict=True) if it == its],
+                "weight_decay": decay,
+            }
+            for its, decay in ((True, 0.1), (False, 0.0))
+        ]
+        theirs = Lamb(groups, max_grad_norm=None, always_adapt=always, **options)
+        for step in range(4):
+            for model, optimizer in zip(models, (ours, theirs), strict=True):
+                generator = torch.Generator().manual_seed(step)
+                for p in model.parameters():
+                    p.grad = torch.randn(p.shape, generator=generator)
+                optimizer.step()
+        torch.testing.assert_close(*(weights(model) for model in models), rtol=2e-5, atol=2e-6)
 
 
 def test_everything_excluded_is_adam():
@@ -127,21 +99,7 @@ def test_everything_excluded_is_adam():
     twin = copy.deepcopy(model)
     train(model, LAMB(model, lr=0.01, eps=1e-8, weight_decay=0.5, exclude="*"), batches(6))
     train(twin, torch.optim.Adam(twin.parameters(), lr=0.01), batches(6))
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
-
-
-def test_a_step_is_lr_times_the_weights_norm():
-    """The trust ratio's point: any loss scale, any layer."""
-    for scale in (1e-3, 1.0, 1e3):
-        model = mlp()
-        before = weights(model)
-        x, labels = batches(1)[0]
-        (scale * cross_entropy(labels)(model(x))).backward()
-        LAMB(model, lr=0.01, eps=1e-12).step()
-        for name, p in model.named_parameters():
-            if p.dim() > 1:
-                assert float((p.detach() - before[name]).norm() / before[name].norm()) == pytest.approx(0.01, rel=1e-9)
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,9 +176,3 @@ def test_a_first_step_of_warm_up_from_zero_counts():
         train(model, optimizer, batches(1))
         assert_same(weights(model), before)
         assert float(optimizer.state[model[0].weight]["step"]) == 1
-
-
-def test_wrong_betas():
-    for betas in [(0.9, 1.0), (-0.1, 0.9), 0.9, (0.9,), ("a", 0.9), (float("nan"), 0.9)]:
-        with pytest.raises(ValueError, match=r"betas=.*: betas must be a pair .* use \(0\.9, 0\.999\)"):
-            LAMB(mlp(), betas=betas)
