@@ -142,7 +142,7 @@ def test_coverage():
 
 
 def test_evaluation_and_frozen_layers_are_as_without_thor():
-    """On a refresh step an evaluation has the bits of the fused kernels, and no rows; what is frozen has no gradient."""
+    """An evaluation on a refresh step has the bits of the fused kernels and no rows; what is frozen has no gradient."""
     model = nn.ModuleDict({"rnn": nn.LSTM(3, 4, proj_size=2), "head": nn.Linear(2, 3)})
     x = torch.randn(5, 2, 3)
     with torch.no_grad():  # both times: with gradients torch may choose another kernel
