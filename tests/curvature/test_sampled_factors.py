@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from by_curvlinops import curvlinops_factors
 from torch import nn
-from torch.distributions import Categorical, Independent, Normal, Poisson
+from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poisson
 from torch.nn import functional as F
 
 from comparing import DAMPING, assert_matches_reference
@@ -22,123 +23,89 @@ class Known(Categorical):
         return self.labels
 
 
-class Recorder:
-    """A distribution that remembers what was drawn from it."""
-
-    def __init__(self, make):
-        self.make, self.drawn = make, None
-
-    def __call__(self, output):
-        distribution = self.make(output)
-        draw = distribution.sample
-
-        def sample(*args):
-            self.drawn = draw(*args)
-            return self.drawn
-
-        distribution.sample = sample
-        return distribution
+def square(y):
+    """The training loss, which has no say."""
+    return y.square().mean()
 
 
-def sampled(model, x, loss, *, output=lambda y: y, distribution="categorical", seed=0, dim=None, mask=None, **options):
-    """THOR with sampled labels after one step that moves nothing; the training loss is another one."""
-    optimizer = THOR(model, lr=0.0, damping=DAMPING, fisher="sampled", **options)
+def sampled(model, x, *, loss=square, output=lambda y: y, distribution="categorical", seed=0, split_dim=4, **options):
+    """THOR with sampled labels after one step that moves nothing."""
+    optimizer = THOR(model, lr=0.0, damping=DAMPING, fisher="sampled", split_dim=split_dim)
     y = model(x)
-    optimizer.sample_fisher(output(y), distribution, seed=seed, dim=dim, mask=mask)
+    optimizer.sample_fisher(output(y), distribution, seed=seed, **options)
     loss(y).backward()
     optimizer.step()
     return optimizer
 
 
-def softmax_moment(logits):
-    """The mean over rows of diag(p) − p pᵀ: E[g gᵀ] of a softmax over its own labels."""
-    p = logits.softmax(-1)
-    return torch.diag(p.mean(0)) - p.T @ p / len(p)
-
-
 def test_softmax_classifier_in_expectation():
-    """16 inputs, 4,000 labels each: every entry of G within five standard errors of its closed form."""
+    """16 inputs, 4,000 labels each: every entry of G within five standard errors of diag(p) − p pᵀ, on average."""
     model, draws = nn.Linear(5, 4).double(), 4000
     x = torch.randn(16, 5, dtype=torch.float64).repeat(draws, 1)
-    labels = torch.zeros(len(x), dtype=torch.long)
-    optimizer = sampled(nn.Sequential(model), x, cross_entropy(labels), split_dim=None)
-    A, G = optimizer.curvature["0"].factors()
+    A, G = sampled(nn.Sequential(model), x, split_dim=None).curvature["0"].factors()
     torch.testing.assert_close(A, x.T @ x / len(x), rtol=1e-10, atol=1e-12)
     with torch.no_grad():
-        logits = model(x[:16])
-        p = logits.softmax(-1)
-        exact = softmax_moment(logits)
+        p = model(x[:16]).softmax(-1)
+        exact = torch.diag(p.mean(0)) - p.T @ p / len(p)
         outer = torch.stack([torch.einsum("ni,nj->nij", p - e, p - e) for e in torch.eye(4, dtype=torch.float64)], 1)
         mean = torch.einsum("nk,nkij->nij", p, outer)
         torch.testing.assert_close(mean.mean(0), exact, rtol=1e-12, atol=1e-14)  # all labels, weighted by p
         variance = torch.einsum("nk,nkij->nij", p, (outer - mean[:, None]).square()).mean(0)
-    assert ((G - exact).abs() <= 5 * (variance / len(x)).sqrt()).all()
+    error = (variance / len(x)).sqrt()
+    assert ((G - exact).abs() <= 5 * error).all()
     empirical = THOR(nn.Sequential(model), lr=0.0, split_dim=None)
-    cross_entropy(labels)(empirical.model(x)).backward()
+    cross_entropy(torch.zeros(len(x), dtype=torch.long))(model(x)).backward()
     empirical.step()
     far = (empirical.curvature["0"].factors()[1] - exact).abs()
-    assert (far > 20 * (variance / len(x)).sqrt()).any(), "the bound would not tell the empirical Fisher apart"
+    assert (far > 20 * error).any(), "the bound would not tell the empirical Fisher apart"
 
 
 def test_the_training_labels_as_samples_are_the_empirical_fisher():
     """To the bit where N is a power of two, because a mean is then exactly a sum divided."""
     [(x, labels)] = batches(1)
-    torch.manual_seed(3)
     model = mlp()
-    one = THOR(model, lr=0.0, split_dim=4)
     loss = lambda y: -Categorical(logits=y).log_prob(labels).mean()  # noqa: E731
+    one = THOR(model, lr=0.0, split_dim=4)
     loss(model(x)).backward()
     one.step()
     one.zero_grad()
-    other = sampled(model, x, loss, distribution=lambda y: Known(y, labels), split_dim=4)
+    other = sampled(model, x, loss=loss, distribution=lambda y: Known(y, labels))
     for name, curvature in one.curvature.items():
         assert curvature.rows_per_term == other.curvature[name].rows_per_term
         for empirical, known in zip(curvature.factors(), other.curvature[name].factors(), strict=True):
             assert torch.equal(empirical, known)
 
 
-LANGUAGE = torch.tensor([[True, True, False], [True, False, False]])
-# name: (model and input, what is predicted, its options, loss terms, the log-likelihood of what was drawn)
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+
+
+def classes(y):
+    return Categorical(logits=y)
+
+
+def whole(y):
+    return y
+
+
+def images():
+    return conv_model("stride")
+
+
+def vectors(*leading):
+    return lambda: (mlp(), torch.randn(*leading, 5, dtype=torch.float64))
+
+
+# name: model and input, what is predicted, its distribution, loss terms, the log-likelihood of what was drawn
 PREDICTIONS = {
-    "classes": (
-        lambda: (mlp(), batches(1)[0][0]),
-        lambda y: y,
-        {"distribution": lambda y: Categorical(logits=y)},
-        8,
-        lambda y, t: F.cross_entropy(y, t, reduction="sum"),
-    ),
-    "images": (
-        lambda: conv_model("stride"),
-        lambda y: y,
-        {"distribution": lambda y: Categorical(logits=y)},
-        3,
-        lambda y, t: F.cross_entropy(y, t, reduction="sum"),
-    ),
-    "tokens": (
-        lambda: (mlp(), torch.randn(2, 3, 5, dtype=torch.float64)),
-        lambda y: y,
-        {"distribution": lambda y: Categorical(logits=y), "mask": LANGUAGE},
-        3,
-        lambda y, t: F.cross_entropy(y[LANGUAGE], t[LANGUAGE], reduction="sum"),
-    ),
-    "means": (
-        lambda: (mlp(), batches(1)[0][0]),
-        lambda y: y,
-        {"distribution": lambda y: Normal(y, 0.5)},
-        24,
-        lambda y, t: ((y - t) ** 2).sum() / 0.5,
-    ),
-    "counts": (
-        lambda: (mlp(), batches(1)[0][0]),
-        lambda y: y,
-        {"distribution": lambda y: Independent(Poisson(y.exp()), 1)},
-        8,
-        lambda y, t: (y.exp() - t * y).sum(),
-    ),
+    "classes": (vectors(8), whole, classes, 8, lambda y, t: F.cross_entropy(y, t, reduction="sum")),
+    "images": (images, whole, classes, 3, lambda y, t: F.cross_entropy(y, t, reduction="sum")),
+    "tokens": (vectors(2, 3), whole, classes, 3, lambda y, t: F.cross_entropy(y[MASK], t[MASK], reduction="sum")),
+    "means": (vectors(8), whole, lambda y: Normal(y, 0.5), 24, lambda y, t: ((y - t) ** 2).sum() / 0.5),
+    "counts": (vectors(8), whole, lambda y: Independent(Poisson(y.exp()), 1), 8, lambda y, t: (y.exp() - t * y).sum()),
     "means-and-variances": (
-        lambda: (mlp(), batches(1)[0][0]),
+        vectors(8),
         lambda y: (y[:, 0], y[:, 1]),
-        {"distribution": lambda y: Normal(y[0], (0.5 * y[1]).exp())},
+        lambda y: Normal(y[0], (0.5 * y[1]).exp()),
         8,
         lambda y, t: (0.5 * ((y[:, 0] - t) ** 2 * (-y[:, 1]).exp() + y[:, 1])).sum(),
     ),
@@ -147,106 +114,51 @@ PREDICTIONS = {
 
 @pytest.mark.parametrize("name", PREDICTIONS)
 def test_known_labels_give_what_explicit_loops_give(name):
-    make, output, options, terms, nll = PREDICTIONS[name]
-    model, x = make()
-    recorder = Recorder(options["distribution"])
-    optimizer = sampled(
-        model,
-        x,
-        lambda y: y.square().mean(),
-        output=output,
-        distribution=recorder,
-        mask=options.get("mask"),
-        split_dim=4,
-    )
-    assert_matches_reference(
-        model, x, lambda y: nll(y, recorder.drawn), terms=terms, scale=1, split_dim=4, optimizer=optimizer
-    )
+    make, output, distribution, terms, nll = PREDICTIONS[name]
+    (model, x), drawn = make(), []
+
+    def recorded(y):
+        found = distribution(y)
+        draw = found.sample
+        found.sample = lambda *args: drawn.append(draw(*args)) or drawn[-1]
+        return found
+
+    mask = MASK if name == "tokens" else None
+    optimizer = sampled(model, x, output=output, distribution=recorded, mask=mask)
+    options = {"terms": terms, "scale": 1, "split_dim": 4, "optimizer": optimizer}
+    assert_matches_reference(model, x, lambda y: nll(y, drawn[0]), **options)
 
 
-NAMED = {
-    "categorical": ({}, (8,), lambda y: Categorical(logits=y)),
-    "categorical, dim 1": ({"dim": 1}, (2, 4), lambda y: Categorical(logits=y.movedim(1, -1))),
-    "categorical, dim -1": ({"dim": -1}, (2, 4), lambda y: Categorical(logits=y)),
-    "bernoulli": ({}, (8,), lambda y: torch.distributions.Bernoulli(logits=y)),
-    "normal": ({}, (8,), lambda y: Normal(y, 1.0)),
-}
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_a_name_draws_what_its_distribution_draws(name):
-    options, leading, distribution = NAMED[name]
-    model, x = mlp(), torch.randn(*leading, 5, dtype=torch.float64)
-    loss = lambda y: y.square().mean()  # noqa: E731
-    named = sampled(model, x, loss, distribution=name.partition(",")[0], seed=4, **options)
-    given = sampled(model, x, loss, distribution=distribution, seed=4)
-    for ours, its in zip(named.curvature.values(), given.curvature.values(), strict=True):
-        assert ours.rows_per_term == its.rows_per_term
-        for factor, wanted in zip(ours.factors(), its.factors(), strict=True):
-            torch.testing.assert_close(factor, wanted, rtol=1e-12, atol=1e-14)
+def test_a_name_draws_what_its_distribution_draws():
+    for name, dim, leading, distribution in (
+        ("categorical", None, (8,), classes),
+        ("categorical", 1, (2, 4), lambda y: Categorical(logits=y.movedim(1, -1))),
+        ("categorical", -1, (2, 4), classes),
+        ("bernoulli", None, (8,), lambda y: Bernoulli(logits=y)),
+        ("normal", None, (8,), lambda y: Normal(y, 1.0)),
+    ):
+        model, x = vectors(*leading)()
+        named = sampled(model, x, distribution=name, seed=4, dim=dim)
+        given = sampled(model, x, distribution=distribution, seed=4)
+        for ours, its in zip(named.curvature.values(), given.curvature.values(), strict=True):
+            assert ours.rows_per_term == its.rows_per_term
+            torch.testing.assert_close(ours.factors(), its.factors(), rtol=1e-12, atol=1e-14, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["linear", "stride"])
-def test_curvlinops_exact_fisher_is_the_expectation(kind):
+def test_curvlinops_exact_fisher_is_the_expectation():
     """One datum and each of its labels in turn, weighted by its probability: curvlinops' ``type-2``, in every layer."""
-    from curvlinops import KFACLinearOperator
-
-    model, x = (mlp(), batches(1)[0][0]) if kind == "linear" else conv_model(kind)
-    x = x[:1]
-    operator = KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x, torch.zeros(1, dtype=torch.long))],
-        fisher_type="type-2",
-        kfac_approx="expand",
-        check_deterministic=False,
-    )
-    operator.compute_kronecker_factors()
-    state = operator.state_dict()
-    probabilities = model(x).softmax(-1)[0].tolist()
-    expected = {}
-    for label, p in enumerate(probabilities):
-        labels = torch.tensor([label])
-        optimizer = sampled(
-            model, x, lambda y: y.square().mean(), distribution=lambda y, t=labels: Known(y, t), split_dim=None
-        )
-        for name, curvature in optimizer.curvature.items():
-            A, G = curvature.factors()
-            torch.testing.assert_close(A, state["input_covariances"][name], rtol=1e-9, atol=1e-12)
-            expected[name] = expected.get(name, 0.0) + p * curvature.rows_per_term * G
-        optimizer.zero_grad()
-    assert set(expected) == set(state["gradient_covariances"])
-    for name, G in expected.items():
-        torch.testing.assert_close(G, state["gradient_covariances"][name], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
-def test_curvlinops_agrees_in_the_mean_of_many_draws():
-    """Eight data with 50 labels each, all layers of a network: 20 refreshes have the exact Fisher's factor for mean."""
-    from curvlinops import KFACLinearOperator
-
-    model, [(x, labels)] = mlp(), batches(1)
-    operator = KFACLinearOperator(
-        model,
-        nn.CrossEntropyLoss(),
-        list(model.parameters()),
-        [(x, labels)],
-        fisher_type="type-2",
-        kfac_approx="expand",
-        check_deterministic=False,
-    )
-    operator.compute_kronecker_factors()
-    exact = operator.state_dict()["gradient_covariances"]
-    drawn = {name: [] for name in exact}
-    for seed in range(20):
-        optimizer = sampled(model, x.repeat(50, 1), cross_entropy(labels.repeat(50)), seed=seed, split_dim=None)
-        optimizer.zero_grad()
-        for name, curvature in optimizer.curvature.items():
-            drawn[name].append(curvature.factors()[1])
-    for name, factors in drawn.items():
-        stacked = torch.stack(factors)
-        error = (stacked.mean(0) - exact[name]).abs()
-        assert (error <= 5 * stacked.std(0) / len(stacked) ** 0.5).all(), name
-        assert error.norm() < 0.05 * exact[name].norm(), name
+    for model, x in (vectors(1)(), conv_model("stride", batch=1)):
+        inputs, grads = curvlinops_factors(model, x, torch.zeros(1, dtype=torch.long), "type-2")
+        expected = dict.fromkeys(grads, 0.0)
+        for label, p in enumerate(model(x).softmax(-1)[0].tolist()):
+            known = torch.tensor([label])
+            optimizer = sampled(model, x, distribution=lambda y, known=known: Known(y, known), split_dim=None)
+            assert set(optimizer.curvature) == set(grads)
+            for name, curvature in optimizer.curvature.items():
+                A, G = curvature.factors()
+                torch.testing.assert_close(A, inputs[name], rtol=1e-9, atol=1e-12)
+                expected[name] = expected[name] + p * curvature.rows_per_term * G
+            optimizer.zero_grad()
+        for name, G in expected.items():
+            torch.testing.assert_close(G, grads[name], rtol=1e-9, atol=1e-12)
