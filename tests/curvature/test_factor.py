@@ -3,8 +3,6 @@
 What processes hold if they divide them is tested in tests/distributed, against one process.
 """
 
-import itertools
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,10 +11,8 @@ from torch.overrides import TorchFunctionMode
 from tiny import as_list
 from torch_thor import THOR
 from torch_thor.capture import CompositeHook, InnerLayer, register_composite
-from torch_thor.capture.composites import registry
 from torch_thor.curvature import ParameterView, ProjectionKind
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.shards import shard_bounds
 
 # layers whose weights can be divided by rows: a slice of the weight is a row of its matrix, or several
 BY_ROWS = [
@@ -110,9 +106,8 @@ def projections(module):
         yield InnerLayer(name, ProjectionKind(view.of(module.weight), "Fused"), view, [], f"{name}_")
 
 
-def test_layers_that_are_rows_of_one_weight_share_the_tensors_of_g(monkeypatch):
+def test_layers_that_are_rows_of_one_weight_share_the_tensors_of_g():
     """The widest of them tells how many columns there are."""
-    monkeypatch.setattr(registry.COMPOSITES, "classes", dict(registry.COMPOSITES.classes))
     register_composite(Fused, projections, FusedHook)
     for split_dim, width in ((None, 4), (3, 3), (1, 1)):
         model = nn.Sequential(nn.Linear(6, 5), Fused())
@@ -125,10 +120,3 @@ def test_layers_that_are_rows_of_one_weight_share_the_tensors_of_g(monkeypatch):
             ("G_inverse", [c.inverses()[1] for c in layers]),
         ):
             assert torch.equal(state[key], torch.cat([rows_of(one, split_dim, width) for one in of_layers]))
-
-
-def test_shards_are_those_of_torch():
-    for rows, shards in ((7, 1), (7, 3), (7, 4), (12, 5), (3, 5)):
-        lengths = [stop - start for start, stop in itertools.pairwise(shard_bounds(rows, shards))]
-        wanted = [len(chunk) for chunk in torch.arange(rows).chunk(shards)]
-        assert lengths == wanted + [0] * (shards - len(wanted))
