@@ -1,4 +1,7 @@
-"""Factors of embeddings, plain and scaled, and of Hugging Face's Conv1D; and the mask that leaves rows out."""
+"""Factors of embeddings, plain and scaled, and of Hugging Face's Conv1D; and the mask that leaves rows out.
+
+Steps of tied embeddings are in tests/optim/test_tied_weights.py.
+"""
 
 import importlib
 import re
@@ -17,7 +20,7 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from comparing import DAMPING, assert_matches_reference, compare, having, refreshed
+from comparing import DAMPING, assert_matches_reference, having, refreshed
 from tiny import assert_same, cross_entropy, train, weights
 from torch_thor import THOR, ThorMuon
 
@@ -60,30 +63,6 @@ def test_any_embedding(kind, shape, width, padding, split_dim):
     x, terms = torch.randint(7, shape), shape[0] if shape else 1
     assume((x != (-1 if padding is None else padding)).any())
     assert_matches_reference(model, x, loss_of(terms), terms=terms, split_dim=split_dim)
-
-
-class Tied(nn.Module):
-    """Scaled on the way in, plain on the way out, as Gemma has it."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = GemmaTextScaledWordEmbedding(7, 4, None, embed_scale=2.0)
-        self.decoder = nn.Linear(4, 7, bias=False)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, x):
-        return tied_by_hand(self, x)[0]
-
-
-def tied_by_hand(model, x):
-    e = model.embedding(x)
-    return model.decoder(torch.tanh(e)), [("embedding", x, e)]
-
-
-def test_steps_of_a_tied_one():
-    stream = [(torch.randint(7, (5, 3)), cross_entropy(torch.randint(7, (5, 3)))) for _ in range(10)]
-    options = {"reference_options": {"preconditioned": ["embedding"]}, "update_interval": 3}
-    compare(Tied().double(), stream, forward=tied_by_hand, **options)
 
 
 class AlsoShifted(BartScaledWordEmbedding):
