@@ -19,6 +19,28 @@ HIDDEN, INNER, EXPERTS = 4, 2, 5
 WEIGHTS = ("gate_up_proj", "down_proj")
 
 
+def each(one):
+    """A product for each expert, with the rows that are its own."""
+    return lambda x, w, chosen: torch.cat([one(x[chosen == e], w, e) for e in range(EXPERTS)])
+
+
+def grouped(x, w, chosen):
+    ends = torch.bincount(chosen, minlength=EXPERTS).cumsum(0).int()
+    return torch.ops.transformers.grouped_mm_fallback(x, w.mT, ends)  # F.grouped_mm has no float64
+
+
+PRODUCTS = {
+    "linear": each(lambda x, w, e: F.linear(x, w[e])),
+    "matmul": each(lambda x, w, e: x @ w[e]),
+    "transposed_view": each(lambda x, w, e: torch.mm(x, w.mT[e])),
+    "from_the_left": each(lambda x, w, e: torch.matmul(w[torch.tensor(e)], x.mT).mT),
+    "unbound": each(lambda x, w, e: F.linear(input=x, weight=w.unbind(0)[e])),
+    "grouped": grouped,
+    "gathered": lambda x, w, chosen: torch.bmm(x[:, None], w[chosen])[:, 0],
+    "gathered_columns": lambda x, w, chosen: torch.bmm(w[chosen], x[..., None])[..., 0],
+}
+
+
 class MoeExperts(nn.Module):
     """Gated experts, multiplied in the ways that are met."""
 
@@ -39,22 +61,7 @@ class MoeExperts(nn.Module):
 
     def product(self, name, x, chosen):
         weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
-        if self.style == "grouped":
-            ends = torch.bincount(chosen, minlength=EXPERTS).cumsum(0).int()
-            y = torch.ops.transformers.grouped_mm_fallback(x, weight.mT, ends)  # F.grouped_mm has no float64
-        elif self.style == "gathered":
-            y = torch.bmm(x[:, None], weight[chosen])[:, 0]
-        elif self.style == "gathered_columns":
-            y = torch.bmm(weight[chosen], x[..., None])[..., 0]
-        else:
-            one = {
-                "linear": lambda e, rows: F.linear(rows, weight[e]),
-                "matmul": lambda e, rows: rows @ weight[e],
-                "transposed_view": lambda e, rows: torch.mm(rows, weight.mT[e]),
-                "from_the_left": lambda e, rows: torch.matmul(weight[torch.tensor(e)], rows.mT).mT,
-                "unbound": lambda e, rows: F.linear(input=rows, weight=weight.unbind(0)[e]),
-            }[self.style]
-            y = torch.cat([one(e, x[chosen == e]) for e in range(EXPERTS)])
+        y = PRODUCTS[self.style](x, weight, chosen)
         return y if bias is None else y + bias[chosen]
 
 
@@ -113,24 +120,12 @@ def stream(count):
     return batches
 
 
-SPLIT = {"bias": True, "momentum": 0.0, "split_dim": 3, "damping": 0.3}
-EVERYTHING = {"bias": True, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": None}
-STYLES = {
-    "linear": [{}, SPLIT],
-    "matmul": [{}],
-    "transposed_view": [EVERYTHING],
-    "from_the_left": [SPLIT],
-    "grouped": [{}, SPLIT, EVERYTHING],
-    "gathered": [{}, SPLIT, EVERYTHING],
-    "gathered_columns": [{}],
-    "unbound": [EVERYTHING],
-}
-
-
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", PRODUCTS)
 def test_steps_are_those_of_separate_layers(style):
     """The reference has no weights √T: a layer an expert, which keeps what it has where it gets no rows."""
-    for options in STYLES[style]:
+    split = {"bias": True, "momentum": 0.0, "split_dim": 3, "damping": 0.3}
+    everything = {"bias": True, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": None}
+    for options in ({}, split, everything):
         options = {"update_interval": 2, "trace_thresholds": (0.0, 0.0), **options}
         model = Model(style, bias=options.pop("bias", False)).double()
         flipped = model.experts.is_transposed
@@ -185,10 +180,9 @@ def test_every_expert_sees_every_token():
         optimizer = having(THOR(model, lr=0.0, split_dim=None), loss_terms=6)
         (model(x) * coefficients).sum().div(6).backward()
         optimizer.step()
-        A, G = optimizer.curvature["weight"].factors()
-        for e in range(3):
-            torch.testing.assert_close(A[e], x.T @ x / 6)
-            torch.testing.assert_close(G[e], coefficients[e].T @ coefficients[e] / 6)
+        for a, g, gradient in zip(*optimizer.curvature["weight"].factors(), coefficients, strict=True):
+            torch.testing.assert_close(a, x.T @ x / 6)
+            torch.testing.assert_close(g, gradient.T @ gradient / 6)
 
 
 def test_coverage():

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from itertools import product
 
 import pytest
@@ -215,45 +214,36 @@ def test_which_modules():
     Named = type("Named", (InOut,), {})
     Doubled = type("Doubled", (InOut,), {"forward": lambda self, x: 2 * InOut.forward(self, x)})
     Gated = type("Gated", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x).tanh()})
-    entries = THOR(nn.Sequential(InOut(2, 3), nn.Linear(3, 30))).coverage()
-    assert [entry.reason for entry in entries] == ["no curvature for InOut"] * 2 + [None] * 2
-    assert why_not(Gated(2, 3)) == "Gated overrides the forward of Linear"
+    # of two classes of one name, that which is not registered is named with its Python module
+    body = {"__module__": "library", "forward": lambda self, x: x @ self.weight}
+    Other, Overriding = type("Linear", (InOut,), body), type("Linear", (nn.Linear,), body)
+    classes = InOut, Gated, Other, Overriding
+    entries = THOR(nn.Sequential(*(c(3, 3) for c in classes), nn.Linear(9, 9))).coverage()
+    assert [entry.reason for entry in entries[::2]] == [
+        "no curvature for InOut",
+        "Gated overrides the forward of Linear",
+        "no curvature for library.Linear",
+        "library.Linear overrides the forward of Linear",
+        None,
+    ]
+    assert [entry.kind for entry in entries[4:6]] == ["library.Linear"] * 2
     register_kind(Gated, LinearKind)
-    assert type(kind_of(Gated(2, 3))) is LinearKind
     register_kind(InOut, InOutKind)
     optimizer = THOR(nn.Sequential(InOut(2, 3), nn.Linear(3, 30)))
     assert [(e.kind, e.factor_sizes) for e in optimizer.coverage()[:2]] == [("InOut", (2, 3)), ("InOut", (3,))]
     assert "InOut" in repr(optimizer)
-    assert type(kind_of(Named(2, 3))) is InOutKind
-    assert kind_of(Doubled(2, 3)) is None
     assert why_not(Doubled(2, 3)) == "Doubled overrides the forward of InOut"
+    assert kind_of(Doubled(2, 3)) is None
+    assert [type(kind_of(c(2, 3))) for c in (Gated, InOut, Named)] == [LinearKind, InOutKind, InOutKind]
     register_kind(Named, TurnedKind)
-    assert type(kind_of(Named(2, 3))) is TurnedKind
-    assert type(kind_of(InOut(2, 3))) is InOutKind
-
-
-def test_two_classes_of_one_name_are_told_apart():
-    """By the Python module of the one that is not registered, wherever it is named."""
-    body = {"__module__": "library.layers", "forward": lambda self, x: x @ self.weight}
-    other = type("Linear", (nn.Module,), body)()
-    other.weight = nn.Parameter(torch.eye(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that little is preconditioned
-        optimizer = THOR(nn.Sequential(nn.Linear(3, 3), other, type("Linear", (nn.Linear,), body)(3, 3)))
-    found = [(e.kind, e.reason) for e in optimizer.coverage() if e.name.endswith("weight")]
-    name = "library.layers.Linear"
-    overridden = f"{name} overrides the forward of Linear"
-    assert found == [("Linear", None), (name, f"no curvature for {name}"), (name, overridden)]
+    assert [type(kind_of(c(2, 3))) for c in (InOut, Named)] == [InOutKind, TurnedKind]
 
 
 @pytest.mark.parametrize(("certain", "terms"), [(True, 6), (False, 5), (None, 5)])
 def test_a_kind_can_say_that_its_input_is_batch_first(certain, terms):
     """Of layers that see (L, N, d) and (N, L, d) it decides which number is N; without the attribute it does not."""
 
-    class Turned(nn.Module):
-        def forward(self, x):
-            return x.transpose(0, 1)
-
+    Turned = type("Turned", (nn.Module,), {"forward": lambda self, x: x.transpose(0, 1)})
     kind = type("Kind", (CopiedKind,), {} if certain is None else {"batch_first": certain})
     register_kind(InOut, kind)
     model = nn.Sequential(nn.Linear(3, 4), Turned(), InOut(4, 4), Turned(), nn.Linear(4, 2))
@@ -278,30 +268,24 @@ def test_what_is_no_kind():
             register_kind(module, kind)
 
 
-def changed(**changes):
-    """InOutKind with other attributes."""
-    return type("Changed", (InOutKind,), {"__init__": lambda self, module: vars(self).update(sizes | changes)})
+def test_a_kind_that_does_not_fit_its_module():
+    def changed(**changes):
+        sizes = {"inputs": 5, "outputs": 6, **changes}
+        return type("Changed", (InOutKind,), {"__init__": lambda self, module: vars(self).update(sizes)})
 
-
-sizes = {"inputs": 5, "outputs": 6}
-WHOLE = "they must be whole numbers whose product is the weight's 30 numbers; correct the kind"
-MISFITS = [
-    (changed(inputs=4), {}, rf"Changed, registered for InOut, .*inputs=4 of .* shape \(5, 6\): {WHOLE}"),
-    (changed(inputs=5.0), {}, rf"inputs=5.0 of a weight .*: {WHOLE}"),
-    (changed(inputs=-5, outputs=-6), {}, rf"outputs=-6, inputs=-5 of a weight .*: {WHOLE}"),
-    (
-        changed(to_matrix=lambda tensor: tensor.T[None]),
-        {},
-        r"makes \(1, 6, 5\) of .*\(groups, inputs, outputs\) = \(1, 5, 6\); correct",
-    ),
-    (InOutKind, {"weight": "kernel"}, r"has the weight 'kernel', and the module has no .* that name; name it"),
-    (InOutKind, {"bias": "weight"}, r"solves_biases=True of a bias of shape \(5, 6\): .* each of the 6 outputs"),
-    (lambda module: object(), {}, r"<lambda>, registered for InOut, has no loss_terms, .*, label, groups, inputs"),
-]
-
-
-@pytest.mark.parametrize(("kind", "names", "match"), MISFITS)
-def test_a_kind_that_does_not_fit_its_module(kind, names, match):
-    register_kind(InOut, kind, **names)
-    with pytest.raises(ValueError, match=match):
-        THOR(nn.Sequential(InOut(5, 6), nn.Linear(6, 3)))
+    whole = "they must be whole numbers whose product is the weight's 30 numbers; correct the kind"
+    order = r"makes \(1, 6, 5\) of .*\(groups, inputs, outputs\) = \(1, 5, 6\); correct"
+    cases = (
+        (changed(inputs=4), {}, rf"Changed, registered for Layer0, .*inputs=4 of .* shape \(5, 6\): {whole}"),
+        (changed(inputs=5.0), {}, rf"inputs=5.0 of a weight .*: {whole}"),
+        (changed(inputs=-5, outputs=-6), {}, rf"outputs=-6, inputs=-5 of a weight .*: {whole}"),
+        (changed(to_matrix=lambda tensor: tensor.T[None]), {}, order),
+        (InOutKind, {"weight": "kernel"}, r"has the weight 'kernel', and the module has no .* that name; name it"),
+        (InOutKind, {"bias": "weight"}, r"solves_biases=True of a bias of shape \(5, 6\): .* each of the 6 outputs"),
+        (lambda module: object(), {}, r"<lambda>, registered for Layer6, has no loss_terms, .*, label, groups, inputs"),
+    )
+    for i, (kind, names, match) in enumerate(cases):
+        layer = type(f"Layer{i}", (InOut,), {})
+        register_kind(layer, kind, **names)
+        with pytest.raises(ValueError, match=match):
+            THOR(nn.Sequential(layer(5, 6), nn.Linear(6, 3)))
