@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from golden.compare import FIRST_STEPS, content_of, differences, fingerprint, other_machine, path_of, read
+from golden.compare import FIRST_STEPS, FOLDER, content_of, differences, fingerprint, other_machine, read
 from golden.runs import RUNS, UnavailableError, end_ranks, settled
 
 
@@ -17,13 +17,6 @@ class OtherMachineWarning(UserWarning):
 def _ranks():
     yield
     end_ranks()
-
-
-def remedy(name):
-    return (
-        f"Was the mathematics changed on purpose? Then record it anew, in a commit of its own: "
-        f"python tests/golden/record.py {name}"
-    )
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -42,13 +35,13 @@ def test_every_bit_is_as_recorded(name):
             OtherMachineWarning,
             stacklevel=1,
         )
-    found = differences(name, golden, now)
-    if found:
-        pytest.fail("\n".join([*found, remedy(name)]), pytrace=False)
+    if found := differences(name, golden, now):
+        remedy = "Was the mathematics changed on purpose? Then record it anew, in a commit of its own:"
+        pytest.fail("\n".join([*found, f"{remedy} python tests/golden/record.py {name}"]), pytrace=False)
 
 
 def test_every_file_is_of_a_run():
-    assert {path.stem for path in path_of("any").parent.glob("*.json")} == set(RUNS)
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(RUNS)
 
 
 def test_runs_meet_every_decision():
@@ -71,25 +64,23 @@ def nudged(content, step, by):
     return found
 
 
-def test_the_first_step_that_differs_is_named(golden):
-    found = nudged(nudged(golden, 7, 1e-7), 30, 1e-2)
+def test_every_bit_is_compared_and_the_first_step_that_differs_is_named(golden):
     assert differences("digits", golden, copy.deepcopy(golden)) == []
+    found = nudged(nudged(golden, 7, 1e-7), 30, 1e-2)
     (line,) = differences("digits", golden, found)
-    assert "digits: step 7 of 44 is the first" in line
-    assert golden["losses"][6] in line
-    assert found["losses"][6] in line
-
-
-def test_one_bit_of_state_is_told(golden):
-    found = copy.deepcopy(golden)
-    key = "state.0.momentum_buffer"
+    for part in ("digits: step 7 of 44 is the first", golden["losses"][6], found["losses"][6]):
+        assert part in line
+    found, key = copy.deepcopy(golden), "state.0.momentum_buffer"
     found["optimizer"][key] = found["optimizer"][key][:-1] + "x"
     found["optimizer"]["param_groups.0.lr"] += 1e-18
     found["model"]["more"] = 1
+    found["refreshes"].append("43 0 update -")
     lines = differences("digits", golden, found)
-    assert len(lines) == 3
-    assert any(f"optimizer: {key}: float32 [16, 1, 3, 3]" in line for line in lines)
-    assert "digits: model: more is new" in lines
+    assert len(lines) == 4
+    for part in (f"optimizer: {key}: float32 [16, 1, 3, 3]", "model: more is new", "refreshes: 'nothing' was recorded"):
+        assert any(part in line for line in lines), part
+    (line,) = differences("digits", golden, golden | {"settings": ["digits"]})
+    assert "its settings were" in line
 
 
 def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
@@ -107,8 +98,3 @@ def test_another_machine_is_allowed_its_rounding_and_no_more(golden):
     state["state.2.momentum_buffer"] = state["state.2.momentum_buffer"].replace("float32", "float64")
     (line,) = differences("digits", golden, found)
     assert "state.2.momentum_buffer" in line
-
-
-def test_other_settings_are_told(golden):
-    (line,) = differences("digits", golden, golden | {"settings": ["digits"]})
-    assert "its settings were" in line

@@ -1,14 +1,12 @@
 """Rows cut into runs of equal blocks, against dense float64 algebra: groups, tails, edges of shards, diagonals."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torch_thor.curvature import Blocks, Cut, LayerCurvature, ParameterView
+from torch_thor.curvature import Blocks, Cut
 from torch_thor.curvature.blocks import cut_again
-from torch_thor.curvature.kinds import kind_of
 
 CPU = torch.device("cpu")
 split_dims = st.none() | st.integers(1, 9)
@@ -103,8 +101,7 @@ def test_products(cut, columns, decay, wider):
 
 @given(cut=grouped)
 def test_groups(cut):
-    blocks, whole = filled(cut)
-    scales = random(cut.groups)
+    (blocks, whole), scales = filled(cut), random(cut.groups)
     expected = dense_of(cut, whole)
     for index, dense in enumerate(expected):
         torch.testing.assert_close(blocks.group(index).dense()[0], dense)
@@ -136,25 +133,9 @@ def test_cut_again(rows, groups, before, after):
     assert found.rows.shape == wide.shape
 
 
-def test_a_split_dimension_that_changes_while_rows_are_gathered_is_noticed():
-    module, group = nn.Linear(7, 5).double(), {"split_dim": None}
-    view = ParameterView(module, "weight")
-    view.bind(None, group)
-    layer = LayerCurvature("fc", kind_of(module), view, [])
-    assert layer.statistics.gathered() is None
-    layer.statistics.gather(layer.kind, random(4, 7), random(4, 5))
-    assert not layer.statistics.are_cut_otherwise()
-    a, b = layer.statistics.gathered()
-    torch.testing.assert_close(a.dense()[0], random(4, 7).T @ random(4, 7))
-    torch.testing.assert_close(b.dense()[0], random(4, 5).T @ random(4, 5))
-    group["split_dim"] = 3
-    assert layer.statistics.are_cut_otherwise()
-
-
-@pytest.mark.parametrize("split_dim", [None, 1, 4])
-def test_no_rows(split_dim):
+def test_no_rows():
     """A process without rows of a weight."""
-    cut = Cut.of(0, split_dim)
-    blocks = Blocks.zeros(cut, torch.float32, CPU)
-    assert (cut.rows, blocks.parts and blocks.parts[0].numel()) in [(0, []), (0, 0)]
-    assert blocks.traces().tolist() == [0.0]
+    for split_dim in (None, 1, 4):
+        blocks = Blocks.zeros(Cut.of(0, split_dim), torch.float32, CPU)
+        assert blocks.cut.rows == sum(part.numel() for part in blocks.parts) == 0
+        assert blocks.traces().tolist() == [0.0]

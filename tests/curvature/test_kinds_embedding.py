@@ -1,4 +1,7 @@
-"""Factors of embeddings, plain and scaled, and of Hugging Face's Conv1D; and the mask that leaves rows out."""
+"""Factors of embeddings, plain and scaled, and of Hugging Face's Conv1D; and the mask that leaves rows out.
+
+Steps of tied embeddings are in tests/optim/test_tied_weights.py.
+"""
 
 import importlib
 import re
@@ -12,27 +15,18 @@ import transformers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbedding
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from comparing import assert_factors, assert_matches_reference, compare, having, refreshed
-from reference import by_stages, factors_of, gradients
+from comparing import DAMPING, assert_matches_reference, having, refreshed
 from tiny import assert_same, cross_entropy, train, weights
 from torch_thor import THOR, ThorMuon
 
 
 def loss_of(terms):
     return lambda output: (output**3).sum() / terms
-
-
-def language_model(**options):
-    """Tokens → vectors → classes."""
-    return nn.Sequential(
-        nn.Embedding(11, 4, **options), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
 
 
 def test_token_counts_by_hand():
@@ -45,62 +39,33 @@ def test_token_counts_by_hand():
         assert curvature.rows_per_term == sum(counts) / 2
         # the diagonal alone is stored: a vocabulary squared would not fit anywhere
         assert [optimizer.state[model[0].weight][key].shape for key in ("A", "A_inverse")] == [(5, 1)] * 2
+    entry = ThorMuon(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 9))).coverage()[0]
+    assert entry.reason == "the input factor is diagonal"
+
+
+SCALED = (GemmaTextScaledWordEmbedding, BartScaledWordEmbedding)
 
 
 @given(
+    kind=st.sampled_from((nn.Embedding, *SCALED)),
     shape=st.lists(st.integers(1, 4), max_size=3),
     width=st.integers(1, 5),
     padding=st.one_of(st.none(), st.integers(0, 6)),
     split_dim=st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_any_embedding(shape, width, padding, split_dim):
-    """A is diagonal whatever the split; G is cut as any other. One token alone is one term."""
-    model = nn.Sequential(nn.Embedding(7, width, padding_idx=padding), nn.Tanh(), nn.Linear(width, 3)).double()
+def test_any_embedding(kind, shape, width, padding, split_dim):
+    """A counts tokens, whatever the split; G is cut as any other. g is the vector's: a scale times the output's.
+
+    One token alone is one term.
+    """
+    options = {} if kind is nn.Embedding else {"embed_scale": 3.5}
+    model = nn.Sequential(kind(7, width, padding, **options), nn.Tanh(), nn.Linear(width, 3)).double()
     x, terms = torch.randint(7, shape), shape[0] if shape else 1
     assume((x != (-1 if padding is None else padding)).any())
     assert_matches_reference(model, x, loss_of(terms), terms=terms, split_dim=split_dim)
 
 
-# ---- embeddings that multiply what they look up by a number, as Gemma's and BART's do --------------------------------
-
-SCALED = (GemmaTextScaledWordEmbedding, BartScaledWordEmbedding)
-
-
-def test_factors_of_scaled_ones():
-    """g is that of the vector, scale times the output's; A counts tokens as before."""
-    for kind, split_dim, padding_idx in product(SCALED, (None, 3), (None, 2)):
-        model = nn.Sequential(kind(7, 4, padding_idx, embed_scale=3.5), nn.Tanh(), nn.Linear(4, 3)).double()
-        x = torch.randint(7, (3, 4))
-        assert_matches_reference(model, x, lambda y: (y**3).sum() / 3, terms=3, split_dim=split_dim)
-
-
-class Tied(nn.Module):
-    """Scaled on the way in, plain on the way out, as Gemma has it."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = GemmaTextScaledWordEmbedding(7, 4, None, embed_scale=2.0)
-        self.decoder = nn.Linear(4, 7, bias=False)
-        self.decoder.weight = self.embedding.weight
-
-    def forward(self, x):
-        return tied_by_hand(self, x)[0]
-
-
-def tied_by_hand(model, x):
-    e = model.embedding(x)
-    return model.decoder(torch.tanh(e)), [("embedding", x, e)]
-
-
-def test_steps_of_a_tied_one():
-    stream = [(torch.randint(7, (5, 3)), cross_entropy(torch.randint(7, (5, 3)))) for _ in range(10)]
-    options = {"reference_options": {"preconditioned": ["embedding"]}, "update_interval": 3}
-    compare(Tied().double(), stream, forward=tied_by_hand, **options)
-
-
 class AlsoShifted(BartScaledWordEmbedding):
-    """Scaled, and something else."""
-
     def forward(self, input_ids):
         return super().forward(input_ids) + 1.0
 
@@ -139,52 +104,29 @@ def test_every_one_of_transformers():
     assert len(found) > 10
 
 
-@pytest.mark.parametrize("method", [THOR, ThorMuon])
-def test_a_model_with_a_scaled_one(method):
-    """The whole model's largest matrix is covered, and it trains."""
-    sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "head_dim": 4}
-    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
-    optimizer = method(model, lr=0.01)
-    shared = next(e for e in optimizer.coverage() if e.shape[0] == 17)
-    assert shared.reason == (None if method is THOR else "the input factor is diagonal")
-    tokens, losses = torch.randint(3, 17, (4, 6)), []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-
-
-def test_hugging_face_conv1d():
-    for leading in ((6,), (3, 4), (2, 1, 3)):
-        for split_dim in (None, 1, 4):
-            model = nn.Sequential(Conv1D(7, 5), nn.Tanh(), Conv1D(3, 7)).double()
-            x, terms = torch.randn(*leading, 5).double(), leading[0]
-            optimizer = assert_matches_reference(model, x, loss_of(terms), terms=terms, split_dim=split_dim)
+def test_hugging_face_conv1d_and_none_of_another_library():
+    for leading, split_dim in product(((6,), (3, 4), (2, 1, 3)), (None, 1, 4)):
+        model = nn.Sequential(Conv1D(7, 5), nn.Tanh(), Conv1D(3, 7)).double()
+        x, terms = torch.randn(*leading, 5).double(), leading[0]
+        optimizer = assert_matches_reference(model, x, loss_of(terms), terms=terms, split_dim=split_dim)
     assert [(e.kind, e.factor_sizes) for e in optimizer.coverage()] == [
         ("Conv1D", sizes) for sizes in ((5, 7), (7,), (7, 3), (3,))
     ]
+    other = type("Conv1D", (nn.Module,), {"forward": lambda self, x: x @ self.weight})()  # the name proves nothing
+    other.weight = nn.Parameter(torch.randn(5, 7))
+    assert set(THOR(nn.Sequential(other, nn.Linear(7, 3))).curvature) == {"1"}
 
 
-def test_a_conv1d_of_another_library_is_not_hugging_faces():
-    """The name alone proves nothing."""
+# ---- the mask ----------------------------------------------------------------------------------------------------
 
-    class Conv1D(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, 7))
 
-        def forward(self, x):
-            return x @ self.weight
-
-    optimizer = THOR(nn.Sequential(Conv1D(), nn.Linear(7, 3)))
-    assert set(optimizer.curvature) == {"1"}
+def language_model(padding_idx=None):
+    layers = nn.Embedding(11, 4, padding_idx), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)
+    return nn.Sequential(*layers).double()
 
 
 def sentences():
-    """(tokens (3, 4), labels, mask): the mask leaves out some places."""
+    """(tokens (3, 4), labels, mask): the mask leaves out four places."""
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[0, 3] = mask[1, 1:] = False
     return torch.randint(11, (3, 4)), torch.randint(3, (3, 4)), mask
@@ -194,27 +136,32 @@ def masked_loss(labels, mask):
     return lambda output: nn.functional.cross_entropy(output[mask], labels[mask])
 
 
-def masked_step(model, x, loss, mask, loss_terms=None, **options):
-    optimizer = having(THOR(model, lr=0.0, damping=0.07, **options), row_mask=mask, loss_terms=loss_terms)
-    loss(model(x)).backward()
+def assert_masked(model, parts, labels, mask, terms, split_dim=128, predicted=None):
+    """Factors after a step with some micro-batches are the reference's, whose rows are masked; returns THOR."""
+    optimizer = having(THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), loss_terms=terms)
+    counted = mask if predicted is None else predicted
+    for part, x in parts:
+        optimizer.row_mask = mask[part]
+        loss = masked_loss(labels[part], counted[part])(model(x))
+        (loss * int(counted[part].sum()) / int(counted.sum())).backward()
     optimizer.step()
+    x = torch.cat([x for _, x in parts])
+    loss, options = masked_loss(labels, counted), {"split_dim": split_dim, "optimizer": optimizer}
+    assert_matches_reference(model, x, loss, terms=int(counted.sum()), mask=mask.numpy(), **options)
     return optimizer
 
 
-def assert_masked(optimizer, model, x, loss, mask, terms, split_dim=128):
-    assert_matches_reference(model, x, loss, terms=terms, split_dim=split_dim, optimizer=optimizer, mask=mask.numpy())
-
-
 def test_masked_rows_leave_both_factors():
-    """And those of the same tokens without padding, in one row, are the same."""
+    """And those of the same tokens without padding, in one row, are the same; each micro-batch has its own mask."""
     for split_dim in (None, 3, 128):
         x, labels, mask = sentences()
-        model, loss, terms = language_model(), masked_loss(labels, mask), int(mask.sum())
-        optimizer = masked_step(model, x, loss, mask, loss_terms=terms, split_dim=split_dim)
-        assert_masked(optimizer, model, x, loss, mask, terms, split_dim)
-        assert all(curvature.rows_per_term == 1 for curvature in optimizer.curvature.values())
-        packed = {"terms": terms, "split_dim": split_dim, "optimizer": optimizer}
-        assert_matches_reference(model, x[mask], cross_entropy(labels[mask]), **packed)
+        model, terms = language_model(), int(mask.sum())
+        for slices in ([slice(0, 3)], [slice(0, 1), slice(1, 3)]):
+            optimizer = assert_masked(model, [(s, x[s]) for s in slices], labels, mask, terms, split_dim)
+            assert {curvature.rows_per_term for curvature in optimizer.curvature.values()} == {1}
+            packed = {"terms": terms, "split_dim": split_dim, "optimizer": optimizer}
+            assert_matches_reference(model, x[mask], cross_entropy(labels[mask]), **packed)
+            optimizer.zero_grad()
 
 
 def test_mask_padding_index_and_predicted_tokens():
@@ -224,9 +171,9 @@ def test_mask_padding_index_and_predicted_tokens():
     predicted[0, 1] = predicted[1, 0] = predicted[2, 2] = True
     x[0, 0] = x[1, 2] = 5
     for padding in (None, 5):
-        model, loss = language_model(padding_idx=padding), masked_loss(labels, predicted)
-        optimizer = masked_step(model, x, loss, mask, loss_terms=lambda: predicted.sum())
-        assert_masked(optimizer, model, x, loss, mask, 3)
+        model = language_model(padding)
+        terms = lambda: predicted.sum()  # noqa: E731
+        optimizer = assert_masked(model, [(slice(0, 3), x)], labels, mask, terms, predicted=predicted)
         assert optimizer.curvature["2"].rows_per_term == 8 / 3
 
 
@@ -235,41 +182,20 @@ def test_all_true_is_none_bit_for_bit():
     models = language_model(), language_model()
     models[1].load_state_dict(models[0].state_dict())
     for model, mask in zip(models, (None, torch.ones(3, 4, dtype=torch.bool)), strict=True):
-        optimizer = THOR(model, update_interval=2)
-        for _ in range(3):
-            optimizer.row_mask = mask
-            train(model, optimizer, [(x, labels)])
+        train(model, having(THOR(model, update_interval=2), row_mask=mask), [(x, labels)] * 3)
     assert_same(weights(models[0]), weights(models[1]))
-
-
-def test_each_micro_batch_has_its_own_mask():
-    x, labels, mask = sentences()
-    model, terms = language_model(), int(mask.sum())
-    optimizer = having(THOR(model, lr=0.0, damping=0.07), loss_terms=terms)
-    for part in (slice(0, 1), slice(1, 3)):
-        optimizer.row_mask = mask[part]
-        loss = masked_loss(labels[part], mask[part])(model(x[part]))
-        (loss * int(mask[part].sum()) / terms).backward()
-    optimizer.step()
-    _, uses = gradients(model, x, masked_loss(labels, mask), by_stages)
-    for name, pairs in uses.items():
-        expected = factors_of(model.get_submodule(name), pairs, terms, terms, 128, mask.numpy())
-        assert_factors(optimizer.curvature[name], expected)
 
 
 def test_mask_holds_for_layers_of_its_shape_only():
     """A pooled classifier after the sequence has a row a sentence: all of them count."""
-
-    class Pool(nn.Module):
-        def forward(self, y):
-            return y.mean(1)
-
+    pool = type("Pool", (nn.Module,), {"forward": lambda self, y: y.mean(1)})()
     x, _, mask = sentences()
-    model, loss = nn.Sequential(nn.Embedding(11, 4), Pool(), nn.Linear(4, 3)).double(), loss_of(3)
-    optimizer = masked_step(model, x, loss, mask)
-    _, uses = gradients(model, x, loss, by_stages)
-    assert_factors(optimizer.curvature["0"], factors_of(model[0], uses["0"], 3, 3, 128, mask.numpy()))
-    assert_factors(optimizer.curvature["2"], factors_of(model[2], uses["2"], 3, 3, 128))
+    model, loss = nn.Sequential(nn.Embedding(11, 4), pool, nn.Linear(4, 3)).double(), loss_of(3)
+    optimizer = having(THOR(model, lr=0.0, damping=DAMPING), row_mask=mask)
+    loss(model(x)).backward()
+    optimizer.step()
+    assert_matches_reference(model, x, loss, terms=3, split_dim=128, optimizer=optimizer, mask=mask.numpy())
+    assert [curvature.rows_per_term for curvature in optimizer.curvature.values()] == [8 / 3, 1]
 
 
 def test_mask_that_fits_no_layer_is_an_error():
@@ -290,9 +216,9 @@ def test_mask_that_fits_no_layer_is_an_error():
     assert all(curvature.refreshes == 1 for curvature in optimizer.curvature.values())
 
 
-@pytest.mark.parametrize("mask", [torch.ones(3, 4), [[True]], torch.tensor(True), np.ones((3, 4), dtype=bool), True])
-def test_what_is_no_mask(mask):
+def test_what_is_no_mask():
     optimizer = THOR(language_model())
-    with pytest.raises(ValueError, match=r"(?s)row_mask=.*must be a bool tensor"):
-        optimizer.row_mask = mask
-    assert optimizer.row_mask is None
+    for mask in (torch.ones(3, 4), [[True]], torch.tensor(True), np.ones((3, 4), dtype=bool), True):
+        with pytest.raises(ValueError, match=r"(?s)row_mask=.*must be a bool tensor"):
+            optimizer.row_mask = mask
+        assert optimizer.row_mask is None

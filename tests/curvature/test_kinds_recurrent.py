@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from comparing import compare
+from comparing import compare, having
 from reference import recurrent_layers, sequence_by_hand, step_by_hand
-from tiny import assert_same, cross_entropy, train, weights
-from torch_thor import THOR, ThorMuon
+from tiny import cross_entropy
+from torch_thor import THOR
 
 
 class Reader(nn.Module):
@@ -50,7 +50,6 @@ def stream(count, *, packed=False):
         yield (x, lengths) if packed else x, cross_entropy(torch.randint(3, (4,)))
 
 
-LAYERS = {"layers": lambda model: recurrent_layers(model, "rnn")}
 MODELS = {
     "lstm": lambda: nn.LSTM(3, 4),
     "lstm_deep": lambda: nn.LSTM(3, 4, 2, bidirectional=True, batch_first=True),
@@ -61,13 +60,15 @@ MODELS = {
 }
 
 
+OPTIONS = {"reference_options": {"layers": lambda model: recurrent_layers(model, "rnn")}, "update_interval": 2}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_steps(name):
     """Those of the loops, for a batch and for packed sequences."""
     for packed in (False, True):
         model = Reader(MODELS[name]()).double()
-        options = {"forward": by_hand, "reference_options": LAYERS, "update_interval": 2, "split_dim": 5}
-        optimizer, reference = compare(model, list(stream(6, packed=packed)), **options)
+        optimizer, reference = compare(model, list(stream(6, packed=packed)), forward=by_hand, split_dim=5, **OPTIONS)
         assert set(optimizer.curvature) == set(reference.curvature)
         assert optimizer.curvature["rnn.weight_hh_l0"].rows_per_term == (3 if packed else 5)
 
@@ -104,10 +105,9 @@ def cell_by_hand(model, x):
     return y, [*seen, ("head", h, y)]
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell(3, 4), nn.GRUCell(3, 4), nn.RNNCell(3, 4, bias=False)], ids=repr)
-def test_steps_of_a_cell(cell):
-    model = Unrolled(cell).double()
-    compare(model, list(stream(4)), forward=cell_by_hand, reference_options=LAYERS, update_interval=2)
+def test_steps_of_a_cell():
+    for cell in (nn.LSTMCell(3, 4), nn.GRUCell(3, 4), nn.RNNCell(3, 4, bias=False)):
+        compare(Unrolled(cell).double(), list(stream(4)), forward=cell_by_hand, **OPTIONS)
 
 
 def test_rows_and_terms():
@@ -119,75 +119,42 @@ def test_rows_and_terms():
         (nn.LSTM(3, 4, batch_first=True), (2, 3, 3), mask, 1.5),
     ):
         model = nn.Sequential(layer).double()
-        optimizer = THOR(model, lr=0.0)
-        optimizer.row_mask = row_mask
+        optimizer = having(THOR(model, lr=0.0), row_mask=row_mask)
         layer(torch.randn(shape).double())[0].square().sum().backward()
         optimizer.step()
         assert {layer.rows_per_term for layer in optimizer.curvature.values()} == {expected}
 
 
-class Other(nn.LSTM):
-    """Another forward."""
-
-    def forward(self, x):
-        return super().forward(2 * x)
-
-
 def test_coverage():
+    Other = type("Other", (nn.LSTM,), {"forward": lambda self, x: nn.LSTM.forward(self, 2 * x)})
     model = nn.ModuleDict({"a": nn.LSTM(3, 4, proj_size=2), "b": nn.GRUCell(3, 4), "c": Other(3, 4)})
     entries = {e.name: e for e in THOR(model).coverage()}
     found = {name: (e.kind, e.factor_sizes) for name, e in entries.items() if e.preconditioned}
     assert found == {
-        "a.weight_ih_l0": ("LSTM", (3, 16)),
-        "a.weight_hh_l0": ("LSTM", (2, 16)),
-        "a.bias_ih_l0": ("LSTM", (16,)),
-        "a.bias_hh_l0": ("LSTM", (16,)),
-        "a.weight_hr_l0": ("LSTM", (4, 2)),
-        "b.weight_ih": ("GRUCell", (3, 12)),
-        "b.weight_hh": ("GRUCell", (4, 12)),
-        "b.bias_ih": ("GRUCell", (12,)),
-        "b.bias_hh": ("GRUCell", (12,)),
+        **{
+            f"a.weight_{part}_l0": ("LSTM", sizes) for part, sizes in (("ih", (3, 16)), ("hh", (2, 16)), ("hr", (4, 2)))
+        },
+        **{f"b.weight_{part}": ("GRUCell", sizes) for part, sizes in (("ih", (3, 12)), ("hh", (4, 12)))},
+        **{f"a.bias_{part}_l0": ("LSTM", (16,)) for part in ("ih", "hh")},
+        **{f"b.bias_{part}": ("GRUCell", (12,)) for part in ("ih", "hh")},
     }
     assert entries["c.weight_ih_l0"].reason == "Other overrides the forward of LSTM"
 
 
 def test_evaluation_and_frozen_layers_are_as_without_thor():
-    """On a refresh step an evaluation has the bits of the fused kernels; what is frozen needs no gradient."""
+    """An evaluation on a refresh step has the bits of the fused kernels and no rows; what is frozen has no gradient."""
     model = nn.ModuleDict({"rnn": nn.LSTM(3, 4, proj_size=2), "head": nn.Linear(2, 3)})
     x = torch.randn(5, 2, 3)
     with torch.no_grad():  # both times: with gradients torch may choose another kernel
         wanted = model["rnn"](x)[0]
-        optimizer = THOR(model)
+        optimizer = THOR(model, lr=0.0, update_interval=1)
         assert torch.equal(model["rnn"](x)[0], wanted)
-    assert not any(layer.statistics.rows for layer in optimizer.curvature.values())
-    model["rnn"].requires_grad_(False)
-    output = model["rnn"](x)[0]
-    assert not output.requires_grad
-    model["head"](output).square().sum().backward()
-    optimizer.step()
-    assert optimizer.curvature["head"].refreshes == 1
-
-
-@pytest.mark.parametrize("kind", [THOR, ThorMuon])
-def test_resume(kind):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.head = nn.LSTM(3, 4, 2, batch_first=True), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(self.rnn(x)[0])
-
-    batches = [(torch.randn(4, 5, 3), torch.randint(3, (4, 5))) for _ in range(6)]
-
-    def trained(stream, start=None):
-        torch.manual_seed(2)
-        model = Model()
-        optimizer = kind(model, update_interval=2, lr=0.01)
-        for new, old in zip((model, optimizer), start or (), strict=False):
-            new.load_state_dict(old.state_dict())
-        train(model, optimizer, stream)
-        return model, optimizer
-
-    resumed, _ = trained(batches[3:], trained(batches[:3]))
-    assert_same(weights(resumed), weights(trained(batches)[0]))
+    for frozen in (False, True):
+        model["rnn"].requires_grad_(not frozen)
+        output = model["rnn"](x)[0]
+        assert output.requires_grad != frozen
+        model["head"](output).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert {event.layer for event in optimizer.last_refresh} == {"head", *(() if frozen else optimizer.curvature)}
+        assert optimizer.curvature["rnn.weight_hh_l0"].rows_per_term == 5

@@ -1,5 +1,7 @@
 """Polar factors against singular value decompositions in float64: every cut, every scale, and what is lost."""
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,8 +22,12 @@ def by_svd(matrices, rows=None):
     return torch.cat(parts, dim=1)
 
 
-def lengths(matrices):
-    return torch.linalg.svdvals(matrices.double())
+def assert_polar(found, matrices, rows=None, *, rtol=0.0, atol):
+    torch.testing.assert_close(found.double(), by_svd(matrices, rows), rtol=rtol, atol=atol)
+
+
+def distance(found, matrices, rows=None):
+    return torch.linalg.matrix_norm(found.double() - by_svd(matrices, rows), ord=2).max()
 
 
 def with_lengths(count, rows, columns, least, most=1.0):
@@ -35,19 +41,16 @@ def never(_):
     raise torch.linalg.LinAlgError("the algorithm failed to converge")
 
 
-@pytest.mark.parametrize(("size", "columns"), [(1, 1), (1, 6), (5, 6), (7, 7), (8, 30)])
-def test_every_cut_of_every_shape(size, columns):
+def test_every_cut_of_every_shape():
     """Whether the rows divide or not; a cut larger than the matrix is none; zeros stay zeros."""
-    for dtype, tolerance in DTYPES.items():
-        for rows in (None, 1, 2, 3, 4, 5, 7, 8, 100):
+    for size, columns in ((1, 1), (1, 6), (5, 6), (7, 7), (8, 30)):
+        for (dtype, tolerance), rows in product(DTYPES.items(), (None, 1, 2, 3, 4, 5, 7, 8, 100)):
             matrices = torch.randn(3, size, columns, dtype=dtype)
             before = matrices.clone()
             [found] = orthogonalise([matrices], rows)
             assert (found.shape, found.dtype) == (matrices.shape, dtype)
-            torch.testing.assert_close(found.double(), by_svd(matrices, rows), rtol=tolerance, atol=tolerance)
+            assert_polar(found, matrices, rows, rtol=tolerance, atol=tolerance)
             assert torch.equal(matrices, before)
-            if rows == 1:
-                torch.testing.assert_close(found, matrices / matrices.norm(dim=-1, keepdim=True))
             zeros = torch.zeros_like(matrices)
             assert torch.equal(orthogonalise([zeros], rows)[0], zeros)
     assert orthogonalise([], 3) == []
@@ -65,18 +68,13 @@ def test_batches_of_many_shapes_come_back_to_their_places(shapes, rows):
         for i, (count, size, more) in enumerate(shapes)
     ]
     for matrices, found in zip(batches, orthogonalise(batches, rows), strict=True):
-        torch.testing.assert_close(found, by_svd(matrices, rows), rtol=1e-9, atol=1e-10)
+        assert_polar(found, matrices, rows, rtol=1e-9, atol=1e-10)
 
 
 def test_one_eigendecomposition_for_all_blocks_of_a_size(monkeypatch):
     """Of 4 rows: two of each matrix of 8, and one of each of 4; of 3: what is left of 7, and the matrix of 3."""
     really, seen = torch.linalg.eigh, []
-
-    def eigh(grams):
-        seen.append(tuple(grams.shape))
-        return really(grams)
-
-    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda grams: seen.append(tuple(grams.shape)) or really(grams))
     shapes = [(2, 8, 20), (3, 4, 5), (1, 7, 9), (1, 3, 30)]
     orthogonalise([torch.randn(shape).double() for shape in shapes], 4)
     assert sorted(seen) == [(2, 3, 3), (2 * 2 + 3 + 1, 4, 4)]
@@ -92,58 +90,48 @@ def test_zeros_beside_others():
         matrices[1] = 0
         one, two = orthogonalise([matrices, other], rows)
         assert torch.equal(one[1], matrices[1])
-        torch.testing.assert_close(one[::2], by_svd(matrices[::2], rows), rtol=0, atol=2e-2)
-        torch.testing.assert_close(two, by_svd(other, rows), rtol=0, atol=2e-2)
-    for dtype, error in ((torch.float32, 1e-3), (torch.float64, 1e-9)):
-        for size in (0.0, 1e-30):
-            matrices = with_lengths(3, 6, 9, 0.01)
-            expected, matrices = by_svd(matrices), matrices.to(dtype)
-            matrices[1] *= size
-            (found,) = orthogonalise([matrices])
-            torch.testing.assert_close(found[::2].double(), expected[::2], rtol=0, atol=error)
+        assert_polar(one[::2], matrices[::2], rows, atol=2e-2)
+        assert_polar(two, other, rows, atol=2e-2)
+    for (dtype, error), size in product(((torch.float32, 1e-3), (torch.float64, 1e-9)), (0.0, 1e-30)):
+        matrices = with_lengths(3, 6, 9, 0.01)
+        small = matrices.to(dtype)
+        small[1] *= size
+        (found,) = orthogonalise([small])
+        assert_polar(found[::2], matrices[::2], atol=error)
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-12, 1e12, 1e30, 3e38])
-def test_scales_whose_squares_leave_float32(scale):
+def test_scales_whose_squares_leave_float32():
     """Alone, and beside matrices of an ordinary size in the same batch of blocks."""
-    for rows in (None, 1, 2):
+    for scale, rows in product((1e-38, 1e-30, 1e-12, 1e12, 1e30, 3e38), (None, 1, 2)):
         unit = with_lengths(2, 5, 7, 0.1).float()
         unit = unit / unit.abs().amax()  # no number beyond the largest there is
         plain = with_lengths(2, 5, 8, 0.1).float()
         for batches in ([unit * scale], [unit * scale, plain]):
             for matrices, found in zip((unit, plain), orthogonalise(batches, rows), strict=False):
-                torch.testing.assert_close(found.double(), by_svd(matrices, rows), rtol=0, atol=1e-3)
+                assert_polar(found, matrices, rows, atol=1e-3)
 
 
 def test_unlike_scales_in_one_batch():
     """Within the range of squares each is exact."""
-    scales = torch.tensor([1e-9, 1.0, 1e9])[:, None, None]
     matrices = with_lengths(3, 5, 7, 0.1).float()
-    [found] = orthogonalise([matrices * scales])
-    torch.testing.assert_close(found.double(), by_svd(matrices), rtol=0, atol=1e-4)
+    [found] = orthogonalise([matrices * torch.tensor([1e-9, 1.0, 1e9])[:, None, None]])
+    assert_polar(found, matrices, atol=1e-4)
 
 
 def test_directions_that_are_lost_in_rounding():
-    """The others have length 1, and what rounding has left of these is short."""
-    for dtype in DTYPES:
-        for rank in (1, 4):
-            matrices = (torch.randn(3, 40, rank).double() @ torch.randn(3, rank, 64).double()).to(dtype)
-            [found] = orthogonalise([matrices])
-            assert found.isfinite().all()
-            values = lengths(found)
-            torch.testing.assert_close(values[:, :rank], torch.ones(3, rank).double(), rtol=1e-3, atol=0)
-            assert values[:, rank:].max() < 1e-3
-    [found] = orthogonalise([torch.ones(1, 4, 6)])
-    torch.testing.assert_close(lengths(found)[0], torch.tensor([1.0, 0, 0, 0]).double(), rtol=1e-4, atol=1e-3)
-
-
-def test_no_direction_comes_out_long():
-    """In float32, down to far below what squares can tell; where they just can, lengths are right to a fifth."""
-    for least in (1e-3, 3e-4, 1e-4, 1e-6, 1e-9):
-        for rows, columns in ((5, 9), (40, 64), (64, 64)):
-            values = lengths(orthogonalise([with_lengths(4, rows, columns, least).float()])[0])
-            assert values.isfinite().all()
-            assert values.max() < 1.2
+    """The others have length 1, and what rounding has left of these is short; none comes out long."""
+    cases = [(torch.ones(1, 4, 6), 1)]
+    for dtype, rank in product(DTYPES, (1, 4)):
+        cases.append(((torch.randn(3, 40, rank).double() @ torch.randn(3, rank, 64).double()).to(dtype), rank))
+    for matrices, rank in cases:
+        values = torch.linalg.svdvals(orthogonalise([matrices])[0].double())
+        torch.testing.assert_close(values[:, :rank], torch.ones(len(matrices), rank).double(), rtol=1e-3, atol=0)
+        assert values[:, rank:].max() < 1e-3
+    # in float32, down to far below what squares can tell; where they just can, lengths are right to a fifth
+    for least, (rows, columns) in product((1e-3, 3e-4, 1e-4, 1e-6, 1e-9), ((5, 9), (40, 64), (64, 64))):
+        values = torch.linalg.svdvals(orthogonalise([with_lengths(4, rows, columns, least).float()])[0])
+        assert values.isfinite().all()
+        assert values.max() < 1.2, (least, rows, columns)
 
 
 # ---- by products -----------------------------------------------------------------------------------------------------
@@ -151,47 +139,41 @@ def test_no_direction_comes_out_long():
 
 def test_without_eigenvalues_it_goes_by_products(monkeypatch):
     monkeypatch.setattr(torch.linalg, "eigh", never)
-    for dtype in DTYPES:
-        for rows in (None, 4):
-            matrices = [with_lengths(3, 10, 14, 0.02).to(dtype), with_lengths(1, 4, 14, 0.05).to(dtype)]
-            for one, found in zip(matrices, orthogonalise(matrices, rows), strict=True):
-                assert found.dtype == dtype
-                assert torch.linalg.matrix_norm(found.double() - by_svd(one, rows), ord=2).max() < 2e-2
+    for dtype, rows in product(DTYPES, (None, 4)):
+        matrices = [with_lengths(3, 10, 14, 0.02).to(dtype), with_lengths(1, 4, 14, 0.05).to(dtype)]
+        for one, found in zip(matrices, orthogonalise(matrices, rows), strict=True):
+            assert found.dtype == dtype
+            assert distance(found, one, rows) < 2e-2
 
 
 def test_one_shape_without_eigenvalues_leaves_the_others_exact(monkeypatch):
     """One block that does not converge fails its batch; then they are taken one by one, and it alone by products."""
-    really = torch.linalg.eigh
+    really, calls = torch.linalg.eigh, []
     poor, rich = with_lengths(1, 4, 6, 0.1), with_lengths(2, 4, 8, 0.1)
-    calls = []
 
     def eigh(grams):
         calls.append(len(grams))
-        if len(calls) <= 2:  # all three, then the first of them
-            never(grams)
-        return really(grams)
+        return (never if len(calls) <= 2 else really)(grams)  # all three, then the first of them
 
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
     one, two = orthogonalise([poor, rich])
-    torch.testing.assert_close(two, by_svd(rich), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(one, by_svd(poor), rtol=0, atol=2e-2)
+    assert_polar(two, rich, rtol=1e-9, atol=1e-10)
+    assert_polar(one, poor, atol=2e-2)
     assert calls == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 0.02), (torch.float64, 0.02), (torch.bfloat16, 0.12)])
 def test_products_alone(dtype, error):
     """Six rounds: singular values from 0.01 to 1 come out as 1 to within two hundredths."""
-    for rows, columns in ((1, 9), (2, 5), (8, 8), (40, 64), (128, 300)):
-        for least in (0.01, 0.1, 0.9):
-            matrices = with_lengths(2, rows, columns, least)
-            matrices = matrices / matrices.abs().amax(dim=(1, 2), keepdim=True)
-            matrices = matrices if dtype == torch.float64 else matrices.float()
-            found = polar._by_products(matrices, dtype)
-            assert found.dtype == matrices.dtype
-            values = lengths(found)
-            assert values.min() > 0.98
-            assert values.max() < 1.02
-            assert torch.linalg.matrix_norm(found.double() - by_svd(matrices), ord=2).max() < error
+    for (rows, columns), least in product(((1, 9), (2, 5), (8, 8), (40, 64), (128, 300)), (0.01, 0.1, 0.9)):
+        matrices = with_lengths(2, rows, columns, least)
+        matrices = matrices / matrices.abs().amax(dim=(1, 2), keepdim=True)
+        matrices = matrices if dtype == torch.float64 else matrices.float()
+        found = polar._by_products(matrices, dtype)
+        assert found.dtype == matrices.dtype
+        values = torch.linalg.svdvals(found.double())
+        assert 0.98 < values.min() <= values.max() < 1.02
+        assert distance(found, matrices) < error
     zeros, single = torch.zeros(1, 3, 5), torch.ones(1, 3, 5)
     [first, second] = polar._by_products(torch.cat([zeros, single]), dtype)
     assert torch.equal(first, zeros[0])

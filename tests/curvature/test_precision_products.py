@@ -31,47 +31,43 @@ def library(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products_are_exact(shape):
-    count, m, k, n = shape
-    for of_a, of_b in pairs(LAYOUTS, LAYOUTS):
-        a, b = matrices(count, m, k, of_a), matrices(count, k, n, of_b)
-        bound = 2e-6 * (a.double().abs() @ b.double().abs())
-        with ieee_float32("cpu"):
-            assert ((product(a, b) - a.double() @ b.double()).abs() <= bound).all(), (of_a, of_b)
-    a, b = matrices(count, m, k), matrices(count, k, n)
-    for layout in (*LAYOUTS, "column of blocks"):
-        into = matrices(count, m, n, layout)
-        exact = 0.3 * into.double() - 2 * (a.double() @ b.double())
-        bound = 4e-6 * (a.double().abs() @ b.double().abs() + into.double().abs())
-        with ieee_float32("cpu"):
-            add_product_(into, a, b, 0.3, -2.0)
-        assert ((into - exact).abs() <= bound).all(), layout
-
-
-@pytest.mark.usefixtures("library")
-def test_what_is_overwritten_does_not_matter():
+def test_products_are_exact():
+    """And what is overwritten does not matter."""
+    for count, m, k, n in SHAPES:
+        for of_a, of_b in pairs(LAYOUTS, LAYOUTS):
+            a, b = matrices(count, m, k, of_a), matrices(count, k, n, of_b)
+            with ieee_float32("cpu"):
+                error = (product(a, b) - a.double() @ b.double()).abs()
+            assert (error <= 2e-6 * (a.double().abs() @ b.double().abs())).all(), (m, k, n, of_a, of_b)
+        a, b = matrices(count, m, k), matrices(count, k, n)
+        for layout in (*LAYOUTS, "column of blocks"):
+            into = matrices(count, m, n, layout)
+            exact = 0.3 * into.double() - 2 * (a.double() @ b.double())
+            bound = 4e-6 * (a.double().abs() @ b.double().abs() + into.double().abs())
+            with ieee_float32("cpu"):
+                add_product_(into, a, b, 0.3, -2.0)
+            assert ((into - exact).abs() <= bound).all(), (m, k, n, layout)
     for dtype in (torch.float32, torch.float64):
-        a, b = torch.randn(1, 128, 128, dtype=dtype), torch.randn(1, 128, 128, dtype=dtype)
-        into = torch.full((1, 128, 128), float("nan"), dtype=dtype)
+        a, b = torch.randn(2, 1, 128, 128, dtype=dtype)
+        into = torch.full((1, 128, 128), torch.nan, dtype=dtype)
         with ieee_float32("cpu"):
             add_product_(into, a, b, 0.0)
             torch.testing.assert_close(into, product(a, b))
 
 
-@pytest.mark.parametrize("before", ["ieee", "bf16", "none"])
-def test_the_settings_are_the_users_again(before):
+def test_the_settings_are_the_users_again():
     matmul = torch.backends.mkldnn.matmul
     was = matmul.fp32_precision
     try:
-        matmul.fp32_precision = before
-        given = matmul.fp32_precision
-        find_out()
-        assert matmul.fp32_precision == given
-        with ieee_float32("cpu"):
-            product(torch.randn(1, 128, 128), torch.randn(1, 128, 128))
-            assert matmul.fp32_precision == "ieee"
-        assert matmul.fp32_precision == given
+        for before in ("ieee", "bf16", "none"):
+            matmul.fp32_precision = before
+            given = matmul.fp32_precision
+            find_out()
+            assert matmul.fp32_precision == given
+            with ieee_float32("cpu"):
+                product(torch.randn(1, 128, 128), torch.randn(1, 128, 128))
+                assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == given
     finally:
         matmul.fp32_precision = was
 

@@ -36,38 +36,35 @@ json.dump(found, open(sys.argv[1], "w"))
 """
 
 
-def runs_of(commit, names, folder):
+def runs_of(commit, names):
     """Train the golden runs of a commit: name to what came of each."""
     git = ["git", "-C", str(ROOT), "worktree"]
-    tree, result = folder / "tree", folder / "runs.json"
-    subprocess.run([*git, "add", "-q", "--detach", str(tree), commit], check=True)
-    try:
-        environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", TRAIN, str(result), *names], cwd=tree, env=environment, check=True)
-    finally:
-        subprocess.run([*git, "remove", "--force", str(tree)], check=True)
-    return json.loads(result.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        tree, result = Path(folder) / "tree", Path(folder) / "runs.json"
+        subprocess.run([*git, "add", "-q", "--detach", str(tree), commit], check=True)
+        try:
+            environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+            subprocess.run([sys.executable, "-c", TRAIN, str(result), *names], cwd=tree, env=environment, check=True)
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True)
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 def main(old, new, *names):
     """Print the first difference of each run, and return the exit status. Names of settings may differ."""
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        before, after = runs_of(old, names, Path(one)), runs_of(new, names, Path(two))
+    before, after = runs_of(old, names), runs_of(new, names)
     code = 0
     for name in names or {**before, **after}:
         if missing := [commit for commit, runs in ((old, before), (new, after)) if name not in runs]:
-            print(f"{name}: no such run in {' and '.join(missing)}")
-            code = 1
-            continue
-        # the keys of the optimizer's state may change their form; what it computes may not
-        same = {"settings": before[name]["settings"], "optimizer": before[name]["optimizer"]}
-        lines = differences(name, before[name], {**after[name], **same})
+            lines = [f"{name}: no such run in {' and '.join(missing)}"]
+        else:
+            # the keys of the optimizer's state may change their form; what it computes may not
+            same = {key: before[name][key] for key in ("settings", "optimizer")}
+            lines = differences(name, before[name], {**after[name], **same})
         print("\n".join(lines) or f"{name}: the same bits, {len(after[name]['losses'])} steps")
         code = max(code, bool(lines))
     return int(code)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3:
-        sys.exit(__doc__)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]) if len(sys.argv) > 2 else __doc__)

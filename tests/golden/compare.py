@@ -1,4 +1,4 @@
-"""Golden files: written, read, and compared with what a run gives now.
+"""Golden files: read, and compared with what a run gives now.
 
 On the machine that recorded them every bit must be the same. On another processor, or with another torch, sums round in
 another way: there the first losses must agree to a tolerance, and of the state dicts all but the numbers.
@@ -7,15 +7,11 @@ another way: there the first losses must agree to a tolerance, and of the state 
 import json
 import math
 import platform
-from collections.abc import Mapping
-from dataclasses import asdict
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
-
-from golden.outcome import Outcome
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-3  # relative, of a loss; kernels for SSE differ from those for AVX-512 by 1e-6
@@ -27,8 +23,8 @@ MOST_LINES = 8  # of differences that are listed
 LIBRARIES = ("torchvision", "Pillow", "scikit-learn", "timm", "transformers")
 
 
-def fingerprint() -> dict[str, Any]:
-    """Return what the bits of a run depend on, beside the program."""
+def fingerprint():
+    """What the bits of a run depend on, beside the program."""
     return {
         "torch": torch.__version__,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -38,7 +34,7 @@ def fingerprint() -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def _processor():
     # not the name alone, which a virtual machine may not know; caches, because libraries cut their loops by them
     info = Path("/proc/cpuinfo")
     if not info.is_file():
@@ -50,54 +46,19 @@ def _processor() -> str:
     return ", ".join(parts)
 
 
-def path_of(name: str) -> Path:
-    """Return the file of a run.
-
-    Args:
-        name: The run's.
-    """
-    return FOLDER / f"{name}.json"
+def content_of(found):
+    """What a file holds, for a run that was just made."""
+    return {"fingerprint": fingerprint(), **found}
 
 
-def content_of(found: Outcome) -> dict[str, Any]:
-    """Return what a file holds, for a run that was just made.
-
-    Args:
-        found: What came of it.
-    """
-    return {"fingerprint": fingerprint(), **asdict(found)}
-
-
-def read(name: str) -> dict[str, Any] | None:
-    """Return the file of a run; None where there is none.
-
-    Args:
-        name: The run's.
-    """
-    path = path_of(name)
+def read(name):
+    """The file of a run; None where there is none."""
+    path = FOLDER / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def write(name: str, content: Mapping[str, Any]) -> None:
-    """Write the file of a run, one value a line.
-
-    Args:
-        name: The run's.
-        content: From `content_of`.
-    """
-    path_of(name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def other_machine(golden: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say in what this machine is not the one that recorded.
-
-    Args:
-        golden: What was recorded.
-        now: What the run gives now.
-
-    Returns:
-        A line a difference; empty where every bit must be the same.
-    """
+def other_machine(golden, now):
+    """In what this machine is not the one that recorded; empty where every bit must be the same."""
     recorded, here = golden["fingerprint"], now["fingerprint"]
     return [
         f"{key} {recorded.get(key)} there, {here.get(key)} here"
@@ -106,30 +67,23 @@ def other_machine(golden: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     ]
 
 
-def differences(name: str, golden: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare a run with what was recorded: every bit, or with a tolerance where the machine is another.
-
-    Args:
-        name: The run's.
-        golden: What was recorded.
-        now: What the run gives now.
-
-    Returns:
-        A line a difference, the first step that differs before all else; empty where the run is as it was.
-    """
+def differences(name, golden, now):
+    """A line a difference from what was recorded, the first step that differs before all else; empty if none is."""
     if golden["settings"] != now["settings"]:
         return [f"{name}: its settings were {golden['settings']} and are {now['settings']}"]
     exact = not other_machine(golden, now)
     lines = _of_losses(name, golden["losses"], now["losses"], exact)
-    if exact:
-        for kind in ("refreshes", "evaluations"):
-            lines += _of_lists(name, kind, golden[kind], now[kind])
+    for kind in ("refreshes", "evaluations") if exact else ():
+        for old, new in zip_longest(golden[kind], now[kind], fillvalue="nothing"):
+            if old != new:
+                lines.append(f"{name}: {kind}: '{old}' was recorded, '{new}' is the first that differs")
+                break
     for kind in ("optimizer", "model"):
         lines += _of_states(f"{name}: {kind}", golden[kind], now[kind], exact)
     return lines
 
 
-def _of_losses(name: str, golden: list[str], now: list[str], exact: bool) -> list[str]:
+def _of_losses(name, golden, now, exact):
     count = len(golden)
     if count != len(now):
         return [f"{name}: {count} steps were recorded, and now there are {len(now)}"]
@@ -149,28 +103,18 @@ def _of_losses(name: str, golden: list[str], now: list[str], exact: bool) -> lis
     return []
 
 
-def _of_lists(name: str, kind: str, golden: list[str], now: list[str]) -> list[str]:
-    for recorded, found in zip(golden, now, strict=False):
-        if recorded != found:
-            return [f"{name}: {kind}: '{recorded}' was recorded, '{found}' is the first that differs"]
-    return [] if len(golden) == len(now) else [f"{name}: {kind}: {len(golden)} were recorded, and now {len(now)}"]
-
-
-def _of_states(where: str, golden: Mapping[str, Any], now: Mapping[str, Any], exact: bool) -> list[str]:
+def _of_states(where, golden, now, exact):
     lines = [f"{where}: {key} is gone" for key in golden if key not in now]
     lines += [f"{where}: {key} is new" for key in now if key not in golden]
     for key in [key for key in golden if key in now]:
         recorded, found = golden[key], now[key]
-        if not exact:
-            recorded, found = _without_numbers(recorded), _without_numbers(found)
+        if not exact:  # a tensor keeps dtype, shape and strides, a number its type
+            recorded, found = (
+                value.partition(" sha256 ")[0] if isinstance(value, str) else type(value).__name__
+                for value in (recorded, found)
+            )
         if json.dumps(recorded) != json.dumps(found):  # as text: NaN is NaN, 1 is not 1.0, and a tuple is a list
             lines.append(f"{where}: {key}: {recorded} was recorded, {found} is found")
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"{where}: and {len(lines) - MOST_LINES} more"]
     return lines
-
-
-def _without_numbers(value: Any) -> Any:
-    if isinstance(value, str):  # a tensor keeps dtype, shape and strides
-        return value.partition(" sha256 ")[0]
-    return type(value).__name__

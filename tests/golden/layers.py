@@ -1,12 +1,11 @@
 """A small network with a layer of every kind that THOR knows, and what it is trained on."""
 
 import math
-from collections.abc import Iterator
 
 import torch
 from sklearn.datasets import load_digits
 from timm.layers import Conv2dSame, ScaledStdConv2d
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -18,27 +17,25 @@ two refreshes a step is as cheap as one of gradient descent with momentum, for n
 VOCABULARY, WIDTH, EXPERTS, LENGTH, BATCH = 64, 16, 3, 12, 12
 PADDING = 0  # the space, which is no word either
 
-Batch = tuple[Tensor, Tensor]
-
 
 class ScaledWordEmbedding(nn.Embedding):
     """An embedding that scales what it looks up, as several language models have it."""
 
     embed_scale = 2.0
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return super().forward(tokens) * self.embed_scale
 
 
 class Experts(nn.Module):
     """Linear layers in one 3-d weight; each sees the rows that are sent to it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / math.sqrt(WIDTH))
         self.bias = nn.Parameter(torch.zeros(EXPERTS, WIDTH))
 
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, x, chosen):
         """Send each row (R, WIDTH) to the expert that is chosen for it (R,)."""
         y = torch.zeros_like(x)
         for e in range(EXPERTS):
@@ -49,7 +46,7 @@ class Experts(nn.Module):
 class EveryLayer(nn.Module):
     """Next characters of a text, given what came before and a picture."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.picture = nn.Sequential(
             nn.Conv2d(1, 4, 3, padding=1),
@@ -84,8 +81,8 @@ class EveryLayer(nn.Module):
         nn.init.normal_(self.words.weight, std=0.3)
         nn.init.normal_(self.places.weight, std=0.1)
 
-    def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
-        """Return scores (N, L, VOCABULARY) from images (N, 1, 8, 8) and tokens (N, L)."""
+    def forward(self, images, tokens):
+        """Scores (N, L, VOCABULARY) from images (N, 1, 8, 8) and tokens (N, L)."""
         seen = self.picture(images)
         seen = torch.cat([self.line(seen.flatten(2)).flatten(1), self.volume(seen[:, None]).flatten(1)], 1)
         x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]).expand_as(tokens))
@@ -102,8 +99,8 @@ class EveryLayer(nn.Module):
         return self.head(x) + self.bias
 
 
-def batches(count: int) -> Iterator[Batch]:
-    """Yield (images, tokens): scikit-learn's digits, and lines of TEXT with some padding behind."""
+def batches(count):
+    """(images, tokens): scikit-learn's digits, and lines of TEXT with some padding behind."""
     found = load_digits()
     pixels = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16 - 0.3
     text = torch.tensor([max(ord(character) - 59, PADDING) for character in TEXT.replace("\n", " ")])
@@ -114,6 +111,6 @@ def batches(count: int) -> Iterator[Batch]:
         yield pixels[BATCH * step : BATCH * (step + 1)], tokens
 
 
-def loss_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Return the mean cross entropy of the next characters, padding left out."""
+def loss_of(scores, tokens):
+    """The mean cross entropy of the next characters, padding left out."""
     return F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=PADDING)

@@ -6,17 +6,14 @@ added in float64), on one thread.
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from golden.outcome import Outcome, outcome
+from golden.outcome import outcome
 from torch_thor import THOR, ThorMuon
 from torch_thor.training import History, RefreshPoint, StepPoint, UserError, load_recipe, train
 from torch_thor.training import image_run as new_run
@@ -26,31 +23,19 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # whose process
 
 from ranks import Ranks
 
-CPU = torch.device("cpu")
 KEPT = {"train": 2048, "test": 500}  # images of Fashion-MNIST: 16 steps an epoch
+_POOL = Ranks(most=2)
 
 
 class UnavailableError(Exception):
     """Something that a run needs is not on this machine; the message says what."""
 
 
-def application(recipe: str, *words: str, resize: Callable[[Any], Any] = lambda data: data) -> Outcome:
-    """Train a recipe as the command line does, without its files.
-
-    Args:
-        recipe: Its name.
-        words: `key=value` overrides.
-        resize: Returns the data to train on.
-
-    Returns:
-        What came of it.
-
-    Raises:
-        UnavailableError: If the data are not there.
-    """
+def application(recipe, *words, resize=lambda data: data):
+    """Train a recipe as the command line does, without its files."""
     loaded = load_recipe(recipe, ["device=cpu", *words])
     try:
-        data = open_data(loaded.data, CPU, lambda _: None)
+        data = open_data(loaded.data, torch.device("cpu"), lambda _: None)
     except UserError as error:
         raise UnavailableError(str(error)) from error
     run = new_run(loaded, loaded.optimizer[0], resize(data))
@@ -58,56 +43,25 @@ def application(recipe: str, *words: str, resize: Callable[[Any], Any] = lambda 
     return outcome([recipe, *words], record, run.optimizer, run.model)
 
 
-def first_images(data: DataBundle) -> DataBundle:
-    """Return the first images of a data set."""
+def first_images(data):
     many, few = KEPT["train"], KEPT["test"]
     return DataBundle(
         data.train_images[:many], data.train_labels[:many], data.test_images[:few], data.test_labels[:few], data.classes
     )
 
 
-def image_folder() -> Outcome:
+def image_folder(*words):
     """Train on files of JPEG and PNG: random crops, flips, grey and broken images, read in this process."""
     from image_tree import write_tree
 
     with tempfile.TemporaryDirectory() as folder:
         write_tree(Path(folder))
-        found = application(
-            "digits",
-            "optimizer=thor",
-            "data.name=image-folder",
-            f"data.root={folder}",
-            "data.workers.count=0",
-            "data.max_broken=0.5",
-            "data.transform.size=24",
-            "data.transform.resize=28",
-            "model=small-resnet",
-            "batch_size=8",
-            "epochs=12",
-            "update_interval=4",
-            "lr=0.05",
-        )
-    return replace(found, settings=[word for word in found.settings if not word.startswith("data.root=")])
+        found = application(*words, f"data.root={folder}")
+    return {**found, "settings": [*words]}
 
 
-# ---- two ranks ------------------------------------------------------------------------------------------------------
-
-_POOL = Ranks(most=2)
-
-
-def two_ranks(recipe: str, *words: str) -> Outcome:
-    """Train a recipe on two processes, under DDP.
-
-    Args:
-        recipe: Its name.
-        words: `key=value` overrides.
-
-    Returns:
-        What came of it on the first; weights and optimizer are the same on both.
-
-    Raises:
-        UnavailableError: If torch has no gloo.
-    """
+def two_ranks(recipe, *words):
+    """Train a recipe on two processes, under DDP: weights and optimizer are the same on both."""
     if not (dist.is_available() and dist.is_gloo_available()):
         raise UnavailableError("this torch has no gloo")
     with tempfile.TemporaryDirectory() as folder:
@@ -116,37 +70,25 @@ def two_ranks(recipe: str, *words: str) -> Outcome:
     return first
 
 
-def _on_rank(rank: int, world: int, recipe: str, words: tuple[str, ...]) -> Outcome:
+def _on_rank(rank, world, recipe, words):
     with settled():
         return application(recipe, *words)
 
 
-def end_ranks() -> None:
+def end_ranks():
     """End the processes, if there are any."""
     _POOL.close()
 
 
-# ---- every kind of layer, in a loop of the user's -------------------------------------------------------------------
-
-
-def every_layer(steps: int, kind: type = THOR, **options: Any) -> Outcome:
-    """Train `EveryLayer` with THOR in a plain loop, padding left out of the statistics.
-
-    Args:
-        steps: How many.
-        kind: The class of the optimizer.
-        options: Its options, beside those of the groups.
-
-    Returns:
-        What came of it.
-    """
+def every_layer(steps, method=THOR, **options):
+    """Train `EveryLayer` in a plain loop, padding left out of the statistics."""
     from golden.layers import LENGTH, PADDING, EveryLayer, batches, loss_of  # slow to import
 
     torch.manual_seed(0)
     model = EveryLayer()
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
-    optimizer = kind([{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options)
+    optimizer = method([{"params": others, "weight_decay": 0.01}, {"params": norms}], model=model, **options)
     record = History()
     for step, (images, tokens) in enumerate(batches(steps), 1):
         optimizer.row_mask = tokens[:, :LENGTH] != PADDING
@@ -164,12 +106,8 @@ def every_layer(steps: int, kind: type = THOR, **options: Any) -> Outcome:
 
 
 @contextmanager
-def settled() -> Iterator[None]:
-    """One thread, and the random numbers of the program left alone.
-
-    Yields:
-        Nothing.
-    """
+def settled():
+    """One thread, and the random numbers of the program left alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -181,7 +119,7 @@ def settled() -> Iterator[None]:
 
 # Under these there are layers that take new factors, that keep what they have, and that stop.
 TRACE_RULE = ("damping=0.003", "trace_thresholds=[0.1,0.0022]")
-RUNS: dict[str, Callable[[], Outcome]] = {
+RUNS = {
     "digits": partial(
         application, "digits", "optimizer=thor", "epochs=2", "update_interval=5", *TRACE_RULE
     ),
@@ -208,7 +146,11 @@ RUNS: dict[str, Callable[[], Outcome]] = {
         application, "fashion-mnist", "data.download=false", "optimizer=thor", "epochs=2", "update_interval=6",
         resize=first_images,
     ),
-    "image-folder": image_folder,
+    "image-folder": partial(
+        image_folder, "digits", "optimizer=thor", "data.name=image-folder", "data.workers.count=0",
+        "data.max_broken=0.5", "data.transform.size=24", "data.transform.resize=28", "model=small-resnet",
+        "batch_size=8", "epochs=12", "update_interval=4", "lr=0.05",
+    ),
     "two-ranks": partial(
         two_ranks, "digits", "optimizer=thor", "epochs=1", "update_interval=5", *TRACE_RULE
     ),
