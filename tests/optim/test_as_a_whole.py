@@ -65,7 +65,7 @@ def memory(where, optimizer, patch):
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("out of memory")
 
-    patch.setattr(refresh, where, out_of_memory)
+    patch.setattr(*where, out_of_memory)
     return torch.OutOfMemoryError, "out of memory"
 
 
@@ -101,8 +101,8 @@ def flat(optimizer, patch):
 FAULTS = {
     "loss_terms": (loss_terms, (0, 1, 3)),
     "update_interval": (update_interval, (0, 3)),  # between refreshes nobody asks it
-    "memory of the trace rule": (partial(memory, "_judge"), (0, 3)),
-    "memory of the inverses": (partial(memory, "invert_"), (0, 3)),
+    "memory of the trace rule": (partial(memory, (refresh.Candidate, "judge")), (0, 3)),
+    "memory of the inverses": (partial(memory, (refresh, "invert_")), (0, 3)),
     "smaller blocks": (partial(split_dim, 2), (1, 3)),
     "whole matrices": (partial(split_dim, None), (1, 3)),
     "shape": (shape, (1, 3)),

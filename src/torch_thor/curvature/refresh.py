@@ -55,6 +55,18 @@ class RefreshEvent:
     trace: float
 
 
+def trace_change(now: float, before: float) -> float:
+    """Return Δ = | |now| − |before| | / |before|."""
+    return abs(abs(now) - abs(before)) / abs(before) if before else math.inf
+
+
+def decide(change: float, thresholds: tuple[float, float]) -> Decision:
+    """Apply the thresholds of the trace rule."""
+    if change > thresholds[0]:
+        return Decision.UPDATE
+    return Decision.STOP if change < thresholds[1] else Decision.KEEP
+
+
 @dataclass
 class Candidate:
     """A layer with new statistics on a refresh step, and what is decided on it."""
@@ -93,10 +105,8 @@ class Candidate:
         if not math.isfinite(self.trace):
             self.decision = Decision.FAILED
         elif layer.refreshes:
-            last = trace(before, layer.rows_per_term)
-            self.change = abs(abs(self.trace) - abs(last)) / abs(last) if last else math.inf
-            if not self.change > self.thresholds[0]:
-                self.decision = Decision.STOP if self.change < self.thresholds[1] else Decision.KEEP
+            self.change = trace_change(self.trace, trace(before, layer.rows_per_term))
+            self.decision = decide(self.change, self.thresholds)
         if self.decision is not Decision.UPDATE:
             return
         plain: list[bool] = []
