@@ -113,8 +113,14 @@ WAYS = [compiled_after, compiled_before, of_the_compiled, compiled_and_called_be
 WAYS += [as_a_function, a_part]
 
 
+@pytest.mark.parametrize("skips_guards", [True, False])
 @pytest.mark.parametrize("how", WAYS)
-def test_compiled_equals_eager_with_one_graph(how):
+def test_compiled_equals_eager_with_one_graph(how, skips_guards):
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=skips_guards):
+        assert_compiled_equals_eager(how)
+
+
+def assert_compiled_equals_eager(how):
     torch.manual_seed(0)
     model = Model()
     twin = copy.deepcopy(model)
