@@ -15,8 +15,8 @@ from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, trans
 from torch_thor.curvature import Blocks, Cut, ProjectionKind
 from torch_thor.curvature.kinds import PackedCall, kind_of
 from torch_thor.curvature.kinds.base import spacing
+from torch_thor.curvature.kinds.convolution import evenly_spread
 from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
-from torch_thor.curvature.kinds.patches import evenly_spread
 
 MOST = [1, 2, 3, 5, 7, 11, 12, 13, 24, 100, None]
 

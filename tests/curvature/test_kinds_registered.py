@@ -123,7 +123,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("kind", [THOR, ThorMuon])
 def test_a_linear_layer_of_another_library_takes_the_steps_of_torchs(kind):
     """Known by its name, as those of PyTorch Geometric and of timm, which derives it from torch's, or registered."""
-    geometric = type("Linear", (Plain,), {"__module__": "torch_geometric.nn.dense.linear"})
+    geometric = type("Linear", (Plain,), {"__module__": "torch_geometric.nn.dense.linear", "forward": Plain.forward})
     timm = type("Linear", (nn.Linear,), {"__module__": "timm.layers.linear", "forward": Plain.forward})
     for layer in (geometric, timm, Plain):
         if layer is Plain:

@@ -154,6 +154,21 @@ def class_name_of(module: nn.Module) -> str:
     return KINDS.class_name(class_of(module))
 
 
+def owner_of_forward(module: nn.Module) -> type[nn.Module]:
+    """Return the class that defines the forward of a module."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+
+
+def runs_forward_of(**classes: Sequence[str]) -> Callable[[nn.Module], bool]:
+    """Return a test for modules that run the forward of classes of some packages, by name: no package is imported."""
+
+    def passes(module: nn.Module) -> bool:
+        owner = owner_of_forward(module)
+        return owner.__name__ in classes.get(owner.__module__.partition(".")[0], ())
+
+    return passes
+
+
 def class_of(module: nn.Module) -> type:
     """Return the class of a module; where FSDP2 has derived one from it, that from which it was derived."""
     own = type(module)
