@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.capture.composites.registry import InnerLayer
-from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
+from torch_thor.curvature.kinds.experts import ExpertsKind
 from torch_thor.curvature.parameter_view import ParameterView
 
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
@@ -134,7 +134,7 @@ class ExpertsMode(TorchFunctionMode):
             which = [end - start for start, end in pairwise([0, *ends])]
         elif not isinstance(which, int) and y.dim() != 3:  # several matrices, broadcast over leading dimensions
             return
-        self._report(operand.name, x, y, ExpertsCall(operand.kind, which, columns=columns))
+        self._report(operand.name, x, y, operand.kind.of_call(which, columns=columns))
 
     def _note_gathered(self, weight: Any, index: Any, result: Any) -> None:
         is_list = isinstance(index, Tensor) and index.dim() == 1 and not index.is_floating_point()
