@@ -16,8 +16,8 @@ from reference.rows import CONVOLUTIONS, conv_input_rows, is_standardised, trans
 from torch_thor.curvature import Blocks, Cut, ProjectionKind
 from torch_thor.curvature.kinds import PackedCall, kind_of
 from torch_thor.curvature.kinds.base import spacing
-from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
-from torch_thor.curvature.kinds.patches import evenly_spread
+from torch_thor.curvature.kinds.convolution import evenly_spread
+from torch_thor.curvature.kinds.experts import ExpertsKind
 
 MOST = [1, 2, 3, 5, 7, 11, 12, 13, 24, 100, None]
 
@@ -149,7 +149,7 @@ def test_all_tokens_and_all_rows_of_experts_count():
             (torch.tensor([2, 0, 2, 2, 0]), [2, 0, 2, 2, 0]),
             ((2, 0, 3), [0, 0, 2, 2, 2]),
         ):
-            kind = ExpertsCall(ExpertsKind(torch.zeros(3, 6, 4), inputs_first=False), which)
+            kind = ExpertsKind(torch.zeros(3, 6, 4), inputs_first=False).of_call(which)
             rows, found = summed(kind, x, (5, 6), most=most)
             assert rows == [of_rows.count(e) for e in range(3)]
             for expert, dense in enumerate(found):

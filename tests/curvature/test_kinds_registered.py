@@ -194,7 +194,7 @@ def test_units_of_clipping_are_those_of_linear_layers(layer):
 @pytest.mark.parametrize("method", [THOR, ThorMuon])
 def test_a_linear_layer_of_another_library_takes_the_steps_of_torchs(method):
     """Known by its name, as those of PyTorch Geometric and of timm, which derives it from torch's, or registered."""
-    geometric = type("Linear", (Plain,), {"__module__": "torch_geometric.nn.dense.linear"})
+    geometric = type("Linear", (Plain,), {"__module__": "torch_geometric.nn.dense.linear", "forward": Plain.forward})
     timm = type("Linear", (nn.Linear,), {"__module__": "timm.layers.linear", "forward": Plain.forward})
     for layer in (geometric, timm, Plain):
         if layer is Plain:

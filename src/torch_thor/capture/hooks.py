@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from torch_thor.capture.composites import CompositeHook
-from torch_thor.capture.composites.hook import CallHandler, Watcher
+from torch_thor.capture.composites.hook import Watcher
 from torch_thor.capture.layers import Layer
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
@@ -34,7 +34,7 @@ from torch_thor.torch_internals import compile_stance, is_tracing, set_compile_s
 _COMPILE_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
-class CalledModuleHook(CallHandler):
+class CalledModuleHook:
     """The hook on a module that is one layer: the rows are those of its own input and output."""
 
     def __init__(self, module: nn.Module, kind: Kind, layer: LayerCurvature) -> None:
@@ -83,7 +83,7 @@ class ModuleCalls:
         ``unseen``: calls were expected and have not been seen, as of a model that was compiled meanwhile.
         """
         self.close()
-        self._handlers: dict[int, CallHandler] = {id(hook.module): hook for hook in hooks}
+        self._handlers: dict[int, ModuleHook] = {id(hook.module): hook for hook in hooks}
         if not self._handlers:
             return
         self._own, self._containing = set(map(id, model.modules())), dict[int, bool]()
@@ -121,8 +121,8 @@ class ModuleCalls:
             self._by_function = frame is not None
             self._run_eagerly()
         handler, watcher = self._handlers.get(id(module)), self._watcher()
-        if handler is not None and watcher is not None:
-            handler.enter(watcher, args)
+        if isinstance(handler, CompositeHook) and watcher is not None:
+            handler.enter(watcher)
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:
         if torch.compiler.is_compiling() or is_tracing():
@@ -131,7 +131,7 @@ class ModuleCalls:
         if handler is not None and watcher is not None:
             if len(rest) == 2:
                 handler.leave(watcher, args, *rest)
-            else:  # torch passes no kwargs if an exception was raised
+            elif isinstance(handler, CompositeHook):  # torch passes no kwargs if an exception was raised
                 handler.abandon()
         if module is self._outermost:
             self._outermost = None

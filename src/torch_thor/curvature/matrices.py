@@ -9,19 +9,12 @@ from torch import Tensor, nn
 
 from torch_thor.curvature.kinds.base import MatrixWeight
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_TABLES = (nn.Embedding, nn.EmbeddingBag)
-
 
 class PlainMatrix(MatrixWeight):
     """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns."""
 
     def __init__(self, groups: int, outputs: int, inputs: int, taps: int = 0) -> None:
-        self.groups = groups
-        self.outputs = outputs
-        self.inputs = inputs
-        self.taps = taps
+        self.groups, self.outputs, self.inputs, self.taps = groups, outputs, inputs, taps
 
     def of_rows(self, shape: tuple[int, ...], rows: int) -> "PlainMatrix | None":
         """Return the matrices of some rows of the parameter, which one process holds."""
@@ -39,13 +32,14 @@ class PlainMatrix(MatrixWeight):
 def matrix_of(module: nn.Module, attribute: str, parameter: Tensor) -> PlainMatrix | None:
     """Return a parameter as matrices."""
     shape = tuple(parameter.shape)
-    if len(shape) < 2 or isinstance(module, _TABLES) or not parameter.is_floating_point():
+    if len(shape) < 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag) or not parameter.is_floating_point():
         return None
-    if attribute == "weight" and isinstance(module, _TRANSPOSED):
-        taps = math.prod(shape[2:])
-        found = PlainMatrix(module.groups, shape[1], shape[0] // module.groups * taps, taps)
-    elif attribute == "weight" and isinstance(module, _CONVOLUTIONS):
-        found = PlainMatrix(module.groups, shape[0] // module.groups, math.prod(shape[1:]))
+    if attribute == "weight" and isinstance(module, nn.modules.conv._ConvNd):
+        groups, taps = module.groups, math.prod(shape[2:])
+        if module.transposed:
+            found = PlainMatrix(groups, shape[1], shape[0] // groups * taps, taps)
+        else:
+            found = PlainMatrix(groups, shape[0] // groups, shape[1] * taps)
     elif len(shape) == 3:
         found = PlainMatrix(*shape)
     else:

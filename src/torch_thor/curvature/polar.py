@@ -39,52 +39,40 @@ def unit_polars(matrices: Sequence[Tensor], rows: int | None, limits: Sequence[T
 
     ``limits`` holds a number ``(count,)`` for each matrix by which it is multiplied further.
     """
-    alike: defaultdict[tuple[torch.dtype, torch.device], defaultdict[torch.Size, list[int]]]
-    alike = defaultdict(lambda: defaultdict(list))
+    alike: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
-        alike[matrix.dtype, matrix.device][matrix.shape[1:]].append(i)
+        alike[matrix.dtype, matrix.device, matrix.shape[1:]].append(i)
+    polars = orthogonalise([torch.cat([matrices[i] for i in own]) for own in alike.values()], rows)
     found = list(matrices)
-    for (dtype, device), by_shape in alike.items():
-        members = list(by_shape.values())
-        with ieee_float32(device.type):
-            polars = orthogonalise([torch.cat([matrices[i] for i in own]) for own in members], rows)
-        for own, polar in zip(members, polars, strict=True):
-            # clamped for matrices of zeros, whose step is zero
-            norms = torch.linalg.matrix_norm(polar, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
-            if limits is not None:
-                norms /= torch.cat([limits[i] for i in own])[:, None, None]
-            polar.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
-            for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
-                found[i] = one
+    for own, polar in zip(alike.values(), polars, strict=True):
+        # clamped for matrices of zeros, whose step is zero
+        norms = torch.linalg.matrix_norm(polar, keepdim=True).clamp_(min=torch.finfo(polar.dtype).tiny)
+        if limits is not None:
+            norms /= torch.cat([limits[i] for i in own])[:, None, None]
+        polar.div_(norms)  # in place: a result of orthogonalise() shares no memory with other tensors
+        for i, one in zip(own, polar.split([len(matrices[i]) for i in own]), strict=True):
+            found[i] = one
     return found
 
 
 def orthogonalise(batches: Sequence[Tensor], rows: int | None = None) -> list[Tensor]:
     """Return the polar factor of every matrix, or of each of its blocks of rows."""
-    cut = [_cut(matrices, rows) for matrices in batches]
-    by_size: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for i, parts in enumerate(cut):
-        for j, part in enumerate(parts):
-            by_size[part.shape[-2]].append((i, j))
-    for members in by_size.values():
-        found = _polar([cut[i][j] for i, j in members])
-        for (i, j), blocks in zip(members, found, strict=True):
-            cut[i][j] = blocks
-    return [_joined(parts, matrices.shape) for parts, matrices in zip(cut, batches, strict=True)]
-
-
-def _cut(matrices: Tensor, rows: int | None) -> list[Tensor]:
-    _, size, columns = matrices.shape
-    if rows is None or rows >= size:
-        return [matrices]
-    covered = size // rows * rows
-    head = matrices[:, :covered].reshape(-1, rows, columns)
-    return [head] if covered == size else [head, matrices[:, covered:]]
-
-
-def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    per_matrix = [part.reshape(shape[0], -1, shape[2]) for part in parts]
-    return per_matrix[0] if len(parts) == 1 else torch.cat(per_matrix, dim=1)
+    found = [matrices.new_empty(matrices.shape) for matrices in batches]
+    alike: defaultdict[tuple[object, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for matrices, into in zip(batches, found, strict=True):
+        _, size, columns = matrices.shape
+        most = size if rows is None else min(rows, size)
+        covered = size // most * most
+        for first, last, block in ((0, covered, most), (covered, size, size - covered)):
+            if block:
+                blocks = matrices[:, first:last].reshape(-1, block, columns)
+                alike[block, matrices.dtype, matrices.device].append((blocks, into[:, first:last]))
+    for members in alike.values():
+        parts = [part for part, _ in members]
+        with ieee_float32(parts[0].device.type):
+            for (_, into), polar in zip(members, _polar(parts), strict=True):
+                into.copy_(polar.reshape(into.shape))
+    return found
 
 
 def _polar(parts: list[Tensor]) -> list[Tensor]:
@@ -92,10 +80,10 @@ def _polar(parts: list[Tensor]) -> list[Tensor]:
     if parts[0].device.type != "cpu":
         dtype = torch.bfloat16 if parts[0].dtype == torch.float32 else parts[0].dtype
         return [_by_products(_with_largest_entry_1(part), dtype) for part in parts]
-    roots = _roots([product(part, part.mT) for part in parts])
-    if roots is not None:
-        return [product(root, part) for root, part in zip(roots, parts, strict=True)]
-    return [_one_by_one(_with_largest_entry_1(part)) for part in parts]
+    roots = _roots(torch.cat([product(part, part.mT) for part in parts]))
+    if roots is None:
+        return [_one_by_one(_with_largest_entry_1(part)) for part in parts]
+    return [product(root, part) for root, part in zip(roots.split(list(map(len, parts))), parts, strict=True)]
 
 
 def _one_by_one(units: Tensor) -> Tensor:
@@ -103,8 +91,8 @@ def _one_by_one(units: Tensor) -> Tensor:
     found = torch.zeros_like(units)
     for i, unit in enumerate(units):
         if bool(unit.any()):
-            roots = _roots([(unit @ unit.mT)[None]])
-            found[i] = _by_products(unit[None], unit.dtype)[0] if roots is None else roots[0][0] @ unit
+            root = _roots((unit @ unit.mT)[None])
+            found[i] = _by_products(unit[None], unit.dtype)[0] if root is None else root[0] @ unit
     return found
 
 
@@ -112,15 +100,14 @@ def _with_largest_entry_1(blocks: Tensor) -> Tensor:
     return blocks / blocks.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(blocks.dtype).tiny)
 
 
-def _roots(grams: list[Tensor]) -> list[Tensor] | None:
-    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``."""
-    gram = torch.cat(grams) if len(grams) > 1 else grams[0]
-    info = torch.finfo(gram.dtype)
-    if gram.shape[-1] == 1:
-        values, vectors = gram[..., 0], torch.ones_like(gram)
+def _roots(grams: Tensor) -> Tensor | None:
+    """Return the inverse square roots of Gram matrices ``(count, rows, rows)``; None if they can't be computed."""
+    info = torch.finfo(grams.dtype)
+    if grams.shape[-1] == 1:
+        values, vectors = grams[..., 0], torch.ones_like(grams)
     else:
         try:
-            values, vectors = torch.linalg.eigh(gram)
+            values, vectors = torch.linalg.eigh(grams)
         except RuntimeError:  # LinAlgError, which is raised for the whole batch if one block fails
             return None
     largest = values[:, -1:]
@@ -128,8 +115,7 @@ def _roots(grams: list[Tensor]) -> list[Tensor] | None:
     if not (float(least) > info.tiny / info.eps**2 and float(most) < info.max * info.eps):
         return None
     noise = (_NOISE * info.eps) * largest
-    roots = product(vectors * values.maximum(noise).rsqrt()[:, None, :], vectors.mT)
-    return list(roots.split([len(g) for g in grams])) if len(grams) > 1 else [roots]
+    return product(vectors * values.maximum(noise).rsqrt()[:, None, :], vectors.mT)
 
 
 def _by_products(blocks: Tensor, dtype: torch.dtype) -> Tensor:

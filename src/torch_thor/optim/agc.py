@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
-from torch_thor.curvature.kinds.transposed_convolution import ConvTransposeKind
+from torch_thor.curvature.kinds.convolution import ConvKind
 from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
 from torch_thor.optim.options import Option, check, number, real
 
@@ -116,7 +116,7 @@ def units_of(model: nn.Module | None) -> dict[Tensor, Units]:
             continue
         kind = kind_of(module)
         if kind is None and isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
-            kind = ConvTransposeKind(module)  # of a subclass with a forward of its own
+            kind = ConvKind(module)  # of a subclass with a forward of its own
         if kind is None or kind.diagonal_input:  # an embedding: a unit is a token
             continue
         matrix = kind.to_matrix(stand_in := torch.empty(weight.shape, device="meta"))  # strides are enough to tell

@@ -6,7 +6,7 @@ A new family is a file that says which layers a module has and which hook report
 from torch import nn
 
 from torch_thor.capture.composites.attention import AttentionHook, projections
-from torch_thor.capture.composites.experts import ExpertsHook, expert_layers, is_experts
+from torch_thor.capture.composites.experts import ExpertsHook, expert_layers, expert_weights
 from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.capture.composites.recurrence import RecurrentHook, gate_layers
 from torch_thor.capture.composites.registry import COMPOSITES, Composite, InnerLayer, composite_of, register_composite
@@ -16,4 +16,4 @@ __all__ = ["CompositeHook", "InnerLayer", "Report", "composite_of", "register_co
 COMPOSITES.classes[nn.MultiheadAttention] = Composite(projections, AttentionHook, with_children=True)
 for _recurrent in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell):
     COMPOSITES.classes[_recurrent] = Composite(gate_layers, RecurrentHook)
-COMPOSITES.tests.append((is_experts, Composite(expert_layers, ExpertsHook)))
+COMPOSITES.tests.append((expert_weights, Composite(expert_layers, ExpertsHook)))

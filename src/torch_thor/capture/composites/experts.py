@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.capture.composites.registry import InnerLayer
-from torch_thor.curvature.kinds.experts import ExpertsCall, ExpertsKind
+from torch_thor.curvature.kinds.experts import ExpertsKind
 from torch_thor.curvature.parameter_view import ParameterView
 
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
@@ -27,15 +27,14 @@ _FUNCTIONS = ("__getitem__", "linear", *_MATRIX_PRODUCTS, *_GROUPED)
 _OPERANDS = ("input", "weight", "mat_a", "mat_b", "mat2", "other")
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module holds weights of fused experts."""
-    return bool(_expert_weights(module))
-
-
 def expert_layers(module: nn.Module) -> Iterator[InnerLayer]:
     """Yield the weights of fused experts, each with its biases ``(E, out)``."""
-    weights = _expert_weights(module)
-    inputs_first = _inputs_come_first(module, weights)
+    weights = expert_weights(module)
+    up, down = weights.get("gate_up_proj"), weights.get("down_proj")
+    # whether matrices are (in, out), for x @ W_e, and not (out, in), for F.linear(x, W_e)
+    inputs_first = getattr(module, "is_transposed", None)
+    if not isinstance(inputs_first, bool):  # (E, hidden, 2 inner) beside (E, inner, hidden)
+        inputs_first = up is not None and down is not None and up.shape[1:] == (down.shape[2], 2 * down.shape[1])
     for name, weight in weights.items():
         kind = ExpertsKind(weight, inputs_first=inputs_first)
         bias = module._parameters.get(f"{name}_bias")
@@ -44,7 +43,7 @@ def expert_layers(module: nn.Module) -> Iterator[InnerLayer]:
         yield InnerLayer(name, kind, ParameterView(module, name), biases)
 
 
-def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+def expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Find the weights of a module that hold one matrix per expert."""
     counts = {
         value
@@ -59,26 +58,14 @@ def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def _inputs_come_first(module: nn.Module, weights: Mapping[str, nn.Parameter]) -> bool:
-    """Return whether matrices are ``(in, out)``, for ``x @ W_e``, and not ``(out, in)``, for ``F.linear(x, W_e)``."""
-    declared = getattr(module, "is_transposed", None)
-    if isinstance(declared, bool):
-        return declared
-    up, down = weights.get("gate_up_proj"), weights.get("down_proj")
-    if up is None or down is None:
-        return False
-    # (E, hidden, 2 inner) beside (E, inner, hidden)
-    return up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]
-
-
 class ExpertsHook(CompositeHook):
     """The hook on a module of fused experts: reports the products with its weights."""
 
     def mode(self, report: Report) -> TorchFunctionMode:
         """Return the mode that recognises the products."""
         # looked up at each call: a wrapper may have replaced the parameters, and pruning removed one
-        there = {name: layer for name, layer in self.by_name.items() if layer.weight_view.present is not None}
-        return ExpertsMode({name: (layer.weight, layer.kind) for name, layer in there.items()}, report)
+        there = [(name, layer) for name, layer in self.by_name.items() if layer.weight_view.present is not None]
+        return ExpertsMode({name: (layer.weight, layer.kind) for name, layer in there}, report)
 
 
 class _Operand(NamedTuple):
@@ -110,7 +97,10 @@ class ExpertsMode(TorchFunctionMode):
             return result
         left, right = (*args, *(given[key] for key in _OPERANDS if key in given))[:2]
         if name == "__getitem__":
-            self._note_gathered(left, right, result)
+            is_list = isinstance(right, Tensor) and right.dim() == 1 and not right.is_floating_point()
+            operand = self._operand(left) if is_list and right.dtype != torch.bool else None
+            if operand is not None and operand.which is None:
+                self._gathered.append((result, operand._replace(which=right.long())))
             return result
         left, right = (right, left) if name == "__rmatmul__" else (left, right)
         uses = [(left, right, name == "linear")]  # the rows, the experts, and whether their matrices are `(out, in)`
@@ -134,13 +124,7 @@ class ExpertsMode(TorchFunctionMode):
             which = [end - start for start, end in pairwise([0, *ends])]
         elif not isinstance(which, int) and y.dim() != 3:  # several matrices, broadcast over leading dimensions
             return
-        self._report(operand.name, x, y, ExpertsCall(operand.kind, which, columns=columns))
-
-    def _note_gathered(self, weight: Any, index: Any, result: Any) -> None:
-        is_list = isinstance(index, Tensor) and index.dim() == 1 and not index.is_floating_point()
-        operand = self._operand(weight) if is_list and index.dtype != torch.bool else None
-        if operand is not None and operand.which is None:
-            self._gathered.append((result, operand._replace(which=index.long())))
+        self._report(operand.name, x, y, operand.kind.of_call(which, columns=columns))
 
     def _operand(self, tensor: Any) -> _Operand | None:
         if not isinstance(tensor, Tensor) or tensor.dim() not in (2, 3):

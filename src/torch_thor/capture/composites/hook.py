@@ -25,21 +25,6 @@ class Watcher(Protocol):
         ...
 
 
-class CallHandler:
-    """Handles the calls of one module; the methods of this base class do nothing."""
-
-    module: nn.Module
-
-    def enter(self, watcher: Watcher, args: Any) -> None:
-        """Called before the module's forward."""
-
-    def leave(self, watcher: Watcher, args: Any, kwargs: Any, output: Any) -> None:
-        """Called after the module's forward."""
-
-    def abandon(self) -> None:
-        """Called if the module's forward, or a hook on the module, has raised an exception."""
-
-
 class Report(Protocol):
     """Reports one call of a layer inside the module. Names of layers that are not preconditioned are ignored."""
 
@@ -48,7 +33,7 @@ class Report(Protocol):
         ...
 
 
-class CompositeHook(CallHandler):
+class CompositeHook:
     """Reports the inputs and outputs of the layers that one composite module computes.
 
     A subclass overrides :meth:`mode`.
@@ -80,7 +65,7 @@ class CompositeHook(CallHandler):
         """
         raise NotImplementedError
 
-    def enter(self, watcher: Watcher, args: Any) -> None:
+    def enter(self, watcher: Watcher) -> None:
         """Enter the mode, where statistics of the module are gathered."""
         if watcher.gathering.isdisjoint(self.layers) or not torch.is_grad_enabled():
             return

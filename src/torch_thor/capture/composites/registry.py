@@ -47,14 +47,30 @@ class Composite(Registration):
     with_children: bool = False
 
     def layers_of(self, module: nn.Module) -> list[InnerLayer]:
-        """Return the layers of a module."""
+        """Return the layers of a module; an error for registered ones that do not fit it."""
         found = list(self.layers(module))
-        if self.checked:
-            _check(found, module)
+        seen: set[tuple[Any, ...]] = set()
+        for layer in found if self.checked else ():
+            who, view = f"layer {layer.name!r}, registered for {type(module).__name__},", layer.weight
+            if not isinstance(getattr(view.module, view.attribute, None), Tensor):
+                raise ValueError(
+                    f"{who} has the weight {view.attribute!r}, and the module has no parameter of that name; correct "
+                    f"the name"
+                )
+            own = {("name", layer.name), (id(view.module), view.attribute, layer.prefix)}
+            if own & seen:
+                raise ValueError(
+                    f"{who} has the name of another layer of the module, or the prefix {layer.prefix!r} of another "
+                    f"layer of the same parameter; give each layer a name, and each layer of a parameter a prefix, of "
+                    f"its own"
+                )
+            seen |= own
+            check_fits(layer.kind, view.outline(), [bias.outline() for bias in layer.biases], who)
         return found
 
 
 COMPOSITES: Registry[Composite] = Registry()
+composite_of = COMPOSITES.find
 
 
 def register_composite(
@@ -91,28 +107,3 @@ def register_composite(
                 f"{module_type.__name__}; pass a function or a class"
             )
     COMPOSITES.classes[module_type] = Composite(layers, hook, with_children, checked=True)
-
-
-def composite_of(module: nn.Module) -> tuple[Composite | None, str | None]:
-    """Return how a composite module is preconditioned, and the reason why it is not."""
-    return COMPOSITES.find(module)
-
-
-def _check(layers: Sequence[InnerLayer], module: nn.Module) -> None:
-    """Raise an error for layers that do not fit the module they are registered for."""
-    seen: set[tuple[Any, ...]] = set()
-    for layer in layers:
-        who, view = f"layer {layer.name!r}, registered for {type(module).__name__},", layer.weight
-        if not isinstance(getattr(view.module, view.attribute, None), Tensor):
-            raise ValueError(
-                f"{who} has the weight {view.attribute!r}, and the module has no parameter of that name; correct the "
-                f"name"
-            )
-        own = {("name", layer.name), (id(view.module), view.attribute, layer.prefix)}
-        if own & seen:
-            raise ValueError(
-                f"{who} has the name of another layer of the module, or the prefix {layer.prefix!r} of another layer "
-                f"of the same parameter; give each layer a name, and each layer of a parameter a prefix, of its own"
-            )
-        seen |= own
-        check_fits(layer.kind, view.outline(), [bias.outline() for bias in layer.biases], who)

@@ -3,19 +3,20 @@
 A new kind is a file with a class that implements :class:`Kind`, and one line below.
 """
 
+from functools import partial
+
 from torch import nn
 
-from torch_thor.curvature.kinds.base import Kind, MatrixWeight
-from torch_thor.curvature.kinds.convolution import ConvKind
-from torch_thor.curvature.kinds.embedding import EmbeddingKind, ScaledEmbeddingKind, is_scaled, why_not_counted
-from torch_thor.curvature.kinds.linear import (
+from torch_thor.curvature.kinds.base import (
+    Kind,
     LinearKind,
+    MatrixWeight,
     PackedCall,
     ProjectionKind,
     TransposedLinearKind,
-    is_hugging_face_conv1d,
-    is_linear_of_a_library,
 )
+from torch_thor.curvature.kinds.convolution import ConvKind
+from torch_thor.curvature.kinds.embedding import EmbeddingKind, is_scaled, why_not_counted
 from torch_thor.curvature.kinds.registry import (
     KINDS,
     KindRegistration,
@@ -24,15 +25,10 @@ from torch_thor.curvature.kinds.registry import (
     kind_of,
     parameter_names_of,
     register_kind,
+    runs_forward_of,
     why_not,
 )
-from torch_thor.curvature.kinds.standardised import (
-    SameConvKind,
-    StandardisedConvKind,
-    is_same_padded,
-    is_standardised,
-)
-from torch_thor.curvature.kinds.transposed_convolution import ConvTransposeKind
+from torch_thor.curvature.kinds.standardised import StandardisedConvKind
 
 __all__ = [
     "Kind",
@@ -48,16 +44,21 @@ __all__ = [
     "why_not",
 ]
 
+_STANDARDISED = runs_forward_of(
+    timm=("StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame"),
+    transformers=("WeightStandardizedConv2d",),
+)
+
 KINDS.classes[nn.Linear] = KindRegistration(LinearKind)
 KINDS.classes[nn.Embedding] = KindRegistration(EmbeddingKind, why_not=why_not_counted)
 for _convolution in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
     KINDS.classes[_convolution] = KindRegistration(ConvKind, fixed=("forward", "_conv_forward"))
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    KINDS.classes[_transposed] = KindRegistration(ConvTransposeKind)
+    KINDS.classes[_transposed] = KindRegistration(ConvKind)
 KINDS.tests += [
-    (is_standardised, KindRegistration(StandardisedConvKind)),
-    (is_same_padded, KindRegistration(SameConvKind)),
-    (is_scaled, KindRegistration(ScaledEmbeddingKind, why_not=why_not_counted)),
-    (is_linear_of_a_library, KindRegistration(LinearKind)),
-    (is_hugging_face_conv1d, KindRegistration(TransposedLinearKind)),
+    (_STANDARDISED, KindRegistration(StandardisedConvKind)),
+    (runs_forward_of(timm=("Conv2dSame",)), KindRegistration(partial(ConvKind, same=True))),
+    (runs_forward_of(timm=("Linear",), torch_geometric=("Linear",)), KindRegistration(LinearKind)),
+    (runs_forward_of(transformers=("Conv1D",)), KindRegistration(TransposedLinearKind)),
+    (is_scaled, KindRegistration(partial(EmbeddingKind, scaled=True), why_not=why_not_counted)),
 ]

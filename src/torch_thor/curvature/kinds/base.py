@@ -1,4 +1,4 @@
-"""The interface of all kinds of layers: sizes of the factors, rows of a call, and the weight as a matrix.
+"""The interface of all kinds of layers, and linear layers, which most kinds of other packages are derived from.
 
 A kind turns the input of a layer into the rows ``a`` of the paper, and the gradient of its output into the rows ``g``.
 Samples are ``(groups, features, rows)``, features first (see :mod:`torch_thor.curvature.blocks`).
@@ -8,7 +8,7 @@ import math
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_thor.curvature.blocks import Blocks
 
@@ -16,55 +16,29 @@ from torch_thor.curvature.blocks import Blocks
 class Kind(Protocol):
     """The geometry of a layer: ``groups`` independent matrices ``(outputs, inputs)``, and the rows of their factors."""
 
-    @property
-    def label(self) -> str:
-        """The name of the kind in ``optimizer.coverage()``."""
-        ...
+    label: str
+    """The name of the kind in ``optimizer.coverage()``."""
+    groups: int
+    """The number of independent pairs (A, G): 1, or the groups of a convolution."""
+    inputs: int
+    """The number of rows of A, per group."""
+    outputs: int
+    """The number of rows of G, per group."""
+    diagonal_input: bool
+    """Whether A is diagonal, so that no split applies to it."""
+    transposed: bool
+    """Whether the weight has the inputs first, so that :meth:`to_matrix` returns ``(groups, inputs, outputs)``."""
+    solves_biases: bool
+    """Whether biases are preconditioned with G: it is the second moment of the gradient of the output itself."""
+    routed: bool
+    """Whether each group has its own rows, possibly none, so that T is part of the factors (experts)."""
+    batch_first: bool
+    """Whether the leading dimension of the input is the batch for certain, as that of a convolution is.
 
-    @property
-    def groups(self) -> int:
-        """The number of independent pairs (A, G): 1, or the groups of a convolution."""
-        ...
-
-    @property
-    def inputs(self) -> int:
-        """The number of rows of A, per group."""
-        ...
-
-    @property
-    def outputs(self) -> int:
-        """The number of rows of G, per group."""
-        ...
-
-    @property
-    def diagonal_input(self) -> bool:
-        """Whether A is diagonal, so that no split applies to it."""
-        ...
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the weight has the inputs first, so that :meth:`to_matrix` returns ``(groups, inputs, outputs)``."""
-        ...
-
-    @property
-    def solves_biases(self) -> bool:
-        """Whether biases are preconditioned with G: it is the second moment of the gradient of the output itself."""
-        ...
-
-    @property
-    def routed(self) -> bool:
-        """Whether each group has its own rows, possibly none, so that T is part of the factors (experts)."""
-        ...
-
-    @property
-    def batch_first(self) -> bool:
-        """Whether the leading dimension of the input is the batch for certain, as that of a convolution is.
-
-        False for layers that also run on other layouts, such as a linear layer on ``(L, N, features)``. Where layers
-        see different numbers of samples, those that are certain decide. A registered kind may leave the attribute out,
-        which means False.
-        """
-        ...
+    False for layers that also run on other layouts, such as a linear layer on ``(L, N, features)``. Where layers see
+    different numbers of samples, those that are certain decide. A registered kind may leave the attribute out, which
+    means False.
+    """
 
     def loss_terms(self, x: Tensor) -> int:
         """Return the number of samples in an input: its leading dimension, 1 if it has no batch dimension."""
@@ -142,14 +116,91 @@ class MatrixWeight:
             tensor.copy_(matrix.reshape(tensor.shape))
 
 
+class LinearKind(MatrixWeight):
+    """``nn.Linear``: every leading index of the input is a row; a base class for layers that differ in the weight."""
+
+    label = "Linear"
+
+    def __init__(self, module: nn.Module) -> None:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        self.outputs, self.inputs = weight.shape
+
+    def loss_terms(self, x: Tensor) -> int:
+        """Return the leading dimension of ``x``, 1 for a single vector."""
+        return x.shape[0] if x.dim() > 1 else 1
+
+    def row_shape(self, x: Tensor) -> torch.Size:
+        """Return the leading dimensions of the input."""
+        return x.shape[:-1]
+
+    def add_inputs_(
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+    ) -> int:
+        """Add the rows of the input."""
+        rows = x.reshape(-1, self.inputs)
+        rows = rows if keep is None else rows[keep.reshape(-1)]
+        rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
+        if len(rows):
+            a.add_second_moment_(rows.to(a.dtype).mT[None])
+        return len(rows)
+
+    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
+        """Add the rows of the gradient of the output."""
+        rows = grad.reshape(-1, self.outputs)
+        rows = rows if keep is None else rows[keep.reshape(-1)]
+        if len(rows):
+            g.add_second_moment_(rows.to(g.dtype).mT[None])
+
+
+class TransposedLinearKind(LinearKind):
+    """Hugging Face's ``Conv1D``, the linear layer of GPT-2, whose weight is ``(in, out)``."""
+
+    label = "Conv1D"
+    transposed = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.inputs, self.outputs = self.outputs, self.inputs
+
+
+class ProjectionKind(LinearKind):
+    """A linear layer inside a composite module, which receives its inputs batch first, ``(N, ..., in)``.
+
+    The module computes it without calling a module for it: a projection of an attention, a gate matrix of a recurrent
+    layer (:mod:`torch_thor.capture.composites`). Its weight is a parameter, or rows of a fused one.
+
+    Args:
+        weight: the weight, ``(out, in)``, of which only the shape is used.
+        label: the name of the kind in ``optimizer.coverage()``.
+    """
+
+    batch_first = True
+
+    def __init__(self, weight: Tensor, label: str) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.label = label
+
+
+class PackedCall(ProjectionKind):
+    """One call of a projection on packed sequences, whose rows are all their time steps, ``(rows, in)``."""
+
+    def __init__(self, weight: Tensor, label: str, sequences: int) -> None:
+        super().__init__(weight, label)
+        self._sequences = sequences
+
+    def loss_terms(self, x: Tensor) -> int:
+        """Return the number of sequences."""
+        return self._sequences
+
+    def row_shape(self, x: Tensor) -> torch.Size:
+        """Return no dimensions: a mask of padded sequences does not fit packed ones."""
+        return torch.Size()
+
+
 def spacing(rows: int, most: int | None, period: int = 1) -> int:
     """Return the distance between the rows to take, where some rows are enough for a factor."""
     step = 1 if most is None else max(1, rows // max(most, 1))
     while math.gcd(step, period) > 1:
         step -= 1
     return step
-
-
-def shares_memory(matrix: Tensor, tensor: Tensor) -> bool:
-    """Return whether a matrix is a view of the tensor that it was made of."""
-    return matrix.data_ptr() == tensor.data_ptr()

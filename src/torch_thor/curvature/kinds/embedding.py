@@ -20,9 +20,9 @@ class EmbeddingKind(MatrixWeight):
     diagonal_input = True
     transposed = True
 
-    def __init__(self, module: nn.Embedding) -> None:
-        self.inputs = module.num_embeddings
-        self.outputs = module.embedding_dim
+    def __init__(self, module: Any, *, scaled: bool = False) -> None:
+        self._scaled = module if scaled else None  # the module if its output is ``embed_scale`` times the vectors
+        self.inputs, self.outputs = module.num_embeddings, module.embedding_dim
         self._padding = module.padding_idx
 
     def loss_terms(self, x: Tensor) -> int:
@@ -33,47 +33,28 @@ class EmbeddingKind(MatrixWeight):
         """Return the shape of the input: every token is a row."""
         return x.shape
 
-    def scale(self) -> Tensor | float:
-        """Return the number that the vectors are multiplied by."""
-        return 1.0
-
     def add_inputs_(
         self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
         """Count the tokens."""
-        chosen = self._chosen(x, keep)
-        tokens = x.reshape(-1) if chosen is None else x.reshape(-1)[chosen]
+        tokens = self._real(x.reshape(-1), x, keep)
         if len(tokens):
             a.rows.view(-1).add_(torch.bincount(tokens, minlength=self.inputs))
         return len(tokens)
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the gradients of the vectors."""
-        chosen, rows = self._chosen(x, keep), grad.reshape(-1, self.outputs)
-        rows = rows if chosen is None else rows[chosen]
+        rows = self._real(grad.reshape(-1, self.outputs), x, keep)
         if len(rows):
-            g.add_second_moment_((rows.to(g.dtype) * self.scale()).mT[None])
+            scale = 1.0 if self._scaled is None else self._scaled.embed_scale
+            g.add_second_moment_((rows.to(g.dtype) * scale).mT[None])
 
-    def _chosen(self, x: Tensor, keep: Tensor | None) -> Tensor | None:
-        """Return a mask of the tokens that are rows, ``(tokens,)``; None where all of them are."""
-        chosen = None if keep is None else keep.reshape(-1)
-        if self._padding is None:
-            return chosen
-        real = x.reshape(-1) != self._padding
-        return real if chosen is None else chosen & real
-
-
-class ScaledEmbeddingKind(EmbeddingKind):
-    """An embedding whose output is ``embed_scale`` times the vectors."""
-
-    def __init__(self, module: nn.Embedding) -> None:
-        super().__init__(module)
-        self._module = module
-
-    def scale(self) -> Tensor | float:
-        """Return the number that the vectors are multiplied by."""
-        scale: Tensor | float = _scale_of(self._module)
-        return scale
+    def _real(self, rows: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
+        """Return the rows of tokens that count: those that are kept and no padding."""
+        if self._padding is not None:
+            real = x != self._padding
+            keep = real if keep is None else keep & real
+        return rows if keep is None else rows[keep.reshape(-1)]
 
 
 def why_not_counted(module: nn.Embedding) -> str | None:
@@ -85,14 +66,13 @@ def why_not_counted(module: nn.Embedding) -> str | None:
 
 def is_scaled(module: nn.Module) -> bool:
     """Return whether a module is an embedding that multiplies by ``embed_scale`` and does nothing else."""
-    if not isinstance(module, nn.Embedding) or type(module).forward is nn.Embedding.forward:
-        return False
-    scale = _scale_of(module)
+    scale: Any = getattr(module, "embed_scale", None)
+    is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
     alone = [name for name, _ in module.named_parameters(recurse=False)] == ["weight"]
-    # With max_norm a lookup changes the weight; a weight on the meta device or in shards has no values to compare.
-    if scale is None or not alone or module.max_norm is not None or module.weight.is_meta:
+    if not (isinstance(module, nn.Embedding) and is_number and alone):
         return False
-    if type(module.weight.data) is not Tensor:
+    # With max_norm a lookup changes the weight; a weight on the meta device or in shards has no values to compare.
+    if module.max_norm is not None or module.weight.is_meta or type(module.weight.data) is not Tensor:
         return False
     tokens = torch.arange(min(len(module.weight), 8), device=module.weight.device)[None]
     with torch.no_grad():
@@ -103,10 +83,3 @@ def is_scaled(module: nn.Module) -> bool:
         except (TypeError, ValueError, IndexError, RuntimeError):  # its forward needs other arguments
             return False
     return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.equal(found, expected))
-
-
-def _scale_of(module: nn.Module) -> Any:
-    """Return ``embed_scale``; None where it is missing or not one number."""
-    scale = getattr(module, "embed_scale", None)
-    is_number = isinstance(scale, float | int) or (isinstance(scale, Tensor) and scale.numel() == 1)
-    return scale if is_number else None

@@ -8,6 +8,7 @@ added to their diagonals they are ``√T_e`` times the damped factors. The natur
 separate layers.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -23,11 +24,19 @@ class ExpertsKind(MatrixWeight):
 
     label = "Experts"
     routed = True
+    _which: int | Tensor | Sequence[int] | None = None  # of a call: one expert, that of each row, or their row counts
+    _columns = False  # of a call: whether its rows are columns
 
     def __init__(self, weight: Tensor, *, inputs_first: bool) -> None:
         self.transposed = inputs_first
         self.groups = weight.shape[0]
         self.outputs, self.inputs = weight.shape[:0:-1] if inputs_first else weight.shape[1:]
+
+    def of_call(self, which: int | Tensor | Sequence[int] | None, *, columns: bool = False) -> "ExpertsKind":
+        """Return the kind of one call of some experts; None for all of them, with the same number of rows each."""
+        call = copy.copy(self)
+        call._which, call._columns = which, columns
+        return call
 
     def loss_terms(self, x: Tensor) -> int:
         """Return 1: the number of rows that are sent to an expert does not depend on the number of loss terms."""
@@ -40,47 +49,19 @@ class ExpertsKind(MatrixWeight):
     def add_inputs_(
         self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int | list[int]:
-        """Add the rows of the input, the same number for each expert."""
-        a.add_second_moment_(x.to(a.dtype).mT)
-        return [x.shape[1]] * self.groups
-
-    def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
-        """Add the rows of the gradient of the output, the same number for each expert."""
-        g.add_second_moment_(grad.to(g.dtype).mT)
-
-
-class ExpertsCall(ExpertsKind):
-    """One call of some experts of a weight."""
-
-    def __init__(self, kind: ExpertsKind, which: int | Tensor | Sequence[int] | None, *, columns: bool = False) -> None:
-        self.transposed, self.groups = kind.transposed, kind.groups
-        self.inputs, self.outputs = kind.inputs, kind.outputs
-        self._which = which
-        self._columns = columns
-
-    def add_inputs_(
-        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
-    ) -> int | list[int]:
         """Add the rows of the input."""
-        x = self._rows_first(x)
-        if self._which is None:
-            return super().add_inputs_(a, x.expand(self.groups, -1, -1), output, keep)
         return self._add_(a, x, self.inputs)
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the rows of the gradient of the output."""
-        grad = self._rows_first(grad)
-        if self._which is None:
-            super().add_outputs_(g, x, grad, keep)
-        else:
-            self._add_(g, grad, self.outputs)
-
-    def _rows_first(self, tensor: Tensor) -> Tensor:
-        return tensor.mT if self._columns else tensor
+        self._add_(g, grad, self.outputs)
 
     def _add_(self, factor: Blocks, rows: Tensor, features: int) -> list[int]:
         """Add to each expert's factor its rows of ``(rows, ..., features)``, and return the number of rows of each."""
-        which = self._which
+        which, rows = self._which, rows.mT if self._columns else rows
+        if which is None:
+            factor.add_second_moment_(rows.expand(self.groups, -1, -1).to(factor.dtype).mT)
+            return [rows.shape[-2]] * self.groups
         if isinstance(which, int):
             rows = rows.reshape(-1, features)
             counts = [len(rows) if expert == which else 0 for expert in range(self.groups)]
@@ -88,13 +69,10 @@ class ExpertsCall(ExpertsKind):
             rows = rows[which.argsort(stable=True)]
             counts = torch.bincount(which, minlength=self.groups).tolist()
         else:
-            assert which is not None
             counts = list(which)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                own = rows[start : start + count].reshape(1, -1, features).to(factor.dtype)
-                factor.group(expert).add_second_moment_(own.mT)
-            start += count
         inner = math.prod(rows.shape[1:-1])
+        for expert, own in enumerate(rows[: sum(counts)].split(counts)):
+            if len(own):
+                own = own.reshape(1, -1, features).to(factor.dtype)
+                factor.group(expert).add_second_moment_(own.mT)
         return [count * inner for count in counts]

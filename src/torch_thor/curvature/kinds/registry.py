@@ -41,7 +41,7 @@ class Registry(Generic[R]):
 
     def __init__(self) -> None:
         self.classes: dict[type[nn.Module], R] = {}
-        self.tests: list[tuple[Callable[[nn.Module], bool], R]] = []  # of packages that are not imported here
+        self.tests: list[tuple[Callable[[nn.Module], object], R]] = []  # of packages that are not imported here
 
     def find(self, module: nn.Module) -> tuple[R | None, str | None]:
         """Return what is registered for a module, and the reason why it does not hold."""
@@ -53,12 +53,13 @@ class Registry(Generic[R]):
         for passes, registration in self.tests:
             if passes(module):
                 return registration, registration.why_not(module)
-        name = self.class_name(class_of(module))
+        name = self.class_name(module)
         overridden = "" if parent is None else f"{name} overrides the forward of {parent.__name__}"
         return found, overridden or f"no curvature for {name}"
 
-    def class_name(self, own: type) -> str:
-        """Return the name of a class, with its Python module if a registered class has the same name."""
+    def class_name(self, module: nn.Module) -> str:
+        """Return the name of a module's class, with its Python module if a registered class has the same name."""
+        own = class_of(module)
         alike = any(cls is not own and cls.__name__ == own.__name__ for cls in self.classes)
         return f"{own.__module__}.{own.__qualname__}" if alike else own.__name__
 
@@ -77,6 +78,7 @@ class Registry(Generic[R]):
 
 
 KINDS: Registry[KindRegistration] = Registry()
+class_name_of = KINDS.class_name
 
 
 def register_kind(
@@ -149,9 +151,19 @@ def parameter_names_of(module: nn.Module) -> tuple[str, str]:
     return found.weight, found.bias
 
 
-def class_name_of(module: nn.Module) -> str:
-    """Return the name of a module's class, with that of its Python module if a kind has a class of the same name."""
-    return KINDS.class_name(class_of(module))
+def owner_of_forward(module: nn.Module) -> type[nn.Module]:
+    """Return the class that defines the forward of a module."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+
+
+def runs_forward_of(**classes: Sequence[str]) -> Callable[[nn.Module], bool]:
+    """Return a test for modules that run the forward of classes of some packages, by name: no package is imported."""
+
+    def passes(module: nn.Module) -> bool:
+        owner = owner_of_forward(module)
+        return owner.__name__ in classes.get(owner.__module__.partition(".")[0], ())
+
+    return passes
 
 
 def class_of(module: nn.Module) -> type:
@@ -164,27 +176,26 @@ def class_of(module: nn.Module) -> type:
 def check_fits(kind: Kind, weight: Tensor, biases: Sequence[Tensor], who: str) -> None:
     """Raise an error for a kind whose matrices are not those of its weight."""
     _check_complete(kind, who, ValueError, _METHODS + _ATTRIBUTES)
-    sizes = kind.groups, kind.outputs, kind.inputs
-    rule = f"groups={kind.groups}, outputs={kind.outputs}, inputs={kind.inputs}"
-    whole = all(isinstance(size, int) and size > 0 for size in sizes)
-    if not whole or math.prod(sizes) != weight.numel():
+    groups, outputs, inputs = sizes = kind.groups, kind.outputs, kind.inputs
+    rule = f"groups={groups}, outputs={outputs}, inputs={inputs}"
+    if not all(isinstance(size, int) and size > 0 for size in sizes) or math.prod(sizes) != weight.numel():
         raise ValueError(
             f"{who} says {rule} of a weight of shape {tuple(weight.shape)}: they must be whole numbers whose product "
             f"is the weight's {weight.numel()} numbers; correct the kind"
         )
-    wanted = (kind.groups, kind.inputs, kind.outputs) if kind.transposed else sizes
+    order = "(groups, inputs, outputs)" if kind.transposed else "(groups, outputs, inputs)"
+    wanted = (groups, inputs, outputs) if kind.transposed else sizes
     found = tuple(kind.to_matrix(torch.empty(weight.shape, device="meta")).shape)  # a tensor without memory
     if found != wanted:
-        order = "(groups, inputs, outputs)" if kind.transposed else "(groups, outputs, inputs)"
         raise ValueError(
             f"to_matrix of {who} makes {found} of the weight: with {rule} and transposed={kind.transposed} it must be "
             f"{order} = {wanted}; correct the kind"
         )
     for bias in biases if kind.solves_biases else ():
-        if bias.numel() != kind.groups * kind.outputs:
+        if bias.numel() != groups * outputs:
             raise ValueError(
                 f"{who} says {rule} and solves_biases=True of a bias of shape {tuple(bias.shape)}: a bias has a "
-                f"number for each of the {kind.groups * kind.outputs} outputs; set solves_biases=False if it has not"
+                f"number for each of the {groups * outputs} outputs; set solves_biases=False if it has not"
             )
 
 

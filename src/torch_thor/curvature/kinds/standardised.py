@@ -12,21 +12,13 @@ length of W_i, on which the output does not depend. For all other directions ``F
 convolution.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.kinds.convolution import ConvKind
-
-# Packages and classes whose forward is known, by name, because none of them is a dependency or imported here.
-_CLASSES: Mapping[str, tuple[str, ...]] = {
-    "timm": ("StdConv2d", "StdConv2dSame", "ScaledStdConv2d", "ScaledStdConv2dSame"),
-    "transformers": ("WeightStandardizedConv2d",),
-}
-_SAME_PADDED: Mapping[str, tuple[str, ...]] = {"timm": ("Conv2dSame",)}
+from torch_thor.curvature.kinds.registry import owner_of_forward
 
 
 class StandardisedConvKind(ConvKind):
@@ -34,56 +26,19 @@ class StandardisedConvKind(ConvKind):
 
     solves_biases = False
 
-    def __init__(self, module: nn.Conv2d) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__(module, same=bool(getattr(module, "same_pad", False) or getattr(module, "pad", None)))
-        self.label = _owner_of_forward(module).__name__
-        self._module: Any = module  # eps, gain and scale are attributes of the subclasses
+        self.label = owner_of_forward(module).__name__
+        self._module = module
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the pixels of the gradient of the output, each channel multiplied by its ``c``."""
-        scales = self._scales(g.dtype)
-        super().add_outputs_(g, x, grad.to(scales.dtype) * scales[:, None, None], keep)
+        module, weight = self._module, self._module.weight.detach().to(g.dtype)
+        scales: Tensor = (weight.flatten(1).var(1, correction=0) + module.eps).rsqrt()
+        if (gain := getattr(module, "gain", None)) is not None:
+            scales = scales * gain.detach().to(g.dtype).flatten() * module.scale
+        super().add_outputs_(g, x, grad.to(g.dtype) * scales[:, None, None], keep)
 
     def _samples(self, patches: Tensor) -> Tensor:
         samples = super()._samples(patches)
         return samples - samples.mean(1, keepdim=True)
-
-    def _scales(self, dtype: torch.dtype) -> Tensor:
-        """Return ``c`` for the current weight, ``(C_out,)``."""
-        module = self._module
-        weight = module.weight.detach().to(dtype)
-        scales: Tensor = (weight.flatten(1).var(1, correction=0) + module.eps).rsqrt()
-        gain = getattr(module, "gain", None)
-        return scales if gain is None else scales * gain.detach().to(dtype).flatten() * module.scale
-
-
-class SameConvKind(ConvKind):
-    """timm's ``Conv2dSame``: a convolution that pads its input by itself."""
-
-    def __init__(self, module: nn.Conv2d) -> None:
-        super().__init__(module, same=True)
-
-
-def is_standardised(module: nn.Module) -> bool:
-    """Return whether a module is a weight-standardised convolution whose forward is known."""
-    return _runs_forward_of(module, _CLASSES)
-
-
-def is_same_padded(module: nn.Module) -> bool:
-    """Return whether a module is timm's ``Conv2dSame``: a convolution that pads its input as TensorFlow does."""
-    return _runs_forward_of(module, _SAME_PADDED)
-
-
-def _runs_forward_of(module: nn.Module, classes: Mapping[str, tuple[str, ...]]) -> bool:
-    owner = _owner_of_forward(module)
-    known = classes.get(owner.__module__.partition(".")[0], ())
-    return (
-        isinstance(module, nn.Conv2d)
-        and owner.__name__ in known
-        and type(module)._conv_forward is nn.Conv2d._conv_forward
-    )
-
-
-def _owner_of_forward(module: nn.Module) -> type[nn.Module]:
-    """Return the class that defines the forward of a module."""
-    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
