@@ -48,11 +48,6 @@ class Processes(Protocol):
         ...
 
     @property
-    def first(self) -> bool:
-        """Whether this is the process that takes decisions for all."""
-        ...
-
-    @property
     def exchange(self) -> BlockExchange | None:
         """Divides inversions among the processes; None for one process."""
         ...
@@ -61,26 +56,17 @@ class Processes(Protocol):
         """Return the numbers of every process, which passes as many as the others; integers are exact up to 2⁵³."""
         ...
 
-    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sum of every tensor over all processes, on the first; the others return nothing."""
-        ...
-
 
 class OneProcess:
     """A process that trains alone."""
 
     count = 1
     rank = 0
-    first = True
     exchange = None
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of this process."""
         return [list(numbers)]
-
-    def sum_on_first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors themselves."""
-        return list(tensors)
 
 
 ALONE = OneProcess()

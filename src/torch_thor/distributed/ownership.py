@@ -6,11 +6,11 @@ process are neighbours, and are sent as one slice.
 """
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from torch_thor.curvature.processes import Bounds
-from torch_thor.distributed.triangles import packed_size
 
 Shape = tuple[int, int]  # the number of blocks of a tensor, and s
 
@@ -24,52 +24,48 @@ def cost(size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def deal_out(
-    parts: tuple[Shape, ...], processes: int, fixed: tuple[tuple[int, ...] | None, ...] | None = None
-) -> Bounds:
-    """Deal out blocks to processes."""
-    bounds: list[Sequence[int]] = [()] * len(parts)
-    loads = [0] * processes
-    for i, known in enumerate(fixed or ()):
-        if known is not None:
-            bounds[i] = known
-            for rank in range(processes):
-                loads[rank] += (known[rank + 1] - known[rank]) * cost(parts[i][1])
+def deal_out(parts: tuple[Shape, ...], processes: int, fixed: tuple[tuple[int, ...] | None, ...] = ()) -> Bounds:
+    """Deal out blocks to processes; ``fixed`` are the bounds of blocks that have owners already."""
+    bounds: list[Sequence[int]] = [of_part or () for _, of_part in itertools.zip_longest(parts, fixed)]
+    loads = _totals(parts, bounds, processes, cost)
     work = [(load, rank) for rank, load in enumerate(loads)]  # of processes with equal work the lowest rank is first
     heapq.heapify(work)
-    for i in sorted(range(len(parts)), key=lambda i: -parts[i][1]):
+    for i in sorted((i for i, of_part in enumerate(bounds) if not of_part), key=lambda i: -parts[i][1]):
         count, size = parts[i]
-        if fixed is not None and fixed[i] is not None:
-            continue
         # of a diagonal, which may have 30,000 blocks, as many for each process while there are plenty: this saves time
         every = max(0, count // processes - 1) if size == 1 else 0
         of_ranks = [every] * processes
         work = [(load + every * cost(size), rank) for load, rank in work]  # equal for all, so it remains a heap
         for _ in range(count - every * processes):
-            load, rank = heapq.heappop(work)
+            load, rank = work[0]
             of_ranks[rank] += 1
-            heapq.heappush(work, (load + cost(size), rank))
-        bounds[i] = (0, *_cumulative(of_ranks))
+            heapq.heapreplace(work, (load + cost(size), rank))
+        bounds[i] = tuple(itertools.accumulate(of_ranks, initial=0))
     return tuple(bounds)
 
 
-def imbalance(parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int, ...] | None] | None = None) -> float:
+def imbalance(parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int, ...] | None] = ()) -> float:
     """Return how much longer than the mean the process with most work takes."""
-    bounds = deal_out(tuple(parts), processes, None if fixed is None else tuple(fixed))
-    loads = [0] * processes
-    for (_, size), of_ranks in zip(parts, bounds, strict=True):
-        for rank in range(processes):
-            loads[rank] += (of_ranks[rank + 1] - of_ranks[rank]) * cost(size)
+    loads = _totals(parts, deal_out(tuple(parts), processes, tuple(fixed)), processes, cost)
     return max(loads) * processes / sum(loads) if sum(loads) else 1.0
 
 
+def _totals(parts: Sequence[Shape], bounds: Bounds, processes: int, of_block: Callable[[int], int]) -> list[int]:
+    totals = [0] * processes
+    for (_, size), of_part in zip(parts, bounds, strict=True):
+        for rank, (first, last) in enumerate(itertools.pairwise(of_part)):
+            totals[rank] += (last - first) * of_block(size)
+    return totals
+
+
+def packed_size(size: int) -> int:
+    """Return the number of elements of the lower triangle of a block."""
+    return size * (size + 1) // 2
+
+
 def packed_sizes(parts: Sequence[Shape], bounds: Bounds) -> list[int]:
-    """Return how much each process owns."""
-    of_ranks = [0] * (len(bounds[0]) - 1)
-    for (_, size), starts in zip(parts, bounds, strict=True):
-        for rank in range(len(of_ranks)):
-            of_ranks[rank] += (starts[rank + 1] - starts[rank]) * packed_size(size)
-    return of_ranks
+    """Return how many elements of lower triangles each process owns."""
+    return _totals(parts, bounds, len(bounds[0]) - 1, packed_size)
 
 
 def pads(sizes: Sequence[int]) -> bool:
@@ -77,11 +73,3 @@ def pads(sizes: Sequence[int]) -> bool:
     # With few large blocks (factors that are not split, or many processes) the padding would be larger than the blocks.
     # Then an all-reduce of all pieces, which sends everything twice, sends less.
     return len(sizes) * max(sizes) <= 2 * sum(sizes)
-
-
-def _cumulative(numbers: Sequence[int]) -> list[int]:
-    total, found = 0, []
-    for number in numbers:
-        total += number
-        found.append(total)
-    return found

@@ -142,7 +142,7 @@ def _step_matrices(
     for piece in pieces:
         size = piece.geometry.groups, *piece.sides
         wide.append(torch.empty(size, dtype=piece.direction.dtype, device=piece.direction.device))
-    for ready in (None,) if inverses is None else inverses.turns(group, plan):
+    for ready in (None,) if inverses is None else inverses(group, plan):
         for piece, into in zip(pieces, wide, strict=True):
             if (ready is None or piece.key in ready) and len(piece.parameter):
                 with ieee_float32(into.device.type):

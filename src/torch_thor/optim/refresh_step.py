@@ -15,7 +15,7 @@ import torch
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.refresh import Candidate, refresh
-from torch_thor.distributed.statistics import count_rows
+from torch_thor.distributed.agreement import count_rows
 from torch_thor.optim.report import note_layer
 from torch_thor.optim.statistics_checks import check_statistics
 from torch_thor.optim.step import Inputs, make_state
