@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.capture.layers import Layer
-from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
+from torch_thor.curvature.shards import RowShards, shard_bounds
 
 # ---- one parameter --------------------------------------------------------------------------------------------------
 
@@ -118,23 +117,6 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
             )
 
 
-def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None:
-    """Leave out the layers that cannot be preconditioned in shards."""
-    for name, layer in list(layers.items()):
-        weight = layer.weight.parameter
-        if not is_sharded(weight) or row_shards_of(weight) is None:
-            continue
-        why = why_not_by_rows(layer.kind, tuple(weight.shape))
-        if why is not None:
-            del layers[name]
-            for view in (layer.weight, *layer.biases):
-                reasons[id(view.parameter)] = why
-        elif layer.kind.transposed:  # its G is that of all outputs, and the bias is divided among processes
-            for bias in layer.biases:
-                reasons[id(bias.parameter)] = "divided among processes, and the rows of the weight are inputs"
-            layer.biases.clear()
-
-
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
     """Check that the processes that refresh together are those among which the parameters are divided."""
     if not parameters:
@@ -147,5 +129,6 @@ def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
         if ranks != members:
             raise ValueError(
                 f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, and THOR would "
-                f"refresh with the ranks {members}; give as process_group= the group of the mesh that fully_shard got"
+                f"refresh with the ranks {members}; give distributed=torch_thor.Distributed(process_group=...) the "
+                f"group of the mesh that fully_shard got"
             )

@@ -139,7 +139,7 @@ class DataParallel:
     def _flattened(
         self, parts: Sequence[Tensor], bounds: Bounds
     ) -> Iterator[tuple[_Alike, Tensor, Sequence[Tensor], bool]]:
-        """Yield blocks of one dtype and device, a flat tensor for them, its pieces by owner, whether those are padded."""
+        """Yield blocks of one dtype and device, a tensor for all, its pieces by owner, and if they are padded."""
         found: defaultdict[tuple[torch.dtype, torch.device], _Alike] = defaultdict(list)
         for part, of_ranks in zip(parts, bounds, strict=True):
             found[part.dtype, part.device].append((part, of_ranks))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.capture.hooks import ModuleCalls, hooks_of
-from torch_thor.capture.inspection import inspect_model
+from torch_thor.capture.inspection import Inspection
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.split.spectral import spectral_losses
@@ -29,7 +29,7 @@ class Observer:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
-        found = inspect_model(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
+        found = Inspection(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layer that THOR preconditions with Kronecker factors and trains, so "
