@@ -248,6 +248,13 @@ def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> li
     return found
 
 
+def matrices_of(parameter: Tensor, plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Return (rows, columns) of each matrix of a parameter that is orthogonalised by itself."""
+    is_matrix = id(parameter) in plan.shares_of or id(parameter) in plan.matrix_of
+    wholes = [piece.whole for piece in _pieces_of(parameter, local(parameter), plan)] if is_matrix else []
+    return tuple((whole.outputs, whole.inputs) for whole in wholes for _ in range(whole.groups))
+
+
 def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
     key, shards, matrix = id(parameter), plan.shards_of(parameter), plan.matrix_of.get(id(parameter))
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
