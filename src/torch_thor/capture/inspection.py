@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from torch_thor.capture.composites import InnerLayer, composite_of
+from torch_thor.capture.composites import composite_of
 from torch_thor.capture.coverage import LEFT_OUT, NORM, NOT_TRAINED, Covered
 from torch_thor.capture.layers import Inside, Layer, Owner, owners_of
 from torch_thor.capture.patterns import Patterns, selected
@@ -35,12 +35,7 @@ class Inspection:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        trained: Iterable[Tensor],
-        *,
-        chosen: Patterns = None,
-        matrices_alone: bool = False,
+        self, model: nn.Module, trained: Iterable[Tensor], *, chosen: Patterns = None, matrices_alone: bool = False
     ) -> None:
         trained = list(trained)
         check_sharded(model, trained)
@@ -51,11 +46,10 @@ class Inspection:
         self._look_at_parameters({id(p) for p in trained})
         self._find_called_layers()
         self._find_inner_layers()
-        norms = {
-            name: module
-            for name, module in model.named_modules()
-            if _is_norm(module) and any(id(p) not in self._reasons for p in module.parameters(recurse=False))
-        }
+        norms = {}
+        for name, module in model.named_modules():
+            if _is_norm(module) and any(id(p) not in self._reasons for p in module.parameters(recurse=False)):
+                norms[name] = module
         # Normalisation layers are never preconditioned, but layers="-*norm*" must not be refused as matching nothing.
         candidates = {name: layer.module for name, layer in self.layers.items()} | norms
         kept = candidates.keys() if chosen is None else selected("layers", chosen, candidates, "layer")
@@ -80,9 +74,8 @@ class Inspection:
         for key, (owner, *_) in self._owners.items():
             for name, value in vars(owner.module).items():
                 if isinstance(value, Tensor) and owner.attribute in (f"{name}_orig", f"{name}_g", f"{name}_v"):
-                    self._reasons[key] = (
-                        f"{name!r} is computed from it (pruned, weight_norm): its gradient is not the weight's"
-                    )
+                    why = f"{name!r} is computed from it (pruned, weight_norm): its gradient is not the weight's"
+                    self._reasons[key] = why
         for name, parameter in self._model.named_parameters():
             if isinstance(parameter, UninitializedParameter):
                 raise ValueError(
@@ -130,7 +123,11 @@ class Inspection:
                     self._reasons.setdefault(id(p), why)
                 continue
             for inner in composite.layers_of(module):
-                if not self._is_trained_alone(inner) or id(inner.weight.parameter) in taken:
+                weight, key = inner.weight.present, id(inner.weight.present)
+                if weight is not None and len(self._owners[key]) > 1:
+                    self._reasons.setdefault(key, _shared_by(self._owners[key]))
+                # none where it is computed from other parameters (pruning, a parametrization)
+                if weight is None or key in self._reasons or key in taken:
                     biases += [bias for bias in inner.biases if bias.present is not None]
                     continue
                 name = f"{module_name}.{inner.name}".lstrip(".")
@@ -140,15 +137,6 @@ class Inspection:
         for bias in biases:
             if len(self._owners[id(bias.parameter)]) == 1:
                 self._reasons.setdefault(id(bias.parameter), "the weight of its layer is not preconditioned")
-
-    def _is_trained_alone(self, inner: InnerLayer) -> bool:
-        """Return whether a weight is trained and belongs to one module; a shared one is given its reason."""
-        if inner.weight.present is None:  # computed from other parameters (pruning, a parametrization)
-            return False
-        key = id(inner.weight.parameter)
-        if len(self._owners[key]) > 1:
-            self._reasons.setdefault(key, _shared_by(self._owners[key]))
-        return key not in self._reasons
 
     def _biases_of(self, kind: Kind, views: Sequence[ParameterView]) -> list[ParameterView]:
         """Return the biases that are preconditioned with their layer."""
@@ -215,20 +203,11 @@ class Inspection:
                 entries.append(Covered(name, shape, label, reason=reason, trained=trained, rest=rest))
                 continue
             kind, is_weight = layers[key][0].kind, layers[key][0].weight.parameter is parameter
-            sizes = (kind.inputs, kind.outputs) if is_weight else (kind.outputs,)
+            sizes = (kind.inputs, kind.outputs)[: 1 if matrices_alone else 2] if is_weight else (kind.outputs,)
             notes = [f"shared with {', '.join(repr(o.name) for o in others)}"] if others else []
             notes += [f"{rest} for {layer.name!r}: {LEFT_OUT}" for layer in left_out.get(key, ())]
-            entries.append(
-                Covered(
-                    name,
-                    shape,
-                    kind.label,
-                    sizes[:1] if matrices_alone else sizes,
-                    kind.groups * len(layers[key]),
-                    note="; ".join(notes) or None,
-                    rest=rest,
-                )
-            )
+            groups, note = kind.groups * len(layers[key]), "; ".join(notes) or None
+            entries.append(Covered(name, shape, kind.label, sizes, groups, note=note, rest=rest))
         return entries
 
     def _why_tied(self, owners: Sequence[Owner]) -> str | None:
@@ -282,9 +261,6 @@ def _why_plain(owner: Owner, others: Sequence[Owner]) -> str:
         return "shared by several modules"
     if composite_of(module)[0] is not None:
         return f"belongs to no layer inside {label}"
-    reason = why_not(module)
-    if reason is not None:
-        return reason
-    if owner.attribute == owner.bias:
-        return "the weight of its layer is not preconditioned"
-    return f"not the weight or bias of {label}"
+    is_bias = owner.attribute == owner.bias
+    rest = "the weight of its layer is not preconditioned" if is_bias else f"not the weight or bias of {label}"
+    return why_not(module) or rest

@@ -39,8 +39,7 @@ class Observer:
             name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix) for name, one in found.items()
         }
         for layer in self.layers.values():
-            for view in (layer.weight_view, *layer.biases):
-                view.bind(None, {"split_dim": LARGEST})
+            layer.weight_view.bind(None, {"split_dim": LARGEST})
         self._split_dims: Sequence[int] = ()
         self._waiting = dict.fromkeys(self.layers, 0)  # the number of calls that have no gradient yet
         self._losses: Losses = {}
@@ -67,15 +66,12 @@ class Observer:
         self._split_dims = split_dims
         has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
         inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), self._device)
-        own = [] if self._device.type == "cpu" else [self._device]
+        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+        own, calls = [] if self._device.type == "cpu" else [self._device], ModuleCalls(self)
         with torch.random.fork_rng(own, device_type=self._device.type), torch.enable_grad():
-            calls = ModuleCalls(self)
             calls.listen(self._model, self._hooks)
             try:
-                if isinstance(inputs, Mapping):
-                    output = self._model(**inputs)
-                else:
-                    output = self._model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+                output = self._model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
                 _loss(output, targets, loss_fn).backward()
             finally:
                 calls.close()
