@@ -80,7 +80,7 @@ def conflicting_terms_message(number: int, last: int) -> str:
     return (
         f"THOR takes N = {number} for the number of loss terms of a backward pass, from the leading dimension of the "
         f"layers' inputs, while the last layer's input has {last}. If the loss averages over another number (predicted "
-        f"tokens, groups of rows), set loss_terms; loss_terms={number} confirms this one"
+        f"tokens, groups of rows), set optimizer.loss_terms; {number} confirms this one"
     )
 
 

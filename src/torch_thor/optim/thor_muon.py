@@ -26,9 +26,9 @@ class ThorMuon(CurvatureOptimizer):
     ``W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d`` for L trained matrices (η ∝ 1/√depth, HyperP,
     arXiv 2603.28743). The step does not depend on the scale of the loss or the width of the layer, so one lr serves all
     layers and tasks. ``orth`` returns polar factors of blocks of ``split_dim`` rows
-    (:mod:`torch_thor.curvature.polar`). A matrix without factors, of a layer that is not known or left out by
-    ``layers``, takes the same step with the identity in the place of A. What is no matrix (biases, parameters of
-    normalisation layers, embeddings) is trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). :meth:`coverage` lists
+    (:mod:`torch_thor.curvature.polar`). A matrix without factors, as of a layer that is not known, takes the same step
+    with the identity in the place of A. What is no matrix (biases, parameters of normalisation layers, embeddings) and
+    layers that ``layers`` leaves out are trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). :meth:`coverage` lists
     the treatment of each parameter. Where it is created and what may be set before :meth:`step`: as for
     :class:`torch_thor.THOR`.
 
