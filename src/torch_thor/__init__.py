@@ -7,7 +7,7 @@ from torch_thor.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_thor import intervals, schedules
     from torch_thor.curvature.kinds.registry import register_kind
-    from torch_thor.distributed.group import Distributed
+    from torch_thor.distributed.processes import Distributed
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.groups import coverage, param_groups
@@ -42,7 +42,7 @@ _MODULES = {
     "torch_thor.curvature.kinds.registry": ("register_kind",),
     "torch_thor.optim.agc": ("ClipStatistics", "adaptive_clip_grad_"),
     "torch_thor.optim.agc_sgd": ("AGCSGD",),
-    "torch_thor.distributed.group": ("Distributed",),
+    "torch_thor.distributed.processes": ("Distributed",),
     "torch_thor.optim.groups": ("coverage", "param_groups"),
     "torch_thor.optim.lamb": ("LAMB",),
     "torch_thor.optim.orthogonal": ("split_rows",),

@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers.pytorch_utils import Conv1D
 
-from torch_thor.capture.inspection import NOT_TRAINED, inspect_model
+from torch_thor.capture.inspection import NOT_TRAINED, Inspection
 
 
 def inspect(model, **options):
-    return inspect_model(model, model.parameters(), **options)
+    return Inspection(model, model.parameters(), **options)
 
 
 def reasons(found):
@@ -77,7 +77,7 @@ def test_a_tied_decoder_goes_with_its_embedding():
     (layer,) = found.layers.values()
     assert layer.kind.label == "Embedding"
     assert [module for module, _ in layer.modules] == [model[0]]
-    why = {"1.bias": "the weight of its layer is preconditioned as that of '0', which has another G"}
+    why = {"1.bias": "the weight of its layer is preconditioned as that of '0', with another G"}
     assert reasons(found) == why
     head = nn.Module()  # to which the bias may belong too
     head.decoder = model[1]
@@ -215,7 +215,7 @@ def test_the_projections_of_a_recurrent_layer():
 
 def test_what_the_optimizer_has_not_and_what_is_no_real_number():
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    found = inspect_model(model, model[1].parameters())
+    found = Inspection(model, model[1].parameters())
     assert set(found.layers) == {"1"}
     assert reasons(found) == {"0.weight": NOT_TRAINED, "0.bias": NOT_TRAINED}
     assert [entry.trained for entry in found.entries] == [False, False, True, True]

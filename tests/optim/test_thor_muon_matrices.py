@@ -8,7 +8,7 @@ from test_thor_muon import ADAMW_SHARE, LR, UNBOUNDED, first_step, step_of
 from torch import nn
 
 from tiny import batches, cross_entropy, mlp, weights
-from torch_thor import ThorMuon
+from torch_thor import ThorMuon, split_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:ThorMuon preconditions")
 
@@ -136,3 +136,22 @@ def test_a_model_without_a_layer():
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no layer to precondition"):
         ThorMuon(model)
+
+
+def test_coverage_says_which_matrices_are_orthogonalised():
+    model = Odd()
+    optimizer = ThorMuon(model, layers="-head")
+    rest = {entry.name: entry.rest for entry in optimizer.coverage() if not entry.preconditioned}
+    assert {name for name, what in rest.items() if what == "AdamW"} == {*NO_MATRIX, "head.weight"}
+    shapes = {name: [tuple(one.shape) for one in cut(model.get_parameter(name))] for name, cut in MATRICES.items()}
+    shapes["bilinear.weight"], shapes["linear.weight"] = [(5, 4)] * 3, [(5, 6)]
+    assert {e.name: [*e.matrices] for e in optimizer.coverage() if e.matrices} == shapes
+    attention, linear = nn.MultiheadAttention(8, 2), nn.Linear(8, 6)
+    split_rows(linear, (2, 4))
+    optimizer = ThorMuon(nn.Sequential(attention, linear), layers="-0.v_proj")
+    shapes = {"0.in_proj_weight": ((8, 8),) * 3, "0.out_proj.weight": ((8, 8),), "1.weight": ((2, 8), (4, 8))}
+    assert {e.name: e.matrices for e in optimizer.coverage() if e.matrices} == shapes
+    assert "A 8 x 2 groups; orthogonalised: 3 of 8 x 8; orthogonalised momentum for '0.v_proj'" in repr(optimizer)
+    split_rows(linear, (2, 3))
+    with pytest.raises(ValueError, match=r"split_rows of layer '1': \(2, 3\) must add up to its 6 outputs"):
+        optimizer.coverage()

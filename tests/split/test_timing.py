@@ -54,7 +54,7 @@ def test_slow_candidates_are_timed_three_times_and_quick_ones_more_often_in_turn
 
 def test_what_is_timed_is_the_inverse_on_a_named_device():
     for size in (1, 5, 64):
-        blocks = timing.positive_definite(3, size, torch.float64, CPU)
+        blocks = torch.eye(size, dtype=torch.float64).add(1 / size).repeat(3, 1, 1)
         expected = torch.eye(size, dtype=torch.float64).expand(3, size, size)
         torch.testing.assert_close(timing.invert(blocks) @ blocks, expected)
     assert timing.device_name(CPU) == f"{timing.processor_name()}, 1 thread"

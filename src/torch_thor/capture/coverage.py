@@ -1,5 +1,6 @@
-"""What :meth:`torch_thor.THOR.coverage` lists: for each parameter its kind and factor sizes, or why it has none."""
+"""What :meth:`torch_thor.THOR.coverage` lists: for each parameter how it is trained, and why not otherwise."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ class Covered:
         trained: False for a parameter that is frozen or in no parameter group.
         rest: what trains it where it is not preconditioned: ``"plain momentum"``, or with ThorMuon
             ``"AdamW"`` and, for a matrix, ``"orthogonalised momentum"``.
+        matrices: with ThorMuon, (rows, columns) of each matrix that is orthogonalised by itself: of the whole
+            parameter, or of its parts (groups, experts, the projections of a fused weight or those of
+            :func:`torch_thor.split_rows`, rows that ``layers`` leaves out). Empty for what AdamW trains.
     """
 
     name: str
@@ -38,26 +42,26 @@ class Covered:
     note: str | None = None
     trained: bool = True
     rest: str = "plain momentum"
+    matrices: tuple[tuple[int, int], ...] = ()
 
     @property
     def preconditioned(self) -> bool:
-        """Whether the parameter is trained with a natural gradient."""
+        """Whether the parameter is trained with a natural gradient, or with ThorMuon, orthogonalised with A."""
         return self.reason is None
 
 
 def table(entries: Iterable[Covered], split_dim: str) -> str:
     """Return the entries as a table for people to read."""
-    rows = []
+    rows = [("parameter", "shape", "kind", f"factors (split {split_dim})")]
     for entry in entries:
-        sizes = " x ".join(str(s) for s in entry.factor_sizes or ()) + (
-            f" x {entry.groups} groups" if entry.groups > 1 else ""
-        )
-        factors = "; ".join(part for part in (sizes, entry.note) if part)
-        rows.append((entry.name, entry.kind, factors if entry.preconditioned else _not_preconditioned(entry)))
-    rows = [("parameter", "kind", f"factors (split {split_dim})"), *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
-
-
-def _not_preconditioned(entry: Covered) -> str:
-    return f"{entry.rest if entry.trained else 'not trained'}: {entry.reason}"
+        sizes = ("A " if entry.matrices else "") + " x ".join(map(str, entry.factor_sizes or ()))
+        sizes += f" x {entry.groups} groups" if entry.groups > 1 else ""
+        if not entry.preconditioned:
+            sizes = f"{entry.rest if entry.trained else 'not trained'}: {entry.reason}"
+        alike = Counter(entry.matrices).items()
+        parts = ", ".join(f"{f'{count} of ' if count > 1 else ''}{m} x {n}" for (m, n), count in alike)
+        told = [sizes, f"orthogonalised: {parts}" if parts else "", entry.note if entry.preconditioned else ""]
+        shape = " x ".join(map(str, entry.shape)) or "number"
+        rows.append((entry.name, shape, entry.kind, "; ".join(part for part in told if part)))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d}" for a, b, c, d in rows)

@@ -1,14 +1,49 @@
-"""The layers of a model that can be preconditioned, as the inspection of the model describes them."""
+"""What the inspection of a model finds: the owners of each parameter, and the layers that can be preconditioned."""
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from torch_thor.capture.composites import CompositeHook
-from torch_thor.curvature.kinds import Kind
+from torch_thor.curvature.kinds import Kind, parameter_names_of
 from torch_thor.curvature.parameter_view import ParameterView
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One place of a parameter in a model; a shared parameter has several."""
+
+    module_name: str  # the name of the module that holds the parameter
+    attribute: str  # the parameter's name in it
+    module: nn.Module  # the module
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model."""
+        return f"{self.module_name}.{self.attribute}".lstrip(".")
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the parameter has the name of the module's weight."""
+        return self.attribute == parameter_names_of(self.module)[0]
+
+    @property
+    def bias(self) -> str:
+        """The name of the module's bias."""
+        return parameter_names_of(self.module)[1]
+
+
+def owners_of(model: nn.Module) -> Mapping[int, Sequence[Owner]]:
+    """Find the owners of all parameters, by their `id`."""
+    owners: defaultdict[int, list[Owner]] = defaultdict(list)
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():  # modules may override named_parameters()
+            if parameter is not None:
+                owners[id(parameter)].append(Owner(module_name, attribute, module))
+    return dict(owners)
 
 
 @dataclass(frozen=True)
@@ -22,12 +57,12 @@ class Inside:
 
 @dataclass
 class Layer:
-    """A layer that can be preconditioned."""
+    """A layer that can be preconditioned: one or several modules that share a weight, or a part of a composite one."""
 
     name: str  # its name: that of its module, or of the composite module with its name inside that
-    kind: Kind  # its kind
-    weight: ParameterView  # its weight
-    biases: list[ParameterView] = field(default_factory=list)  # its biases
+    kind: Kind
+    weight: ParameterView
+    biases: list[ParameterView]
     prefix: str = ""  # put before the names of its state, where several layers are rows of one parameter
     modules: list[tuple[nn.Module, Kind]] = field(default_factory=list)
     inside: Inside | None = None  # its place in a composite module; None for a layer that consists of modules

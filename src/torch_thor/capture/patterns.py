@@ -24,15 +24,12 @@ def selected(option: str, patterns: Patterns, named: Mapping[str, Any], what: st
         )
     chosen: set[str] = set()
     excluded: set[str] = set()
-    only_excludes = True
     for pattern in given:
-        excludes = pattern.startswith("-")
         matched = {name for name in named if matches(pattern.removeprefix("-"), name)}
         if not matched:
             raise ValueError(f"{option}: {pattern!r} matches no {what}; the model has {some(list(named), most=20)}")
-        (excluded if excludes else chosen).update(matched)
-        only_excludes = only_excludes and excludes
-    return (set(named) if only_excludes else chosen) - excluded
+        (excluded if pattern.startswith("-") else chosen).update(matched)
+    return (chosen or set(named)) - excluded
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.capture.layers import Layer
-from torch_thor.curvature.shards import RowShards, shard_bounds, why_not_by_rows
+from torch_thor.curvature.shards import RowShards, shard_bounds
 
 # ---- one parameter --------------------------------------------------------------------------------------------------
 
@@ -35,14 +34,15 @@ def _why_not_supported(parameter: Any, *, of_fsdp: bool) -> str | None:
     """Return the reason why THOR cannot train a DTensor."""
     placements = parameter.placements
     divided = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    so = f"it is divided as {tuple(placements)}"
     if not of_fsdp:
-        return f"it is divided as {_words(placements)} by other means than fully_shard, as by tensor parallelism"
+        return f"{so} by other means than fully_shard, as by tensor parallelism"
     if len(divided) > 1 or any(type(placements[i]).__name__ != "Shard" for i in divided):
-        return f"it is divided as {_words(placements)}, as by tensor parallelism; THOR supports FSDP2 and HSDP alone"
+        return f"{so}, as by tensor parallelism; THOR supports FSDP2 and HSDP alone"
     if divided and placements[divided[0]].dim != 0:
-        return f"it is divided as {_words(placements)}, and THOR needs whole rows: Shard(0), the default of fully_shard"
+        return f"{so}, and THOR needs whole rows: Shard(0), the default of fully_shard"
     if divided and divided[0] != len(placements) - 1:
-        return f"it is divided as {_words(placements)}; of a mesh of two dimensions the last must be that of the shards"
+        return f"{so}; of a mesh of two dimensions the last must be that of the shards"
     if len(placements) > 2:
         return f"its mesh has {len(placements)} dimensions; THOR supports one (FSDP) and two (HSDP)"
     return None
@@ -89,10 +89,6 @@ def device_of_mesh(parameter: Any) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
-def _words(placements: Sequence[Any]) -> str:
-    return f"({', '.join(map(repr, placements))})"
-
-
 # ---- the layers of a model ------------------------------------------------------------------------------------------
 
 
@@ -104,35 +100,17 @@ def check_sharded(model: nn.Module, trained: Iterable[Tensor]) -> None:
                 f"module {name or 'itself'!r} is a FullyShardedDataParallel, which puts the parameters of several "
                 f"layers into one; use its successor torch.distributed.fsdp.fully_shard, then THOR(model)"
             )
-    own = {id(parameter) for parameter in trained}
+    sharded = {id(parameter) for parameter in trained if is_sharded(parameter)}
     of_fsdp = {id(p) for module in model.modules() if is_fully_sharded(module) for p in module.parameters()}
     for name, parameter in model.named_parameters():
-        why = None
-        if id(parameter) in own and is_sharded(parameter):
-            why = _why_not_supported(parameter, of_fsdp=id(parameter) in of_fsdp)
+        key = id(parameter)
+        why = _why_not_supported(parameter, of_fsdp=key in of_fsdp) if key in sharded else None
         if why is not None:
             raise ValueError(
                 f"parameter {name!r} is a DTensor that THOR cannot train: {why}. Use fully_shard alone and pass the "
                 f"model that it was given, or leave the parameter to another optimizer: THOR([p for p in ...], "
                 f"model=model)"
             )
-
-
-def leave_out_sharded(layers: dict[str, Layer], reasons: dict[int, str]) -> None:
-    """Leave out the layers that cannot be preconditioned in shards."""
-    for name, layer in list(layers.items()):
-        weight = layer.weight.parameter
-        if not is_sharded(weight) or row_shards_of(weight) is None:
-            continue
-        why = why_not_by_rows(layer.kind, tuple(weight.shape))
-        if why is not None:
-            del layers[name]
-            for view in (layer.weight, *layer.biases):
-                reasons[id(view.parameter)] = why
-        elif layer.kind.transposed:  # its G is that of all outputs, and the bias is divided among processes
-            for bias in layer.biases:
-                reasons[id(bias.parameter)] = "divided among processes, and the rows of the weight are inputs"
-            layer.biases.clear()
 
 
 def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
@@ -147,5 +125,6 @@ def check_shards_fit(parameters: Sequence[tuple[str, Any]], group: Any) -> None:
         if ranks != members:
             raise ValueError(
                 f"process_group={group!r}: parameter {name!r} is divided among the ranks {ranks}, and THOR would "
-                f"refresh with the ranks {members}; give as process_group= the group of the mesh that fully_shard got"
+                f"refresh with the ranks {members}; give distributed=torch_thor.Distributed(process_group=...) the "
+                f"group of the mesh that fully_shard got"
             )

@@ -18,8 +18,7 @@ from torch_thor.curvature.factor import Factor, collected
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import Processes
 from torch_thor.curvature.shards import Owners
-from torch_thor.distributed.ownership import deal_out
-from torch_thor.distributed.triangles import packed_size
+from torch_thor.distributed.ownership import deal_out, packed_size
 
 # The inverses that are collected at once have about so many elements: 32 MB in float32.
 ELEMENTS = 2**23
@@ -28,17 +27,13 @@ ELEMENTS = 2**23
 def owners_of(layers: Iterable[LayerCurvature], processes: int, rank: int) -> dict[Factor, Owners]:
     """Deal out the blocks of all factors that are not divided with the rows of a weight."""
     factors = [factor for layer in layers for factor in layer.stored]
-    shapes = [block for factor in factors for block in factor.cut.blocks]
     fixed: list[tuple[int, ...] | None] = []
     for factor in factors:
-        fixed += [None] * len(factor.cut.blocks) if factor.owners is None else list(factor.owners.bounds)
-    dealt = iter(deal_out(tuple(shapes), processes, tuple(fixed)))
-    found = {}
-    for factor in factors:
-        bounds = tuple(tuple(next(dealt)) for _ in factor.cut.blocks)
-        if factor.owners is None and factor.cut.groups == 1:
-            found[factor] = Owners(bounds, rank)
-    return found
+        fixed += [None] * len(factor.cut.blocks) if factor.owners is None else factor.owners.bounds
+    shapes = tuple(block for factor in factors for block in factor.cut.blocks)
+    dealt = iter(deal_out(shapes, processes, tuple(fixed)))
+    bounds = {factor: tuple(tuple(next(dealt)) for _ in factor.cut.blocks) for factor in factors}
+    return {f: Owners(bounds[f], rank) for f in factors if f.owners is None and f.cut.groups == 1}
 
 
 def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
@@ -47,69 +42,52 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
     if processes.count == 1 or not new:
         return
     owners = owners_of(new, processes.count, processes.rank)
-    present, taken = [], []
+    present: list[tuple[LayerCurvature, Factor, bool, Blocks]] = []
     for layer in new:
         for factor in layer.stored:
             if factor in owners and factor.key(False) in layer.state:
-                present += [(layer, factor.key(inverse)) for inverse in (False, True)]
-                for inverse in (False, True):
-                    whole = factor.read(inverse=inverse)
-                    parts = [part[owners[factor].held(i)].clone() for i, part in enumerate(whole.parts)]
-                    taken.append((layer, factor, inverse, whole.rows, parts))
-    for layer, key in present:  # several layers may be rows of one entry, which all have been read now
-        layer.state.pop(key, None)
+                present += [(layer, factor, inverse, factor.read(inverse=inverse)) for inverse in (False, True)]
+    for layer, factor, inverse, _ in present:  # several layers may be rows of one entry, which all have been read now
+        layer.state.pop(factor.key(inverse), None)
     for factor, of_factor in owners.items():
         factor.divided, factor.exchange = of_factor, processes
-    for layer, factor, inverse, rows, parts in taken:
-        own = Blocks.zeros(factor.held, rows.dtype, rows.device)
-        for into, part in zip(own.parts, [part for part in parts if len(part)], strict=True):
+    for layer, factor, inverse, whole in present:
+        own = Blocks.zeros(factor.held, whole.dtype, whole.rows.device)
+        held = [part[owners[factor].held(i)] for i, part in enumerate(whole.parts)]
+        for into, part in zip(own.parts, [part for part in held if len(part)], strict=True):
             into.copy_(part)
         layer.state[factor.key(inverse)] = own.rows
 
 
-# the turns of an update if all inverses are on all processes
-ALL_AT_ONCE: tuple[None, ...] = (None,)
-
-
-class DividedInverses:
-    """Collects the inverses of the layers for an update."""
-
-    def turns(self, group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[int]]:
-        """Collect the inverses of a group, for some parameters (by id) at a time; all processes consume it."""
-        needs: list[tuple[int, list[Factor]]] = []
-        for parameter in group["params"]:
-            shares = [share for share in plan.shares(parameter) if share.layer.refreshes]
-            if shares:
-                of_shares = [(share, factor) for share in shares for factor in share.layer.stored if factor.divided]
-                needs.append((id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"]))
-        for parameters, factors in turns_of(needs):
-            for factor, whole in zip(factors, collected(factors, inverse=True), strict=True):
-                factor.whole = whole
-            try:
-                yield parameters
-            finally:
-                for factor in factors:
-                    factor.whole = None
+def collected_turns(group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[int]]:
+    """Collect the inverses of a group, for some parameters (by id) at a time; all processes consume it."""
+    needs: list[tuple[int, list[Factor]]] = []
+    for parameter in group["params"]:
+        shares = [share for share in plan.shares(parameter) if share.layer.refreshes]
+        if shares:
+            of_shares = [(share, factor) for share in shares for factor in share.layer.stored if factor.divided]
+            needs.append((id(parameter), [f for share, f in of_shares if share.is_weight or f.side == "G"]))
+    for parameters, factors in turns_of(needs):
+        for factor, whole in zip(factors, collected(factors, inverse=True), strict=True):
+            factor.whole = whole
+        try:
+            yield parameters
+        finally:
+            for factor in factors:
+                factor.whole = None
 
 
 def turns_of(needs: Iterable[tuple[int, Sequence[Factor]]]) -> Iterator[tuple[frozenset[int], list[Factor]]]:
     """Divide parameters into turns, each with about ``ELEMENTS`` elements of inverses that it needs."""
     parameters: list[int] = []
-    of_turn: dict[Factor, None] = {}
-    size = 0
+    of_turn: dict[Factor, int] = {}  # the numbers of elements that are sent
     for parameter, factors in needs:
-        new = sum(elements_of(factor) for factor in factors if factor not in of_turn)
-        if size and new and size + new > ELEMENTS:
+        sizes = {f: sum(count * packed_size(size) for count, size in f.cut.blocks) for f in factors}
+        together = of_turn | sizes
+        if of_turn and len(together) > len(of_turn) and sum(together.values()) > ELEMENTS:
             yield frozenset(parameters), list(of_turn)
-            parameters, of_turn, size = [], {}, 0
-            new = sum(elements_of(factor) for factor in factors)
+            parameters, together = [], sizes
         parameters.append(parameter)
-        of_turn.update(dict.fromkeys(factors))
-        size += new
+        of_turn = together
     if parameters:
         yield frozenset(parameters), list(of_turn)
-
-
-def elements_of(factor: Factor) -> int:
-    """Return the number of elements that a factor has when it is sent."""
-    return sum(count * packed_size(size) for count, size in factor.cut.blocks)

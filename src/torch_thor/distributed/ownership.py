@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from torch_thor.curvature.processes import Bounds
-from torch_thor.distributed.triangles import packed_size
 
 Shape = tuple[int, int]  # the number of blocks of a tensor, and s
 
@@ -25,19 +24,14 @@ def cost(size: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def deal_out(
-    parts: tuple[Shape, ...], processes: int, fixed: tuple[tuple[int, ...] | None, ...] | None = None
-) -> Bounds:
-    """Deal out blocks to processes; the owners of some may be known."""
-    known = [None] * len(parts) if fixed is None else fixed
-    bounds = [(0,) * (processes + 1) if of_part is None else of_part for of_part in known]
-    loads = totals(parts, bounds, cost) if parts else [0] * processes
+def deal_out(parts: tuple[Shape, ...], processes: int, fixed: tuple[tuple[int, ...] | None, ...] = ()) -> Bounds:
+    """Deal out blocks to processes; ``fixed`` are the bounds of blocks that have owners already."""
+    bounds: list[Sequence[int]] = [of_part or () for _, of_part in itertools.zip_longest(parts, fixed)]
+    loads = _totals(parts, bounds, processes, cost)
     work = [(load, rank) for rank, load in enumerate(loads)]  # of processes with equal work the lowest rank is first
     heapq.heapify(work)
-    for i in sorted(range(len(parts)), key=lambda i: -parts[i][1]):
+    for i in sorted((i for i, of_part in enumerate(bounds) if not of_part), key=lambda i: -parts[i][1]):
         count, size = parts[i]
-        if known[i] is not None:
-            continue
         # of a diagonal, which may have 30,000 blocks, as many for each process while there are plenty: this saves time
         every = max(0, count // processes - 1) if size == 1 else 0
         of_ranks = [every] * processes
@@ -46,29 +40,32 @@ def deal_out(
             load, rank = work[0]
             of_ranks[rank] += 1
             heapq.heapreplace(work, (load + cost(size), rank))
-        bounds[i] = (0, *itertools.accumulate(of_ranks))
+        bounds[i] = tuple(itertools.accumulate(of_ranks, initial=0))
     return tuple(bounds)
 
 
-def totals(parts: Sequence[Shape], bounds: Bounds, of_size: Callable[[int], int]) -> list[int]:
-    """Return the sum of a number that each block has, by its size, over the blocks of each process."""
-    found = [0] * (len(bounds[0]) - 1)
-    for (_, size), starts in zip(parts, bounds, strict=True):
-        for rank, (first, last) in enumerate(itertools.pairwise(starts)):
-            found[rank] += (last - first) * of_size(size)
-    return found
-
-
-def imbalance(parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int, ...] | None] | None = None) -> float:
+def imbalance(parts: Sequence[Shape], processes: int, fixed: Sequence[tuple[int, ...] | None] = ()) -> float:
     """Return how much longer than the mean the process with most work takes."""
-    bounds = deal_out(tuple(parts), processes, None if fixed is None else tuple(fixed))
-    loads = totals(parts, bounds, cost) if parts else [0]
+    loads = _totals(parts, deal_out(tuple(parts), processes, tuple(fixed)), processes, cost)
     return max(loads) * processes / sum(loads) if sum(loads) else 1.0
 
 
+def _totals(parts: Sequence[Shape], bounds: Bounds, processes: int, of_block: Callable[[int], int]) -> list[int]:
+    totals = [0] * processes
+    for (_, size), of_part in zip(parts, bounds, strict=True):
+        for rank, (first, last) in enumerate(itertools.pairwise(of_part)):
+            totals[rank] += (last - first) * of_block(size)
+    return totals
+
+
+def packed_size(size: int) -> int:
+    """Return the number of elements of the lower triangle of a block."""
+    return size * (size + 1) // 2
+
+
 def packed_sizes(parts: Sequence[Shape], bounds: Bounds) -> list[int]:
-    """Return the number of elements that each process owns."""
-    return totals(parts, bounds, packed_size)
+    """Return how many elements of lower triangles each process owns."""
+    return _totals(parts, bounds, len(bounds[0]) - 1, packed_size)
 
 
 def pads(sizes: Sequence[int]) -> bool:

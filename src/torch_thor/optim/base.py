@@ -14,8 +14,8 @@ from torch_thor.capture.patterns import Patterns, some
 from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.divided import DividedInverses
-from torch_thor.distributed.group import Distributed
+from torch_thor.distributed.divided import collected_turns
+from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import persistence, report
 from torch_thor.optim.loss_scale import remove_scale
 from torch_thor.optim.options import check
@@ -158,8 +158,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Add the entries of the update that the state of a parameter lacks."""
         raise NotImplementedError
 
-    def _inverses(self) -> DividedInverses | None:
-        return DividedInverses() if self.distributed.divide_curvature and persistence.is_divided(self) else None
+    def _inverses(self) -> Any:
+        return collected_turns if self.distributed.divide_curvature and persistence.is_divided(self) else None
 
     def _advance(self, inputs: Inputs) -> None:
         """Count the step, and register the hooks that the next one needs."""

@@ -90,7 +90,7 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             _step(group, plain, directions, None)
         directions = []
         one_by_one = on_cpu and group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
-        for ready in (None,) if inverses is None else inverses.turns(group, plan):
+        for ready in (None,) if inverses is None else inverses(group, plan):
             for work, gradient in zip(natural, gradients, strict=True):
                 if ready is not None and id(work.parameter) not in ready:
                     continue

@@ -142,7 +142,7 @@ def _step_matrices(
     for piece in pieces:
         size = piece.geometry.groups, *piece.sides
         wide.append(torch.empty(size, dtype=piece.direction.dtype, device=piece.direction.device))
-    for ready in (None,) if inverses is None else inverses.turns(group, plan):
+    for ready in (None,) if inverses is None else inverses(group, plan):
         for piece, into in zip(pieces, wide, strict=True):
             if (ready is None or piece.key in ready) and len(piece.parameter):
                 with ieee_float32(into.device.type):
@@ -246,6 +246,13 @@ def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> li
             kept = local(state["momentum_buffer" if is_matrix else "exp_avg"])
             found.append(_Work(parameter, own, state, pieces, kept))
     return found
+
+
+def matrices_of(parameter: Tensor, plan: Plan) -> tuple[tuple[int, int], ...]:
+    """Return (rows, columns) of each matrix of a parameter that is orthogonalised by itself."""
+    is_matrix = id(parameter) in plan.shares_of or id(parameter) in plan.matrix_of
+    wholes = [piece.whole for piece in _pieces_of(parameter, local(parameter), plan)] if is_matrix else []
+    return tuple((whole.outputs, whole.inputs) for whole in wholes for _ in range(whole.groups))
 
 
 def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:

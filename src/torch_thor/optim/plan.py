@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Covered
 from torch_thor.capture.hooks import ModuleHook, hooks_of
-from torch_thor.capture.inspection import inspect_model
-from torch_thor.capture.layers import Layer
-from torch_thor.capture.owners import owners_of
+from torch_thor.capture.inspection import Inspection
+from torch_thor.capture.layers import Layer, owners_of
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
 from torch_thor.curvature.layer import LayerCurvature
@@ -49,7 +48,7 @@ class Plan:
         before: "Plan | None" = None,
     ) -> None:
         self.model, self.group_of = model, {id(p): group for group in groups for p in group["params"]}
-        found = inspect_model(model, self.parameters(groups), chosen=chosen, matrices_alone="G" not in sides)
+        found = Inspection(model, self.parameters(groups), chosen=chosen, matrices_alone="G" not in sides)
         self.entries: list[Covered] = found.entries
         self.left_out: list[Layer] = found.left_out
         self.names: dict[int, str] = {}

@@ -172,7 +172,7 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
 _UNCERTAIN = (
     "THOR takes N = {0} for the number of loss terms of a backward pass, from the leading dimension of the layers' "
     "inputs, while the last layer's input has {1}. If the loss averages over another number (predicted tokens, groups "
-    "of rows), set loss_terms; loss_terms={0} confirms this one"
+    "of rows), set optimizer.loss_terms; {0} confirms this one"
 )
 
 

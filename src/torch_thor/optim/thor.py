@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
-from torch_thor.distributed.group import Distributed
+from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer, natural_step

@@ -1,18 +1,20 @@
 """ThorMuon: Muon's orthogonalised step, preconditioned with THOR's curvature of the inputs."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torch_thor.capture.coverage import Covered
 from torch_thor.capture.patterns import Patterns
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.distributed.group import Distributed
+from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer
-from torch_thor.optim.orthogonal import orthogonal_step
+from torch_thor.optim.orthogonal import matrices_of, orthogonal_step
 from torch_thor.optim.parameters import Group
 
 
@@ -24,9 +26,9 @@ class ThorMuon(CurvatureOptimizer):
     ``W ← (1 − lr · weight_decay) W − lr · √min(1, 10 / L) · d`` for L trained matrices (η ∝ 1/√depth, HyperP,
     arXiv 2603.28743). The step does not depend on the scale of the loss or the width of the layer, so one lr serves all
     layers and tasks. ``orth`` returns polar factors of blocks of ``split_dim`` rows
-    (:mod:`torch_thor.curvature.polar`). A matrix without factors, of a layer that is not known or left out by
-    ``layers``, takes the same step with the identity in the place of A. What is no matrix (biases, parameters of
-    normalisation layers, embeddings) is trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). :meth:`coverage` lists
+    (:mod:`torch_thor.curvature.polar`). A matrix without factors, as of a layer that is not known, takes the same step
+    with the identity in the place of A. What is no matrix (biases, parameters of normalisation layers, embeddings) and
+    layers that ``layers`` leaves out are trained with AdamW at ``0.2 lr`` and betas (0.9, 0.95). :meth:`coverage` lists
     the treatment of each parameter. Where it is created and what may be set before :meth:`step`: as for
     :class:`torch_thor.THOR`.
 
@@ -88,6 +90,19 @@ class ThorMuon(CurvatureOptimizer):
             "max_update_ratio": max_update_ratio,
         }
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
+
+    def coverage(self) -> list[Covered]:
+        """List how each parameter of the model is trained.
+
+        Returns:
+            One entry per parameter, in the model's order: its kind, the size of A or the reason why it has none, and
+            the shapes of the matrices that are orthogonalised.
+        """
+        entries, parameters = super().coverage(), dict(self.model.named_parameters())
+        return [
+            replace(entry, matrices=matrices_of(parameters[entry.name], self._plan)) if entry.trained else entry
+            for entry in entries
+        ]
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         if id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of:

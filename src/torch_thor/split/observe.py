@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_thor.capture.hooks import ModuleCalls, hooks_of
-from torch_thor.capture.inspection import inspect_model
+from torch_thor.capture.inspection import Inspection
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.split.spectral import spectral_losses
@@ -29,7 +29,7 @@ class Observer:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = copy.deepcopy(model).to(device)
         self._device = device
-        found = inspect_model(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
+        found = Inspection(self._model, [p for p in self._model.parameters() if p.requires_grad]).layers
         if not found:
             raise ValueError(
                 f"{type(model).__name__} has no layer that THOR preconditions with Kronecker factors and trains, so "
@@ -39,8 +39,7 @@ class Observer:
             name: LayerCurvature(name, one.kind, one.weight, one.biases, one.prefix) for name, one in found.items()
         }
         for layer in self.layers.values():
-            for view in (layer.weight_view, *layer.biases):
-                view.bind(None, {"split_dim": LARGEST})
+            layer.weight_view.bind(None, {"split_dim": LARGEST})
         self._split_dims: Sequence[int] = ()
         self._waiting = dict.fromkeys(self.layers, 0)  # the number of calls that have no gradient yet
         self._losses: Losses = {}
@@ -67,15 +66,12 @@ class Observer:
         self._split_dims = split_dims
         has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
         inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), self._device)
-        own = [] if self._device.type == "cpu" else [self._device]
+        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+        own, calls = [] if self._device.type == "cpu" else [self._device], ModuleCalls(self)
         with torch.random.fork_rng(own, device_type=self._device.type), torch.enable_grad():
-            calls = ModuleCalls(self)
             calls.listen(self._model, self._hooks)
             try:
-                if isinstance(inputs, Mapping):
-                    output = self._model(**inputs)
-                else:
-                    output = self._model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+                output = self._model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
                 _loss(output, targets, loss_fn).backward()
             finally:
                 calls.close()

@@ -44,7 +44,9 @@ def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.
     for groups, rows in sizes:
         for count, size in Cut.of(rows, split_dim, groups).blocks:
             counts[size] += count
-    batches = [positive_definite(count, size, dtype, device) for size, count in counts.items()]
+    batches = []
+    for size, count in counts.items():
+        batches.append(torch.eye(size, dtype=dtype, device=device).add(1 / size).repeat(count, 1, 1))
     _synchronise(device)
     started = time.perf_counter()
     with ieee_float32(device.type):
@@ -52,13 +54,6 @@ def _invert_once(sizes: Sequence[tuple[int, int]], split_dim: int, dtype: torch.
             invert(batch)
     _synchronise(device)
     return time.perf_counter() - started
-
-
-def positive_definite(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return well-conditioned blocks."""
-    blocks = torch.full((count, size, size), 1 / size, dtype=dtype, device=device)
-    blocks.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    return blocks
 
 
 def invert(blocks: Tensor) -> Tensor:

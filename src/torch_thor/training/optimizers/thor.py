@@ -7,7 +7,7 @@ from torch import nn
 
 from torch_thor import intervals
 from torch_thor.capture.patterns import selected
-from torch_thor.distributed.group import Distributed
+from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import THOR, ThorMuon
 from torch_thor.optim.options import OPTIONS, check
 from torch_thor.optim.thor import PRESETS

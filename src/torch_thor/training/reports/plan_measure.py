@@ -11,7 +11,8 @@ from torch_thor import THOR, ThorMuon, __version__
 from torch_thor.curvature import LayerCurvature
 from torch_thor.curvature.blocks import Blocks, Cut
 from torch_thor.curvature.inverse import inverse_of
-from torch_thor.distributed.triangles import pack, packed_size, unpack_
+from torch_thor.distributed.ownership import packed_size
+from torch_thor.distributed.processes import pack, unpack_
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.split.timing import device_name
 from torch_thor.training.errors import UserError, first_line

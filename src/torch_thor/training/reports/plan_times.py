@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch_thor.curvature import LayerCurvature
-from torch_thor.distributed.ownership import deal_out
-from torch_thor.distributed.triangles import packed_size
+from torch_thor.distributed.ownership import deal_out, packed_size
 from torch_thor.training.errors import require
 from torch_thor.training.reports.plan_costs import Costs
 from torch_thor.training.reports.plan_network import Interconnect

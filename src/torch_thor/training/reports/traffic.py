@@ -13,8 +13,7 @@ from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.distributed.agreement import HEADER, NUMBERS
 from torch_thor.distributed.divided import owners_of, turns_of
-from torch_thor.distributed.ownership import Shape, deal_out, packed_sizes, pads
-from torch_thor.distributed.triangles import packed_size
+from torch_thor.distributed.ownership import Shape, deal_out, packed_size, packed_sizes, pads
 
 _NUMBER = 8  # bytes of a number that is gathered: float64
 
