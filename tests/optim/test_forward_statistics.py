@@ -144,6 +144,18 @@ def test_about_a_thousand_rows_evenly_spread():
                     torch.testing.assert_close(A(optimizer, name), moment(rows[::every]), msg=f"{count} {name}")
 
 
+def test_about_a_thousand_patches_of_all_images():
+    """Every second of 60 images of 36 patches, at other places in each image, shifted by the golden ratio."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Flatten(), nn.Linear(108, 2)).double()
+    x = torch.randn(60, 2, 12, 12).double() * torch.linspace(1, 3, 60).double().view(-1, 1, 1, 1)
+    optimizer = after_a_step(model, x)
+    rows = torch.arange(0, 60 * 36, 2)
+    image = rows // 36
+    rows = image * 36 + (rows + image * 36 * 618034 // 1000000) % 36
+    patches = nn.functional.unfold(x, 3, padding=1, stride=2).mT.flatten(0, 1)
+    torch.testing.assert_close(A(optimizer), moment(patches[rows]))
+
+
 def test_large_blocks_take_eight_rows_a_column():
     """3300 rows of 300 columns: 1024 are enough for small blocks, eight times its columns for a larger one."""
     for split_dim, every in ((64, 3), (150, 2), (200, 2), (210, 1), (None, 1)):
