@@ -1,7 +1,6 @@
 """A base class of optimizers that treat some parameters, those of the option ``exclude``, in a way of their own."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -155,18 +154,15 @@ class ExcludingOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer or of torch's with the same state, as a whole or, on an error, not."""
-        own, label, (origin, needed) = checkpoint.options_of(self.param_groups), type(self).__name__, self.origin
+        label, (origin, needed) = type(self).__name__, self.origin
         remedy = f"{label} takes those of {label} and {origin}: load the model's weights, and let it start anew"
-        check_origin = partial(checkpoint.check_origin, optimizer=label, needed=needed, remedy=remedy)
-        with checkpoint.restored_on_error(self):
-            saved = checkpoint.load_checked(self, super().load_state_dict, state_dict, check_origin)
-            checkpoint.restore_tensors(self.state, self.param_groups, saved)
+        with checkpoint.loading(self, super().load_state_dict, state_dict, needed=needed, remedy=remedy) as groups:
             names = {}
-            for group, kept, slots in zip(self.param_groups, own, self._slots, strict=True):
-                self._adopt(group, kept)
+            for (group, own), slots in zip(groups, self._slots, strict=True):
+                self._adopt(group, own)
                 self._check(group)
                 names.update({p: slot.name for p, slot in zip(group["params"], slots, strict=True)})
-            checkpoint.check_moments(self.state, self.param_groups, names.__getitem__)
+            checkpoint.check_loaded(self.state, names, names.__getitem__)
         self._placeholder = False
 
     def _adopt(self, group: Group, own: Group) -> None:
