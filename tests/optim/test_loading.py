@@ -210,8 +210,8 @@ def test_lamb_takes_moments_and_betas_of_adamw_and_keeps_its_length_of_step():
 SELECTIONS = {
     "left-out-now": (None, "-3", "it has factors of 3, which layers= leaves out here"),
     "only-others-now": (None, ["0", "5"], "it has factors of 3, which layers= leaves out here"),
-    "left-out-then": (["-0", "-3"], None, "it lacks G_inverse of layer '0', G_inverse of layer '3'"),
-    "other-ones": ("-0", ["0", "5"], "has factors of 3, .* here, and it lacks G_inverse of layer '0'"),
+    "left-out-then": (["-0", "-3"], None, "it lacks ._inverse of layer '0', ._inverse of layer '3'"),
+    "other-ones": ("-0", ["0", "5"], "has factors of 3, .* here, and it lacks ._inverse of layer '0'"),
 }
 
 

@@ -29,11 +29,11 @@ def fit_loaded_rows(groups: Iterable[Group], states: States, plan: Plan, *, rela
         layers = [share.layer for share in plan.shares(parameter) if share.is_weight]
         factors = [(layer, factor) for layer in layers for factor in layer.stored if factor.by_rows]
         shapes = factors[0][1].shapes() if factors else {}
-        for key in (*MOMENTS, *shapes) if shards is not None else ():
-            whole = entries.get(key)
-            is_whole = isinstance(whole, Tensor) and not hasattr(whole, "to_local")
-            if shards is not None and is_whole and whole.shape[:1] == parameter.shape[:1]:
-                entries[key] = shards.wrap(whole[shards.own].to(parameter.device, copy=True))
+        if shards is not None:
+            for key, kept in [(key, entries[key]) for key in (*MOMENTS, *shapes) if key in entries]:
+                is_whole = isinstance(kept, Tensor) and not hasattr(kept, "to_local")
+                if is_whole and kept.shape[:1] == parameter.shape[:1]:
+                    entries[key] = shards.wrap(kept[shards.own].to(parameter.device, copy=True))
         if not factors or any(getattr(entries.get(key), "shape", None) != shape for key, shape in shapes.items()):
             continue
         before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count

@@ -3,15 +3,16 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
+from torch_thor.capture.sampling import Predicts
 from torch_thor.distributed.group import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer, natural_step
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.sampled import Predicts, sample
 
 # "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2) in the paper.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -179,7 +180,22 @@ class THOR(CurvatureOptimizer):
                 and its ``loss.backward()``, or it is the second call for this forward pass.
             ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output has no gradient.
         """
-        sample(self, output, distribution, dim, mask, seed)
+        capture = self._capture
+        if capture.sampler is None:
+            raise RuntimeError(
+                'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
+                'leave the call out, or make the optimizer with THOR(..., fisher="sampled")'
+            )
+        if not capture.awaited or not torch.is_grad_enabled():
+            return
+        if capture.sampler.trained and capture.gradients_dropped():  # without a step since the loss of these rows
+            capture.discard()
+        key = f"{seed}/{self.param_groups[0]['step']}/{self.distributed.processes(self._plan).rank}"
+        try:
+            capture.sampler.sample(output, distribution, dim, mask, key)
+        except BaseException:
+            capture.discard()
+            raise
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         if group["momentum"]:
