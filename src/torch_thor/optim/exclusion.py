@@ -110,17 +110,14 @@ class ExcludingOptimizer(torch.optim.Optimizer):
                     f"give them an optimizer of their own"
                 )
             names = [known[p] for p in params]
-        by_default = self.exclude is None
-        chosen = self._excluded_by_default(params) if by_default else excluded_parameters(self.exclude, self.model)
+        given = self.exclude
+        chosen = self._excluded_by_default(params) if given is None else excluded_parameters(given, self.model)
         return [Slot(name, p in chosen) for name, p in zip(names, params, strict=True)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step; ``closure`` is called first, with gradients enabled, and what it returns is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         found: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
             if len(group["params"]) != len(slots):
@@ -128,8 +125,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
                     f"parameter group {i} has {len(group['params'])} parameters and had {len(slots)}: it was changed "
                     f"without add_param_group; use that, or make a new optimizer"
                 )
-            pairs = zip(slots, group["params"], strict=True)
-            found.append([(slot, p, p.grad) for slot, p in pairs if p.grad is not None])
+            found.append([(s, p, p.grad) for s, p in zip(slots, group["params"], strict=True) if p.grad is not None])
             for slot, _, gradient in found[-1]:
                 check_dense(repr(slot.name), gradient)
         if self._placeholder:
@@ -138,7 +134,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         self._placeholder = (
             not self.state
             and all(float(group["lr"]) == 0 for group in self.param_groups)
-            and not any(bool(gradient.any()) for each in found for _, _, gradient in each)
+            and not any(bool(gradient.any()) for own in found for _, _, gradient in own)
         )
         if self._placeholder:
             self._make_states()

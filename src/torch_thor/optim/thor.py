@@ -12,6 +12,7 @@ from torch_thor.distributed.group import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer, natural_step
+from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.parameters import Group
 
 # "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2) in the paper.
@@ -106,19 +107,7 @@ class THOR(CurvatureOptimizer):
     ) -> None:
         if isinstance(distributed, Distributed) and distributed.whole_matrices:
             raise ValueError("whole_matrices=True: must be False with THOR, which orthogonalises nothing; leave it out")
-        options = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "update_interval": update_interval,
-            "trace_thresholds": trace_thresholds,
-            "split_dim": split_dim,
-            "factor_decay": factor_decay,
-            "max_update_ratio": max_update_ratio,
-            "kl_clip": kl_clip,
-        }
+        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
         super().__init__(
             params,
             options,

@@ -12,6 +12,7 @@ from torch_thor.distributed.group import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer
+from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.orthogonal import orthogonal_step
 from torch_thor.optim.parameters import Group
 
@@ -76,17 +77,7 @@ class ThorMuon(CurvatureOptimizer):
         layers: Patterns = None,
         distributed: Distributed | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "update_interval": update_interval,
-            "split_dim": split_dim,
-            "factor_decay": factor_decay,
-            "max_update_ratio": max_update_ratio,
-        }
+        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
