@@ -11,6 +11,7 @@ from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.shards import local
+from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Plan
 
@@ -37,8 +38,7 @@ def loading(
     state_dict: StateDict,
     *,
     needed: Iterable[str],
-    foreign: Iterable[str] = (),
-    remedy: str,
+    relative: str | None = None,
 ) -> Iterator[list[tuple[Group, Group]]]:
     """Load a state dict, for the block to complete with the options before; if an error is raised, nothing changes."""
     before = optimizer.state, optimizer.param_groups
@@ -46,7 +46,7 @@ def loading(
     saved: StateDict = {}
 
     def look(_: torch.optim.Optimizer, hooked: StateDict) -> None:
-        _check_origin(hooked, type(optimizer).__name__, needed, foreign, remedy)
+        _check_origin(optimizer, hooked, needed, relative)
         saved.update(hooked)
 
     handle = optimizer.register_load_state_dict_pre_hook(look)  # runs after the user's hooks
@@ -69,9 +69,10 @@ def loading(
 
 
 def _check_origin(
-    state_dict: StateDict, optimizer: str, needed: Iterable[str], foreign: Iterable[str], remedy: str
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, needed: Iterable[str], relative: str | None
 ) -> None:
-    """Raise an error for a state dict that was not saved by a given optimizer, which has no option in ``foreign``."""
+    """Raise an error for a state dict that neither such an optimizer nor its relative, with the same state, saved."""
+    label = type(optimizer).__name__
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = some([repr(key) for key in state_dict]) if isinstance(state_dict, Mapping) else repr(type(state_dict))
         raise ValueError(
@@ -79,13 +80,16 @@ def _check_origin(
             f"what optimizer.state_dict() gave"
         )
     for i, group in enumerate(state_dict["param_groups"]):
-        signs = [f"no {key}" for key in needed if key not in group] + [key for key in foreign if key in group]
+        signs = [f"no {key}" for key in needed if key not in group]
+        signs += [key for key in group if key in OPTIONS and key not in optimizer.defaults]
         if signs:
             options = [key for key in group if key not in ("params", "param_names")]
             known = next((name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer")
             raise ValueError(
-                f"the state dict is not one of {optimizer}: its parameter group {i} has {' and '.join(signs)}, and "
-                f"looks like that of {known} (it has {some(options, most=8)}); nothing was loaded. {remedy}"
+                f"the state dict is not one of {label}: its parameter group {i} has {' and '.join(signs)}, and "
+                f"looks like that of {known} (it has {some(options, most=8)}); nothing was loaded. {label} "
+                f"takes its own{f' and those of {relative}' if relative else ''}: load the model's weights, and let it "
+                f"start anew"
             )
 
 

@@ -150,10 +150,8 @@ class ExcludingOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer or of torch's with the same state, as a whole or, on an error, not."""
-        label, (origin, needed) = type(self).__name__, self.origin
-        remedy = f"{label} takes those of {label} and {origin}: load the model's weights, and let it start anew"
-        with checkpoint.loading(self, super().load_state_dict, state_dict, needed=needed, remedy=remedy) as groups:
-            names = {}
+        (origin, needed), names = self.origin, {}
+        with checkpoint.loading(self, super().load_state_dict, state_dict, needed=needed, relative=origin) as groups:
             for (group, own), slots in zip(groups, self._slots, strict=True):
                 self._adopt(group, own)
                 self._check(group)

@@ -13,7 +13,7 @@ from torch_thor.curvature.factor import collected
 from torch_thor.curvature.layer import SHARDS
 from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
 from torch_thor.optim.checkpoint import StateDict, check_loaded, loading
-from torch_thor.optim.options import OPTIONS, check
+from torch_thor.optim.options import check
 from torch_thor.optim.plan import Plan
 from torch_thor.optim.saved_rows import fit_loaded_rows
 from torch_thor.optim.step import plan_now
@@ -57,24 +57,17 @@ def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
 
 def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], None], state_dict: StateDict) -> None:
     """Load a state dict; if an error is raised, nothing has changed."""
-    plan, label = plan_now(optimizer), type(optimizer).__name__
+    plan = plan_now(optimizer)
     divided = [(factor, factor.divided) for layer in plan.layers.values() for factor in layer.stored]
     needed = [key for key in optimizer.defaults if key != "differentiable"]  # torch adds it to them when it loads
-    foreign = [key for key in OPTIONS if key not in needed]
-    remedy = (
-        f"Momentum, learning rate and schedule of another optimizer mean nothing to {label}: load the model's weights, "
-        f"and let {label} start anew"
-    )
 
     def bind() -> None:
         plan.group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         plan.bind(optimizer.state)
 
     try:
-        with loading(
-            optimizer, load_plainly, state_dict, needed=needed, foreign=foreign, remedy=remedy
-        ) as groups_and_own:
-            for group, own in groups_and_own:
+        with loading(optimizer, load_plainly, state_dict, needed=needed) as groups:
+            for group, own in groups:
                 group["update_interval"] = _loaded_interval(group["update_interval"], own["update_interval"])
                 check(type(optimizer), group)
             for factor, _ in divided:
