@@ -122,7 +122,6 @@ def test_keys_and_shapes():
         layer.make_state()
         assert {key: tuple(state[key].shape) for key in layer.shapes()} == layer.shapes()
         assert layer.missing_entries() == []
-        assert layer.misfitting_entry() is None
 
 
 def test_what_is_written_is_read():

@@ -206,11 +206,3 @@ class LayerCurvature:
         numbers = [*_NUMBERS, "group_rows_per_term"] if self.kind.routed else list(_NUMBERS)
         keys = [*(self.prefix + key for key in numbers), *self.shapes()]
         return [key for key in keys if key not in self.state]
-
-    def misfitting_entry(self) -> tuple[str, tuple[int, int]] | None:
-        """Find a tensor in the state that has another shape than the layer needs now."""
-        for key, shape in self.shapes().items():
-            tensor = self.state.get(key)
-            if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape):
-                return key, shape
-        return None

@@ -106,18 +106,17 @@ def _misfits(
     states: States, parameters: Iterable[Tensor], name: Callable[[Tensor], str], layers: Iterable[LayerCurvature]
 ) -> Iterator[str]:
     """Yield the tensors of a state whose shape is not the one that model and options need."""
+    expected: list[tuple[str, Any, tuple[int, ...]]] = []
     for layer in layers:
-        if misfit := layer.misfitting_entry():
-            key, needed = misfit
-            split_dim, found = layer.weight_view.options["split_dim"], layer.state[key]
-            shape = tuple(found.shape) if isinstance(found, Tensor) else repr(found)
-            yield f"split_dim={split_dim!r}: {key} of layer {layer.name!r} has shape {shape} and needs {needed}"
-    for parameter in parameters:
-        for key in MOMENTS:
-            kept = states.get(parameter, {}).get(key)
-            if isinstance(kept, Tensor) and kept.shape != parameter.shape:
-                shape = tuple(kept.shape)
-                yield f"{key} of parameter {name(parameter)!r} has shape {shape} and needs {tuple(parameter.shape)}"
+        for key, shape in layer.shapes().items():
+            what = f"split_dim={layer.weight_view.split_dim}: {key} of layer {layer.name!r}"
+            expected.append((what, layer.state.get(key), shape))
+    for p in parameters:
+        expected += [(f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape)) for k in MOMENTS]
+    for what, found, needed in expected:
+        has = tuple(getattr(found, "shape", ()))
+        if found is not None and has != needed:
+            yield f"{what} has shape {has} and needs {needed}"
 
 
 def check_loaded(
