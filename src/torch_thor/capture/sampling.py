@@ -71,11 +71,10 @@ class Sampler:
         with torch.autocast(device.type, enabled=False):
             labels = _distribution(output, distribution, dim)
             likelihoods = labels.log_prob(_drawn(labels, device, f"{key}/{self.passes}"))
-            terms = likelihoods.numel()
             if mask is not None:
-                terms = _count(mask, likelihoods.shape)
+                _check_mask(mask, likelihoods.shape)
                 likelihoods = likelihoods.where(mask, 0.0)
-            self._differentiate(-likelihoods.sum(), terms)
+            self._differentiate(-likelihoods.sum(), likelihoods.numel() if mask is None else int(mask.sum()))
 
     def _differentiate(self, loss: Tensor, terms: int) -> None:
         """Run the backward pass, in which the hooks of all layers receive gradients."""
@@ -169,14 +168,13 @@ def _distribution(output: Any, distribution: Predicts, dim: int | None) -> Distr
 
 
 def _classes_last(logits: Tensor, dim: int | None) -> Tensor:
-    if dim is None and logits.dim() > 2:
+    at = -1 if dim is None and logits.dim() <= 2 else dim
+    if at is None or not -logits.dim() <= at < logits.dim():
         raise ValueError(
-            f"dim=None: logits of shape {tuple(logits.shape)} do not tell which dimension holds the classes; pass "
-            f"dim=1, as torch.nn.functional.cross_entropy has it, or dim=-1, as language models have it"
+            f"dim={dim}: must be the dimension of the classes in logits of shape {tuple(logits.shape)}, or None for"
+            f" the last of at most two; pass dim=1, as for torch.nn.functional.cross_entropy, or dim=-1, as for texts"
         )
-    if dim is not None and not -logits.dim() <= dim < logits.dim():
-        raise ValueError(f"dim={dim}: logits of shape {tuple(logits.shape)} have no such dimension; pass dim=-1 or 1")
-    return logits.movedim(-1 if dim is None else dim, -1)
+    return logits.movedim(at, -1)
 
 
 def _drawn(labels: Distribution, device: torch.device, key: str) -> Tensor:
@@ -192,11 +190,10 @@ def _drawn(labels: Distribution, device: torch.device, key: str) -> Tensor:
         return labels.sample()
 
 
-def _count(mask: Tensor, shape: torch.Size) -> int:
+def _check_mask(mask: Tensor, shape: torch.Size) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
         what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(
             f"mask={what}: must be a bool tensor of the labels' shape, {tuple(shape)}, True for those that count; "
             f"pass, for example, mask=labels != -100"
         )
-    return int(mask.sum())

@@ -1,7 +1,14 @@
-"""State dicts of THOR and ThorMuon: loaded completely or not at all, whole although curvature may be divided."""
+"""State dicts of THOR and ThorMuon: loaded completely or not at all, whole although curvature may be divided.
+
+A factor of the rows of a weight is stored as a matrix with these rows, whose blocks end where shards end
+(:mod:`torch_thor.curvature.factor`). So a checkpoint of some processes can be loaded on others: with
+``torch.distributed.checkpoint``, or as a state dict of one process. If the number of shards is another, the factors are
+cut again, and blocks that have changed are inverted again.
+"""
 
 import ast
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -9,13 +16,16 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.factor import collected
-from torch_thor.curvature.layer import SHARDS
+from torch_thor.curvature.blocks import Cut, cut_again
+from torch_thor.curvature.factor import Factor, collected
+from torch_thor.curvature.inverse import inverse_of, relative_damping
+from torch_thor.curvature.layer import SHARDS, LayerCurvature
+from torch_thor.curvature.shards import bounds_within, shard_bounds
 from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
-from torch_thor.optim.checkpoint import StateDict, check_loaded, loading
+from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, loading
 from torch_thor.optim.options import check
+from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Plan
-from torch_thor.optim.saved_rows import fit_loaded_rows
 from torch_thor.optim.step import plan_now
 
 if TYPE_CHECKING:
@@ -73,7 +83,7 @@ def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], No
             for factor, _ in divided:
                 factor.divided = None  # loaded tensors are whole; the next step divides them
             bind()
-            fit_loaded_rows(optimizer.param_groups, optimizer.state, plan, relative=optimizer.relative_damping)
+            _fit_rows(optimizer.param_groups, optimizer.state, plan, relative=optimizer.relative_damping)
             _check_layers(optimizer, plan)
             check_loaded(optimizer.state, plan.parameters(optimizer.param_groups), plan.name, plan.layers.values())
     except BaseException:
@@ -106,6 +116,64 @@ def _check_layers(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
                 f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "
                 f"where there are factors; load an earlier checkpoint"
             )
+
+
+# ---- factors of the rows of weights ----------------------------------------------------------------------------------
+
+
+def _fit_rows(groups: Iterable[Group], states: States, plan: Plan, *, relative: bool) -> None:
+    """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
+    for parameter in plan.parameters(groups):
+        entries, shards = states.get(parameter, {}), plan.shards_of(parameter)
+        layers = [share.layer for share in plan.shares(parameter) if share.is_weight]
+        factors = [(layer, factor) for layer in layers for factor in layer.stored if factor.by_rows]
+        shapes = factors[0][1].shapes() if factors else {}
+        if shards is not None:
+            for key, kept in [(key, entries[key]) for key in (*MOMENTS, *shapes) if key in entries]:
+                is_whole = isinstance(kept, Tensor) and not hasattr(kept, "to_local")
+                if is_whole and kept.shape[:1] == parameter.shape[:1]:
+                    entries[key] = shards.wrap(kept[shards.own].to(parameter.device, copy=True))
+        if not factors or any(getattr(entries.get(key), "shape", None) != shape for key, shape in shapes.items()):
+            continue
+        before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
+        for layer, factor in factors if before != entries[SHARDS] else ():
+            if layer.refreshes:
+                _cut_again_(layer, factor, before, len(parameter), relative=relative)
+
+
+def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *, relative: bool) -> None:
+    """Cut a factor at the present shards, and invert the blocks that have changed; others keep their bits."""
+    view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
+    edges = bounds_within(shard_bounds(rows, before), view.rows)
+    split_dim = 1 if factor.cut.is_diagonal else view.split_dim
+    old, new = Cut.of(factor.cut.rows, split_dim, edges=edges), factor.cut
+    own = slice(None)  # the rows of the layer that this process holds
+    if view.shards is not None:
+        first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
+        own = slice(first, first + factor.held.rows)
+    stored, inverse = factor.read(), factor.read(inverse=True)
+    moved = torch.zeros((new.rows, stored.rows.shape[1]), dtype=stored.dtype, device=stored.rows.device)
+    moved[own] = stored.rows
+    stored.rows.copy_(cut_again(moved, old, new)[own])
+    if relative:
+        trace = stored.traces().sum()
+        trace = trace if view.shards is None else view.shards.total(trace)
+        damping = relative_damping(float(trace), new.rows, damping, stored.dtype)
+    else:
+        damping = math.sqrt(damping / layer.rows_per_term)
+    again = inverse_of(stored, damping)
+    if again is None:
+        raise ValueError(
+            f"layer {layer.name!r}: {factor.side} was saved with {before} shards, and its blocks for other shards "
+            f"cannot be inverted with the damping {damping:g}; load the checkpoint on {before} processes, or raise "
+            f"damping"
+        )
+    blocks: list[list[tuple[int, int]]] = []  # the block of each row
+    for cut in (old, new):
+        starts = [(first, run.size) for run in cut.runs for first in range(run.first, run.last, run.size)]
+        blocks.append([block for block in starts for _ in range(block[1])])
+    changed = torch.tensor([a != b for a, b in zip(*blocks, strict=True)], device=stored.rows.device)[own]
+    inverse.rows.copy_(torch.where(changed[:, None], again.rows, inverse.rows))
 
 
 # ---- curvature that is divided among processes ----------------------------------------------------------------------
