@@ -1,18 +1,27 @@
-"""The backward pass of the loss of sampled labels, which computes the gradients of layer outputs and of no weight.
+"""The sampled Fisher matrix: statistics from labels that are drawn from the model's own predictions.
 
-It runs before the backward pass of the training loss, over the same graph, which it keeps. Only gradients of layer
-outputs are requested from autograd, so that no ``.grad`` changes and no hook on a gradient of a weight runs, such as
-those with which DDP averages gradients.
+The drawn labels are a function of a seed, the step, the process and the number of the call within the step. So there is
+no random state to save, a resumed run draws the same labels as an uninterrupted one, and the states of torch's own
+generators do not change.
+
+The backward pass of their loss runs before that of the training loss, over the same graph, which it keeps. Only
+gradients of layer outputs are requested from autograd, so that no ``.grad`` changes and no hook on a gradient of a
+weight runs, such as those with which DDP averages gradients.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.distributions import Bernoulli, Categorical, Distribution, Normal
+
+from torch_thor.torch_internals import tree_leaves
+
+Predicts = str | Callable[[Any], Distribution]
 
 
 @dataclass
@@ -46,70 +55,79 @@ class Sampler:
         _metadata(edge.node).setdefault(self, []).append(mark)
         return mark
 
-    def differentiate(self, loss: Tensor, terms: int) -> None:
-        """Run the backward pass of the sampled labels, in which the hooks of all layers receive gradients."""
+    def sample(self, output: Any, distribution: Predicts, dim: int | None, mask: Tensor | None, key: str) -> None:
+        """Draw labels from the model's predictions, and run their backward pass."""
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not any(tensor.requires_grad for tensor in tensors):
+            raise ValueError(
+                "the output given to sample_fisher() requires no gradient, so no layer's statistics can come from it; "
+                "give what the model returned, not detached"
+            )
+        # a logit of -inf is allowed: it excludes a class
+        if any(t.is_floating_point() and bool((t.isnan() | t.isposinf()).any()) for t in tensors):
+            self.nonfinite = True  # as a rule the loss is not finite either, and step() raises the error
+            return
+        device = tensors[0].device
+        with torch.autocast(device.type, enabled=False):
+            labels = _distribution(output, distribution, dim)
+            likelihoods = labels.log_prob(_drawn(labels, device, f"{key}/{self.passes}"))
+            if mask is not None:
+                _check_mask(mask, likelihoods.shape)
+                likelihoods = likelihoods.where(mask, 0.0)
+            self._differentiate(-likelihoods.sum(), likelihoods.numel() if mask is None else int(mask.sum()))
+
+    def _differentiate(self, loss: Tensor, terms: int) -> None:
+        """Run the backward pass, in which the hooks of all layers receive gradients."""
         assert loss.grad_fn is not None
-        found = _MarkedOutputs(loss.grad_fn, self)
-        if any(mark.trained for mark in found.marks):
+        marks: list[Mark] = []
+        earliest: list[GradientEdge] = []  # marked outputs that depend on no other marked output
+        leads_to_mark: dict[Node, bool] = {}  # also keeps the Python objects of the nodes, and so their identity, alive
+        stack = [(loss.grad_fn, False)]
+        while stack:
+            node, is_complete = stack.pop()
+            following = [one for one, _ in node.next_functions if one is not None]
+            if is_complete:
+                own, below = _metadata(node).get(self, []), any(leads_to_mark[one] for one in following)
+                marks += own
+                earliest += [] if below else [GradientEdge(node, mark.output_nr) for mark in own]
+                leads_to_mark[node] = below or bool(own)
+            elif node not in leads_to_mark:
+                leads_to_mark[node] = False
+                stack += [(node, True), *((one, False) for one in following)]
+        if any(mark.trained for mark in marks):
             raise RuntimeError(
                 "sample_fisher() came after loss.backward(), which frees the graph that it needs; call it between the "
                 "forward pass and loss.backward()"
             )
-        if any(mark.sampled for mark in found.marks):
+        if any(mark.sampled for mark in marks):
             raise RuntimeError(
                 "sample_fisher() was called twice for one forward pass, which would count its rows twice; call it once "
                 "with one distribution of everything that the model predicts"
             )
-        if found.reentrant:
+        if any(node.name() == "CheckpointFunctionBackward" for node in leads_to_mark):
             raise RuntimeError(
                 "sample_fisher() cannot go through activation checkpoints with use_reentrant=True, for which torch "
                 "knows no torch.autograd.grad; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        for mark in found.marks:
+        for mark in marks:
             mark.sampled = True
         self.passes += 1
         self.terms += terms
-        if not found.earliest:
+        if not earliest:
             return
+        # DistributedDataParallel(static_graph=True) would average after this pass in its first step
+        sinks: list[Any] = [node for node in leads_to_mark if node.name() == "_DDPSinkBackward"]
+        wrappers = [sink.ddp_weakref() for sink in sinks]
+        averaging = [w for w in wrappers if w.static_graph and not w._static_graph_delay_allreduce_enqueued]
         self.running, self.empty = True, not terms
         try:
-            with _no_averaging_of_static_graphs(found.sinks):
-                torch.autograd.grad(loss, found.earliest, retain_graph=True)
+            for wrapper in averaging:
+                wrapper._static_graph_delay_allreduce_enqueued = True
+            torch.autograd.grad(loss, earliest, retain_graph=True)
         finally:
+            for wrapper in averaging:
+                wrapper._static_graph_delay_allreduce_enqueued = False
             self.running = self.empty = False
-
-
-class _MarkedOutputs:
-    """The marked outputs in the graph of a loss."""
-
-    def __init__(self, root: Node, key: object) -> None:
-        self.marks: list[Mark] = []
-        self.earliest: list[GradientEdge] = []
-        self.sinks: list[Any] = []  # the nodes that DDP appends to the outputs of a model
-        self.reentrant = False
-        leads_to_mark: dict[Node, bool] = {}  # also keeps the Python objects of the nodes, and so their identity, alive
-        stack = [(root, False)]
-        while stack:
-            node, is_complete = stack.pop()
-            following = [following for following, _ in node.next_functions if following is not None]
-            if is_complete:
-                below = any(leads_to_mark[one] for one in following)
-                marks = _metadata(node).get(key, [])
-                self.marks += marks
-                if marks and not below:
-                    self.earliest += [GradientEdge(node, mark.output_nr) for mark in marks]
-                leads_to_mark[node] = below or bool(marks)
-            elif node not in leads_to_mark:
-                leads_to_mark[node] = False
-                self._inspect(node)
-                stack.append((node, True))
-                stack += [(one, False) for one in following]
-
-    def _inspect(self, node: Node) -> None:
-        name = node.name()
-        self.reentrant |= name == "CheckpointFunctionBackward"
-        if name == "_DDPSinkBackward":
-            self.sinks.append(node)
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
@@ -118,13 +136,64 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return metadata
 
 
-@contextmanager
-def _no_averaging_of_static_graphs(sinks: list[Any]) -> Iterator[None]:
-    """Keep ``DistributedDataParallel(static_graph=True)`` from averaging after this pass in its first step."""
-    with ExitStack() as stack:
-        for sink in sinks:
-            wrapper = sink.ddp_weakref()
-            if wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued:
-                wrapper._static_graph_delay_allreduce_enqueued = True
-                stack.callback(setattr, wrapper, "_static_graph_delay_allreduce_enqueued", False)
-        yield
+# validate_args would synchronise host and device; the output has been checked for NaN already
+_NAMED: dict[str, Callable[[Tensor], Distribution]] = {
+    "categorical": lambda logits: Categorical(logits=logits, validate_args=False),
+    "bernoulli": lambda logits: Bernoulli(logits=logits, validate_args=False),
+    "normal": lambda means: Normal(means, torch.ones_like(means), validate_args=False),
+}
+
+
+def _distribution(output: Any, distribution: Predicts, dim: int | None) -> Distribution:
+    if isinstance(output, Tensor) and output.dtype in (torch.float16, torch.bfloat16):
+        output = output.float()
+    if dim is not None and distribution != "categorical":
+        raise ValueError(f"dim={dim}: has a meaning for categorical logits only; leave it out")
+    made: Any = None
+    if callable(distribution):
+        made = distribution(output)
+    elif distribution in _NAMED:
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"output of type {type(output).__name__}: must be a tensor where distribution= is a name; give the "
+                f"tensor (output.logits), or a callable that makes a torch.distributions.Distribution of the whole"
+            )
+        made = _NAMED[distribution](_classes_last(output, dim) if distribution == "categorical" else output)
+    if not isinstance(made, Distribution):
+        raise ValueError(
+            f"distribution={distribution!r}: must be one of {', '.join(map(repr, _NAMED))}, or a callable that makes a "
+            f"torch.distributions.Distribution of the output; pass, for example, lambda mean: Normal(mean, 0.1)"
+        )
+    return made
+
+
+def _classes_last(logits: Tensor, dim: int | None) -> Tensor:
+    at = -1 if dim is None and logits.dim() <= 2 else dim
+    if at is None or not -logits.dim() <= at < logits.dim():
+        raise ValueError(
+            f"dim={dim}: must be the dimension of the classes in logits of shape {tuple(logits.shape)}, or None for"
+            f" the last of at most two; pass dim=1, as for torch.nn.functional.cross_entropy, or dim=-1, as for texts"
+        )
+    return logits.movedim(at, -1)
+
+
+def _drawn(labels: Distribution, device: torch.device, key: str) -> Tensor:
+    """Draw labels with generators that are seeded by a key, and restore the states of the generators."""
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+    devices = [] if device.type == "cpu" else [device.index]
+    with torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            module = torch.get_device_module(device)
+            with module.device(device):
+                module.manual_seed(seed)
+        return labels.sample()
+
+
+def _check_mask(mask: Tensor, shape: torch.Size) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+        what = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+        raise ValueError(
+            f"mask={what}: must be a bool tensor of the labels' shape, {tuple(shape)}, True for those that count; "
+            f"pass, for example, mask=labels != -100"
+        )

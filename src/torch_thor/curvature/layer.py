@@ -186,16 +186,7 @@ class LayerCurvature:
         return {key: shape for factor in self.stored for key, shape in factor.shapes().items()}
 
     def missing_entries(self) -> list[str]:
-        """Return the entries that are missing although others are there."""
+        """Return the entries that the state lacks."""
         numbers = [*_NUMBERS, "group_rows_per_term"] if self.kind.routed else list(_NUMBERS)
-        own = [self.prefix + key for key in numbers]
-        keys = own + list(self.shapes())
-        return [key for key in keys if key not in self.state] if any(key in self.state for key in own) else []
-
-    def misfitting_entry(self) -> tuple[str, tuple[int, int]] | None:
-        """Find a tensor in the state that has another shape than the layer needs now."""
-        for key, shape in self.shapes().items():
-            tensor = self.state.get(key)
-            if tensor is not None and (not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape):
-                return key, shape
-        return None
+        keys = [*(self.prefix + key for key in numbers), *self.shapes()]
+        return [key for key in keys if key not in self.state]

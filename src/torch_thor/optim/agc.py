@@ -1,14 +1,9 @@
-"""Adaptive gradient clipping, AGC (Brock et al., ICML 2021, section 4.1).
+"""Adaptive gradient clipping, AGC (Brock et al., ICML 2021, section 4.1), as :class:`torch_thor.AGCSGD` states it.
 
-For a unit i of a weight W with gradient G, both Frobenius norms over the unit:
-
-    if ‖G_i‖ / max(‖W_i‖, ε) > λ:   G_i ← λ · max(‖W_i‖, ε) / ‖G_i‖ · G_i     else unchanged
-
-λ is ``clip_factor`` and ε is ``eps``. A unit is what computes one output: an index of dim 0 of a parameter of two or
-more dimensions (a token of an embedding; a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come
-first, or a row of the matrix that a kind makes of its weight (:func:`torch_thor.register_kind`). A parameter of one
-dimension or none (biases, gains) is one unit, as in the code of the authors: if every element were one, an element that
-starts at zero could hardly move.
+A unit is what computes one output: an index of dim 0 of a parameter of two or more dimensions (a token of an embedding;
+a gain of shape ``(C, 1, 1, 1)`` has C units), of dim 1 where the inputs come first, or a row of the matrix that a kind
+makes of its weight (:func:`torch_thor.register_kind`). A parameter of one dimension or none (biases, gains) is one
+unit, as in the code of the authors: if every element were one, an element that starts at zero could hardly move.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +17,7 @@ from torch_thor.curvature.kinds import Kind, kind_of, parameter_names_of
 from torch_thor.curvature.kinds.convolution import ConvKind
 from torch_thor.optim.exclusion import check_dense, excluded_parameters, whole
 from torch_thor.optim.options import Option, check, number, real
+from torch_thor.optim.parameters import parameters_of
 
 CLIPPING = {
     "clip_factor": Option(lambda v: (number(v) or 0) > 0, "a number > 0", "start from 0.01; float('inf') never clips"),
@@ -88,13 +84,11 @@ def adaptive_clip_grad_(
     """
     options = {"clip_factor": clip_factor, "eps": eps, "foreach": foreach}
     check(adaptive_clip_grad_, options, CLIPPING)
-    model = parameters if isinstance(parameters, nn.Module) else None
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    params, model = parameters_of(given, None, "adaptive_clip_grad_")
     left_alone = last_linear(model) if exclude is None else excluded_parameters(exclude, model)
-    units = units_of(model)
-    if isinstance(parameters, nn.Module):
-        parameters = parameters.parameters()
-    entries: list[Clippable] = []
-    for p in [parameters] if isinstance(parameters, Tensor) else parameters:
+    units, entries = units_of(model), list[Clippable]()
+    for p in params:
         if p.grad is not None:
             check_dense(f"of shape {tuple(p.shape)}", p.grad)
             entries.append((p, p.grad, None if p in left_alone else units.get(p, 0)))

@@ -92,8 +92,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._complete = False  # whether all state is there
         self._renewed = False  # whether the plan was made anew in this step
         self._checked: dict[int, dict[str, Any]] = {}  # options of each group that have passed the check
-        # the steps of all groups, and by the id of a parameter the entries of its state that processes divide
-        self._whole: tuple[list[int], dict[int, dict[str, Tensor]]] | None = None
+        self._whole: dict[Tensor, dict[str, Any]] | None = None  # the entries that processes divide, collected
         super().__init__(params, {**options, **COUNTERS})
         self._plan: Plan
         renew(self)

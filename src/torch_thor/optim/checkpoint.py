@@ -1,18 +1,18 @@
-"""Loads the state dict of an optimizer completely or not at all, and corrects what torch's ``load_state_dict`` changes.
+"""Loads the state dict of an optimizer completely or not at all, and checks that a state fits its model."""
 
-The origin of the state dict, its options and its tensors are checked. If a check fails, nothing has changed.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_thor.capture.patterns import some
+from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
 from torch_thor.curvature.shards import local
+from torch_thor.optim.options import OPTIONS
+from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Plan
 
 StateDict = dict[str, Any]
@@ -32,41 +32,47 @@ _SIGNS = (
 
 
 @contextmanager
-def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore state and parameter groups if the block raises an exception."""
-    before = optimizer.state, optimizer.param_groups
-    try:
-        yield
-    except BaseException:
-        optimizer.state, optimizer.param_groups = before
-        raise
-
-
-def load_checked(
+def loading(
     optimizer: torch.optim.Optimizer,
     load: Callable[[StateDict], None],
     state_dict: StateDict,
-    check: Callable[[StateDict], None],
-) -> StateDict:
-    """Load a state dict with the base class, and check it after the user's hooks and before anything is replaced."""
-    seen: list[StateDict] = []
+    *,
+    needed: Iterable[str],
+    relative: str | None = None,
+) -> Iterator[list[tuple[Group, Group]]]:
+    """Load a state dict, for the block to complete with the options before; if an error is raised, nothing changes."""
+    before = optimizer.state, optimizer.param_groups
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    saved: StateDict = {}
 
     def look(_: torch.optim.Optimizer, hooked: StateDict) -> None:
-        check(hooked)
-        seen.append(hooked)
+        _check_origin(optimizer, hooked, needed, relative)
+        saved.update(hooked)
 
-    handle = optimizer.register_load_state_dict_pre_hook(look)
+    handle = optimizer.register_load_state_dict_pre_hook(look)  # runs after the user's hooks
     try:
         load(state_dict)
+        # The base class casts every floating-point tensor to the dtype of its parameter (pytorch#43706), which would
+        # destroy float32 factors of bfloat16 parameters, and shares tensors with the dict. Not every checkpoint format
+        # keeps strides, and the rounding of matrix products depends on them.
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        for i, parameter in zip(ids, Plan.parameters(optimizer.param_groups), strict=True):
+            for key, value in saved["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    optimizer.state[parameter][key] = _as_made(key, value.detach(), parameter, value.dtype)
+        yield list(zip(optimizer.param_groups, own, strict=True))
+    except BaseException:
+        optimizer.state, optimizer.param_groups = before
+        raise
     finally:
         handle.remove()
-    return seen[0]
 
 
-def check_origin(
-    state_dict: StateDict, optimizer: str, needed: Iterable[str], remedy: str, *, foreign: Iterable[str] = ()
+def _check_origin(
+    optimizer: torch.optim.Optimizer, state_dict: StateDict, needed: Iterable[str], relative: str | None
 ) -> None:
-    """Raise an error for a state dict that was not saved by a given optimizer, which has no option in ``foreign``."""
+    """Raise an error for a state dict that neither such an optimizer nor its relative, with the same state, saved."""
+    label = type(optimizer).__name__
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         found = some([repr(key) for key in state_dict]) if isinstance(state_dict, Mapping) else repr(type(state_dict))
         raise ValueError(
@@ -74,37 +80,20 @@ def check_origin(
             f"what optimizer.state_dict() gave"
         )
     for i, group in enumerate(state_dict["param_groups"]):
-        signs = [f"no {key}" for key in needed if key not in group] + [key for key in foreign if key in group]
+        signs = [f"no {key}" for key in needed if key not in group]
+        signs += [key for key in group if key in OPTIONS and key not in optimizer.defaults]
         if signs:
             options = [key for key in group if key not in ("params", "param_names")]
             known = next((name for name, keys in _SIGNS if keys <= group.keys()), "another optimizer")
             raise ValueError(
-                f"the state dict is not one of {optimizer}: its parameter group {i} has {' and '.join(signs)}, and "
-                f"looks like that of {known} (it has {some(options, most=8)}); nothing was loaded. {remedy}"
+                f"the state dict is not one of {label}: its parameter group {i} has {' and '.join(signs)}, and "
+                f"looks like that of {known} (it has {some(options, most=8)}); nothing was loaded. {label} "
+                f"takes its own{f' and those of {relative}' if relative else ''}: load the model's weights, and let it "
+                f"start anew"
             )
 
 
-def options_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the options of parameter groups."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
-
-
-def restore_tensors(
-    state: MutableMapping[Tensor, dict[str, Any]], groups: Iterable[dict[str, Any]], saved: StateDict
-) -> None:
-    """Replace loaded tensors by copies in the dtype that was saved, with the strides that a step gives them."""
-    # The base class casts every floating-point tensor to the dtype of its parameter (pytorch#43706), which would
-    # destroy float32 factors of bfloat16 parameters, and shares tensors with the dict. Not every checkpoint format
-    # keeps strides, and the rounding of matrix products depends on them.
-    ids = [i for group in saved["param_groups"] for i in group["params"]]
-    parameters: list[nn.Parameter] = [p for group in groups for p in group["params"]]
-    for i, parameter in zip(ids, parameters, strict=True):
-        for key, value in saved["state"].get(i, {}).items():
-            if isinstance(value, Tensor):
-                state[parameter][key] = as_made(key, value.detach(), parameter, value.dtype)
-
-
-def as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Copy a tensor of the state to the device and the memory layout with which a step creates it."""
     if hasattr(value, "to_local"):  # its rows are divided among processes, as those of the parameter
         return value.to(dtype=dtype, copy=True)
@@ -113,63 +102,56 @@ def as_made(key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype) -> T
     return torch.empty(value.shape, dtype=dtype, device=parameter.device).copy_(value)
 
 
-def check_moments(
-    state: Mapping[Tensor, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]], name: Callable[[Tensor], str]
+def _misfits(
+    states: States, parameters: Iterable[Tensor], name: Callable[[Tensor], str], layers: Iterable[LayerCurvature]
+) -> Iterator[str]:
+    """Yield the tensors of a state whose shape is not the one that model and options need."""
+    expected: list[tuple[str, Any, tuple[int, ...]]] = []
+    for layer in layers:
+        for key, shape in layer.shapes().items():
+            what = f"split_dim={layer.weight_view.split_dim}: {key} of layer {layer.name!r}"
+            expected.append((what, layer.state.get(key), shape))
+    for p in parameters:
+        expected += [(f"{k} of parameter {name(p)!r}", states.get(p, {}).get(k), tuple(p.shape)) for k in MOMENTS]
+    for what, found, needed in expected:
+        has = tuple(getattr(found, "shape", ()))
+        if found is not None and has != needed:
+            yield f"{what} has shape {has} and needs {needed}"
+
+
+def check_loaded(
+    states: States, parameters: Iterable[Tensor], name: Callable[[Tensor], str], layers: Iterable[LayerCurvature] = ()
 ) -> None:
-    """Check that moments have the shape of their parameter, and that all tensors are finite."""
-    sound: list[tuple[str, Tensor]] = []
-    for parameter in (p for group in groups for p in group["params"]):
-        for key, value in state.get(parameter, {}).items():
-            if not isinstance(value, Tensor):
-                continue
-            where = f"{key!r} of parameter {name(parameter)!r}"
-            if key in MOMENTS and value.shape != parameter.shape:
-                raise ValueError(
-                    f"the state dict has {where} in shape {tuple(value.shape)}, the parameter has "
-                    f"{tuple(parameter.shape)}: it belongs to another model, or its parameters stand in another order; "
-                    f"load it into the model that it was saved with"
-                )
-            if value.is_floating_point() or value.is_complex():
-                sound.append((where, local(value).isfinite().all()))
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for where, flag in sound:
-        by_device.setdefault(flag.device, []).append((where, flag))
-    for entries in by_device.values():
-        flags = torch.stack([flag for _, flag in entries]).tolist()
-        bad = [where for (where, _), good in zip(entries, flags, strict=True) if not good]
-        if bad:
-            raise ValueError(
-                f"the state dict holds NaN or inf in {some(bad)}, which would reach the weights; load an earlier "
-                f"checkpoint, or let the optimizer start anew"
-            )
+    """Check that loaded tensors have the shapes that model and options need, and are finite."""
+    parameters = list(parameters)
+    for misfit in _misfits(states, parameters, name, layers):
+        raise ValueError(
+            f"{misfit}: the state dict belongs to another model or option, or its parameters stand in another order; "
+            f"load it into the model, and with the options, that it was saved with"
+        )
+    tensors = [(k, p, v) for p in parameters for k, v in states.get(p, {}).items() if isinstance(v, Tensor)]
+    bad = [f"{k!r} of parameter {name(p)!r}" for k, p, v in tensors if not bool(local(v).isfinite().all())]
+    if bad:
+        raise ValueError(
+            f"the state dict holds NaN or inf in {some(bad)}, which would reach the weights; load an earlier "
+            f"checkpoint, or let the optimizer start anew"
+        )
 
 
-def conform(plan: Plan, groups: Iterable[dict[str, Any]], states: Mapping[Tensor, dict[str, Any]]) -> None:
+def conform(plan: Plan, groups: Iterable[Group], states: States) -> None:
     """Check that the state fits the parameters, then move and convert it to their devices and dtypes."""
     # between two steps a model may be moved or converted (model.double(), model.to(device))
     parameters = plan.parameters(groups)
-    for parameter in parameters:
-        for key in MOMENTS:
-            kept = states.get(parameter, {}).get(key)
-            if isinstance(kept, Tensor) and kept.shape != parameter.shape:
-                raise RuntimeError(
-                    f"parameter {plan.name(parameter)!r} has shape {tuple(parameter.shape)}, and its {key!r} has "
-                    f"{tuple(kept.shape)}: one of them was changed outside of the optimizer. Make the optimizer again "
-                    f"after the shape of a weight has changed; weights and optimizer state are as before this step"
-                )
-    for layer in plan.layers.values():
-        misfit = layer.misfitting_entry()
-        if misfit is not None:
-            raise RuntimeError(
-                f"split_dim={layer.weight_view.options['split_dim']!r}: the factors of layer {layer.name!r} are cut in "
-                f"blocks of {layer.state[misfit[0]].shape[-1]}, and cannot be cut again; put the group's split_dim "
-                f"back, or make the optimizer anew. Weights and optimizer state are as before this step"
-            )
+    for misfit in _misfits(states, parameters, plan.name, plan.layers.values()):
+        raise RuntimeError(
+            f"{misfit}: a weight or an option was changed, and the state cannot follow. Put it back (split_dim), or "
+            f"make the optimizer again. Weights and optimizer state are as before this step"
+        )
     for parameter in parameters:
         state, dtype = states.get(parameter, {}), factor_dtype(parameter.dtype)
         for key, value in state.items():
             # AdamW's step is a counter that is stored as a tensor, and stays on the CPU in float32
             if isinstance(value, Tensor) and key != "step" and (value.dtype, value.device) != (dtype, parameter.device):
-                state[key] = as_made(key, value, parameter, dtype)
+                state[key] = _as_made(key, value, parameter, dtype)
     for layer in plan.layers.values():
         layer.statistics.follow_weight()

@@ -1,7 +1,6 @@
 """A base class of optimizers that treat some parameters, those of the option ``exclude``, in a way of their own."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -111,17 +110,14 @@ class ExcludingOptimizer(torch.optim.Optimizer):
                     f"give them an optimizer of their own"
                 )
             names = [known[p] for p in params]
-        by_default = self.exclude is None
-        chosen = self._excluded_by_default(params) if by_default else excluded_parameters(self.exclude, self.model)
+        given = self.exclude
+        chosen = self._excluded_by_default(params) if given is None else excluded_parameters(given, self.model)
         return [Slot(name, p in chosen) for name, p in zip(names, params, strict=True)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step; ``closure`` is called first, with gradients enabled, and what it returns is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         found: list[list[Found]] = []
         for i, (group, slots) in enumerate(zip(self.param_groups, self._slots, strict=True)):
             if len(group["params"]) != len(slots):
@@ -129,8 +125,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
                     f"parameter group {i} has {len(group['params'])} parameters and had {len(slots)}: it was changed "
                     f"without add_param_group; use that, or make a new optimizer"
                 )
-            pairs = zip(slots, group["params"], strict=True)
-            found.append([(slot, p, p.grad) for slot, p in pairs if p.grad is not None])
+            found.append([(s, p, p.grad) for s, p in zip(slots, group["params"], strict=True) if p.grad is not None])
             for slot, _, gradient in found[-1]:
                 check_dense(repr(slot.name), gradient)
         if self._placeholder:
@@ -139,7 +134,7 @@ class ExcludingOptimizer(torch.optim.Optimizer):
         self._placeholder = (
             not self.state
             and all(float(group["lr"]) == 0 for group in self.param_groups)
-            and not any(bool(gradient.any()) for each in found for _, _, gradient in each)
+            and not any(bool(gradient.any()) for own in found for _, _, gradient in own)
         )
         if self._placeholder:
             self._make_states()
@@ -155,18 +150,13 @@ class ExcludingOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer or of torch's with the same state, as a whole or, on an error, not."""
-        own, label, (origin, needed) = checkpoint.options_of(self.param_groups), type(self).__name__, self.origin
-        remedy = f"{label} takes those of {label} and {origin}: load the model's weights, and let it start anew"
-        check_origin = partial(checkpoint.check_origin, optimizer=label, needed=needed, remedy=remedy)
-        with checkpoint.restored_on_error(self):
-            saved = checkpoint.load_checked(self, super().load_state_dict, state_dict, check_origin)
-            checkpoint.restore_tensors(self.state, self.param_groups, saved)
-            names = {}
-            for group, kept, slots in zip(self.param_groups, own, self._slots, strict=True):
-                self._adopt(group, kept)
+        (origin, needed), names = self.origin, {}
+        with checkpoint.loading(self, super().load_state_dict, state_dict, needed=needed, relative=origin) as groups:
+            for (group, own), slots in zip(groups, self._slots, strict=True):
+                self._adopt(group, own)
                 self._check(group)
                 names.update({p: slot.name for p, slot in zip(group["params"], slots, strict=True)})
-            checkpoint.check_moments(self.state, self.param_groups, names.__getitem__)
+            checkpoint.check_loaded(self.state, names, names.__getitem__)
         self._placeholder = False
 
     def _adopt(self, group: Group, own: Group) -> None:

@@ -1,6 +1,6 @@
 """Parameter groups by name, and the coverage of an optimizer that a trainer has wrapped."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -52,13 +52,10 @@ def param_groups(
         groups.setdefault((depth, decays), []).append(parameter)
     found = []
     for (depth, decays), members in groups.items():
-        group: dict[str, Any] = {"params": members, "weight_decay": weight_decay if decays else 0.0}
         scale = layer_decay ** (len(blocks) - 1 - depth)
-        if lr is not None:
-            group["lr"] = lr * scale
-        elif layer_decay < 1:
-            group["lr_scale"] = scale
-        found.append(group)
+        rate = {"lr_scale": scale} if layer_decay < 1 else {}
+        rate = rate if lr is None else {"lr": lr * scale}
+        found.append({"params": members, "weight_decay": weight_decay if decays else 0.0, **rate})
     return found
 
 
@@ -83,19 +80,14 @@ def coverage(optimizer: Any) -> list[Covered]:
     """
     from torch_thor.optim.base import CurvatureOptimizer
 
-    for one in _unwrapped(optimizer):
-        if isinstance(one, CurvatureOptimizer):
-            return one.coverage()
+    inner, seen = optimizer, set[int]()
+    while inner is not None and id(inner) not in seen:
+        if isinstance(inner, CurvatureOptimizer):
+            return inner.coverage()
+        seen.add(id(inner))
+        held = (getattr(inner, name, None) for name in ("optimizer", "_optimizer", "base_optimizer"))
+        inner = next((one for one in held if one is not None), None)
     raise TypeError(
         f"coverage({type(optimizer).__name__}): must be THOR or ThorMuon, or a wrapper that holds one as its attribute "
         f"optimizer; give the optimizer itself"
     )
-
-
-def _unwrapped(optimizer: Any) -> Iterator[Any]:
-    seen: set[int] = set()
-    while optimizer is not None and id(optimizer) not in seen:
-        seen.add(id(optimizer))
-        yield optimizer
-        inner = (getattr(optimizer, name, None) for name in ("optimizer", "_optimizer", "base_optimizer"))
-        optimizer = next((one for one in inner if one is not None), None)

@@ -60,9 +60,13 @@ def _count(value: Any) -> bool:
     return whole(value)
 
 
+def _one_of(*values: str) -> Option:
+    return Option(lambda v: v in values, f"one of {values}", f"use {values[0]!r}, the default")
+
+
 _BOUND = Option(lambda v: v is None or real(lambda x: x > 0)(v), "None or a number > 0", "None switches it off")
 _SHARE = real(lambda v: 0 <= v < 1)
-OPTIONS: dict[str, Option] = {
+OF_GROUPS: dict[str, Option] = {  # what stands in each parameter group of THOR or ThorMuon
     "lr": Option(real(lambda v: v >= 0), "a finite number ≥ 0", "start from {default}"),
     "damping": Option(
         real(lambda v: v > 0),
@@ -90,11 +94,12 @@ OPTIONS: dict[str, Option] = {
     "factor_decay": Option(_SHARE, "in [0, 1)", "0 takes the latest factors only"),
     "kl_clip": _BOUND,
     "max_update_ratio": _BOUND,
-    "loss_reduction": Option(lambda v: v in ("mean", "sum"), "one of ('mean', 'sum')", "use 'mean', the default"),
-    "fisher": Option(
-        lambda v: v in ("empirical", "sampled"), "one of ('empirical', 'sampled')", "use 'empirical', the default"
-    ),
-    "nonfinite": Option(lambda v: v in ("raise", "skip"), "one of ('raise', 'skip')", "use 'raise', the default"),
+}
+OPTIONS: dict[str, Option] = {
+    **OF_GROUPS,
+    "loss_reduction": _one_of("mean", "sum"),
+    "fisher": _one_of("empirical", "sampled"),
+    "nonfinite": _one_of("raise", "skip"),
     "loss_terms": Option(
         lambda v: v is None or callable(v) or _count(v),
         "a whole number ≥ 1, the terms that the loss of one step averages over",

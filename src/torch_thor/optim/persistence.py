@@ -1,29 +1,31 @@
-"""State dicts of THOR and ThorMuon: loaded completely or not at all, whole although curvature may be divided."""
+"""State dicts of THOR and ThorMuon: loaded completely or not at all, whole although curvature may be divided.
+
+A factor of the rows of a weight is stored as a matrix with these rows, whose blocks end where shards end
+(:mod:`torch_thor.curvature.factor`). So a checkpoint of some processes can be loaded on others: with
+``torch.distributed.checkpoint``, or as a state dict of one process. If the number of shards is another, the factors are
+cut again, and blocks that have changed are inverted again.
+"""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_thor.capture.layers import Layer
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.factor import collected
+from torch_thor.curvature.blocks import Cut, cut_again
+from torch_thor.curvature.factor import Factor, collected
+from torch_thor.curvature.inverse import inverse_of, relative_damping
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
+from torch_thor.curvature.shards import bounds_within, shard_bounds
 from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
-from torch_thor.optim.checkpoint import (
-    StateDict,
-    check_moments,
-    check_origin,
-    load_checked,
-    options_of,
-    restore_tensors,
-    restored_on_error,
-)
-from torch_thor.optim.options import OPTIONS, check
-from torch_thor.optim.saved_rows import fit_loaded_rows
+from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, loading
+from torch_thor.optim.options import check
+from torch_thor.optim.parameters import Group, States
+from torch_thor.optim.plan import Plan
 from torch_thor.optim.step import plan_now
 
 if TYPE_CHECKING:
@@ -65,93 +67,113 @@ def _loaded_interval(plain: Any, own: UpdateInterval) -> Any:
 
 def load(optimizer: "CurvatureOptimizer", load_plainly: Callable[[StateDict], None], state_dict: StateDict) -> None:
     """Load a state dict; if an error is raised, nothing has changed."""
-    plan, label = plan_now(optimizer), type(optimizer).__name__
-    own, groups = options_of(optimizer.param_groups), optimizer.param_groups
-    layers = list(plan.layers.values())
-    remedy = (
-        f"Momentum, learning rate and schedule of another optimizer mean nothing to {label}: load the model's weights, "
-        f"and let {label} start anew"
-    )
+    plan = plan_now(optimizer)
+    divided = [(factor, factor.divided) for layer in plan.layers.values() for factor in layer.stored]
+    needed = [key for key in optimizer.defaults if key != "differentiable"]  # torch adds it to them when it loads
 
-    def check_it(given: StateDict) -> None:
-        needed = [key for key in optimizer.defaults if key != "differentiable"]  # torch adds it to them when it loads
-        check_origin(given, label, needed, remedy, foreign=[key for key in OPTIONS if key not in needed])
-
-    try:
-        with _undivided(layers), restored_on_error(optimizer):
-            saved = load_checked(optimizer, load_plainly, state_dict, check_it)
-            groups = optimizer.param_groups
-            for group, kept in zip(groups, own, strict=True):
-                group["update_interval"] = _loaded_interval(group["update_interval"], kept["update_interval"])
-                check(type(optimizer), group)
-            restore_tensors(optimizer.state, groups, saved)
-            plan.group_of = {id(p): group for group in groups for p in group["params"]}
-            plan.bind(optimizer.state)
-            fit_loaded_rows(optimizer.state, groups, plan, relative=optimizer.relative_damping)
-            _check_selection(layers, plan.left_out, optimizer.state)
-            _check_factors(layers)
-            check_moments(optimizer.state, groups, plan.name)
-        optimizer._whole = None
-    finally:
+    def bind() -> None:
         plan.group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         plan.bind(optimizer.state)
+
+    try:
+        with loading(optimizer, load_plainly, state_dict, needed=needed) as groups:
+            for group, own in groups:
+                group["update_interval"] = _loaded_interval(group["update_interval"], own["update_interval"])
+                check(type(optimizer), group)
+            for factor, _ in divided:
+                factor.divided = None  # loaded tensors are whole; the next step divides them
+            bind()
+            _fit_rows(optimizer.param_groups, optimizer.state, plan, relative=optimizer.relative_damping)
+            _check_layers(optimizer, plan)
+            check_loaded(optimizer.state, plan.parameters(optimizer.param_groups), plan.name, plan.layers.values())
+    except BaseException:
+        for factor, owners in divided:
+            factor.divided = owners
+        bind()
+        raise
+    optimizer._whole = None
     optimizer._capture.discard()
     optimizer._capture.listen()
 
 
-@contextmanager
-def _undivided(layers: Iterable[LayerCurvature]) -> Iterator[None]:
-    """Take whole tensors as the state from here on, unless the block raises an error."""
-    before = [(factor, factor.divided) for layer in layers for factor in layer.stored]
-    for factor, _ in before:
-        factor.divided = None
-    try:
-        yield
-    except BaseException:
-        for factor, owners in before:
-            factor.divided = owners
-        raise
-
-
-def _check_selection(
-    layers: Iterable[LayerCurvature], left_out: Iterable[Layer], states: Mapping[Tensor, Mapping[str, Any]]
-) -> None:
-    """Check that the loaded state was saved with the same ``layers=``."""
-    present = [one for one in left_out if one.weight.present is not None]  # the others are pruned
-    saved = [one.name for one in present if f"{one.prefix}refreshes" in states.get(one.weight.parameter, {})]
-    lacking = [layer.name for layer in layers if layer.state and f"{layer.prefix}refreshes" not in layer.state]
+def _check_layers(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
+    """Check that the loaded state has all entries of the layers that are preconditioned here, and no others."""
+    present = [one for one in plan.left_out if one.weight.present is not None]  # the others are pruned
+    saved = [one.name for one in present if f"{one.prefix}refreshes" in optimizer.state.get(one.weight.parameter, {})]
+    layers = [layer for layer in plan.layers.values() if layer.state]
+    missing = {layer.name: layer.missing_entries() for layer in layers}
+    lacking = [f"{keys[-1]} of layer {name!r}" for name, keys in missing.items() if keys]
     if saved or lacking:
         differences = [f"it has factors of {some(saved)}, which layers= leaves out here"] if saved else []
-        differences += [f"it has no factors of {some(lacking)}, which are preconditioned here"] if lacking else []
+        differences += [f"it lacks {some(lacking)}"] if lacking else []
         raise ValueError(
-            f"the state dict was saved with other preconditioned layers: {', and '.join(differences)}. Make the "
-            f"optimizer with the layers= that it was saved with, or let it start anew"
+            f"the state dict was saved with other preconditioned layers, or is not whole: {', and '.join(differences)}."
+            f" Make the optimizer with the layers= that it was saved with, or let it start anew"
         )
-
-
-def _check_factors(layers: Iterable[LayerCurvature]) -> None:
-    """Check that the loaded state of each layer is complete, and that its tensors have the shapes that it needs."""
     for layer in layers:
-        missing = layer.missing_entries()
-        if missing:
-            raise ValueError(
-                f"layer {layer.name!r}: the state dict has a part of its state, and not {some(missing)}; load one that "
-                f"is whole, or let the optimizer start anew"
-            )
-        misfit = layer.misfitting_entry()
-        if misfit is not None:
-            key, needed = misfit
-            found = layer.state[key]
-            raise ValueError(
-                f"layer {layer.name!r}: {key} in the state dict has shape "
-                f"{tuple(found.shape) if isinstance(found, Tensor) else found!r}, this model and split_dim need "
-                f"{needed}; load it into the model and with the split_dim that it was saved with"
-            )
         if layer.refreshes and not layer.rows_per_term > 0:
             raise ValueError(
                 f"layer {layer.name!r}: rows_per_term={layer.rows_per_term!r} in the state dict must be a number > 0 "
                 f"where there are factors; load an earlier checkpoint"
             )
+
+
+# ---- factors of the rows of weights ----------------------------------------------------------------------------------
+
+
+def _fit_rows(groups: Iterable[Group], states: States, plan: Plan, *, relative: bool) -> None:
+    """Turn loaded state into that of this process. What does not fit the layers stays as it is."""
+    for parameter in plan.parameters(groups):
+        entries, shards = states.get(parameter, {}), plan.shards_of(parameter)
+        layers = [share.layer for share in plan.shares(parameter) if share.is_weight]
+        factors = [(layer, factor) for layer in layers for factor in layer.stored if factor.by_rows]
+        shapes = factors[0][1].shapes() if factors else {}
+        if shards is not None:
+            for key, kept in [(key, entries[key]) for key in (*MOMENTS, *shapes) if key in entries]:
+                is_whole = isinstance(kept, Tensor) and not hasattr(kept, "to_local")
+                if is_whole and kept.shape[:1] == parameter.shape[:1]:
+                    entries[key] = shards.wrap(kept[shards.own].to(parameter.device, copy=True))
+        if not factors or any(getattr(entries.get(key), "shape", None) != shape for key, shape in shapes.items()):
+            continue
+        before, entries[SHARDS] = int(entries.get(SHARDS, 1)), 1 if shards is None else shards.count
+        for layer, factor in factors if before != entries[SHARDS] else ():
+            if layer.refreshes:
+                _cut_again_(layer, factor, before, len(parameter), relative=relative)
+
+
+def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *, relative: bool) -> None:
+    """Cut a factor at the present shards, and invert the blocks that have changed; others keep their bits."""
+    view, damping = layer.weight_view, float(layer.weight_view.options["damping"])
+    edges = bounds_within(shard_bounds(rows, before), view.rows)
+    split_dim = 1 if factor.cut.is_diagonal else view.split_dim
+    old, new = Cut.of(factor.cut.rows, split_dim, edges=edges), factor.cut
+    own = slice(None)  # the rows of the layer that this process holds
+    if view.shards is not None:
+        first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
+        own = slice(first, first + factor.held.rows)
+    stored, inverse = factor.read(), factor.read(inverse=True)
+    moved = torch.zeros((new.rows, stored.rows.shape[1]), dtype=stored.dtype, device=stored.rows.device)
+    moved[own] = stored.rows
+    stored.rows.copy_(cut_again(moved, old, new)[own])
+    if relative:
+        trace = stored.traces().sum()
+        trace = trace if view.shards is None else view.shards.total(trace)
+        damping = relative_damping(float(trace), new.rows, damping, stored.dtype)
+    else:
+        damping = math.sqrt(damping / layer.rows_per_term)
+    again = inverse_of(stored, damping)
+    if again is None:
+        raise ValueError(
+            f"layer {layer.name!r}: {factor.side} was saved with {before} shards, and its blocks for other shards "
+            f"cannot be inverted with the damping {damping:g}; load the checkpoint on {before} processes, or raise "
+            f"damping"
+        )
+    blocks: list[list[tuple[int, int]]] = []  # the block of each row
+    for cut in (old, new):
+        starts = [(first, run.size) for run in cut.runs for first in range(run.first, run.last, run.size)]
+        blocks.append([block for block in starts for _ in range(block[1])])
+    changed = torch.tensor([a != b for a, b in zip(*blocks, strict=True)], device=stored.rows.device)[own]
+    inverse.rows.copy_(torch.where(changed[:, None], again.rows, inverse.rows))
 
 
 # ---- curvature that is divided among processes ----------------------------------------------------------------------
@@ -169,55 +191,43 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
     if not is_divided(optimizer):
         return
     keeps = to is None or optimizer.distributed.processes(plan).rank == to
-    found: dict[int, dict[str, Tensor]] = {}
-    for layer in plan.layers.values():
-        view = layer.weight_view
-        for factor in [factor for factor in layer.stored if factor.divided is not None]:
-            for inverse in (False, True):
-                rows = collected([factor], inverse=inverse)[0].rows
-                if not keeps:
-                    continue
-                entries = found.setdefault(id(view.parameter), {})
-                owners, factor.divided = factor.divided, None  # its place in a state that is not divided
-                key, (length, width) = factor.key(inverse), factor.shapes()[factor.key(inverse)]
-                factor.divided = owners
-                whole = entries.setdefault(key, torch.zeros((length, width), dtype=rows.dtype))
-                into = view.of(whole) if len(whole) != len(rows) else whole
-                into[:, : rows.shape[1]].copy_(rows)
+    whole: dict[Tensor, dict[str, Any]] = {}
+    factors = [(layer.weight_view, factor) for layer in plan.layers.values() for factor in layer.stored]
+    for view, factor in factors:
+        owners = factor.divided
+        for inverse in (False, True) if owners is not None else ():
+            rows, own = collected([factor], inverse=inverse)[0].rows, factor.key(inverse)
+            if not keeps:
+                continue
+            entries = whole.setdefault(view.parameter, dict(optimizer.state[view.parameter]))
+            entries.pop(own)
+            factor.divided = None  # to find its place in a state that is not divided
+            key, shape = factor.key(inverse), factor.shapes()[factor.key(inverse)]
+            factor.divided = owners
+            into = entries.setdefault(key, torch.zeros(shape, dtype=rows.dtype))
+            if factor.of_rows:
+                entries.setdefault(SHARDS, 1)
+                into = view.of(into)
+            into[:, : rows.shape[1]].copy_(rows)
     if keeps:
-        optimizer._whole = _steps(optimizer), found
-
-
-def _steps(optimizer: "CurvatureOptimizer") -> list[int]:
-    return [int(group["step"]) for group in optimizer.param_groups]
+        optimizer._whole = whole
 
 
 @contextmanager
 def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
     """Replace the state by one in which nothing is divided; RuntimeError if it was not collected."""
-    whole, state = optimizer._whole, optimizer.state
     if not is_divided(optimizer):
         yield
         return
-    if whole is None or whole[0] != _steps(optimizer):
+    if optimizer._whole is None:
         raise RuntimeError(
             "the curvature is divided among the processes (divide_curvature=True), and this one has a part of it: call "
             "optimizer.consolidate_state_dict(to=RANK) on all processes after the last step, then state_dict() on that "
             "rank; with torch.distributed.checkpoint, to=None and state_dict() on all"
         )
-    replaced: dict[Tensor, Any] = {}
-    for parameter in optimizer._plan.parameters(optimizer.param_groups):
-        entries, of_all = state.get(parameter), whole[1].get(id(parameter))
-        if entries is None or of_all is None:
-            continue
-        layers = [share.layer for share in optimizer._plan.shares(parameter) if share.is_weight]
-        divided = [factor for layer in layers for factor in layer.stored if factor.divided is not None]
-        keys = {factor.key(inverse) for factor in divided for inverse in (False, True)}
-        replaced[parameter] = entries
-        state[parameter] = {key: value for key, value in entries.items() if key not in keys} | of_all
-        if any(factor.of_rows for factor in divided):
-            state[parameter].setdefault(SHARDS, 1)
+    divided = {parameter: optimizer.state[parameter] for parameter in optimizer._whole}
+    optimizer.state.update(optimizer._whole)
     try:
         yield
     finally:
-        state.update(replaced)
+        optimizer.state.update(divided)

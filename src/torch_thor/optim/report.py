@@ -6,8 +6,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-
 from torch_thor.capture.coverage import LEFT_OUT, NOT_TRAINED, Covered, table
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
@@ -23,32 +21,28 @@ _UNCALLED = "the weight is used without calling the module, so no statistics com
 
 def current(entries: Iterable[Covered], plan: Plan) -> list[Covered]:
     """Return the entries of an inspection as they are now."""
-    parameters = dict(plan.model.named_parameters())
-    return [_now(entry, parameters[entry.name], plan) for entry in entries if entry.name in parameters]
-
-
-def _now(entry: Covered, parameter: Tensor, plan: Plan) -> Covered:
-    if not parameter.requires_grad:
-        can_be_trained = parameter.is_floating_point() or parameter.is_complex()
-        return replace(entry, reason="frozen (requires_grad=False)" if can_be_trained else entry.reason, trained=False)
-    shares = plan.shares(parameter) if isinstance(parameter, nn.Parameter) else []
-    if not entry.preconditioned or not shares:
-        return entry
-    if not any(share.layer.weight.requires_grad for share in shares):
-        return replace(entry, reason="the weight of its layer is frozen")
-    if all(share.layer.uncalled and not share.layer.refreshes for share in shares):
-        return replace(entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}")
-    return entry
+    parameters, found = dict(plan.model.named_parameters()), []
+    for entry in entries:
+        parameter = parameters.get(entry.name)
+        if parameter is None:
+            continue
+        shares = plan.shares(parameter) if entry.preconditioned else []
+        if not parameter.requires_grad:
+            can_be_trained = parameter.is_floating_point() or parameter.is_complex()
+            reason = "frozen (requires_grad=False)" if can_be_trained else entry.reason
+            entry = replace(entry, reason=reason, trained=False)
+        elif shares and not any(share.layer.weight.requires_grad for share in shares):
+            entry = replace(entry, reason="the weight of its layer is frozen")
+        elif shares and all(share.layer.uncalled and not share.layer.refreshes for share in shares):
+            entry = replace(entry, reason=_UNCALLED if shares[0].is_weight else f"like its layer: {_UNCALLED}")
+        found.append(entry)
+    return found
 
 
 def sizes(entries: Iterable[Covered]) -> tuple[int, int]:
     """Count the elements of the trained parameters: those that are preconditioned, and all."""
-    trained = [entry for entry in entries if entry.trained]
-    return sum(_size(entry) for entry in trained if entry.preconditioned), sum(_size(entry) for entry in trained)
-
-
-def _size(entry: Covered) -> int:
-    return math.prod(entry.shape)
+    trained = [(math.prod(entry.shape), entry.preconditioned) for entry in entries if entry.trained]
+    return sum(size for size, covered in trained if covered), sum(size for size, _ in trained)
 
 
 def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) -> None:
@@ -57,7 +51,8 @@ def warn_of_little(entries: Iterable[Covered], optimizer: str, stacklevel: int) 
     covered, total = sizes(entries)
     if 2 * covered >= total:
         return
-    plain = sorted((e for e in entries if e.trained and not e.preconditioned), key=_size, reverse=True)
+    plain = [entry for entry in entries if entry.trained and not entry.preconditioned]
+    plain.sort(key=lambda entry: math.prod(entry.shape), reverse=True)
     largest = "; ".join(f"{e.name} {e.shape} ({e.rest}): {e.reason}" for e in plain[:3])
     more = f"; and {len(plain) - 3} more" if len(plain) > 3 else ""
     warnings.warn(
@@ -138,11 +133,12 @@ def note_changes(optimizer: "CurvatureOptimizer", before: Plan, now: Plan) -> No
     for name in sorted(before.layers.keys() - now.layers.keys()):
         if id(before.layers[name].weight_view.present) in weights:  # renamed by a wrapper, such as an adapter
             continue
-        about = (
-            " is no longer a parameter of the model that is trained: it was removed, replaced, pruned or parametrised "
-        )
         optimizer._warnings.note(
-            (name, "gone"), f"{label}: the weight of layer ", name, f"{about}after {label} was made. {then}"
+            (name, "gone"),
+            f"{label}: the weight of layer ",
+            name,
+            " is no longer a parameter of the model that is trained: it was removed, replaced, pruned or parametrised "
+            f"after {label} was made. {then}",
         )
 
 

@@ -3,15 +3,17 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
+from torch_thor.capture.sampling import Predicts
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer, natural_step
+from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.parameters import Group
-from torch_thor.optim.sampled import Predicts, sample
 
 # "paper" is the step of the paper, without a bound; the others are the three settings of (ω1, ω2) in the paper.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -105,19 +107,7 @@ class THOR(CurvatureOptimizer):
     ) -> None:
         if isinstance(distributed, Distributed) and distributed.whole_matrices:
             raise ValueError("whole_matrices=True: must be False with THOR, which orthogonalises nothing; leave it out")
-        options = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "update_interval": update_interval,
-            "trace_thresholds": trace_thresholds,
-            "split_dim": split_dim,
-            "factor_decay": factor_decay,
-            "max_update_ratio": max_update_ratio,
-            "kl_clip": kl_clip,
-        }
+        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
         super().__init__(
             params,
             options,
@@ -179,7 +169,22 @@ class THOR(CurvatureOptimizer):
                 and its ``loss.backward()``, or it is the second call for this forward pass.
             ValueError: the distribution is unknown, ``dim`` or ``mask`` does not fit, or the output has no gradient.
         """
-        sample(self, output, distribution, dim, mask, seed)
+        capture = self._capture
+        if capture.sampler is None:
+            raise RuntimeError(
+                'sample_fisher() has no use with fisher="empirical", which takes the labels of the training loss; '
+                'leave the call out, or make the optimizer with THOR(..., fisher="sampled")'
+            )
+        if not capture.awaited or not torch.is_grad_enabled():
+            return
+        if capture.sampler.trained and capture.gradients_dropped():  # without a step since the loss of these rows
+            capture.discard()
+        key = f"{seed}/{self.param_groups[0]['step']}/{self.distributed.processes(self._plan).rank}"
+        try:
+            capture.sampler.sample(output, distribution, dim, mask, key)
+        except BaseException:
+            capture.discard()
+            raise
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
         if group["momentum"]:

@@ -14,6 +14,7 @@ from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import momentum_buffer
+from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.orthogonal import matrices_of, orthogonal_step
 from torch_thor.optim.parameters import Group
 
@@ -78,17 +79,7 @@ class ThorMuon(CurvatureOptimizer):
         layers: Patterns = None,
         distributed: Distributed | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "damping": damping,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "weight_decay": weight_decay,
-            "update_interval": update_interval,
-            "split_dim": split_dim,
-            "factor_decay": factor_decay,
-            "max_update_ratio": max_update_ratio,
-        }
+        options = {name: value for name, value in locals().items() if name in OF_GROUPS}
         super().__init__(params, options, model=model, layers=layers, distributed=distributed)
 
     def coverage(self) -> list[Covered]:
