@@ -63,11 +63,11 @@ FAULTS = {
     "inf-in-an-inverse": (spoil(0, "A_inverse", torch.inf), "NaN or inf in 'A_inverse' of parameter '0.weight'"),
     "nan-in-a-factor": (spoil(0, "G", torch.nan), "NaN or inf in 'G' of parameter '0.weight'.*earlier checkpoint"),
     "nan-in-momentum": (spoil(2, "momentum_buffer", torch.nan), "NaN or inf in 'momentum_buffer' of .*'1.weight'"),
-    "momentum-shape": (put(4, momentum_buffer=torch.zeros(7, 6)), r"'3.weight' in shape \(7, 6\).* has \(6, 7\)"),
-    "factor-shape": (put(4, A=torch.zeros(1, 3, 3)), r"layer '3': A in the state dict has shape \(1, 3, 3\)"),
-    "inverse-shape": (put(4, G_inverse=torch.zeros(1, 5, 5)), "layer '3': G_inverse in the state dict"),
-    "no-inverse": (drop(4, "G_inverse"), "layer '3': .*a part of its state, and not G_inverse"),
-    "no-number": (drop(0, "due"), "layer '0': .*a part of its state, and not due"),
+    "momentum-shape": (put(4, momentum_buffer=torch.zeros(7, 6)), r"'3.weight' has shape \(7, 6\) and needs"),
+    "factor-shape": (put(4, A=torch.zeros(1, 3, 3)), r"A of layer '3' has shape \(1, 3, 3\)"),
+    "inverse-shape": (put(4, G_inverse=torch.zeros(1, 5, 5)), "G_inverse of layer '3' has shape"),
+    "no-inverse": (drop(4, "G_inverse"), "not whole: it lacks G_inverse of layer '3'"),
+    "no-number": (drop(0, "due"), "not whole: it lacks due of layer '0'"),
     "no-rows": (put(0, rows_per_term=0.0), "layer '0': rows_per_term=0.0"),
     "nan-rows": (put(0, rows_per_term=torch.nan), "layer '0': rows_per_term=nan"),
     "shards": (
@@ -204,12 +204,12 @@ def test_a_state_of_other_layers_is_refused(optimizer):
     for then, now, message in (
         (None, "-3", "it has factors of 3, which layers= leaves out here"),
         (None, ["0", "5"], "it has factors of 3, which layers= leaves out here"),
-        (["-0", "-3"], None, "it has no factors of 0, 3, which are preconditioned here"),
-        ("-0", ["0", "5"], "has factors of 3, .* here, and it has no factors of 0,"),
+        (["-0", "-3"], None, "it lacks ._inverse of layer '0', ._inverse of layer '3'"),
+        ("-0", ["0", "5"], "has factors of 3, .* here, and it lacks ._inverse of layer '0'"),
     ):
         saved = trained(lambda model, then=then: optimizer(model, layers=then))[1].state_dict()
         pair, same = (trained(lambda m, now=now: optimizer(m, layers=now)) for _ in range(2))
-        with pytest.raises(ValueError, match=f"other preconditioned layers: .*{message}.* with the layers= that"):
+        with pytest.raises(ValueError, match=f"other preconditioned layers.*{message}.* with the layers= that"):
             pair[1].load_state_dict(saved)
         assert_goes_on_as(pair, same)
 
@@ -236,7 +236,7 @@ def test_a_state_of_layers_of_another_shape_is_refused():
     for saved, optimizer, message in (
         (whole, THOR(nn.MultiheadAttention(6, 2)), "layer 'q_proj'"),
         (whole, partly, "it has factors of k_proj, which"),
-        (partly, whole, "it has no factors of k_proj, which"),
+        (partly, whole, "it lacks .*'k_proj'"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(saved.state_dict())

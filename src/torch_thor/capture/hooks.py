@@ -75,7 +75,6 @@ class ModuleCalls:
         self._remove: list[Any] = []  # what ends the present listening
         self._outermost: nn.Module | None = None  # the module of the model whose call is running
         self._by_function: bool | None = None  # whether compiled code calls the model; None while not yet called
-        self._stance: tuple[Any, Any] | None = None  # the stance that was set here, and the one before
 
     def listen(self, model: nn.Module, hooks: Iterable[ModuleHook], *, unseen: bool = False) -> None:
         """Handle the calls of the modules of these hooks, and of no others from now on.
@@ -102,14 +101,14 @@ class ModuleCalls:
             *(_suspended(module) for module in model.modules() if module._compiled_call_impl is not None),
         ]
         if self._by_function is not False or unseen:
-            self._run_eagerly()
+            _eagerly.want(self)
 
     def close(self) -> None:
         """Handle no calls any more."""
         for remove in self._remove:
             remove()
         self._remove, self._outermost = [], None
-        self._run_as_before()
+        _eagerly.end(self)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or is_tracing():
@@ -119,7 +118,7 @@ class ModuleCalls:
             while frame is not None and not _runs_compiled_code(frame.f_code):
                 frame = frame.f_back  # type: ignore[assignment]
             self._by_function = frame is not None
-            self._run_eagerly()
+            _eagerly.want(self)
         handler, watcher = self._handlers.get(id(module)), self._watcher()
         if isinstance(handler, CompositeHook) and watcher is not None:
             handler.enter(watcher)
@@ -136,7 +135,7 @@ class ModuleCalls:
         if module is self._outermost:
             self._outermost = None
             if not self._by_function:
-                self._run_as_before()
+                _eagerly.end(self)
 
     def _belongs(self, module: nn.Module) -> bool:
         """Return whether a module is of the model, or is ``torch.compile`` of something that contains some of it."""
@@ -146,15 +145,30 @@ class ModuleCalls:
             self._containing[id(module)] = not self._own.isdisjoint(map(id, module.modules()))
         return self._containing[id(module)]
 
-    def _run_eagerly(self) -> None:
-        if self._stance is not None and compile_stance() is not self._stance[0]:
-            self._run_as_before()  # the user has set a stance since: it is replaced here, and restored afterwards
-        if self._stance is None:
+
+class _Eagerly:
+    """Sets the stance of ``torch.compile`` to ``force_eager`` while somebody wants it, in whatever order they end."""
+
+    def __init__(self) -> None:
+        self._wanted_by: set[int] = set()
+        self._stance: tuple[Any, Any] | None = None  # the stance that was set here, and the one before
+
+    def want(self, who: object) -> None:
+        """Run eagerly, also where the user has set another stance since."""
+        self._wanted_by.add(id(who))
+        if self._stance is None or compile_stance() is not self._stance[0]:
+            self._restore()
             before = compile_stance()
             torch.compiler.set_stance("force_eager")
             self._stance = compile_stance(), before
 
-    def _run_as_before(self) -> None:
+    def end(self, who: object) -> None:
+        """Run as before, unless somebody else still wants it."""
+        self._wanted_by.discard(id(who))
+        if not self._wanted_by:
+            self._restore()
+
+    def _restore(self) -> None:
         if self._stance is None:
             return
         (own, before), self._stance = self._stance, None
@@ -162,6 +176,9 @@ class ModuleCalls:
             set_compile_stance(before)
         for field in fields(before):  # a context manager that was entered meanwhile restores this object on exit
             setattr(own, field.name, getattr(before, field.name))
+
+
+_eagerly = _Eagerly()
 
 
 def _runs_compiled_code(code: CodeType) -> bool:
