@@ -7,12 +7,12 @@ from torch_thor.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_thor import intervals, schedules
     from torch_thor.curvature.kinds.registry import register_kind
+    from torch_thor.curvature.matrices import split_rows
     from torch_thor.distributed.processes import Distributed
     from torch_thor.optim.agc import ClipStatistics, adaptive_clip_grad_
     from torch_thor.optim.agc_sgd import AGCSGD
     from torch_thor.optim.groups import coverage, param_groups
     from torch_thor.optim.lamb import LAMB
-    from torch_thor.optim.orthogonal import split_rows
     from torch_thor.optim.thor import THOR
     from torch_thor.optim.thor_muon import ThorMuon
     from torch_thor.split.choice import SplitChoice, choose_split_dim
@@ -45,7 +45,7 @@ _MODULES = {
     "torch_thor.distributed.processes": ("Distributed",),
     "torch_thor.optim.groups": ("coverage", "param_groups"),
     "torch_thor.optim.lamb": ("LAMB",),
-    "torch_thor.optim.orthogonal": ("split_rows",),
+    "torch_thor.curvature.matrices": ("split_rows",),
     "torch_thor.optim.thor": ("THOR",),
     "torch_thor.optim.thor_muon": ("ThorMuon",),
     "torch_thor.split.choice": ("SplitChoice", "choose_split_dim"),

@@ -78,7 +78,10 @@ def shape(optimizer, patch):
     patch.setattr(optimizer.model[4].weight, "data", torch.randn(7, 6))
     return (
         RuntimeError,
-        r"of (layer '4'|parameter '4.weight') has shape \(6, .\) and needs \(7, .\): a weight .* was changed.*make the optimizer again",
+        (
+            r"of (layer '4'|parameter '4.weight') has shape \(6, .\) and needs \(7, .\): a weight .* was changed.*"
+            r"make the optimizer again"
+        ),
     )
 
 

@@ -59,6 +59,11 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
         layer.state[factor.key(inverse)] = own.rows
 
 
+def is_divided(layers: Iterable[LayerCurvature]) -> bool:
+    """Return whether processes keep parts of the curvature alone."""
+    return any(factor.divided for layer in layers for factor in layer.stored)
+
+
 def collected_turns(group: Mapping[str, Any], plan: Any) -> Iterator[frozenset[int]]:
     """Collect the inverses of a group, for some parameters (by id) at a time; all processes consume it."""
     needs: list[tuple[int, list[Factor]]] = []

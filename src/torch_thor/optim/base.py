@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 from torch_thor.capture.coverage import Covered
 from torch_thor.capture.gathering import Capture
-from torch_thor.capture.patterns import Patterns, some
+from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import check_shards_fit
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.refresh import RefreshEvent
-from torch_thor.distributed.divided import collected_turns
 from torch_thor.distributed.processes import Distributed
 from torch_thor.optim import persistence, report
 from torch_thor.optim.loss_scale import remove_scale
 from torch_thor.optim.options import check
-from torch_thor.optim.parameters import Group, parameters_of
+from torch_thor.optim.parameters import Group, check_known, parameters_of_model
 from torch_thor.optim.plan import Plan
 from torch_thor.optim.refresh_step import refresh_layers
 from torch_thor.optim.step import Inputs, creates_state_only, plan_now, read_inputs, renew
@@ -33,15 +32,6 @@ COUNTERS = {"step": 0, "next_refresh": 0, "last_loss_terms": 0}
 
 class CurvatureOptimizer(torch.optim.Optimizer):
     """A base class of optimizers that precondition layers with Kronecker factors; a subclass defines ``_update``.
-
-    Args:
-        params: the model; or parameters or parameter groups of it, together with ``model``.
-        options: the options of a parameter group, by name.
-        model: the model, where ``params`` are parameters.
-        layers: the layers to precondition (:mod:`torch_thor.capture.patterns`); None for all.
-        distributed: how to train with other processes.
-        loss_reduction: see :class:`torch_thor.THOR`.
-        fisher: see :class:`torch_thor.THOR`.
 
     Attributes:
         loss_terms: N, the number of terms that the loss of one step averages over, all micro-batches together: a
@@ -71,12 +61,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         fisher: str = "empirical",
     ) -> None:
         label = type(self).__name__
-        params, model = parameters_of(params, model, label)
-        if model is None:
-            raise TypeError(
-                f"model=None: {label} reads the inputs of layers, so it must know the model; pass {label}(model, ...), "
-                f"{label}(parameters, model=model, ...) or, to a factory, functools.partial({label}, model=model)"
-            )
+        params, model = parameters_of_model(params, model, label)
         if not isinstance(distributed, Distributed | None):
             raise TypeError(f"distributed={distributed!r}: must be a torch_thor.Distributed, or None for its defaults")
         check(type(self), {**options, "loss_reduction": loss_reduction, "fisher": fisher})
@@ -157,9 +142,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Add the entries of the update that the state of a parameter lacks."""
         raise NotImplementedError
 
-    def _inverses(self) -> Any:
-        return collected_turns if self.distributed.divide_curvature and persistence.is_divided(self) else None
-
     def _advance(self, inputs: Inputs) -> None:
         """Count the step, and register the hooks that the next one needs."""
         for group, at in zip(self.param_groups, inputs.next_refreshes, strict=True):
@@ -212,13 +194,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         before = len(self.param_groups)
         super().add_param_group(param_group)
         try:
-            known = {id(p) for p in self.model.parameters()}
-            unknown = [str(tuple(p.shape)) for p in self.param_groups[-1]["params"] if id(p) not in known]
-            if unknown:
-                raise ValueError(
-                    f"parameters of shape {some(unknown)} are not in the model, so their layers cannot be seen; pass "
-                    f"the model that holds them, or give them an optimizer of their own"
-                )
+            check_known(self.param_groups[-1]["params"], self.model)
             if hasattr(self, "_plan"):
                 plan_now(self)
                 self._capture.listen()

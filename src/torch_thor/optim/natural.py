@@ -21,6 +21,7 @@ from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.shards import local
+from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows
 
@@ -62,7 +63,7 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
     if plan.program is None:
         plan.program = [_prepared(group, plan, optimizer.state) for group in optimizer.param_groups]
     clipped: list[tuple[Group, list[_Work], list[Tensor], list[Tensor]]] = []
-    inverses = optimizer._inverses() if optimizer._distributed.divide_curvature else None
+    divided = optimizer._distributed.divide_curvature and is_divided(plan.layers.values())
     memory: dict[torch.dtype, Tensor] = {}  # shared by all directions, because each new allocation costs page faults
     for group, program in zip(optimizer.param_groups, plan.program, strict=True):
         plain: list[_Work] = []
@@ -90,7 +91,7 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             _step(group, plain, directions, None)
         directions = []
         one_by_one = on_cpu and group["momentum"] and not group["nesterov"] and group["kl_clip"] is None
-        for ready in (None,) if inverses is None else inverses(group, plan):
+        for ready in collected_turns(group, plan) if divided else (None,):
             for work, gradient in zip(natural, gradients, strict=True):
                 if ready is not None and id(work.parameter) not in ready:
                     continue

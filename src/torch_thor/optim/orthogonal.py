@@ -1,28 +1,27 @@
 """The update of ThorMuon: momentum on the raw gradient, preconditioned, orthogonalised and scaled to a fixed norm.
 
-The formulas are in :class:`torch_thor.ThorMuon`. A is the second moment of the input of the layer. It is the only
-curvature that is used, so no statistics of gradients are needed. A matrix without factors takes the same step with the
-identity in the place of A; so do rows of a fused weight that belong to no layer, each run of neighbouring rows as one
-matrix. Each group of a convolution, each expert, and each projection of a fused weight is a matrix of its own.
+The formulas are in :class:`torch_thor.ThorMuon`. Its only curvature is A, the second moment of the input of a layer. A
+matrix without factors takes the same step with the identity in the place of A. Each group of a convolution, each expert
+and each projection of a fused weight is a matrix of its own; rows that belong to no layer are one where they adjoin.
 """
 
 import math
-import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
 from torch_thor.curvature.factor import Factor
 from torch_thor.curvature.kinds.base import Kind
-from torch_thor.curvature.matrices import PlainMatrix
+from torch_thor.curvature.matrices import PARTS, PlainMatrix
 from torch_thor.curvature.polar import unit_polars
 from torch_thor.curvature.precision import ieee_float32
 from torch_thor.curvature.shards import RowShards, bounds_within, local
+from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.natural import SMALLEST_SHARE
 from torch_thor.optim.parameters import Group
@@ -32,10 +31,7 @@ if TYPE_CHECKING:
     from torch_thor.optim.base import CurvatureOptimizer
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
-# The learning rate of AdamW as a share of lr, and its other options.
-ADAMW_SHARE = 0.2
-ADAMW_BETAS = (0.9, 0.95)
-_ADAMW_EPS = 1e-8
+_ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
 
 
 @dataclass
@@ -94,7 +90,7 @@ def orthogonal_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
     whole_matrices = optimizer._distributed.whole_matrices
     if plan.program is None:
         plan.program = [_prepared(group, plan, optimizer.state, whole_matrices) for group in optimizer.param_groups]
-    inverses = optimizer._inverses() if optimizer._distributed.divide_curvature else None
+    divided = optimizer._distributed.divide_curvature and is_divided(plan.layers.values())
     for group, program in zip(optimizer.param_groups, plan.program, strict=True):
         lr, momentum = float(group["lr"]), float(group["momentum"])
         shrunk: list[Tensor] = []
@@ -128,26 +124,25 @@ def orthogonal_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
                 for piece in work.pieces:
                     piece.direction = direction if piece.rows is None else direction[piece.rows]
                     pieces.append(piece)
+            turns = collected_turns(group, plan) if divided else None
             length = lr * math.sqrt(min(1.0, _USUAL_DEPTH / max(1, plan.depth)))
-            _step_matrices(pieces, group, length, plan.first_shards if whole_matrices else None, inverses, plan)
+            _step_matrices(pieces, group, length, plan.first_shards if whole_matrices else None, turns)
         if others:
             _adamw_step(others, lr)
 
 
-def _step_matrices(
-    pieces: list[_Piece], group: Group, lr: float, shards: RowShards | None, inverses: Any, plan: Plan
-) -> None:
+def _step_matrices(pieces: list[_Piece], group: Group, lr: float, shards: RowShards | None, turns: Any) -> None:
     """Precondition and orthogonalise directions, and take the steps."""
     wide: list[Tensor] = []
     for piece in pieces:
         size = piece.geometry.groups, *piece.sides
         wide.append(torch.empty(size, dtype=piece.direction.dtype, device=piece.direction.device))
-    for ready in (None,) if inverses is None else inverses(group, plan):
+    for ready in turns or (None,):
         for piece, into in zip(pieces, wide, strict=True):
             if (ready is None or piece.key in ready) and len(piece.parameter):
                 with ieee_float32(into.device.type):
                     piece.precondition(into.mT if piece.is_tall else into)
-    if inverses is not None:  # parameters whose layers have no factors yet are in no turn
+    if turns:  # parameters whose layers have no factors yet are in no turn
         for piece, into in zip(pieces, wide, strict=True):
             if piece.factor is None and len(piece.parameter):
                 piece.precondition(into.mT if piece.is_tall else into)
@@ -163,16 +158,17 @@ def _step_matrices(
         matrix.add_(unit.mT if piece.is_tall else unit, alpha=-lr * piece.norm)
         piece.geometry.from_matrix_(matrix, piece.parameter)
     if shards is not None:
-        members = [i for i, piece in enumerate(pieces) if piece.bounds is not None]
-        _step_whole([pieces[i] for i in members], [wide[i] for i in members], lr, rows, shards, ratio)
+        members = [(piece, own) for piece, own in zip(pieces, wide, strict=True) if piece.bounds is not None]
+        _step_whole(members, lr, rows, shards, ratio)
 
 
 def _step_whole(
-    pieces: list[_Piece], wide: list[Tensor], lr: float, rows: int | None, shards: RowShards, ratio: float | None
+    members: list[tuple[_Piece, Tensor]], lr: float, rows: int | None, shards: RowShards, ratio: float | None
 ) -> None:
     """Take the steps of the rows of this process, of matrices that are orthogonalised as a whole."""
     matrices = []
-    for piece, own in zip(pieces, wide, strict=True):
+    pieces = [piece for piece, _ in members]
+    for piece, own in members:
         part = torch.empty(piece.parameter.shape, dtype=own.dtype, device=own.device)
         if len(part):
             matrix = piece.geometry.to_matrix(part)
@@ -212,26 +208,6 @@ def _limits(pieces: list[_Piece], norms: list[Tensor], lr: float, ratio: float, 
 
 
 # ---- looked up once between refreshes --------------------------------------------------------------------------------
-
-_SIZES: "weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]]" = weakref.WeakKeyDictionary()
-
-
-def split_rows(module: nn.Module, sizes: Sequence[int]) -> None:
-    """Declare that a layer computes several projections at once, which ThorMuon then orthogonalises apart.
-
-    ``split_rows(block.attn.c_attn, (768, 768, 768))`` for the query, key and value of a fused linear layer. Those of
-    :class:`torch.nn.MultiheadAttention` are known. It holds for optimizers that are made afterwards.
-
-    Args:
-        module: a layer whose weight is one matrix.
-        sizes: the numbers of outputs of the projections, in their order.
-
-    Raises:
-        ValueError: the sizes are no positive whole numbers.
-    """
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(f"sizes={sizes!r}: must be whole numbers ≥ 1, the outputs of each projection; give (d, d, d)")
-    _SIZES[module] = tuple(sizes)
 
 
 def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> list[_Work]:
@@ -276,7 +252,7 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
         if factor is not None:
             factor.prepare()
         its_bounds = None if bounds is None else bounds_within(bounds, share.view.rows)
-        sizes = _SIZES.get(share.view.module)
+        sizes = PARTS.get(share.view.module)
         if sizes is None or shards is not None or kind.groups > 1:
             part = own if rows is None else own[rows]
             yield _Piece(part, rows, layer.geometry, kind, factor, its_bounds, key)
@@ -297,20 +273,18 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
 # ---- what is no matrix -----------------------------------------------------------------------------------------------
 
 
-def _adamw_step(others: Iterable[tuple[_Work, Tensor]], lr: float) -> None:
-    """Take a step of AdamW with ``ADAMW_SHARE`` of the learning rate, without weight decay."""
+def _adamw_step(others: Sequence[tuple[_Work, Tensor]], lr: float) -> None:
+    """Take a step of AdamW without weight decay."""
     lists: Any = defaultdict(list)
-    alike = on_cpu = True
-    is_complex = False
     for work, gradient in others:
         lists["params"].append(work.own)
         lists["grads"].append(gradient)
         lists["exp_avgs"].append(work.kept)
         lists["exp_avg_sqs"].append(local(work.state["exp_avg_sq"]))
         lists["state_steps"].append(work.state["step"])
-        alike = alike and work.own.dtype == gradient.dtype
-        on_cpu = on_cpu and work.own.device.type == "cpu"
-        is_complex = is_complex or work.own.is_complex()
+    alike = all(work.own.dtype == gradient.dtype for work, gradient in others)
+    is_complex = any(work.own.is_complex() for work, _ in others)
+    on_cpu = all(work.own.device.type == "cpu" for work, _ in others)
     adamw(
         **lists,
         max_exp_avg_sqs=[],
@@ -319,10 +293,10 @@ def _adamw_step(others: Iterable[tuple[_Work, Tensor]], lr: float) -> None:
         fused=(alike and on_cpu and not is_complex) or None,
         has_complex=is_complex,
         amsgrad=False,
-        beta1=ADAMW_BETAS[0],
-        beta2=ADAMW_BETAS[1],
-        lr=lr * ADAMW_SHARE,
+        beta1=0.9,
+        beta2=0.95,
+        lr=lr * _ADAMW_SHARE,
         weight_decay=0.0,
-        eps=_ADAMW_EPS,
+        eps=1e-8,
         maximize=False,
     )

@@ -21,6 +21,7 @@ from torch_thor.curvature.factor import Factor, collected
 from torch_thor.curvature.inverse import inverse_of, relative_damping
 from torch_thor.curvature.layer import SHARDS, LayerCurvature
 from torch_thor.curvature.shards import bounds_within, shard_bounds
+from torch_thor.distributed.divided import is_divided
 from torch_thor.intervals import Constant, Geometric, Piecewise, UpdateInterval
 from torch_thor.optim.checkpoint import MOMENTS, StateDict, check_loaded, loading
 from torch_thor.optim.options import check
@@ -179,16 +180,11 @@ def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *
 # ---- curvature that is divided among processes ----------------------------------------------------------------------
 
 
-def is_divided(optimizer: "CurvatureOptimizer") -> bool:
-    """Return whether processes keep parts of the curvature alone."""
-    return any(factor.divided for layer in optimizer._plan.layers.values() for factor in layer.stored)
-
-
 def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
     """Collect the curvature that is divided among the processes, for the next state dict."""
     optimizer._whole = None
     plan = plan_now(optimizer)
-    if not is_divided(optimizer):
+    if not is_divided(optimizer._plan.layers.values()):
         return
     keeps = to is None or optimizer.distributed.processes(plan).rank == to
     whole: dict[Tensor, dict[str, Any]] = {}
@@ -216,7 +212,7 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
 @contextmanager
 def whole_state(optimizer: "CurvatureOptimizer") -> Iterator[None]:
     """Replace the state by one in which nothing is divided; RuntimeError if it was not collected."""
-    if not is_divided(optimizer):
+    if not is_divided(optimizer._plan.layers.values()):
         yield
         return
     if optimizer._whole is None:
