@@ -71,18 +71,12 @@ def memory(where, optimizer, patch):
 
 def split_dim(value, optimizer, patch):
     patch.setitem(optimizer.param_groups[0], "split_dim", value)
-    return RuntimeError, rf"split_dim={value}: A of layer '1' has shape \(5, 4\) .*Put it back \(split_dim\)"
+    return RuntimeError, rf"split_dim={value}: A of layer '1' has shape \(5, 4\) and needs .*put it back"
 
 
 def shape(optimizer, patch):
     patch.setattr(optimizer.model[4].weight, "data", torch.randn(7, 6))
-    return (
-        RuntimeError,
-        (
-            r"of (layer '4'|parameter '4.weight') has shape \(6, .\) and needs \(7, .\): a weight .* was changed.*"
-            r"make the optimizer again"
-        ),
-    )
+    return RuntimeError, r"'4(\.weight)?' has shape .* and needs .*weight .* was changed"
 
 
 def by_hand(optimizer, _):

@@ -152,7 +152,7 @@ class Blocks:
         # a factor of 0 overwrites even NaN, as beta=0 of a matrix product does
         groups, size = self.cut.groups, matrix.shape[-1]
         if self.cut.is_diagonal:
-            diagonal = self.rows.view(groups, 1, size)
+            diagonal = self.rows[:, 0].view(groups, 1, size)  # rows may be wider, as in left_multiply
             (into.mul_(decay) if decay else into.zero_()).addcmul_(matrix, diagonal, value=scale)
         elif self.cut.width == size:  # one block for each group
             add_product_(into, matrix, self.parts[0], decay, scale)

@@ -75,9 +75,10 @@ class Factor:
     @property
     def width(self) -> int:
         """The number of columns of its tensors; the same for all layers that are rows of one weight."""
-        if not self.by_rows or self.cut.is_diagonal:
-            return self.cut.width
         longest, split_dim = self._weight.longest, self._weight.split_dim
+        # not as the cut has it: the blocks of all shards may have one row, and not those of a later division
+        if not self.by_rows or (self.side == "A" and self._kind.diagonal_input):
+            return self.cut.width
         return longest if split_dim is None else min(split_dim, longest)
 
     # ---- its tensors -----------------------------------------------------------------------------------------------

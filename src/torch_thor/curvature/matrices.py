@@ -15,8 +15,8 @@ from torch_thor.curvature.kinds.base import MatrixWeight
 class PlainMatrix(MatrixWeight):
     """A parameter as ``groups`` matrices of ``outputs`` rows and ``inputs`` columns."""
 
-    def __init__(self, groups: int, outputs: int, inputs: int, taps: int = 0) -> None:
-        self.groups, self.outputs, self.inputs, self.taps = groups, outputs, inputs, taps
+    def __init__(self, groups: int, outputs: int, inputs: int, taps: int = 0, *, transposed: bool = False) -> None:
+        self.groups, self.outputs, self.inputs, self.taps, self.transposed = groups, outputs, inputs, taps, transposed
 
     def of_rows(self, shape: tuple[int, ...], rows: int) -> "PlainMatrix | None":
         """Return the matrices of some rows of the parameter, which one process holds."""

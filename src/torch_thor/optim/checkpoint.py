@@ -144,8 +144,8 @@ def conform(plan: Plan, groups: Iterable[Group], states: States) -> None:
     parameters = plan.parameters(groups)
     for misfit in _misfits(states, parameters, plan.name, plan.layers.values()):
         raise RuntimeError(
-            f"{misfit}: a weight or an option was changed, and the state cannot follow. Put it back (split_dim), or "
-            f"make the optimizer again. Weights and optimizer state are as before this step"
+            f"{misfit}: a weight or an option was changed, and the state cannot follow; put it back, or make the "
+            f"optimizer again. Weights and optimizer state are as before this step"
         )
     for parameter in parameters:
         state, dtype = states.get(parameter, {}), factor_dtype(parameter.dtype)

@@ -258,15 +258,12 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
             yield _Piece(part, rows, layer.geometry, kind, factor, its_bounds, key)
             continue
         if sum(sizes) != kind.outputs:
-            raise ValueError(
-                f"split_rows of layer {layer.name!r}: {sizes} must add up to its {kind.outputs} outputs; correct the "
-                f"sizes"
-            )
+            what = f"split_rows of layer {layer.name!r}: {sizes} must add up to its {kind.outputs} outputs"
+            raise ValueError(f"{what}; correct the sizes")
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         for size, end in zip(sizes, ends, strict=True):
             index = (slice(None), slice(end - size, end)) if kind.transposed else slice(end - size, end)
-            plain = PlainMatrix(1, size, kind.inputs)
-            plain.transposed = kind.transposed
+            plain = PlainMatrix(1, size, kind.inputs, transposed=kind.transposed)
             yield _Piece(own[index], index, plain, plain, factor, None, key)
 
 
