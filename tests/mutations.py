@@ -98,7 +98,7 @@ MUTATIONS = {
         STEPS,
     ),
     "means over one row too many": (
-        "curvature/statistics.py",
+        "curvature/layer.py",
         "factor.rows.div_(rows)",
         "factor.rows.div_(rows + 1)",
         STEPS,

@@ -43,7 +43,7 @@ EXCEPTIONS = {
         "training.reports.plan_divided training.reports.traffic",
         "compares what a plan counts with what is sent, in turns of few elements",
     ),
-    "split/test_choice.py": ("curvature.statistics", "counts the statistics that exist at the same time"),
+    "split/test_choice.py": ("curvature.layer", "counts the statistics that exist at the same time"),
     "warm.py": ("cli training.experiment", "imports in advance what the command line imports"),
     "signalled_script.py": ("training.engine.step", "sends itself a signal in a step of the test's choice"),
     "killed_script.py": (

@@ -11,7 +11,7 @@ import torch_thor.split.choice as choice_module
 from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.curvature import LayerCurvature, ParameterView
 from torch_thor.curvature.kinds import kind_of
-from torch_thor.curvature.statistics import Statistics
+from torch_thor.curvature.layer import Statistics
 from torch_thor.split.choice import candidates, find_crossing, nearest
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2])

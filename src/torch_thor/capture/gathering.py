@@ -25,9 +25,8 @@ from torch_thor.capture.hooks import ModuleCalls, ModuleHook
 from torch_thor.capture.loss_terms import Call, Pass
 from torch_thor.capture.sampling import Sampler
 from torch_thor.curvature.kinds import Kind
-from torch_thor.curvature.layer import LayerCurvature
+from torch_thor.curvature.layer import LayerCurvature, Statistics
 from torch_thor.curvature.refresh import Decision, RefreshEvent
-from torch_thor.curvature.statistics import Statistics
 from torch_thor.torch_internals import backward_id, backward_keeps_graph, backward_reaches, functorch, saved_hooks
 
 # The number of rows that is enough for A alone: this many, and at least so many for each column of a block. More rows

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from torch_thor.capture.composites import CompositeHook
+from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import Kind, parameter_names_of
-from torch_thor.curvature.parameter_view import ParameterView
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ tensors and decisions.
 """
 
 from torch_thor.curvature.blocks import Blocks, Cut
+from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds import Kind, LinearKind, MatrixWeight, ProjectionKind, register_kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.refresh import Decision, RefreshEvent
 
 __all__ = [

@@ -100,10 +100,12 @@ def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
         for run in range(len(one.sums.cut.runs)):
             one.pieces.append(_Piece(one, run))
     pieces = [piece for one in new for piece in one.pieces]
-    parts = [piece.blocks for piece in pieces]
-    bounds = processes.deal_out(parts, [piece.fixed for piece in pieces])
-    processes.sum_to_owners_(parts, bounds)
-    owned = [slice(of_ranks[processes.rank], of_ranks[processes.rank + 1]) for of_ranks in bounds]
+    owned = [slice(None)] * len(pieces)
+    if processes.count > 1:
+        parts = [piece.blocks for piece in pieces]
+        bounds = processes.deal_out(parts, [piece.fixed for piece in pieces])
+        processes.sum_to_owners_(parts, bounds)
+        owned = [slice(of_ranks[processes.rank], of_ranks[processes.rank + 1]) for of_ranks in bounds]
     invert_own_([(piece, *piece.average_(own)) for piece, own in zip(pieces, owned, strict=True)])
     if processes.count == 1:
         return

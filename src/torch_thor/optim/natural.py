@@ -121,7 +121,7 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
     found = []
     order = {key: i for i, key in enumerate(plan.names)}
     for parameter in group["params"]:
-        own, pieces, shares = local(parameter), [], plan.shares(parameter)
+        own, pieces, shares = local(parameter), [], plan.shares_of.get(id(parameter), [])
         used = any(share.layer.refreshes for share in shares)
         if used and shares[0].view.local_rows is not None:
             pieces += [_Piece(rows) for rows in free_rows([share.view.local_rows for share in shares], len(own))]

@@ -19,9 +19,9 @@ from torch_thor.capture.inspection import Inspection
 from torch_thor.capture.layers import Layer, owners_of
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sharding import device_of_mesh, is_sharded, row_shards_of
+from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.matrices import PlainMatrix
-from torch_thor.curvature.parameter_view import ParameterView
 from torch_thor.curvature.shards import RowShards
 from torch_thor.optim.parameters import Group, States
 
@@ -153,10 +153,6 @@ class Plan:
         for layer in self.layers.values():
             return layer.weight.device
         return next(self.model.parameters()).device
-
-    def has_lost_modules(self) -> bool:
-        """Return whether a module that owns a parameter was removed, which the fingerprint cannot see."""
-        return not {id(module) for _, module, _ in self.attributes} <= {id(module) for module in self.model.modules()}
 
     def name(self, parameter: Tensor) -> str:
         """Return a parameter's name in the model."""

@@ -72,7 +72,7 @@ def _make_state(optimizer: "CurvatureOptimizer", *, divided: bool) -> None:
             if parameter.requires_grad:
                 state = optimizer.state[parameter]
                 # torch.distributed.checkpoint reports a parameter without state as missing
-                state.setdefault("preconditioned", int(bool(plan.shares(parameter))))
+                state.setdefault("preconditioned", int(id(parameter) in plan.shares_of))
                 optimizer._make_parameter_state(parameter, state, group)
     plan.bind(optimizer.state)
     for layer in layers:

@@ -117,7 +117,8 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
         if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
             due.append(layer)
     for layer in due:
-        if layer.statistics.are_cut_otherwise():
+        gathered = layer.statistics.gathered() or ()
+        if any(sums.cut != factor.cut for sums, factor in zip(gathered, layer.stored, strict=False)):
             raise RuntimeError(
                 f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer {layer.name!r} were "
                 f"gathered with another, because the option was changed between a forward pass and step(); call "
@@ -254,7 +255,8 @@ def _nonfinite_message(optimizer: "CurvatureOptimizer") -> str:
 def plan_now(optimizer: "CurvatureOptimizer", *, modules: bool = True) -> Plan:
     """Return the plan; the same object unless something that it describes was replaced, modules included."""
     plan = optimizer._plan
-    lost = modules and plan.has_lost_modules()
+    # a module that owns a parameter may have been removed, which the fingerprint cannot see
+    lost = modules and not {id(m) for _, m, _ in plan.attributes} <= {id(m) for m in plan.model.modules()}
     return renew(optimizer, plan) if lost or plan.fingerprint != fingerprint(optimizer, plan) else plan
 
 

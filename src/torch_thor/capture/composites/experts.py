@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from torch_thor.capture.composites.hook import CompositeHook, Report
 from torch_thor.capture.composites.registry import InnerLayer
+from torch_thor.curvature.factor import ParameterView
 from torch_thor.curvature.kinds.experts import ExpertsKind
-from torch_thor.curvature.parameter_view import ParameterView
 
 _MATRIX_PRODUCTS = ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm")
 _GROUPED = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
