@@ -1,4 +1,4 @@
-"""ThorMuon's defaults beyond the contests: SIREN, DQN, PPO, a GAN; one lr over depths and widths.
+"""ThorMuon's defaults beyond the contests: SIREN, DQN, PPO, a GAN; special weights; one lr over depths and widths.
 
     python benchmarks/defaults.py                # runs what is missing in results/defaults, then the tables
     python benchmarks/defaults.py --table        # writes the tables from the raw data only, also into docs/
@@ -8,6 +8,10 @@ step (``max_update_ratio=0.05``) and without one (``None``), from the same weigh
 networks has more than 10 matrices, so the depth rule changes nothing here: the last setting is the step without both
 rules.
 
+Special weights. Depthwise convolutions, of which each channel is a matrix with one row, and the factors of LoRA
+adapters are orthogonalised like every other weight, or trained by ThorMuon's AdamW (``layers="-*apart*"``); beside them
+AdamW for the whole network, with three learning rates. Three seeds, 120 steps with linear decay.
+
 Sizes. A pre-norm transformer on characters and a ResNet on Fashion-MNIST at 14 x 14 are trained for 120 steps with
 linear decay, in several depths and widths, at the default learning rate, half of it and twice of it. The result is the
 loss on held-out data.
@@ -16,6 +20,7 @@ loss on held-out data.
 import itertools
 import math
 import statistics
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +51,12 @@ OPTIMIZERS: dict[str, Make] = {
     "unbounded": lambda model: ThorMuon(model, max_update_ratio=None),
 }
 COMPARED = list(OPTIMIZERS)
+OPTIMIZERS |= {
+    "apart": lambda model: ThorMuon(model, layers="-*apart*"),
+    "adamw3e-3": lambda model: torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3),
+    "adamw1e-2": lambda model: torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2),
+}
+SPECIAL = ("adamw", "adamw3e-3", "adamw1e-2", "spectral", "apart")
 LRS = (0.04, 0.08, 0.16)
 OPTIMIZERS |= {f"lr{lr:g}": partial(ThorMuon, lr=lr) for lr in LRS}
 
@@ -232,10 +243,12 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def transformer(make: Make, blocks: int, width: int) -> Result:
+def transformer(make: Make, blocks: int, width: int, model: Transformer | None = None, reverse: bool = False) -> Result:
     """Train a transformer with 16 windows a step; 256 windows are held out."""
-    model = Transformer(blocks, width)
+    model = model or Transformer(blocks, width)
     train, held_out = (part.clamp(max=SYMBOLS - 1) for part in characters())
+    if reverse:
+        train, held_out = train.flip(0), held_out.flip(0)
 
     def loss_of(codes: Tensor, starts: Tensor) -> Tensor:
         rows = codes[starts[:, None] + torch.arange(CONTEXT + 1)]
@@ -246,13 +259,55 @@ def transformer(make: Make, blocks: int, width: int) -> Result:
         return {"first": losses[0], "value": loss_of(held_out, torch.arange(256) * CONTEXT).item()}
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a LoRA adapter of rank 4 (Hu et al. 2022, section 4.1)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        down, up = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        nn.init.zeros_(up.weight)
+        self.base, self.apart = base, nn.Sequential(down, up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the adapter's output."""
+        return self.base(x) + self.apart(x)
+
+
+def lora(make: Make) -> Result:
+    """Train a transformer with AdamW, then adapters in its MLPs on the same text read backwards, alone."""
+    model = Transformer(4, 64)
+    transformer(OPTIMIZERS["adamw3e-3"], 4, 64, model)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.linear1, block.linear2 = Adapted(block.linear1), Adapted(block.linear2)
+    return transformer(make, 4, 64, model, reverse=True)
+
+
+def depthwise(make: Make) -> Result:
+    """Train a network of six depthwise separable convolutions (MobileNet) on Fashion-MNIST at 14 x 14, batch 256."""
+    layers: dict[str, nn.Module] = {"stem": nn.Conv2d(1, 32, 3, padding=1, bias=False), "norm": nn.BatchNorm2d(32)}
+    for i, (width, wide) in enumerate(itertools.pairwise([32, 32, 64, 64, 128, 128, 128])):
+        stride = 1 if width == wide else 2
+        layers[f"apart{i}"] = nn.Conv2d(width, width, 3, stride, 1, groups=width, bias=False)
+        layers |= {f"norm{i}": nn.BatchNorm2d(width), f"relu{i}": nn.ReLU()}
+        layers |= {f"conv{i}": nn.Conv2d(width, wide, 1, bias=False), f"normed{i}": nn.BatchNorm2d(wide)}
+        layers[f"out{i}"] = nn.ReLU()
+    layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(128, 10)}
+    return images(make, nn.Sequential(OrderedDict(layers)))
+
+
 def resnet(make: Make, blocks: int, width: int) -> Result:
     """Train a ResNet of 3 stages with so many blocks each, ``width`` to ``4 width`` channels wide, batch 256."""
     widths = [width] * (blocks + 1) + [2 * width] * blocks + [4 * width] * blocks
     stages = [BasicBlock(i, o, 1 if i == o else 2) for i, o in itertools.pairwise(widths)]
     stem = [nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
-    model = nn.Sequential(*stem, *stages, *pool).to(memory_format=torch.channels_last)
+    return images(make, nn.Sequential(*stem, *stages, *pool))
+
+
+def images(make: Make, model: nn.Module) -> Result:
+    """Train a classifier of small images."""
+    model = model.to(memory_format=torch.channels_last)
     data = load_data(DataSpec("fashion-mnist"))
     train, test = functional.avg_pool2d(data.train_images, 2), functional.avg_pool2d(data.test_images[:5000], 2)
 
@@ -273,6 +328,8 @@ CASES: dict[str, Callable[[Make], Result]] = {
     "dqn": dqn,
     "ppo": ppo,
     "gan": gan,
+    "depthwise": depthwise,
+    "lora": lora,
 }
 # Each line: a name, the case, the entry of its results, their format, and whether more is better.
 LINES = (
@@ -319,6 +376,7 @@ class Training:
 def jobs() -> list[Training]:
     """Return all trainings."""
     cases = [Training(case, name) for _, case, entry, *_ in LINES if entry == "value" for name in COMPARED]
+    cases += [Training(case, name) for case in ("depthwise", "lora") for name in SPECIAL]
     return cases + [Training(f"{n}-{b}x{w}", f"lr{lr:g}") for n, b, w in SIZES for lr in LRS]
 
 
@@ -348,7 +406,12 @@ def tables() -> str:
         cells = [title, f"{width}", f"{matrices}", *(markdown.number(loss, ".4f") for loss in losses)]
         rows.append([*cells, f"{losses[1] / min(losses):.3f}"])
     heads = ("network", "width", "matrices", *(f"lr {lr:g}" for lr in LRS), "lr 0.08 over the best")
-    return f"{first}\n\n{markdown.table(heads, rows)}"
+    sizes, rows = markdown.table(heads, rows), []
+    for title, case in (("depthwise separable network: loss", "depthwise"), ("LoRA, rank 4: loss", "lora")):
+        if case in there:
+            rows.append([title, *(_cell(case, name, "value", ".4f", False) for name in SPECIAL)])
+    heads = ("case", "AdamW(1e-3)", "AdamW(3e-3)", "AdamW(1e-2)", "ThorMuon, defaults", "… these weights by AdamW")
+    return f"{first}\n\n{markdown.table(heads, rows)}\n\n{sizes}"
 
 
 def main() -> None:
