@@ -395,7 +395,7 @@ def tables() -> str:
         cells = [_cell(case, name, entry, form, higher) for name in COMPARED]
         first = statistics.median(run["first"] for run in STORE.read(f"{case}-adamw")["runs"])
         rows.append([title, format(first, form) if entry == "value" else "", *cells])
-    heads = ("case", "at first", "AdamW(1e-3)", "scale-free, defaults", "… bound 0.05", "… without a bound")
+    heads = ("case", "at first", "AdamW(1e-3)", "ThorMuon, defaults", "… bound 0.05", "… without a bound")
     first = markdown.table(heads, rows)
     rows = []
     for name, blocks, width in [(n, b, w) for n, b, w in SIZES if f"{n}-{b}x{w}" in there]:
