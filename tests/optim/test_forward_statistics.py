@@ -4,7 +4,6 @@ Which rows, for each kind of layer: tests/curvature/test_kinds_enough_rows.py.
 """
 
 import math
-import warnings
 
 import torch
 from torch import nn
@@ -32,61 +31,9 @@ def A(optimizer, name="0"):
     return optimizer.curvature[name].factors()[0]
 
 
-SPOILT = torch.full_like(STREAM[0][0], torch.nan)
 # What happens in one step, and the batches that count. ``3``, ``4``, ``5``: the forward pass of that batch, ``x`` of
 # one with NaN, ``e`` of one that is evaluated; ``b``: the backward pass of the latest loss, ``k`` which keeps its
 # graph, ``B`` of the first loss, ``s`` of the sum of all; ``z``: optimizer.zero_grad(), ``m``: model.zero_grad()
-PASSES = {
-    "z3b": [3],
-    "z3b4b": [3, 4],
-    "zxbz4bxbz5b": [5],
-    "zxz3b": [3],  # `if not loss.isfinite(): optimizer.zero_grad(); continue`
-    "z3bm4b": [4],  # that tells the optimizer nothing: that no weight has a gradient does
-    "z3kb4b": [3, 4],
-    "ze3ebe": [3],
-    "3zzb": [3],
-    "34zs": [3, 4],
-    "z34Bzb": [3, 4],  # forward passes that no backward pass separates count together
-}
-
-
-def play(events, model, optimizer, to_none):
-    losses = []
-    for event in events:
-        if event in "345x":
-            x, labels = STREAM[0 if event == "x" else int(event)]
-            losses.append(cross_entropy(labels)(model(SPOILT if event == "x" else x)))
-        elif event == "e":
-            for context in (torch.no_grad, torch.inference_mode):
-                with context():
-                    model(SPOILT)
-        elif event == "z":
-            optimizer.zero_grad(set_to_none=to_none)
-        elif event == "m":
-            model.zero_grad()
-        else:
-            {"B": losses[0], "s": sum(losses)}.get(event, losses[-1]).backward(retain_graph=event == "k")
-
-
-def test_rows_count_when_their_backward_pass_comes():
-    """In the first step and in later ones, where the gradients of the step before may still be there."""
-    for events, count in PASSES.items():
-        for to_none, steps in ((True, 0), (True, 2), (False, 0), (False, 2)):
-            model = mlp()
-            optimizer = Muon(model, **OPTIONS)
-            for i in range(steps):
-                optimizer.zero_grad(set_to_none=to_none)
-                cross_entropy(STREAM[i][1])(model(STREAM[i][0])).backward()
-                optimizer.step()
-            play(events, model, optimizer, to_none)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                optimizer.step()
-            wanted = moment(torch.cat([STREAM[batch][0] for batch in count]))
-            torch.testing.assert_close(A(optimizer), wanted, msg=f"{events} {to_none} {steps}")
-            assert {layer.refreshes for layer in optimizer.curvature.values()} == {steps + 1}
-
-
 def test_a_changed_input_has_been_seen_before_it_changed():
     """In place, after the layer: THOR refuses that, here the rows are already added."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)).double()
@@ -142,18 +89,6 @@ def test_about_a_thousand_rows_evenly_spread():
                 every = max(k for k in range(1, max(len(rows) // 1024, 1) + 1) if math.gcd(k, length) == 1)
                 for name in names:
                     torch.testing.assert_close(A(optimizer, name), moment(rows[::every]), msg=f"{count} {name}")
-
-
-def test_about_a_thousand_patches_of_all_images():
-    """Every second of 60 images of 36 patches, at other places in each image, shifted by the golden ratio."""
-    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.Flatten(), nn.Linear(108, 2)).double()
-    x = torch.randn(60, 2, 12, 12).double() * torch.linspace(1, 3, 60).double().view(-1, 1, 1, 1)
-    optimizer = after_a_step(model, x)
-    rows = torch.arange(0, 60 * 36, 2)
-    image = rows // 36
-    rows = image * 36 + (rows + image * 36 * 618034 // 1000000) % 36
-    patches = nn.functional.unfold(x, 3, padding=1, stride=2).mT.flatten(0, 1)
-    torch.testing.assert_close(A(optimizer), moment(patches[rows]))
 
 
 def test_large_blocks_take_eight_rows_a_column():

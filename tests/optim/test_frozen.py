@@ -42,19 +42,6 @@ def test_no_state_no_statistics_no_share(make):
     assert f"{covered} of {sum(named.values())} trained parameters, in 2 layers" in repr(optimizer)
 
 
-def test_a_part_of_a_layer_may_be_frozen():
-    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
-    model[1].requires_grad_(False)
-    model[2].weight.requires_grad_(False)
-    optimizer = THOR(model)
-    train(model, optimizer, STREAM[:2])
-    found = entries(optimizer)
-    assert all("frozen" in found[name].reason for name in ("1.weight", "2.weight", "2.bias"))
-    assert found["2.bias"].trained
-    assert model[1].weight not in optimizer.state
-    assert set(optimizer.state[model[2].bias]) == {"preconditioned", "momentum_buffer"}
-
-
 @BOTH
 def test_unfrozen_it_is_preconditioned_from_the_second_step_on(make):
     """One plain step, as for a layer that is used late; it does not wait for the others' refresh."""
@@ -112,28 +99,6 @@ def test_resuming_with_frozen_weights(make):
             train(one, its_optimizer, STREAM[5:])
         assert_same(weights(model), weights(twin))
         assert optimizer.curvature["2"].refreshes > 0
-
-
-def test_nothing_that_is_trained_is_preconditioned():
-    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 3))
-    model[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"among what is trained.*SGD(.|\n)*0\.weight.*frozen"):
-        THOR(model)
-
-
-def test_all_of_it_may_be_frozen_between_steps():
-    """A generator's turn; what is looked at in it finds all layers."""
-    model = mlp()
-    twin = copy.deepcopy(model)
-    optimizer, other = THOR(model), THOR(twin)
-    train(model, optimizer, STREAM[:1])
-    model.requires_grad_(False)
-    assert not any(entry.trained for entry in optimizer.coverage())
-    optimizer.load_state_dict(optimizer.state_dict())
-    model.requires_grad_(True)
-    train(model, optimizer, STREAM[1:3])
-    train(twin, other, STREAM[:3])
-    assert_same(weights(model), weights(twin))
 
 
 # --------------------------------------------------------------- less than half of it is preconditioned

@@ -1,7 +1,5 @@
 """Steps of small models of every kind of layer, weight by weight, against the reference."""
 
-import copy
-
 import pytest
 import torch
 from timm.layers import ScaledStdConv2d, StdConv2d
@@ -154,23 +152,6 @@ def test_gradient_accumulation(name):
     optimizer.step()
     reference.step(*parts)
     assert_same_weights(model, reference, 0)
-
-
-def test_sum_and_mean_differ_by_the_learning_rate_alone():
-    """The Fisher is that of one loss term either way, and ∇ of the sum is N times that of the mean."""
-    for name in ("norms", "batch_norms", "transformer"):
-        mean, stream = build(name, 4)
-        total = copy.deepcopy(mean)
-        options = {"update_interval": 2, "max_update_ratio": None}
-        with_mean, with_sum = THOR(mean, lr=0.05, **options), THOR(total, lr=0.01, loss_reduction="sum", **options)
-        for x, loss in stream:
-            loss(mean(x)).backward()
-            (5 * loss(total(x))).backward()
-            for optimizer in (with_mean, with_sum):
-                optimizer.step()
-                optimizer.zero_grad()
-            for one, other in zip(mean.parameters(), total.parameters(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-11)
 
 
 SEVERAL = {

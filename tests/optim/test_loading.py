@@ -241,15 +241,3 @@ def test_a_state_of_layers_of_another_shape_is_refused():
         with pytest.raises(ValueError, match=message):
             optimizer.load_state_dict(saved.state_dict())
     stepped(nn.MultiheadAttention(4, 2), x, layers="-k_proj").load_state_dict(partly.state_dict())
-
-
-def test_a_layer_that_was_frozen_when_the_state_was_saved_is_loaded():
-    """It has no state at all, which no selection explains: it starts where it is trained."""
-    model = build()
-    model[3].requires_grad_(False)
-    optimizer = thor(model)
-    train(model, optimizer, STREAM[:4])
-    other = thor(build())
-    other.load_state_dict(optimizer.state_dict())
-    assert other.curvature["0"].refreshes == 2
-    assert other.curvature["3"].refreshes == 0

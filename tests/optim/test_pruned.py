@@ -65,19 +65,6 @@ def test_said_once_and_trained_plainly(change, optimizer):
         assert "in 2 layers" in repr(one)
 
 
-def test_the_pruned_weight_takes_the_steps_of_sgd():
-    """From the step after the pruning on, under its new name."""
-    model, optimizer = build(momentum=0.0, weight_decay=0.1, max_update_ratio=None)
-    train(model, optimizer, STREAM[:1])
-    prune.l1_unstructured(model[2], "weight", 0.4)
-    x, labels = STREAM[1]
-    nn.functional.cross_entropy(model(x), labels).backward()
-    wanted = model[2].weight_orig - 0.05 * (model[2].weight_orig.grad + 0.1 * model[2].weight_orig)
-    with pytest.warns(RuntimeWarning, match="'2'"):
-        optimizer.step()
-    torch.testing.assert_close(model[2].weight_orig, wanted)
-
-
 def test_taken_up_again():
     """`prune.remove` gives the weight back, and with it the layer, its inverses and its refreshes."""
     for steps in (1, 2, 3):
@@ -119,15 +106,3 @@ def test_new_parameters_are_in_no_group():
     (message,) = told(model, optimizer, STREAM[1:5])
     for part in ("original0", "original1", "add_param_group"):
         assert part in message
-
-
-def test_all_layers_pruned_is_the_documented_error():
-    model, optimizer = build()
-    train(model, optimizer, STREAM[:1])
-    for i in (0, 2, 4):
-        prune.l1_unstructured(model[i], "weight", 0.4)
-    nn.functional.cross_entropy(model(STREAM[1][0]), STREAM[1][1]).backward()
-    before = weights(model)
-    with pytest.raises(ValueError, match=r"no layer to precondition.*SGD"):
-        optimizer.step()
-    assert_same(weights(model), before)

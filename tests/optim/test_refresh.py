@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from comparing import having
-from tiny import assert_same, batches, listened_to, mlp, train, weights
+from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
 
 TAKE_ALL = {"trace_thresholds": (0.0, 0.0)}
@@ -155,52 +154,3 @@ def test_looking_changes_nothing():
     train(model, optimizer, stream[1:])
     train(twin, other, stream)
     assert_same(weights(model), weights(twin))
-
-
-class Late(nn.Module):
-    """The first layer sees N rows, the second the rows of `chosen`, two each."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(2, 4, bias=False)
-        self.second = nn.Linear(2, 2, bias=False)
-        self.chosen = slice(None)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        return x.sum() if self.chosen is None else x.sum() + self.second(x[self.chosen].reshape(-1, 2)).sum()
-
-
-def test_layers_that_refresh_alone_have_the_loss_terms_that_are_given():
-    """N is the batch's, whichever layers are being refreshed: with `loss_terms`, T of the second layer stays 2."""
-    for first in ({"trace_thresholds": (1e9, 1e8)}, {"update_interval": 100}):
-        model = Late().double()
-        x = torch.randn(4, 2).double()
-        groups = [{"params": [model.first.weight], **first}, {"params": [model.second.weight]}]
-        options = {"lr": 0.0, "update_interval": 1, **TAKE_ALL}
-        optimizer = having(THOR(groups, model=model, **options), loss_terms=4)
-        for scale in (1.0, 2.0, 3.0):
-            (scale * model(scale * x) / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer.curvature["first"].stopped == ("trace_thresholds" in first)
-        assert optimizer.curvature["first"].refreshes == 1
-        second = optimizer.curvature["second"]
-        assert (second.refreshes, second.rows_per_term) == (3, 2)
-        torch.testing.assert_close(second.factors()[1], torch.full((2, 2), 9.0).double())  # g = 3 in every row
-
-
-def test_layer_first_reached_between_refreshes_is_refreshed_in_the_next_step():
-    """Its own leading dimension is 3, the batch's 12: `loss_terms` says so where no other layer gathers."""
-    model = Late().double()
-    optimizer = having(THOR(model, lr=0.0), loss_terms=12)
-    for step in range(5):
-        model.chosen = slice(0, 3) if step >= 2 else None
-        (model(torch.randn(12, 2).double()) / 12).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert [event.layer for event in optimizer.last_refresh] == {0: ["first"], 3: ["second"]}.get(step, [])
-        assert "second" not in listened_to(model) or step == 2  # hooks only where a refresh comes next
-    second = optimizer.curvature["second"]
-    assert second.rows_per_term == 6 / 12
-    torch.testing.assert_close(second.factors()[1], torch.ones(2, 2).double())  # g = 1 in every row

@@ -1,6 +1,5 @@
 """One step and ten steps of THOR, weight by weight, against the reference."""
 
-import copy
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 
 from comparing import assert_same_steps, assert_same_weights, compare, having
 from reference import ReferenceTHOR
-from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp, train, weights
+from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp, train
 from torch_thor import THOR
 
 
@@ -98,27 +97,6 @@ def test_linear_with_several_leading_dimensions():
         assert_same_steps(model, having(THOR(model, update_interval=2), loss_terms=terms), reference, stream)
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return x * self.scale
-
-
-def test_plain_parameters_among_preconditioned_ones():
-    """What is left out or unknown gets plain momentum; the layers around it still get the natural gradient."""
-    model = nn.Sequential(
-        nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4), Scale(), nn.BatchNorm1d(4), nn.Linear(4, 3)
-    ).double()
-    options = {"update_interval": 2, "weight_decay": 0.1, "nesterov": True, "kl_clip": 1e-3}
-    optimizer, _ = compare(
-        model, labelled(6), **options, reference_options={"preconditioned": ["0", "6"]}, thor_options={"layers": "-3"}
-    )
-    assert list(optimizer.curvature) == ["0", "6"]
-
-
 def test_uneven_micro_batches():
     """If all forward passes come before all backward passes, rows must still meet their own gradients."""
     [(x, labels)] = batches(1)
@@ -189,19 +167,6 @@ def test_frozen_parts_stay_and_the_others_go_on():
         assert bool(optimizer.curvature[frozen[0]].refreshes) == (frozen == "2.bias"), frozen
 
 
-def test_backward_for_some_parameters_only():
-    """`backward(inputs=...)`: the other layers have no gradient and take no step."""
-    model = mlp()
-    optimizer = THOR(model)
-    before = weights(model)
-    [(x, loss)] = labelled(1)
-    loss(model(x)).backward(inputs=list(model[4].parameters()))
-    optimizer.step()
-    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == {"4.weight", "4.bias"}
-    assert optimizer.curvature["4"].rows_per_term == 1
-
-
 class TwoHeads(nn.Module):
     """A trunk and two heads, of which a forward uses one."""
 
@@ -232,20 +197,6 @@ def test_layer_without_gradient_this_step():
         before = idle.detach().clone()
         assert_same_steps(model, optimizer, reference, [batch])
         assert torch.equal(idle, before)
-
-
-def test_in_place_activations_and_other_memory_layouts():
-    """`nn.ReLU(inplace=True)` writes over the layer's output; the rows must not notice."""
-    plain = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 2, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(3, 3)
-    ).double()
-    stream = [(torch.randn(3, 2, 5, 5).double(), cross_entropy(torch.tensor([0, 1, 2]))) for _ in range(4)]
-    for layout in (torch.contiguous_format, torch.channels_last):
-        model = copy.deepcopy(plain).to(memory_format=layout)
-        model[1].inplace = model[3].inplace = True
-        in_layout = [(x.to(memory_format=layout), loss) for x, loss in stream]
-        assert_same_steps(model, THOR(model, update_interval=2), ReferenceTHOR(plain, update_interval=2), in_layout)
-        assert model[0].weight.is_contiguous(memory_format=layout)
 
 
 def test_input_that_is_written_over_after_the_layer():

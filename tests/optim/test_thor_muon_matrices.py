@@ -7,7 +7,7 @@ import torch
 from test_thor_muon import ADAMW_SHARE, LR, UNBOUNDED, first_step, step_of
 from torch import nn
 
-from tiny import batches, cross_entropy, mlp, weights
+from tiny import batches, cross_entropy, weights
 from torch_thor import ThorMuon, split_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:ThorMuon preconditions")
@@ -104,20 +104,6 @@ def test_rows_of_a_fused_weight_that_are_left_out():
         assert entry.note.count("orthogonalised momentum for") == 3 - entry.groups
         for rows in runs:
             torch.testing.assert_close(moved[rows], step_of(gradient[rows]), rtol=1e-7, atol=1e-8)
-
-
-@pytest.mark.filterwarnings("ignore:ThorMuon, step 0:RuntimeWarning")
-def test_a_known_layer_whose_statistics_never_came():
-    """Its weight is used without calling it: it takes the step of a matrix without factors."""
-    [(x, labels)] = batches(1)
-
-    def loss(model):
-        return cross_entropy(labels)(model[1:](nn.functional.linear(x, model[0].weight, model[0].bias)))
-
-    for split_dim in (2, None):
-        optimizer, gradient, moved = first_step(mlp(), loss, "0.weight", split_dim=split_dim)
-        assert [layer.refreshes for layer in optimizer.curvature.values()] == [0, 1, 1]
-        torch.testing.assert_close(moved, step_of(gradient, split_dim), rtol=1e-7, atol=1e-8)
 
 
 def test_a_model_without_a_layer():

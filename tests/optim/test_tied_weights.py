@@ -36,13 +36,6 @@ class Shared(nn.Module):
         return y, seen
 
 
-class Doubled(nn.Linear):
-    """A layer that uses its weight in a way of its own."""
-
-    def forward(self, x):
-        return nn.functional.linear(x, 2 * self.weight, self.bias)
-
-
 def parts(model, x):
     return model.parts(x)
 
@@ -113,21 +106,6 @@ def test_modules_of_one_geometry_pool_their_rows(name, settings):
     assert set(optimizer.curvature) == {"first", "head"}
     assert "second.weight" in covered(optimizer)["first.weight"].note
     assert all(entry.preconditioned for entry in covered(optimizer).values())
-
-
-def test_unlike_modules_of_one_weight_are_plain_and_listed():
-    for first, second, width, shape in (
-        (nn.Conv1d(2, 4, 3), nn.ConvTranspose1d(4, 2, 3), 10, (2, 5)),
-        (nn.Linear(5, 5), Conv1D(5, 5), 5, (5,)),
-        (nn.Conv1d(2, 4, 1, groups=2), nn.ConvTranspose1d(4, 1, 1), 5, (2, 5)),
-        (nn.Linear(5, 5), Doubled(5, 5), 5, (5,)),
-    ):
-        model, known = Shared(first, second, nn.Linear(width, 3)).double(), {"preconditioned": ["head"]}
-        optimizer, _ = compare(model, stream(4, shape), forward=parts, reference_options=known)
-        assert set(optimizer.curvature) == {"head"}
-        entries = covered(optimizer)
-        assert "'first.weight', 'second.weight'" in entries["first.weight"].reason
-        assert not any(entries[bias].preconditioned for bias in ("first.bias", "second.bias"))
 
 
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])

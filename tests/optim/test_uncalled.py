@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -117,19 +116,6 @@ def test_a_layer_that_is_called_no_longer():
     assert not reasons(optimizer)
 
 
-def test_a_group_of_its_own_waits_for_nobody():
-    """Its interval comes round, and nothing is listened to: nobody else wants statistics."""
-    torch.manual_seed(0)
-    model = Bypassed().double()
-    rest = [*model.first.parameters(), *model.last.parameters()]
-    groups = [{"params": rest, "update_interval": 100}, {"params": list(model.middle.parameters())}]
-    optimizer = THOR(groups, model=model, update_interval=1)
-    caught(train, model, optimizer, STREAM[:1])
-    for batch in STREAM[1:4]:
-        assert not listened_to(model)
-        assert not caught(train, model, optimizer, [batch])
-
-
 def test_one_layer_inside_torch_func():
     """The others have their statistics, so training goes on, and the message knows the cause."""
     model, optimizer = build()
@@ -140,41 +126,3 @@ def test_one_layer_inside_torch_func():
 
 
 # --------------------------------------------------------------------------- models that do this
-
-
-def deberta():
-    config = transformers.DebertaV2Config(
-        vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-        relative_attention=True, position_buckets=4, max_relative_positions=8, pos_att_type=["p2c", "c2p"],
-        share_att_key=True, norm_rel_ebd="layer_norm", position_biased_input=False, max_position_embeddings=16,
-        num_labels=3,
-    )  # fmt: skip
-    model = transformers.DebertaV2ForSequenceClassification(config)
-    x, y = torch.randint(30, (4, 6)), torch.randint(3, (4,))
-    return model, lambda: model(input_ids=x, labels=y).loss
-
-
-@pytest.mark.filterwarnings("ignore:.* preconditions .* of:UserWarning")
-@pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
-def test_a_model_that_uses_weights_directly_trains(optimizer):
-    model, loss_of = deberta()
-    one = THOR(model, update_interval=4, lr=0.01, kl_clip=1e-3) if optimizer is THOR else ThorMuon(model)
-
-    def steps():
-        losses = []
-        for _ in range(6):
-            loss = loss_of()
-            losses.append(loss.item())
-            loss.backward()
-            one.step()
-            one.zero_grad()
-        assert losses[-1] < losses[0]
-
-    messages = [m for m in caught(steps) if "without calling" in m]
-    uncalled = {e.name.rpartition(".")[0] for e in one.coverage() if "without calling" in (e.reason or "")}
-    assert len(messages) == bool(uncalled)  # one for all layers
-    assert all(f"'{layer}'" in message for layer in uncalled for message in messages)
-    reached = [c for name, c in one.curvature.items() if name not in uncalled and c.refreshes]
-    assert all(c.refreshes >= 2 or c.last_trace_change is not None for c in reached)
-    assert len(reached) > len(uncalled)
-    assert optimizer is ThorMuon or "rel_embeddings" in {layer.rpartition(".")[2] for layer in uncalled}
