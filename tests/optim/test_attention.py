@@ -96,28 +96,6 @@ def test_refresh_step_computes_what_the_bare_model_computes(name):
             assert factor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def test_attention_inside_attention():
-    """A module that calls attention in attention's own forward: a stack, not a flag."""
-    outer, inner = (nn.MultiheadAttention(E, HEADS, batch_first=True) for _ in range(2))
-    optimizer = THOR(nn.ModuleDict({"outer": outer, "inner": inner}))
-    queries = []
-
-    def call_inner(module, args):
-        x = args[0]
-        queries.append(x + inner(x, x, x, need_weights=False)[0])
-        return (queries[0], *args[1:])
-
-    outer.register_forward_pre_hook(call_inner)  # after ours, so inside its window
-    x = torch.randn(N, L, E)
-    outer(x, x, x)[0].square().mean().backward()
-    optimizer.step()
-    assert {(c.refreshes, c.rows_per_term) for c in optimizer.curvature.values()} == {(1, L)}
-    assert len(optimizer.curvature) == 8
-    for name, seen in (("outer.q_proj", queries[0]), ("outer.k_proj", x), ("inner.q_proj", x)):
-        a = seen.detach().flatten(0, 1)
-        torch.testing.assert_close(optimizer.curvature[name].factors()[0], a.T @ a / len(a))
-
-
 # ------------------------------------------------------------------------- the transformer's fast path
 
 

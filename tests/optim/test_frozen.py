@@ -6,9 +6,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tiny import assert_same, batches, listened_to, mlp, train, weights
+from tiny import batches, listened_to, mlp, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(8)
@@ -78,27 +77,6 @@ def test_frozen_later_it_stands_still_and_keeps_its_state():
     model[2].requires_grad_(True)
     train(model, optimizer, STREAM[6:])
     assert optimizer.curvature["2"].refreshes == 3
-
-
-@BOTH
-def test_resuming_with_frozen_weights(make):
-    """By state dicts, and by those of torch.distributed.checkpoint."""
-    for distributed in (False, True):
-        (model, optimizer), (twin, other) = build(make), build(make)
-        train(model, optimizer, STREAM[:3])
-        twin.load_state_dict(model.state_dict())
-        if distributed:
-            saved = get_optimizer_state_dict(model, optimizer)
-            assert not any(name.startswith("2.") for name in saved["state"])
-            set_optimizer_state_dict(twin, other, saved)
-        else:
-            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for one, its_optimizer in ((model, optimizer), (twin, other)):
-            train(one, its_optimizer, STREAM[3:5])
-            one[2].requires_grad_(True)
-            train(one, its_optimizer, STREAM[5:])
-        assert_same(weights(model), weights(twin))
-        assert optimizer.curvature["2"].refreshes > 0
 
 
 # --------------------------------------------------------------- less than half of it is preconditioned

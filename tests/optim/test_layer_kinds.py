@@ -141,14 +141,21 @@ def test_ten_steps(name, settings):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_accumulation(name):
-    """Uneven micro-batches of a mean: rows of all of them, each with its share of the loss."""
+    """Uneven micro-batches of a mean: rows of all of them, each with its share of the loss.
+
+    If the forward passes come before the backward passes, rows must still meet their own gradients.
+    """
     model, _ = build(name, 0)
     optimizer, reference = THOR(model), ReferenceTHOR(model, forward=by_parts, layers=attentions)
-    parts = []
-    for size in (3, 2):
+    parts, losses = [], []
+    for size in (3, 1, 1):
         x, loss = draw(name, model, size)
         parts.append((x, lambda y, loss=loss, size=size: loss(y) * size / 5))
-        parts[-1][1](model(x)).backward()
+        losses.append(parts[-1][1](model(x)))
+        if size == 3:
+            losses.pop().backward()
+    for loss in losses:
+        loss.backward()
     optimizer.step()
     reference.step(*parts)
     assert_same_weights(model, reference, 0)

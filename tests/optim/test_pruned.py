@@ -1,6 +1,5 @@
 """A weight that is pruned or parametrised after THOR was made: said once, trained plainly, later taken up again."""
 
-import copy
 import warnings
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tiny import assert_same, batches, mlp, train, weights
+from tiny import batches, mlp, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(9)
@@ -81,21 +80,6 @@ def test_taken_up_again():
         assert optimizer.curvature["2"].refreshes >= 2
         assert {entry.name for entry in optimizer.coverage()} == {name for name, _ in model.named_parameters()}
         assert all(entry.preconditioned for entry in optimizer.coverage())
-
-
-@pytest.mark.filterwarnings("ignore:THOR.* is no longer a parameter:RuntimeWarning")
-def test_resumed_while_it_is_pruned():
-    model, optimizer = build()
-    train(model, optimizer, STREAM[:1])
-    prune.l1_unstructured(model[2], "weight", 0.4)
-    told(model, optimizer, STREAM[1:4])
-    twin, resumed = build()  # as the program does: the optimizer, then the pruning
-    prune.l1_unstructured(twin[2], "weight", 0.4)
-    twin.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, its_optimizer in ((model, optimizer), (twin, resumed)):
-        train(one, its_optimizer, STREAM[4:])
-    assert_same(weights(model), weights(twin))
 
 
 def test_new_parameters_are_in_no_group():

@@ -97,39 +97,6 @@ def test_stories():
             assert layer.curvature.last_trace_change == pytest.approx(change, abs=1e-12)
 
 
-def test_traces_multiply_and_damping_counts_once_for_every_weight():
-    """tr(A ⊗ G) = tr(A) tr(G): a twice and g half as large is no change at all.
-
-    3 × 2 weights, λ = 1: the trace is tr(A) tr(G) + 6. With tr(A) tr(G) from 1 to 1.05, Δ = 0.05 / 7.
-    """
-    layer = Scalar(trace_thresholds=(1e-9, 0.0))
-    layer.show(1.0, 1.0)
-    layer.show(2.0, 0.5)
-    assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-14)
-    assert layer.curvature.refreshes == 1
-    model = nn.Sequential(nn.Linear(2, 3, bias=False)).double()
-    optimizer = THOR(model, lr=0.0, damping=1.0, update_interval=1)
-    for a in (1.0, 1.05):
-        model(torch.tensor([[a**0.5, 0.0]], dtype=torch.float64))[:, 0].sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.curvature["0"].last_trace_change == pytest.approx(0.05 / 7)
-    assert optimizer.curvature["0"].refreshes == 1
-
-
-def test_current_damping_stands_in_both_traces():
-    """A scheduled damping is no change of the layer, and a kept layer keeps the inverse with its old damping."""
-    layer = Scalar(trace_thresholds=(1e-9, 0.0))
-    layer.show(1.0)
-    inverse = layer.a_inverse
-    layer.optimizer.param_groups[0]["damping"] = 0.1
-    layer.show(1.0)
-    assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-14)
-    assert layer.a_inverse == inverse == pytest.approx(1 / (1 + 0.5**0.5))
-    layer.show(1.11)
-    assert layer.curvature.last_trace_change == pytest.approx(0.1)
-
-
 def test_looking_changes_nothing():
     """A user prints the curvature before training; `factors()` and `inverses()` are copies.
 

@@ -19,7 +19,6 @@ from torch_thor import THOR
 
 OPTIONS = {"lr": 0.02, "damping": 0.1, "split_dim": 4, "update_interval": 3, "fisher": "sampled"}
 STREAM = batches(5)
-NAN = float("nan")
 
 
 class Fixed(Categorical):

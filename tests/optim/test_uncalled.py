@@ -1,6 +1,5 @@
 """Layers whose weight is used without calling them: named once, trained plainly, and waited for no longer."""
 
-import copy
 import math
 import warnings
 
@@ -78,21 +77,8 @@ def test_the_layer_is_waited_for_no_longer(optimizer):
     assert refreshes.pop("middle") == 0 < min(refreshes.values())
 
 
-def test_a_resumed_run_knows():
-    """No second warning, and the same bits."""
-    for steps in (1, 2, 3):
-        (model, optimizer), (twin, other) = build(), build()
-        caught(train, model, optimizer, STREAM[:steps])
-        twin.load_state_dict(model.state_dict())
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert set(reasons(other)) == {"middle.weight", "middle.bias"}
-        assert not caught(train, twin, other, STREAM[steps:])
-        train(model, optimizer, STREAM[steps:])
-        assert_same(weights(model), weights(twin))
-
-
-def test_a_layer_that_is_called_later():
-    """It is preconditioned then."""
+def test_a_layer_that_is_called_later_and_then_no_longer():
+    """It is preconditioned then, keeps the inverses that it has, and is told of once."""
     model, optimizer = build()
     caught(train, model, optimizer, STREAM[:2])
     model.calls = True
@@ -101,16 +87,9 @@ def test_a_layer_that_is_called_later():
     assert not reasons(optimizer)
     train(model, optimizer, STREAM[3:5])
     assert optimizer.curvature["middle"].refreshes == 2
-
-
-def test_a_layer_that_is_called_no_longer():
-    """It keeps the inverses that it has, and is told of once."""
-    model, optimizer = build()
-    model.calls = True
-    train(model, optimizer, STREAM[:2])
     model.calls = False
     before = [inverse.clone() for inverse in optimizer.curvature["middle"].inverses()]
-    (message,) = caught(train, model, optimizer, STREAM[2:6])
+    (message,) = caught(train, model, optimizer, STREAM[5:])
     assert "keeps the inverses" in message
     assert_same(list(optimizer.curvature["middle"].inverses()), before)
     assert not reasons(optimizer)
@@ -123,6 +102,3 @@ def test_one_layer_inside_torch_func():
     (message,) = caught(train, model, optimizer, STREAM[:2])
     assert "torch.func" in message
     assert optimizer.curvature["middle"].refreshes == 0
-
-
-# --------------------------------------------------------------------------- models that do this
