@@ -6,16 +6,10 @@ Which rows: tests/curvature/test_kinds_enough_rows.py; which passes: tests/captu
 import torch
 from torch import nn
 
-from tiny import batches, cross_entropy, mlp
-from torch_thor import THOR, ThorMuon
+from tiny import TakesAll, batches, cross_entropy, mlp
+from torch_thor import THOR
 
 OPTIONS = {"update_interval": 1, "factor_decay": 0.0, "lr": 0.01}
-
-
-class Muon(ThorMuon):
-    """Takes all new factors."""
-
-    trace_thresholds = (0.0, 0.0)
 
 
 def moment(rows):
@@ -27,7 +21,7 @@ def test_large_blocks_take_eight_rows_a_column():
     for split_dim, every in ((64, 3), (150, 2), (200, 2), (210, 1), (None, 1)):
         model = nn.Sequential(nn.Linear(300, 2)).double()
         x = torch.randn(3300, 300).double() * torch.linspace(1, 3, 3300).double()[:, None]
-        optimizer = Muon(model, **OPTIONS, split_dim=split_dim)
+        optimizer = TakesAll(model, **OPTIONS, split_dim=split_dim)
         model(x).square().mean().backward()
         optimizer.step()
         wanted = torch.block_diag(*(moment(part[::every]) for part in x.split(split_dim or 300, dim=1)))
@@ -37,7 +31,7 @@ def test_large_blocks_take_eight_rows_a_column():
 def test_each_micro_batch_has_rows_enough_and_thor_takes_all():
     """3000 rows come as 1500 (every second) + 700 (all)."""
     [(x, labels)] = batches(1, size=3700)
-    for make, rows in ((Muon, torch.cat([x[:3000:2], x[3000:]])), (THOR, x)):
+    for make, rows in ((TakesAll, torch.cat([x[:3000:2], x[3000:]])), (THOR, x)):
         model = mlp()
         optimizer = make(model, **OPTIONS)
         for part in (slice(0, 3000), slice(3000, 3700)):

@@ -126,26 +126,6 @@ def test_hooks_of_the_users():
     assert_same(optimizer.state_dict(), later)
 
 
-def test_blocks_of_another_number_of_shards_are_cut_and_inverted_again():
-    """Four shards of seven rows have two each; one process has blocks of four and of three rows."""
-    optimizer = thor(build().double())
-    old = torch.zeros(7, 4, dtype=torch.float64)
-    for first in (0, 2, 4):
-        old[first : first + 2, :2] = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64) + first
-    old[6, 0] = 3.0
-    train(optimizer.model, optimizer, [(STREAM[0][0].double(), STREAM[0][1])])
-    saved = copy.deepcopy(optimizer.state_dict())
-    put(0, row_shards=4, G=old.clone(), G_inverse=old.clone())(saved)
-    optimizer.load_state_dict(saved)
-    layer = optimizer.curvature["0"]
-    whole = torch.block_diag(old[0:2, :2], old[2:4, :2], old[4:6, :2], old[6:7, :1])
-    assert torch.equal(layer.factors()[1], whole)
-    damping = (optimizer.param_groups[0]["damping"] / layer.rows_per_term) ** 0.5
-    wanted = torch.linalg.inv(whole + damping * torch.eye(7, dtype=torch.float64))
-    torch.testing.assert_close(layer.inverses()[1], wanted)
-    assert optimizer.state[optimizer.model[0].weight]["row_shards"] == 1
-
-
 # ------------------------------------------------------------------------------------- of another optimizer
 
 OTHERS = {
@@ -185,14 +165,6 @@ def test_what_is_not_its_own_state_dict_is_refused(ours):
         with pytest.raises(ValueError, match=f"NaN or inf in '{key}' of parameter '3.weight'"):
             pair[1].load_state_dict(saved)
     assert_goes_on_as(pair, same)
-
-
-def test_lamb_takes_moments_and_betas_of_adamw_and_keeps_its_length_of_step():
-    _, adamw = trained(lambda model: torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), weight_decay=0.3))
-    _, optimizer = trained(lambda model: LAMB(model, lr=0.02, eps=1e-5, weight_decay=0.1))
-    optimizer.load_state_dict(adamw.state_dict())
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.02, (0.8, 0.9), 1e-5, 0.1)
 
 
 # ------------------------------------------------------------------------------------- of other layers

@@ -1,13 +1,11 @@
 """A weight that is pruned or parametrised after THOR was made: said once, trained plainly, later taken up again."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from tiny import batches, mlp, train, weights
+from tiny import batches, mlp, told, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(9)
@@ -26,13 +24,6 @@ CHANGES = {
     "parametrised": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
     "spectral_norm": parametrizations.spectral_norm,
 }
-
-
-def told(model, optimizer, stream):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optimizer, stream)
-    return [str(w.message) for w in caught if w.category is RuntimeWarning]
 
 
 def build(optimizer=THOR, **options):
@@ -55,7 +46,7 @@ def test_said_once_and_trained_plainly(change, optimizer):
         assert list(entries) == [name for name, _ in model.named_parameters()]
         assert not any(entry.preconditioned for name, entry in entries.items() if name.startswith("2."))
         before = weights(model)
-        (message,) = told(model, one, STREAM[steps:])
+        (message,) = told(train, model, one, STREAM[steps:])
         assert "'2'" in message
         assert "pruned or parametrised" in message
         assert all(not torch.equal(before[name], value) for name, value in weights(model).items())
@@ -71,12 +62,12 @@ def test_taken_up_again():
         train(model, optimizer, STREAM[:1])
         inverse = optimizer.curvature["2"].inverses()[0].clone()
         prune.l1_unstructured(model[2], "weight", 0.4)
-        told(model, optimizer, STREAM[1 : 1 + steps])
+        told(train, model, optimizer, STREAM[1 : 1 + steps])
         assert "2" not in optimizer.curvature
         prune.remove(model[2], "weight")
-        assert not told(model, optimizer, STREAM[1 + steps : 2 + steps])
+        assert not told(train, model, optimizer, STREAM[1 + steps : 2 + steps])
         assert torch.equal(optimizer.curvature["2"].inverses()[0], inverse)
-        assert not told(model, optimizer, STREAM[2 + steps :])
+        assert not told(train, model, optimizer, STREAM[2 + steps :])
         assert optimizer.curvature["2"].refreshes >= 2
         assert {entry.name for entry in optimizer.coverage()} == {name for name, _ in model.named_parameters()}
         assert all(entry.preconditioned for entry in optimizer.coverage())
@@ -87,6 +78,6 @@ def test_new_parameters_are_in_no_group():
     model, optimizer = build()
     train(model, optimizer, STREAM[:1])
     parametrizations.weight_norm(model[2])
-    (message,) = told(model, optimizer, STREAM[1:5])
+    (message,) = told(train, model, optimizer, STREAM[1:5])
     for part in ("original0", "original1", "add_param_group"):
         assert part in message

@@ -1,6 +1,6 @@
 """One step and ten steps of THOR, weight by weight, against the reference."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -137,6 +137,28 @@ def test_frozen_parts_stay_and_the_others_go_on():
         optimizer, _ = compare(model, labelled(4), **BOUNDED, update_interval=2)
         assert all(map(torch.equal, still, before)), frozen
         assert bool(optimizer.curvature[frozen[0]].refreshes) == (frozen == "2.bias"), frozen
+
+
+def test_what_is_left_out_takes_the_steps_of_sgd():
+    """To the last bit, and its momentum is SGD's."""
+    decays = {"weight_decay": 0.1}
+    momenta = ({}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})
+    for dtype, settings in product((torch.float64, torch.float32), [m | d for m in momenta for d in ({}, decays)]):
+        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3)).to(dtype)
+        plain = [*model[:3].parameters()]
+        twins = [parameter.detach().clone().requires_grad_() for parameter in plain]
+        options = {"momentum": 0.0, **settings, "lr": 0.1, "max_update_ratio": None}
+        optimizer, sgd = THOR(model, layers="4", **options), torch.optim.SGD(twins, lr=0.1, **settings)
+        for x, labels in batches(6, dtype=dtype):
+            cross_entropy(labels)(model(x)).backward()
+            for parameter, twin in zip(plain, twins, strict=True):
+                twin.grad = parameter.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            sgd.step()
+            assert all(map(torch.equal, plain, twins)), (dtype, settings)
+        for parameter, twin in zip(plain, twins, strict=True) if "momentum" in settings else ():
+            assert torch.equal(optimizer.state[parameter]["momentum_buffer"], sgd.state[twin]["momentum_buffer"])
 
 
 class TwoHeads(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 import every_kind
 from reference import by_stages
-from tiny import batches, conv_model, cross_entropy, train, weights
+from tiny import TakesAll, batches, conv_model, cross_entropy, train, weights
 from torch_thor import ThorMuon, param_groups
 
 ADAMW_SHARE = 0.2  # of lr, for what is no matrix
@@ -75,12 +75,6 @@ class Reference:
             weight -= d * min(1.0, longest / float(d.norm()))
         self.adamw.step()
         self.step_number += 1
-
-
-class TakesAll(ThorMuon):
-    """New factors in every refresh."""
-
-    trace_thresholds = (0.0, 0.0)
 
 
 def perceptron(*widths):

@@ -1,14 +1,13 @@
 """Layers whose weight is used without calling them: named once, trained plainly, and waited for no longer."""
 
 import math
-import warnings
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from tiny import assert_same, batches, listened_to, train, weights
+from tiny import assert_same, batches, listened_to, told, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(8)
@@ -34,13 +33,6 @@ def build(optimizer=THOR, **options):
     return model, optimizer(model, **{"update_interval": 2, **options})
 
 
-def caught(function, *args):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        function(*args)
-    return [str(w.message) for w in found if w.category is RuntimeWarning]
-
-
 def reasons(optimizer):
     return {entry.name: entry.reason for entry in optimizer.coverage() if entry.reason}
 
@@ -50,7 +42,7 @@ def test_the_layer_takes_plain_steps_and_the_others_their_own():
     for interval in (1, 2):
         model, optimizer = build(update_interval=interval)
         twin, left_out = build(update_interval=interval, layers="-middle")
-        messages = caught(train, model, optimizer, STREAM)
+        messages = told(train, model, optimizer, STREAM)
         train(twin, left_out, STREAM)
         assert_same(weights(model), weights(twin))
         assert len(messages) == 1
@@ -63,7 +55,7 @@ def test_the_layer_is_waited_for_no_longer(optimizer):
     """And coverage says so by name."""
     model, one = build(optimizer)
     assert not any("calling" in reason for reason in reasons(one).values())
-    caught(train, model, one, STREAM[:1])
+    told(train, model, one, STREAM[:1])
     uncalled = {name for name, reason in reasons(one).items() if "without calling" in reason}
     assert uncalled == ({"middle.weight", "middle.bias"} if optimizer is THOR else {"middle.weight"})
     preconditioned = sum(math.prod(e.shape) for e in one.coverage() if e.preconditioned)
@@ -71,7 +63,7 @@ def test_the_layer_is_waited_for_no_longer(optimizer):
     for x, labels in STREAM[1:5]:
         assert bool(listened_to(model)) == (one.param_groups[0]["step"] % 2 == 0)
         before = weights(model)
-        assert not caught(train, model, one, [(x, labels)])
+        assert not told(train, model, one, [(x, labels)])
         assert all(not torch.equal(before[name], value) for name, value in weights(model).items())
     refreshes = {name: curvature.refreshes for name, curvature in one.curvature.items()}
     assert refreshes.pop("middle") == 0 < min(refreshes.values())
@@ -80,16 +72,16 @@ def test_the_layer_is_waited_for_no_longer(optimizer):
 def test_a_layer_that_is_called_later_and_then_no_longer():
     """It is preconditioned then, keeps the inverses that it has, and is told of once."""
     model, optimizer = build()
-    caught(train, model, optimizer, STREAM[:2])
+    told(train, model, optimizer, STREAM[:2])
     model.calls = True
-    assert not caught(train, model, optimizer, STREAM[2:3])
+    assert not told(train, model, optimizer, STREAM[2:3])
     assert optimizer.curvature["middle"].refreshes == 1
     assert not reasons(optimizer)
     train(model, optimizer, STREAM[3:5])
     assert optimizer.curvature["middle"].refreshes == 2
     model.calls = False
     before = [inverse.clone() for inverse in optimizer.curvature["middle"].inverses()]
-    (message,) = caught(train, model, optimizer, STREAM[5:])
+    (message,) = told(train, model, optimizer, STREAM[5:])
     assert "keeps the inverses" in message
     assert_same(list(optimizer.curvature["middle"].inverses()), before)
     assert not reasons(optimizer)
@@ -99,6 +91,6 @@ def test_one_layer_inside_torch_func():
     """The others have their statistics, so training goes on, and the message knows the cause."""
     model, optimizer = build()
     model.forward = lambda x: model.last(torch.func.vmap(model.middle)(torch.tanh(model.first(x))))
-    (message,) = caught(train, model, optimizer, STREAM[:2])
+    (message,) = told(train, model, optimizer, STREAM[:2])
     assert "torch.func" in message
     assert optimizer.curvature["middle"].refreshes == 0
