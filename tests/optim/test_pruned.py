@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 
 from tiny import batches, mlp, told, train, weights
 from torch_thor import THOR, ThorMuon
@@ -11,17 +10,8 @@ from torch_thor import THOR, ThorMuon
 STREAM = batches(9)
 
 
-class Doubled(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-    def right_inverse(self, x):
-        return x / 2
-
-
 CHANGES = {
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
-    "parametrised": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
     "spectral_norm": parametrizations.spectral_norm,
 }
 

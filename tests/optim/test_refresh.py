@@ -1,4 +1,4 @@
-"""When a layer refreshes: the interval, and the trace rule on data made by hand."""
+"""The trace rule on data made by hand. When it is asked: tests/test_intervals.py."""
 
 import pytest
 import torch
@@ -7,76 +7,12 @@ from torch import nn
 from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
 
-TAKE_ALL = {"trace_thresholds": (0.0, 0.0)}
-
-
-class Scalar:
-    """One weight, shown the input √`a` and the gradient √`g`: A = a, G = g and tr(F + λI) = ag + λ."""
-
-    def __init__(self, **options):
-        self.model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
-        options = {"lr": 0.0, "damping": 0.5, "update_interval": 1, "momentum": 0.0, **options}
-        self.optimizer = THOR(self.model, **options)
-        self.curvature = self.optimizer.curvature["0"]
-
-    def show(self, a, g=1.0):
-        x = torch.tensor([[a**0.5]], dtype=torch.float64)
-        (self.model(x) * g**0.5).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @property
-    def a(self):
-        return self.curvature.factors()[0].item()
-
-    @property
-    def a_inverse(self):
-        return self.curvature.inverses()[0].item()
-
-
-# ------------------------------------------------------------------------------------------- interval
-
-
-def steps_that_refresh(interval, steps=12, change=None):
-    """Which steps took new factors, seen from the outside: A changes with every new input."""
-    layer = Scalar(update_interval=interval, **TAKE_ALL)
-    taken = []
-    for step in range(steps):
-        if step == 2 and change is not None:
-            layer.optimizer.param_groups[0]["update_interval"] = change
-        layer.show(10.0 * (step + 1))
-        if layer.a == pytest.approx(10.0 * (step + 1)):
-            taken.append(step)
-    assert layer.curvature.refreshes == len(taken)
-    return taken
-
-
-def test_steps_that_refresh():
-    asked = []
-
-    def longer(step):
-        asked.append(step)
-        return step + 2
-
-    assert steps_that_refresh(1) == list(range(12))
-    assert steps_that_refresh(3) == [0, 3, 6, 9]
-    assert steps_that_refresh(100) == [0]
-    assert steps_that_refresh(lambda step: 4) == [0, 4, 8]
-    assert steps_that_refresh(lambda step: step + 1) == [0, 1, 3, 7]
-    assert steps_that_refresh(lambda step: 1 if step < 3 else 5) == [0, 1, 2, 3, 8]
-    assert steps_that_refresh(3, 9, change=2) == [0, 3, 5, 7]  # the group is asked at a refresh
-    assert steps_that_refresh(longer) == [0, 2, 6]
-    assert sorted(set(asked)) == [0, 2, 6]
-    with pytest.raises(ValueError, match="0"):
-        steps_that_refresh(lambda step: 0)
-
-
-# ------------------------------------------------------------------------------------------ trace rule
-# λ = 0.5 throughout: the first trace is 1.5. The borders of the rule are in tests/curvature/test_refresh_rule.py
-
 
 def test_stories():
-    """Of steps: A, A in use after it, Δ."""
+    """Of steps: A, A in use after it, Δ. The borders of the rule are in tests/curvature/test_refresh_rule.py.
+
+    One weight is shown the input √a and the gradient 1: A = a, G = 1 and tr(F + λI) = a + 0.5, at first 1.5.
+    """
     stories = [
         ({"trace_thresholds": (1e9, 1e8)}, [(3.0, 3.0, None)]),  # the first refresh always takes
         # 1 → 1.01 (kept) → 1.02: 0.0133 from the factors in use, but 0.0066 from those seen last
@@ -89,12 +25,17 @@ def test_stories():
         ({"factor_decay": 0.25}, [(4.0, 4.0, None), (8.0, 7.0, 4 / 4.5), (7.0, 7.0, 0.0), (11.0, 10.0, 4 / 7.5)]),
     ]
     for options, story in stories:
-        layer = Scalar(**options)
+        model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
+        optimizer = THOR(model, lr=0.0, damping=0.5, update_interval=1, **options)
+        layer = optimizer.curvature["0"]
         for a, in_use, change in story:
-            layer.show(a)
-            assert layer.a == pytest.approx(in_use)
-            assert layer.a_inverse == pytest.approx(1 / (in_use + 0.5**0.5))  # damping comes after the average
-            assert layer.curvature.last_trace_change == pytest.approx(change, abs=1e-12)
+            model(torch.tensor([[a**0.5]], dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert layer.factors()[0].item() == pytest.approx(in_use)
+            # damping comes after the average
+            assert layer.inverses()[0].item() == pytest.approx(1 / (in_use + 0.5**0.5))
+            assert layer.last_trace_change == pytest.approx(change, abs=1e-12)
 
 
 def test_looking_changes_nothing():
