@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations, prune
 
-from tiny import batches, mlp, told, train, weights
+from tiny import assert_same, batches, mlp, told, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(9)
@@ -71,3 +71,13 @@ def test_new_parameters_are_in_no_group():
     (message,) = told(train, model, optimizer, STREAM[1:5])
     for part in ("original0", "original1", "add_param_group"):
         assert part in message
+
+
+def test_all_layers_pruned_is_the_documented_error():
+    model, optimizer = build()
+    for i in (0, 2, 4):
+        prune.l1_unstructured(model[i], "weight", 0.4)
+    before = weights(model)
+    with pytest.raises(ValueError, match=r"no layer to precondition.*SGD"):
+        train(model, optimizer, STREAM[:1])
+    assert_same(weights(model), before)
