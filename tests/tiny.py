@@ -1,10 +1,12 @@
 """Small models and data, by name, for the tests of the optimizer and of the curvature."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from torch_thor import ThorMuon
 from torch_thor.capture.hooks import ModuleCalls
 
 # kernel, stride, padding and so on of one convolution from 4 channels to 6, and the size of its input
@@ -87,12 +89,26 @@ def cross_entropy(labels):
     return loss
 
 
+class TakesAll(ThorMuon):
+    """Takes new factors in every refresh."""
+
+    trace_thresholds = (0.0, 0.0)
+
+
 def train(model, optimizer, stream):
     """The ordinary loop over (x, labels)."""
     for x, labels in stream:
         cross_entropy(labels)(model(x)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def told(function, *args):
+    """The messages of all RuntimeWarnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function(*args)
+    return [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
 
 
 def weights(model):

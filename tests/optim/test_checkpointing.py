@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from comparing import having
-from tiny import mlp
+from tiny import TakesAll, mlp
 from torch_thor import THOR, ThorMuon
 
 
@@ -36,13 +36,7 @@ class Recomputed(nn.Module):
         return self.last(h)
 
 
-class Muon(ThorMuon):
-    """Takes all new factors."""
-
-    trace_thresholds = (0.0, 0.0)
-
-
-@pytest.mark.parametrize("make", [partial(THOR, trace_thresholds=(0.0, 0.0)), partial(Muon, factor_decay=0.0)])
+@pytest.mark.parametrize("make", [partial(THOR, trace_thresholds=(0.0, 0.0)), partial(TakesAll, factor_decay=0.0)])
 @pytest.mark.parametrize("mode", [None, "reentrant", "non-reentrant", "compiled"])
 def test_statistics_are_those_of_the_plain_pass_that_trains(make, mode):
     """In micro-batches too, and where a loss that is given up is reset only after the next forward pass (Lightning)."""

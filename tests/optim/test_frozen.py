@@ -6,9 +6,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from tiny import assert_same, batches, listened_to, mlp, train, weights
+from tiny import batches, listened_to, mlp, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(8)
@@ -40,19 +39,6 @@ def test_no_state_no_statistics_no_share(make):
     named = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     covered = sum(n for name, n in named.items() if make is THOR or name.endswith("weight"))
     assert f"{covered} of {sum(named.values())} trained parameters, in 2 layers" in repr(optimizer)
-
-
-def test_a_part_of_a_layer_may_be_frozen():
-    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
-    model[1].requires_grad_(False)
-    model[2].weight.requires_grad_(False)
-    optimizer = THOR(model)
-    train(model, optimizer, STREAM[:2])
-    found = entries(optimizer)
-    assert all("frozen" in found[name].reason for name in ("1.weight", "2.weight", "2.bias"))
-    assert found["2.bias"].trained
-    assert model[1].weight not in optimizer.state
-    assert set(optimizer.state[model[2].bias]) == {"preconditioned", "momentum_buffer"}
 
 
 @BOTH
@@ -91,49 +77,6 @@ def test_frozen_later_it_stands_still_and_keeps_its_state():
     model[2].requires_grad_(True)
     train(model, optimizer, STREAM[6:])
     assert optimizer.curvature["2"].refreshes == 3
-
-
-@BOTH
-def test_resuming_with_frozen_weights(make):
-    """By state dicts, and by those of torch.distributed.checkpoint."""
-    for distributed in (False, True):
-        (model, optimizer), (twin, other) = build(make), build(make)
-        train(model, optimizer, STREAM[:3])
-        twin.load_state_dict(model.state_dict())
-        if distributed:
-            saved = get_optimizer_state_dict(model, optimizer)
-            assert not any(name.startswith("2.") for name in saved["state"])
-            set_optimizer_state_dict(twin, other, saved)
-        else:
-            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for one, its_optimizer in ((model, optimizer), (twin, other)):
-            train(one, its_optimizer, STREAM[3:5])
-            one[2].requires_grad_(True)
-            train(one, its_optimizer, STREAM[5:])
-        assert_same(weights(model), weights(twin))
-        assert optimizer.curvature["2"].refreshes > 0
-
-
-def test_nothing_that_is_trained_is_preconditioned():
-    model = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Bilinear(4, 4, 3))
-    model[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"among what is trained.*SGD(.|\n)*0\.weight.*frozen"):
-        THOR(model)
-
-
-def test_all_of_it_may_be_frozen_between_steps():
-    """A generator's turn; what is looked at in it finds all layers."""
-    model = mlp()
-    twin = copy.deepcopy(model)
-    optimizer, other = THOR(model), THOR(twin)
-    train(model, optimizer, STREAM[:1])
-    model.requires_grad_(False)
-    assert not any(entry.trained for entry in optimizer.coverage())
-    optimizer.load_state_dict(optimizer.state_dict())
-    model.requires_grad_(True)
-    train(model, optimizer, STREAM[1:3])
-    train(twin, other, STREAM[:3])
-    assert_same(weights(model), weights(twin))
 
 
 # --------------------------------------------------------------- less than half of it is preconditioned

@@ -1,39 +1,19 @@
 """A weight that is pruned or parametrised after THOR was made: said once, trained plainly, later taken up again."""
 
-import copy
-import warnings
-
 import pytest
 import torch
-from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 
-from tiny import assert_same, batches, mlp, train, weights
+from tiny import assert_same, batches, mlp, told, train, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = batches(9)
 
 
-class Doubled(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-    def right_inverse(self, x):
-        return x / 2
-
-
 CHANGES = {
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
-    "parametrised": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
     "spectral_norm": parametrizations.spectral_norm,
 }
-
-
-def told(model, optimizer, stream):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optimizer, stream)
-    return [str(w.message) for w in caught if w.category is RuntimeWarning]
 
 
 def build(optimizer=THOR, **options):
@@ -56,26 +36,13 @@ def test_said_once_and_trained_plainly(change, optimizer):
         assert list(entries) == [name for name, _ in model.named_parameters()]
         assert not any(entry.preconditioned for name, entry in entries.items() if name.startswith("2."))
         before = weights(model)
-        (message,) = told(model, one, STREAM[steps:])
+        (message,) = told(train, model, one, STREAM[steps:])
         assert "'2'" in message
         assert "pruned or parametrised" in message
         assert all(not torch.equal(before[name], value) for name, value in weights(model).items())
         assert set(one.curvature) == {"0", "4"}
         assert all(curvature.refreshes >= 2 for curvature in one.curvature.values())
         assert "in 2 layers" in repr(one)
-
-
-def test_the_pruned_weight_takes_the_steps_of_sgd():
-    """From the step after the pruning on, under its new name."""
-    model, optimizer = build(momentum=0.0, weight_decay=0.1, max_update_ratio=None)
-    train(model, optimizer, STREAM[:1])
-    prune.l1_unstructured(model[2], "weight", 0.4)
-    x, labels = STREAM[1]
-    nn.functional.cross_entropy(model(x), labels).backward()
-    wanted = model[2].weight_orig - 0.05 * (model[2].weight_orig.grad + 0.1 * model[2].weight_orig)
-    with pytest.warns(RuntimeWarning, match="'2'"):
-        optimizer.step()
-    torch.testing.assert_close(model[2].weight_orig, wanted)
 
 
 def test_taken_up_again():
@@ -85,30 +52,15 @@ def test_taken_up_again():
         train(model, optimizer, STREAM[:1])
         inverse = optimizer.curvature["2"].inverses()[0].clone()
         prune.l1_unstructured(model[2], "weight", 0.4)
-        told(model, optimizer, STREAM[1 : 1 + steps])
+        told(train, model, optimizer, STREAM[1 : 1 + steps])
         assert "2" not in optimizer.curvature
         prune.remove(model[2], "weight")
-        assert not told(model, optimizer, STREAM[1 + steps : 2 + steps])
+        assert not told(train, model, optimizer, STREAM[1 + steps : 2 + steps])
         assert torch.equal(optimizer.curvature["2"].inverses()[0], inverse)
-        assert not told(model, optimizer, STREAM[2 + steps :])
+        assert not told(train, model, optimizer, STREAM[2 + steps :])
         assert optimizer.curvature["2"].refreshes >= 2
         assert {entry.name for entry in optimizer.coverage()} == {name for name, _ in model.named_parameters()}
         assert all(entry.preconditioned for entry in optimizer.coverage())
-
-
-@pytest.mark.filterwarnings("ignore:THOR.* is no longer a parameter:RuntimeWarning")
-def test_resumed_while_it_is_pruned():
-    model, optimizer = build()
-    train(model, optimizer, STREAM[:1])
-    prune.l1_unstructured(model[2], "weight", 0.4)
-    told(model, optimizer, STREAM[1:4])
-    twin, resumed = build()  # as the program does: the optimizer, then the pruning
-    prune.l1_unstructured(twin[2], "weight", 0.4)
-    twin.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for one, its_optimizer in ((model, optimizer), (twin, resumed)):
-        train(one, its_optimizer, STREAM[4:])
-    assert_same(weights(model), weights(twin))
 
 
 def test_new_parameters_are_in_no_group():
@@ -116,18 +68,16 @@ def test_new_parameters_are_in_no_group():
     model, optimizer = build()
     train(model, optimizer, STREAM[:1])
     parametrizations.weight_norm(model[2])
-    (message,) = told(model, optimizer, STREAM[1:5])
+    (message,) = told(train, model, optimizer, STREAM[1:5])
     for part in ("original0", "original1", "add_param_group"):
         assert part in message
 
 
 def test_all_layers_pruned_is_the_documented_error():
     model, optimizer = build()
-    train(model, optimizer, STREAM[:1])
     for i in (0, 2, 4):
         prune.l1_unstructured(model[i], "weight", 0.4)
-    nn.functional.cross_entropy(model(STREAM[1][0]), STREAM[1][1]).backward()
     before = weights(model)
     with pytest.raises(ValueError, match=r"no layer to precondition.*SGD"):
-        optimizer.step()
+        train(model, optimizer, STREAM[:1])
     assert_same(weights(model), before)

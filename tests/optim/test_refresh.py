@@ -1,83 +1,18 @@
-"""When a layer refreshes: the interval, and the trace rule on data made by hand."""
+"""The trace rule on data made by hand. When it is asked: tests/test_intervals.py."""
 
 import pytest
 import torch
 from torch import nn
 
-from comparing import having
-from tiny import assert_same, batches, listened_to, mlp, train, weights
+from tiny import assert_same, batches, mlp, train, weights
 from torch_thor import THOR
-
-TAKE_ALL = {"trace_thresholds": (0.0, 0.0)}
-
-
-class Scalar:
-    """One weight, shown the input √`a` and the gradient √`g`: A = a, G = g and tr(F + λI) = ag + λ."""
-
-    def __init__(self, **options):
-        self.model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
-        options = {"lr": 0.0, "damping": 0.5, "update_interval": 1, "momentum": 0.0, **options}
-        self.optimizer = THOR(self.model, **options)
-        self.curvature = self.optimizer.curvature["0"]
-
-    def show(self, a, g=1.0):
-        x = torch.tensor([[a**0.5]], dtype=torch.float64)
-        (self.model(x) * g**0.5).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @property
-    def a(self):
-        return self.curvature.factors()[0].item()
-
-    @property
-    def a_inverse(self):
-        return self.curvature.inverses()[0].item()
-
-
-# ------------------------------------------------------------------------------------------- interval
-
-
-def steps_that_refresh(interval, steps=12, change=None):
-    """Which steps took new factors, seen from the outside: A changes with every new input."""
-    layer = Scalar(update_interval=interval, **TAKE_ALL)
-    taken = []
-    for step in range(steps):
-        if step == 2 and change is not None:
-            layer.optimizer.param_groups[0]["update_interval"] = change
-        layer.show(10.0 * (step + 1))
-        if layer.a == pytest.approx(10.0 * (step + 1)):
-            taken.append(step)
-    assert layer.curvature.refreshes == len(taken)
-    return taken
-
-
-def test_steps_that_refresh():
-    asked = []
-
-    def longer(step):
-        asked.append(step)
-        return step + 2
-
-    assert steps_that_refresh(1) == list(range(12))
-    assert steps_that_refresh(3) == [0, 3, 6, 9]
-    assert steps_that_refresh(100) == [0]
-    assert steps_that_refresh(lambda step: 4) == [0, 4, 8]
-    assert steps_that_refresh(lambda step: step + 1) == [0, 1, 3, 7]
-    assert steps_that_refresh(lambda step: 1 if step < 3 else 5) == [0, 1, 2, 3, 8]
-    assert steps_that_refresh(3, 9, change=2) == [0, 3, 5, 7]  # the group is asked at a refresh
-    assert steps_that_refresh(longer) == [0, 2, 6]
-    assert sorted(set(asked)) == [0, 2, 6]
-    with pytest.raises(ValueError, match="0"):
-        steps_that_refresh(lambda step: 0)
-
-
-# ------------------------------------------------------------------------------------------ trace rule
-# λ = 0.5 throughout: the first trace is 1.5. The borders of the rule are in tests/curvature/test_refresh_rule.py
 
 
 def test_stories():
-    """Of steps: A, A in use after it, Δ."""
+    """Of steps: A, A in use after it, Δ. The borders of the rule are in tests/curvature/test_refresh_rule.py.
+
+    One weight is shown the input √a and the gradient 1: A = a, G = 1 and tr(F + λI) = a + 0.5, at first 1.5.
+    """
     stories = [
         ({"trace_thresholds": (1e9, 1e8)}, [(3.0, 3.0, None)]),  # the first refresh always takes
         # 1 → 1.01 (kept) → 1.02: 0.0133 from the factors in use, but 0.0066 from those seen last
@@ -90,45 +25,17 @@ def test_stories():
         ({"factor_decay": 0.25}, [(4.0, 4.0, None), (8.0, 7.0, 4 / 4.5), (7.0, 7.0, 0.0), (11.0, 10.0, 4 / 7.5)]),
     ]
     for options, story in stories:
-        layer = Scalar(**options)
+        model = nn.Sequential(nn.Linear(1, 1, bias=False)).double()
+        optimizer = THOR(model, lr=0.0, damping=0.5, update_interval=1, **options)
+        layer = optimizer.curvature["0"]
         for a, in_use, change in story:
-            layer.show(a)
-            assert layer.a == pytest.approx(in_use)
-            assert layer.a_inverse == pytest.approx(1 / (in_use + 0.5**0.5))  # damping comes after the average
-            assert layer.curvature.last_trace_change == pytest.approx(change, abs=1e-12)
-
-
-def test_traces_multiply_and_damping_counts_once_for_every_weight():
-    """tr(A ⊗ G) = tr(A) tr(G): a twice and g half as large is no change at all.
-
-    3 × 2 weights, λ = 1: the trace is tr(A) tr(G) + 6. With tr(A) tr(G) from 1 to 1.05, Δ = 0.05 / 7.
-    """
-    layer = Scalar(trace_thresholds=(1e-9, 0.0))
-    layer.show(1.0, 1.0)
-    layer.show(2.0, 0.5)
-    assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-14)
-    assert layer.curvature.refreshes == 1
-    model = nn.Sequential(nn.Linear(2, 3, bias=False)).double()
-    optimizer = THOR(model, lr=0.0, damping=1.0, update_interval=1)
-    for a in (1.0, 1.05):
-        model(torch.tensor([[a**0.5, 0.0]], dtype=torch.float64))[:, 0].sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.curvature["0"].last_trace_change == pytest.approx(0.05 / 7)
-    assert optimizer.curvature["0"].refreshes == 1
-
-
-def test_current_damping_stands_in_both_traces():
-    """A scheduled damping is no change of the layer, and a kept layer keeps the inverse with its old damping."""
-    layer = Scalar(trace_thresholds=(1e-9, 0.0))
-    layer.show(1.0)
-    inverse = layer.a_inverse
-    layer.optimizer.param_groups[0]["damping"] = 0.1
-    layer.show(1.0)
-    assert layer.curvature.last_trace_change == pytest.approx(0.0, abs=1e-14)
-    assert layer.a_inverse == inverse == pytest.approx(1 / (1 + 0.5**0.5))
-    layer.show(1.11)
-    assert layer.curvature.last_trace_change == pytest.approx(0.1)
+            model(torch.tensor([[a**0.5]], dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert layer.factors()[0].item() == pytest.approx(in_use)
+            # damping comes after the average
+            assert layer.inverses()[0].item() == pytest.approx(1 / (in_use + 0.5**0.5))
+            assert layer.last_trace_change == pytest.approx(change, abs=1e-12)
 
 
 def test_looking_changes_nothing():
@@ -155,52 +62,3 @@ def test_looking_changes_nothing():
     train(model, optimizer, stream[1:])
     train(twin, other, stream)
     assert_same(weights(model), weights(twin))
-
-
-class Late(nn.Module):
-    """The first layer sees N rows, the second the rows of `chosen`, two each."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(2, 4, bias=False)
-        self.second = nn.Linear(2, 2, bias=False)
-        self.chosen = slice(None)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        return x.sum() if self.chosen is None else x.sum() + self.second(x[self.chosen].reshape(-1, 2)).sum()
-
-
-def test_layers_that_refresh_alone_have_the_loss_terms_that_are_given():
-    """N is the batch's, whichever layers are being refreshed: with `loss_terms`, T of the second layer stays 2."""
-    for first in ({"trace_thresholds": (1e9, 1e8)}, {"update_interval": 100}):
-        model = Late().double()
-        x = torch.randn(4, 2).double()
-        groups = [{"params": [model.first.weight], **first}, {"params": [model.second.weight]}]
-        options = {"lr": 0.0, "update_interval": 1, **TAKE_ALL}
-        optimizer = having(THOR(groups, model=model, **options), loss_terms=4)
-        for scale in (1.0, 2.0, 3.0):
-            (scale * model(scale * x) / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert optimizer.curvature["first"].stopped == ("trace_thresholds" in first)
-        assert optimizer.curvature["first"].refreshes == 1
-        second = optimizer.curvature["second"]
-        assert (second.refreshes, second.rows_per_term) == (3, 2)
-        torch.testing.assert_close(second.factors()[1], torch.full((2, 2), 9.0).double())  # g = 3 in every row
-
-
-def test_layer_first_reached_between_refreshes_is_refreshed_in_the_next_step():
-    """Its own leading dimension is 3, the batch's 12: `loss_terms` says so where no other layer gathers."""
-    model = Late().double()
-    optimizer = having(THOR(model, lr=0.0), loss_terms=12)
-    for step in range(5):
-        model.chosen = slice(0, 3) if step >= 2 else None
-        (model(torch.randn(12, 2).double()) / 12).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert [event.layer for event in optimizer.last_refresh] == {0: ["first"], 3: ["second"]}.get(step, [])
-        assert "second" not in listened_to(model) or step == 2  # hooks only where a refresh comes next
-    second = optimizer.curvature["second"]
-    assert second.rows_per_term == 6 / 12
-    torch.testing.assert_close(second.factors()[1], torch.ones(2, 2).double())  # g = 1 in every row

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.nn.utils import prune
 
 import every_kind
 from tiny import assert_same, batches, train, weights
@@ -89,6 +90,7 @@ EVERY_WAY = [directly, by_state_dict, by_distributed_checkpoint, FLAT, FULL, in_
 # step -> the ways by which a run is stopped before it
 THOROUGH = {0: EVERY_WAY, 4: EVERY_WAY, **{step: [by_state_dict] for step in (1, 2, 3, 5)}}
 QUICK = {0: [by_distributed_checkpoint], 1: [transposed], 3: [by_state_dict], 4: [FLAT, FULL], 5: [by_state_dict]}
+EACH = {step: [by_state_dict] for step in range(1, 6)}
 IMAGES = [(torch.randn(16, 3, 5, 5), torch.randint(3, (16,))) for _ in range(6)]
 
 # ------------------------------------------------------------------------------------------------------------ runs
@@ -121,23 +123,42 @@ def wide(memory_format):
 
 
 class Late(nn.Module):
-    """One layer is called in some steps only. A refresh that has not reached it waits for the first that does."""
+    """One layer is called in some steps only, in the others its weight may be used without calling it.
 
-    def __init__(self, called):
+    A refresh that has not reached it waits for the first step that does.
+    """
+
+    def __init__(self, called, bypassed):
         super().__init__()
         torch.manual_seed(1)
-        self.called, self.body, self.first, self.second = called, nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.called, self.bypassed = called, bypassed
+        self.body, self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 3)
         self.register_buffer("steps", torch.tensor(0))
 
     def forward(self, x):
         h, step = torch.tanh(self.body(x)), int(self.steps)
         self.steps += 1
-        return self.first(h) + (self.second(h) if step in self.called else 0.0)
+        if step in self.called:
+            return self.first(h) + self.second(h)
+        return self.first(h) + (nn.functional.linear(h, self.second.weight) if self.bypassed else 0.0)
 
 
-def late(called, zeros):
-    model, optimizer = thor(partial(Late, called), update_interval=4, **EVERY)()
-    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=not zeros)
+def late(called, otherwise):
+    model, optimizer = thor(partial(Late, called, otherwise == "bypassed"), update_interval=4, **EVERY)()
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=otherwise != "zeros")
+    return model, optimizer
+
+
+def frozen():
+    model = build()
+    model[3].requires_grad_(False)
+    return model
+
+
+def pruned():
+    """As the program does: the optimizer, then the pruning."""
+    model, optimizer = thor(update_interval=2)()
+    prune.l1_unstructured(model[3], "weight", 0.4)
     return model, optimizer
 
 
@@ -165,6 +186,7 @@ MODELS = {
     **{
         str(layout): (partial(wide, layout), IMAGES, QUICK) for layout in (torch.contiguous_format, torch.channels_last)
     },
+    "frozen": (frozen, STREAM, QUICK),
     "every kind": (every_kind.build, every_kind.stream(), QUICK),
 }
 OPTIONS = {
@@ -183,14 +205,11 @@ RUNS = {
         for name, options in OPTIONS.items()
     },
     "groups": (groups, STREAM, THOROUGH),
+    "pruned": (pruned, STREAM, EACH),
     **{
-        f"called {called}, {zeros=}": (
-            partial(late, called, zeros),
-            STREAM,
-            {step: [by_state_dict] for step in range(1, 6)},
-        )
+        f"called {called}, else {otherwise}": (partial(late, called, otherwise), STREAM, EACH)
         for called in ((2, 3, 5), (0, 1, 5, 6))
-        for zeros in (False, True)
+        for otherwise in ("nothing", "zeros", "bypassed")
     },
 }
 

@@ -98,17 +98,9 @@ def contrastive():
     return mlp(32, 16), torch.randn(128, 32).repeat(2, 1) + 0.1 * torch.randn(256, 32), loss
 
 
-def tokens(count=5000):
-    """A mean over all tokens of a large vocabulary."""
-    x = torch.randint(count, (16, 24))
-    model = nn.Sequential(nn.Embedding(count, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, count))
-    return model, x, lambda y: F.cross_entropy(y.flatten(0, 1), x.flatten())
-
-
 MEANS = {
     "ten_classes": lambda: classes(10, smoothing=0.1),
     "thousand_classes": lambda: classes(1000),
-    "a_batch_of_two": lambda: classes(10, size=2),
     "a_batch_of_one": lambda: classes(10, size=1),
     "outputs_summed": lambda: (
         mlp(13, 784), torch.randn(64, 13), lambda y: F.mse_loss(y, torch.randn(64, 784), reduction="sum") / 64
@@ -117,7 +109,6 @@ MEANS = {
     "targets_of_300_in_a_large_batch": lambda: targets_of(300, count=2048),
     "targets_of_100000_one_term": lambda: targets_of(1e5, count=1),
     "contrastive": contrastive,
-    "tokens": tokens,
 }  # fmt: skip
 
 

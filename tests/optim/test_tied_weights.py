@@ -1,4 +1,4 @@
-"""One parameter in several modules: one documented treatment, and one step. More on who shares: test_inspection.py."""
+"""One parameter in several modules or calls: one step. Who shares, and what is listed: capture/test_inspection.py."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch_thor import THOR, ThorMuon
 
 
 class Shared(nn.Module):
-    """Two modules of one weight, with an activation between them; a language model has no head."""
+    """Two modules of one weight, or one, called twice; with an activation between. A language model has no head."""
 
     def __init__(self, first, second, head=None, *, second_first=False):
         super().__init__()
@@ -28,19 +28,12 @@ class Shared(nn.Module):
         seen = [("first", x, y)]
         x = torch.tanh(y)
         y = self.second(x)
-        seen.append(("second", x, y))
+        seen.append(("first" if self.second is self.first else "second", x, y))
         if self.head is not None:
             x = torch.tanh(y).flatten(1)
             y = self.head(x)
             seen.append(("head", x, y))
         return y, seen
-
-
-class Doubled(nn.Linear):
-    """A layer that uses its weight in a way of its own."""
-
-    def forward(self, x):
-        return nn.functional.linear(x, 2 * self.weight, self.bias)
 
 
 def parts(model, x):
@@ -54,87 +47,62 @@ def stream(count, shape):
     return [(torch.randn(5, *shape).double(), cross_entropy(torch.randint(3, (5,)))) for _ in range(count)]
 
 
-def covered(optimizer):
-    return {entry.name: entry for entry in optimizer.coverage()}
-
-
 SETTINGS = {
     "defaults": {"update_interval": 2},
     "everything": {"update_interval": 2, "nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": 3},
     "no_momentum": {"momentum": 0.0, "update_interval": 1},
 }
+DECODER, POOLED = {"preconditioned": ["first"]}, {"pooled": {"first": ["second"]}}
+
+
+def twice(layer, width):
+    return Shared(layer, layer, nn.Linear(width, 3)), (4, 4), {}
+
+
+# name: (model, shape of one input, what the reference is told)
 TIED = {
-    "plain": lambda: Shared(nn.Embedding(7, 4), nn.Linear(4, 7)),
-    "no bias": lambda: Shared(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)),
-    "decoder first": lambda: Shared(nn.Embedding(7, 4), nn.Linear(4, 7), second_first=True),
-    "padding": lambda: Shared(nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 7)),
-}
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", TIED)
-def test_decoder_that_is_the_embedding(name, settings):
-    """Statistics of the embedding's use; the gradient is that of both uses; the decoder's bias is plain."""
-    model, known = TIED[name]().double(), {"preconditioned": ["first"]}
-    optimizer, _ = compare(model, stream(10, None), forward=parts, reference_options=known, **SETTINGS[settings])
-    assert set(optimizer.curvature) == {"first"}
-    entries = covered(optimizer)
-    one, other = ("second", "first") if name == "decoder first" else ("first", "second")
-    assert f"{other}.weight" not in entries  # listed once
-    assert f"{other}.weight" in entries[f"{one}.weight"].note
-    assert (entries[f"{one}.weight"].kind, entries[f"{one}.weight"].factor_sizes) == ("Embedding", (7, 4))
-    if name != "no bias":
-        assert "first" in entries["second.bias"].reason
-
-
-# name: (model, shape of one input)
-ONE_GEOMETRY = {
-    "linear": lambda: (Shared(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)), (5,)),
-    "linear_one_bias": lambda: (Shared(nn.Linear(5, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 3)), (5,)),
+    "embedding": lambda: (Shared(nn.Embedding(7, 4), nn.Linear(4, 7)), None, DECODER),
+    "no bias": lambda: (Shared(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)), None, DECODER),
+    "decoder first": lambda: (Shared(nn.Embedding(7, 4), nn.Linear(4, 7), second_first=True), None, DECODER),
+    "padding": lambda: (Shared(nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 7)), None, DECODER),
+    "linear": lambda: (Shared(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)), (5,), POOLED),
+    "linear_one_bias": lambda: (
+        Shared(nn.Linear(5, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 3)), (5,), POOLED
+    ),
     "conv_other_stride": lambda: (
-        Shared(nn.Conv1d(2, 2, 3, padding=1), nn.Conv1d(2, 2, 3, stride=2, dilation=2), nn.Linear(2, 3)), (2, 5)
+        Shared(nn.Conv1d(2, 2, 3, padding=1), nn.Conv1d(2, 2, 3, stride=2, dilation=2), nn.Linear(2, 3)), (2, 5), POOLED
     ),
     "transposed": lambda: (
-        Shared(nn.ConvTranspose1d(2, 2, 3), nn.ConvTranspose1d(2, 2, 3, stride=2, padding=1), nn.Linear(26, 3)), (2, 5)
+        Shared(nn.ConvTranspose1d(2, 2, 3), nn.ConvTranspose1d(2, 2, 3, stride=2, padding=1), nn.Linear(26, 3)),
+        (2, 5), POOLED,
     ),
-    "hugging_face": lambda: (Shared(Conv1D(5, 5), Conv1D(5, 5), nn.Linear(5, 3)), (5,)),
+    "hugging_face": lambda: (Shared(Conv1D(5, 5), Conv1D(5, 5), nn.Linear(5, 3)), (5,), POOLED),
+    "linear_twice": lambda: twice(nn.Linear(4, 4), 16),
+    "conv_groups_twice": lambda: twice(nn.Conv1d(4, 4, 3, groups=2, padding=1), 16),
+    "transposed_twice": lambda: twice(nn.ConvTranspose1d(4, 4, 3, padding=1), 16),
+    "norm_twice": lambda: twice(nn.LayerNorm(4), 16),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", ONE_GEOMETRY)
-def test_modules_of_one_geometry_pool_their_rows(name, settings):
-    """Each has its own rows (and its own stride), the factors are of all of them; both biases are solved with G."""
-    model, shape = ONE_GEOMETRY[name]()
-    known = {"pooled": {"first": ["second"]}}
-    optimizer, _ = compare(
+@pytest.mark.parametrize("name", TIED)
+def test_steps_with_a_weight_that_is_used_twice(name, settings):
+    """Of an embedding and its decoder: statistics of the embedding's use, the gradient of both, a plain bias.
+
+    Modules of one geometry pool their rows, and so do the calls of one module; all biases are solved with G.
+    """
+    model, shape, known = TIED[name]()
+    optimizer, reference = compare(
         model.double(), stream(6, shape), forward=parts, reference_options=known, **SETTINGS[settings]
     )
-    assert set(optimizer.curvature) == {"first", "head"}
-    assert "second.weight" in covered(optimizer)["first.weight"].note
-    assert all(entry.preconditioned for entry in covered(optimizer).values())
-
-
-def test_unlike_modules_of_one_weight_are_plain_and_listed():
-    for first, second, width, shape in (
-        (nn.Conv1d(2, 4, 3), nn.ConvTranspose1d(4, 2, 3), 10, (2, 5)),
-        (nn.Linear(5, 5), Conv1D(5, 5), 5, (5,)),
-        (nn.Conv1d(2, 4, 1, groups=2), nn.ConvTranspose1d(4, 1, 1), 5, (2, 5)),
-        (nn.Linear(5, 5), Doubled(5, 5), 5, (5,)),
-    ):
-        model, known = Shared(first, second, nn.Linear(width, 3)).double(), {"preconditioned": ["head"]}
-        optimizer, _ = compare(model, stream(4, shape), forward=parts, reference_options=known)
-        assert set(optimizer.curvature) == {"head"}
-        entries = covered(optimizer)
-        assert "'first.weight', 'second.weight'" in entries["first.weight"].reason
-        assert not any(entries[bias].preconditioned for bias in ("first.bias", "second.bias"))
+    assert set(optimizer.curvature) == set(reference.curvature)
 
 
 @pytest.mark.parametrize("optimizer", [THOR, ThorMuon])
 def test_tied_after_the_optimizer_was_made(optimizer):
     """An error before anything moves: its factors would be those of one layer alone."""
     for steps in (0, 2):
-        for model, shape in ((TIED["plain"](), None), ONE_GEOMETRY["linear"]()):
+        for model, shape, _ in (TIED["embedding"](), TIED["linear"]()):
             model.double()
             model.second.weight = nn.Parameter(model.first.weight.detach().clone())
             made, batches = optimizer(model, update_interval=1), stream(3, shape)
