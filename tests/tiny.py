@@ -1,5 +1,6 @@
 """Small models and data, by name, for the tests of the optimizer and of the curvature."""
 
+import copy
 from collections.abc import Mapping
 
 import torch
@@ -87,10 +88,25 @@ def cross_entropy(labels):
     return loss
 
 
+def twins(make, build=mlp, **options):
+    """(a model, its optimizer, another model with the same weights, its optimizer)."""
+    model = build()
+    twin = copy.deepcopy(model)
+    return model, make(model, **options), twin, make(twin, **options)
+
+
+def backward(model, batch):
+    """The pass of the ordinary loop; returns the loss."""
+    x, labels = batch
+    loss = cross_entropy(labels)(model(x))
+    loss.backward()
+    return loss
+
+
 def train(model, optimizer, stream):
     """The ordinary loop over (x, labels)."""
-    for x, labels in stream:
-        cross_entropy(labels)(model(x)).backward()
+    for batch in stream:
+        backward(model, batch)
         optimizer.step()
         optimizer.zero_grad()
 

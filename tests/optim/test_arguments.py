@@ -30,6 +30,13 @@ WRONG = {
     "kl_clip": [0.0, -1.0, "yes"],
     "loss_reduction": ["none", None],
     "fisher": ["exact", None],
+    "betas": [(0.9, 1.0), (-0.1, 0.9), 0.9, (0.9,), ("a", 0.9), (NAN, 0.9)],
+    "eps": [0.0],
+    "maximize": [1],
+    "foreach": ["yes"],
+    "dampening": [2],
+    "dampen_first": ["yes"],
+    "clip_factor": [0],
 }
 RIGHT = [
     {"lr": 0.0}, {"lr": torch.tensor(0.1)}, {"lr": 1}, {"momentum": 0.0}, {"split_dim": None}, {"split_dim": 1},
