@@ -26,7 +26,7 @@ def told_by(optimizer):
 # ------------------------------------------------------------------------- factors that cannot be inverted
 
 BAD = {
-    # squares leave the range: A is inf, and the gradient is not
+    # squares leave the range: A is inf
     "its new factors hold NaN or inf": lambda dtype: torch.finfo(dtype).max ** 0.7 * torch.randn(4, 3, dtype=dtype),
     # two inputs that are always the same, in powers of two: the factorisation of A ends in an exact zero
     "a block was not positive definite at": lambda dtype: (
@@ -47,19 +47,18 @@ def test_the_last_good_inverse_stays_or_the_gradient_is_plain(what, dtype):
     for kinds, expected, refreshes in RUNS:
         torch.manual_seed(1)
         model = nn.ModuleList([nn.Linear(3, 2, bias=False), nn.Linear(3, 2)]).to(dtype)
-        optimizer = THOR(model, lr=1e-12, update_interval=2, trace_thresholds=(0.0, 0.0), **PLAIN)
+        optimizer = THOR(model, update_interval=2, trace_thresholds=(0.0, 0.0), **PLAIN)
         curvature, told = optimizer.curvature["0"], {}
         for step, kind in enumerate(kinds):
             x = BAD[what](dtype) if kind == "b" else torch.randn(4, 3, dtype=dtype)
             kept = [*curvature.factors(), *curvature.inverses()] if curvature.refreshes else None
-            (model[0](x).mean() + model[1](torch.randn(4, 3, dtype=dtype)).mean()).backward()
+            (model[0](x).mean() / x.abs().max() + model[1](torch.randn(4, 3, dtype=dtype)).mean()).backward()
             gradient, weight = model[0].weight.grad.clone(), model[0].weight.detach().clone()
-            assert gradient.isfinite().all()
             told.update((step, message) for message in told_by(optimizer))
             optimizer.zero_grad()
             if kind == "b":
                 natural = kept[3] @ gradient @ kept[2] if kept else gradient
-                torch.testing.assert_close(model[0].weight.detach(), weight - 1e-12 * natural, rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(model[0].weight.detach(), weight - 0.05 * natural, rtol=1e-5, atol=1e-7)
                 assert not kept or all(map(torch.equal, kept, [*curvature.factors(), *curvature.inverses()]))
         assert [one.refreshes for one in optimizer.curvature.values()] == [refreshes, (len(kinds) + 1) // 2]
         assert told.keys() == expected.keys(), kinds
