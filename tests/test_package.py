@@ -62,7 +62,15 @@ def test_options_in_messages_exist():
     public += [torch_thor.intervals.Geometric, torch_thor.intervals.Piecewise]
     public += [torch_thor.THOR.sample_fisher, torch_thor.THOR.consolidate_state_dict]
     public += [torch_thor.curvature.matrices.split_rows]
-    known = {"d_in", "d_out", "gradient", "nonfinite", "requires_grad", "sparse", "use_reentrant"}  # shapes, and arguments of torch
+    known = {
+        "d_in",
+        "d_out",
+        "gradient",
+        "nonfinite",
+        "requires_grad",
+        "sparse",
+        "use_reentrant",
+    }  # shapes, and arguments of torch
     known |= {*dir(torch_thor.THOR), *dir(torch_thor.curvature.Kind), *dir(torch_thor.curvature.LayerCurvature)}
     known |= {name for base in torch_thor.curvature.Kind.__mro__ for name in inspect.get_annotations(base)}
     for one in filter(callable, public):

@@ -1,5 +1,6 @@
 """Small models and data, by name, for the tests of the optimizer and of the curvature."""
 
+import copy
 import warnings
 from collections.abc import Mapping
 
@@ -95,10 +96,25 @@ class TakesAll(ThorMuon):
     trace_thresholds = (0.0, 0.0)
 
 
+def twins(make, build=mlp, **options):
+    """(a model, its optimizer, another model with the same weights, its optimizer)."""
+    model = build()
+    twin = copy.deepcopy(model)
+    return model, make(model, **options), twin, make(twin, **options)
+
+
+def backward(model, batch):
+    """The pass of the ordinary loop; returns the loss."""
+    x, labels = batch
+    loss = cross_entropy(labels)(model(x))
+    loss.backward()
+    return loss
+
+
 def train(model, optimizer, stream):
     """The ordinary loop over (x, labels)."""
-    for x, labels in stream:
-        cross_entropy(labels)(model(x)).backward()
+    for batch in stream:
+        backward(model, batch)
         optimizer.step()
         optimizer.zero_grad()
 

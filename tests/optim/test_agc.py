@@ -1,12 +1,8 @@
-"""Adaptive gradient clipping: by hand, by explicit loops, beside timm's, and with other optimizers."""
-
-import copy
+"""Adaptive gradient clipping: by hand and by explicit loops."""
 
 import numpy as np
 import pytest
-import timm
 import torch
-from timm.utils.agc import adaptive_clip_grad as timms
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
@@ -99,28 +95,11 @@ def test_units_are_the_outputs_of_every_kind_of_layer(foreach, at_a_time, monkey
             expected[p], count = clipped(p.detach().numpy(), p.grad.numpy(), units, 0.4, 1e-3)
             total, every = total + count, every + len(ratios)
             assert 0 < count < max(len(ratios), 2)
-    found = adaptive_clip_grad_(model, 0.4, exclude=(), foreach=foreach)
+    with NoWaiting():
+        found = adaptive_clip_grad_(model, 0.4, exclude=(), foreach=foreach)
     for name, p in model.named_parameters():
         np.testing.assert_allclose(p.grad.numpy(), expected[p], rtol=1e-12, atol=1e-15, err_msg=name)
     assert (int(found.clipped), found.units) == (total, every)
-
-
-def test_equals_timms_and_waits_for_no_device():
-    """Without the last linear layer, which is left alone unless it is asked for."""
-    for name, head in (("test_nfnet", "head.fc."), ("test_vit", "head.")):
-        model = timm.create_model(name, num_classes=7)
-        twin, before = copy.deepcopy(model), copy.deepcopy(model)
-        for one in (model, twin, before):
-            gradients_of(one, scale=0.05)
-        with NoWaiting():
-            share = adaptive_clip_grad_(model, 0.02).share
-        assert 0.1 < float(share) < 0.99
-        timms(twin.parameters(), 0.02)
-        for key, p in model.named_parameters():
-            if key.startswith(head):
-                assert torch.equal(p.grad, before.get_parameter(key).grad), key
-            else:
-                torch.testing.assert_close(p.grad, twin.get_parameter(key).grad, rtol=1e-5, atol=1e-9, msg=key)
     with pytest.raises(AssertionError), NoWaiting():  # the guard sees what it is there to see
         float(torch.ones(()))
 

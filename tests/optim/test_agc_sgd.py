@@ -1,4 +1,4 @@
-"""AGCSGD: by hand, as torch's SGD where nothing is clipped, and as SGD on the gradients of the loops."""
+"""AGCSGD: SGD on the gradients of the loops, torch's to the bit where nothing is clipped; the rest by hand."""
 
 import copy
 
@@ -21,17 +21,10 @@ SETTINGS = {
     "nesterov_decay": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
     "maximize": {"momentum": 0.9, "maximize": True, "weight_decay": 0.1},
 }
-LATER = {"momentum": 0.9, "dampening": 0.5, "clip_factor": INF}
-FIRST = LATER | {"dampen_first": True}
-CLIPPED = {"momentum": 0.9, "weight_decay": 0.2, "clip_factor": 0.1}
-# W = (3, 4), lr = 0.5, μ = 0.9: options, gradients, W after each step
+FIRST = {"momentum": 0.9, "dampening": 0.5, "clip_factor": INF, "dampen_first": True}
+# W = (3, 4), lr = 0.5, μ = 0.9, τ = 0.5: options, gradients, W after each step
 BY_HAND = {
-    # λ = 0.1, weight decay 0.2. First limit 0.5: G ← (0.3, 0.4). d = G + 0.2 W = (0.9, 1.2) = v. W has norm 4.25.
-    # Second limit 0.425: G ← (0, 0.425). d = (0.51, 1.105). v = (1.32, 2.185)
-    "clipped": (CLIPPED, (6, 8), (0, 1), (2.55, 3.4), (1.89, 2.3075)),
-    # τ = 0.5 as in torch's SGD, v is (2, 0), then (1.8, 0) + (0, 2)
-    "dampened": (LATER, (2, 0), (0, 4), (2, 4), (1.1, 3)),
-    # now v starts with 0 + (1, 0), and goes on with (0.9, 0) + (0, 2)
+    # v starts with 0 + (1, 0), and goes on with (0.9, 0) + (0, 2)
     "first": (FIRST, (2, 0), (0, 4), (2.5, 4), (2.05, 3)),
     # the same v; W less half of (2, 0) + 0.9 (1, 0), then less half of (0, 4) + 0.9 (0.9, 2)
     "nesterov": (FIRST | {"nesterov": True}, (2, 0), (0, 4), (1.55, 4), (1.145, 1.1)),

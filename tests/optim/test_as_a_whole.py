@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, batches, cross_entropy, train, weights
+from tiny import assert_same, backward, batches, train, weights
 from torch_thor import THOR, ThorMuon
 from torch_thor.curvature import refresh
 
@@ -34,10 +34,6 @@ def pair(mode, steps, **options):
         train(model, optimizer, STREAM[:steps])
         made.append((model, optimizer))
     return made
-
-
-def backward(model, batch):
-    cross_entropy(batch[1])(model(batch[0])).backward()
 
 
 # ------------------------------------------------------------------------------------------ faults of one step
@@ -74,6 +70,20 @@ def split_dim(value, optimizer, patch):
     return RuntimeError, rf"split_dim={value}: A of layer '1' has shape \(5, 4\) and needs .*put it back"
 
 
+def gathered_in_other_blocks(optimizer, _):
+    (group,) = optimizer.param_groups
+    optimizer.zero_grad()
+    group["split_dim"] = 2
+    backward(optimizer.model, STREAM[0])
+    group["split_dim"] = 4
+    return RuntimeError, r"split_dim=4: .*'1'.*call zero_grad\(\)"
+
+
+def not_finite(optimizer, _):
+    optimizer.model[4].weight.grad[0, 0] = torch.nan
+    return FloatingPointError, r"step \d: .*4\.weight.*nonfinite = \"skip\""
+
+
 def shape(optimizer, patch):
     patch.setattr(optimizer.model[4].weight, "data", torch.randn(7, 6))
     return RuntimeError, r"'4(\.weight)?' has shape .* and needs .*weight .* was changed"
@@ -105,6 +115,8 @@ FAULTS = {
     "memory of the inverses": (partial(memory, (refresh, "invert_")), (0, 3)),
     "smaller blocks": (partial(split_dim, 2), (1, 3)),
     "whole matrices": (partial(split_dim, None), (1, 3)),
+    "gathered in other blocks": (gathered_in_other_blocks, (0, 3)),
+    "not finite": (not_finite, (0, 1, 3)),
     "shape": (shape, (1, 3)),
     "gradients by hand": (by_hand, (0, 3)),
     "flat parameters": (flat, (0,)),
@@ -183,17 +195,6 @@ def test_a_model_that_is_converted_takes_its_state_along():
             train(model, optimizer, [(x.to(dtype), labels) for x, labels in STREAM])
             for state in optimizer.state.values():
                 assert all(v.dtype == torch.float32 for v in state.values() if isinstance(v, torch.Tensor)), mode
-
-
-def test_a_model_that_is_converted_between_backward_and_step():
-    (model, optimizer), _ = pair("plain", 3)
-    backward(model, STREAM[3])
-    model.double()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert optimizer.curvature["1"].refreshes == 2
-    assert optimizer.curvature["1"].factors()[0].dtype == torch.float64
-    train(model, optimizer, [(x.double(), labels) for x, labels in STREAM[4:]])
 
 
 # ------------------------------------------------------------------------------- modules that are replaced

@@ -1,16 +1,15 @@
 """Batches and parameters at the edge: each has a defined outcome."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, batches, mlp, train, weights
+from tiny import assert_same, mlp, weights
 from torch_thor import THOR, ThorMuon
-
-STREAM = batches(4)
 
 
 def step(model, optimizer, x, loss=lambda y: y.square().mean()):
@@ -19,17 +18,24 @@ def step(model, optimizer, x, loss=lambda y: y.square().mean()):
     optimizer.zero_grad()
 
 
-def test_an_empty_batch_changes_nothing_and_the_refresh_waits():
-    """Its gradients are zeros (of a mean too, whose value is NaN)."""
-    for reduction, loss in (("sum", torch.sum), ("mean", torch.mean)):
-        model = mlp()
-        optimizer = THOR(model, loss_reduction=reduction, momentum=0.0)
-        before = weights(model)
-        with pytest.warns(RuntimeWarning, match="saw no rows .*plain gradient"):
-            step(model, optimizer, torch.zeros(0, 5).double(), loss)
+def test_a_batch_without_rows_changes_nothing_and_the_refresh_waits():
+    """Empty, or padding alone: gradients are zeros (of a mean too, whose value is NaN), and old inverses stay."""
+    x, outcomes = torch.randint(7, (4, 6)), ("plain gradient", "its old inverses stay")
+    for size, loss, refreshes in itertools.product((0, 4), (torch.sum, torch.mean), (0, 1)):
+        model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
+        optimizer = THOR(model, update_interval=1, trace_thresholds=(0.0, 0.0), momentum=0.0)
+        for _ in range(refreshes):
+            step(model, optimizer, x)
+        before, kept = weights(model), copy.deepcopy(optimizer.curvature["1"].factors() if refreshes else ())
+        optimizer.row_mask = torch.zeros(size, 6, dtype=torch.bool)
+        with pytest.warns(RuntimeWarning, match=f"saw no rows .*{outcomes[refreshes]}"):
+            step(model, optimizer, x[:size], lambda y, loss=loss: 0 * loss(y))
         assert_same(weights(model), before)
-        train(model, optimizer, STREAM[:1])
-        assert [c.refreshes for c in optimizer.curvature.values()] == [1, 1, 1]
+        assert_same(optimizer.curvature["1"].factors() if refreshes else (), kept)
+        optimizer.row_mask = torch.arange(6).lt(4).expand(4, 6)
+        step(model, optimizer, x)
+        for layer in optimizer.curvature.values():
+            assert (layer.refreshes, layer.rows_per_term) == (refreshes + 1, 4.0)
 
 
 def test_rank_one_inputs_are_inverted_with_their_damping():
@@ -44,46 +50,6 @@ def test_rank_one_inputs_are_inverted_with_their_damping():
         expected = torch.linalg.inv(A + 0.03**0.5 * torch.eye(5).double())
         torch.testing.assert_close(optimizer.curvature["0"].inverses()[0], expected, rtol=1e-5, atol=1e-7)
         assert all(p.isfinite().all() for p in model.parameters())
-
-
-def test_dead_units_have_a_zero_G_and_do_not_move():
-    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
-    with torch.no_grad():
-        model[0].bias.fill_(-1e3)
-    optimizer = THOR(model, update_interval=1)
-    before = weights(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(model, optimizer, STREAM)
-    _, G = optimizer.curvature["0"].factors()
-    assert not G.any()
-    torch.testing.assert_close(optimizer.curvature["0"].inverses()[1], 0.03**-0.5 * torch.eye(4).double())
-    assert torch.equal(model[0].weight, before["0.weight"])
-    assert not torch.equal(model[2].bias, before["2.bias"])
-
-
-def test_a_batch_of_padding_alone_keeps_what_there_is():
-    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
-    optimizer = THOR(model, update_interval=1, momentum=0.0)
-    x = torch.randint(7, (4, 6))
-    optimizer.row_mask = torch.ones(4, 6, dtype=torch.bool)
-    step(model, optimizer, x)
-    kept = [f.clone() for f in optimizer.curvature["1"].factors()]
-    optimizer.row_mask = torch.zeros(4, 6, dtype=torch.bool)
-    with pytest.warns(RuntimeWarning, match=r"saw no rows .*its old inverses stay"):
-        step(model, optimizer, x, lambda y: 0 * y.sum())
-    for one, two in zip(kept, optimizer.curvature["1"].factors(), strict=True):
-        assert torch.equal(one, two)
-    assert optimizer.curvature["1"].refreshes == 1
-
-
-def test_the_row_mask_stays_when_a_group_comes_in_between():
-    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 3)).double()
-    optimizer = THOR(model[0].parameters(), model=model)
-    optimizer.row_mask = torch.arange(6).lt(4).expand(4, 6)
-    optimizer.add_param_group({"params": model[1].parameters()})
-    step(model, optimizer, torch.randint(7, (4, 6)))
-    assert {c.rows_per_term for c in optimizer.curvature.values()} == {4.0}
 
 
 class Odd(nn.Module):

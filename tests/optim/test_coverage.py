@@ -8,13 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from tiny import batches, mlp, train, weights
+from tiny import batches, mlp, train
 from torch_thor import THOR
-
-
-def covered(optimizer):
-    """Parameter name -> entry."""
-    return {entry.name: entry for entry in optimizer.coverage()}
 
 
 class Scaled(nn.Linear):
@@ -47,13 +42,6 @@ class Everything(nn.Module):
         self.batch_norm = nn.BatchNorm1d(4)
         self.unused = nn.Linear(3, 3)
 
-    def forward(self, x):
-        h = self.embedding(x)
-        h = self.layer_norm(h + self.attention(h, h, h)[0]).mean(1)
-        h = self.named(torch.tanh(self.scaled(self.frozen(self.linear(h)))))
-        image = self.grouped((self.bilinear(h, h) * self.scale)[:, :, None, None].expand(-1, -1, 2, 3))
-        return self.batch_norm(self.transposed(image.mean(2)).mean(2))
-
 
 # name: kind and factor sizes; groups where there are several
 PRECONDITIONED = {
@@ -81,10 +69,6 @@ PLAIN = {
     "bilinear": "no curvature for Bilinear",
     "scale": "Everything",
 }
-LAYERS = {
-    "embedding", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj", "linear", "named",
-    "grouped", "transposed", "unused",
-}  # fmt: skip
 
 
 def test_every_parameter_is_listed_once_and_in_order():
@@ -101,27 +85,10 @@ def test_every_parameter_is_listed_once_and_in_order():
             assert entry.factor_sizes is None or not entry.trained
             assert PLAIN[entry.name.removesuffix(".weight").removesuffix(".bias")] in entry.reason
         assert entry.name in repr(optimizer)
-    for word in ("damping", "MultiheadAttention", "Conv2d", "8 x 8 x 3 groups", "a normalisation layer", "11 x 8"):
-        assert word in repr(optimizer)
-
-
-def test_everything_trains_without_a_warning_for_what_runs():
-    """Plain parameters move too, and curvature exists for the layers that run."""
-    model = Everything()
-    optimizer = THOR(model, update_interval=2)
-    before = weights(model)
-    for _ in range(3):
-        model(torch.randint(11, (6, 5))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, parameter in model.named_parameters():
-        still = name.startswith(("frozen", "unused"))
-        assert torch.equal(parameter, before[name]) == still, name
-    ran = {name for name, curvature in optimizer.curvature.items() if curvature.refreshes}
-    assert ran == LAYERS - {"unused"}
-    assert set(optimizer.curvature) - {"frozen"} == LAYERS
     with pytest.raises(TypeError):
         optimizer.curvature["linear"] = None
+    for word in ("damping", "MultiheadAttention", "Conv2d", "8 x 8 x 3 groups", "a normalisation layer", "11 x 8"):
+        assert word in repr(optimizer)
 
 
 def test_print_lists_the_options_of_each_group_and_nothing_that_is_internal():
@@ -148,21 +115,8 @@ def test_one_layer_under_two_names_is_one_layer():
     layer = nn.Linear(5, 5)
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(5, 3)).double()
     optimizer = THOR(model)
-    assert covered(optimizer)["0.weight"].preconditioned
     train(model, optimizer, batches(1))
     assert optimizer.curvature["0"].rows_per_term == 2
-
-
-def test_part_of_the_model_in_the_groups():
-    """What is in no group is not trained, and said so."""
-    model = mlp()
-    optimizer = THOR(model[4].parameters(), model=model)
-    assert set(optimizer.curvature) == {"4"}
-    assert "group" in covered(optimizer)["0.weight"].reason
-    before = model[0].weight.detach().clone()
-    train(model, optimizer, batches(2))
-    assert torch.equal(model[0].weight, before)
-    assert optimizer.curvature["4"].refreshes == 1
 
 
 def test_nothing_to_precondition_is_an_error():
@@ -187,10 +141,5 @@ def test_reparametrised_weight_is_no_weight():
     ):
         model = nn.Sequential(parametrised(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3))
         with pytest.warns(UserWarning, match="preconditions 15 of"):
-            optimizer = THOR(model)
-        assert set(optimizer.curvature) == {"2"}
-        for name, entry in covered(optimizer).items():
-            assert entry.preconditioned == name.startswith("2."), name
-        before = weights(model)
-        train(model, optimizer, batches(2, dtype=torch.float32))
-        assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+            entries = THOR(model).coverage()
+        assert {entry.name for entry in entries if entry.preconditioned} == {"2.weight", "2.bias"}

@@ -1,15 +1,11 @@
-"""LAMB: against a loop in numpy, beside timm's, and what of it is Adam's. More stands in test_exclusion.py."""
-
-import copy
+"""LAMB: against a loop in numpy, and its state. More stands in test_contract.py and test_exclusion.py."""
 
 import numpy as np
 import pytest
-import timm
 import torch
-from timm.optim import Lamb
 from torch import nn
 
-from tiny import assert_same, batches, cross_entropy, mlp, train, weights
+from tiny import batches, cross_entropy, mlp, train
 from torch_thor import LAMB
 
 
@@ -69,39 +65,6 @@ def test_equals_the_loop(weight_decay, name, foreach):
             np.testing.assert_allclose(p.detach().numpy(), books[name].x, rtol=1e-10, atol=1e-13, err_msg=name)
 
 
-def test_equals_timms():
-    """timm's applies the ratio to what decays, or, with `always_adapt`, to everything."""
-    for always in (True, False):
-        models = [timm.create_model("test_vit", num_classes=5) for _ in range(2)]
-        models[1].load_state_dict(models[0].state_dict())
-        options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-5}
-        ours = LAMB(models[0], weight_decay=0.1, exclude=() if always else None, **options)
-        decays = [always or p.dim() > 1 for p in models[1].parameters()]
-        groups = [
-            {
-                "params": [p for p, it in zip(models[1].parameters(), decays, strict=True) if it == its],
-                "weight_decay": decay,
-            }
-            for its, decay in ((True, 0.1), (False, 0.0))
-        ]
-        theirs = Lamb(groups, max_grad_norm=None, always_adapt=always, **options)
-        for step in range(4):
-            for model, optimizer in zip(models, (ours, theirs), strict=True):
-                generator = torch.Generator().manual_seed(step)
-                for p in model.parameters():
-                    p.grad = torch.randn(p.shape, generator=generator)
-                optimizer.step()
-        torch.testing.assert_close(*(weights(model) for model in models), rtol=2e-5, atol=2e-6)
-
-
-def test_everything_excluded_is_adam():
-    model = mlp()
-    twin = copy.deepcopy(model)
-    train(model, LAMB(model, lr=0.01, eps=1e-8, weight_decay=0.5, exclude="*"), batches(6))
-    train(twin, torch.optim.Adam(twin.parameters(), lr=0.01), batches(6))
-    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_have_float32_moments_and_norms(dtype):
     """The same numbers as float32 parameters that are rounded after each step."""
@@ -126,21 +89,17 @@ def test_low_precision_parameters_have_float32_moments_and_norms(dtype):
 
 
 def test_a_checkpoint_of_adamw_goes_on():
-    """Moments and steps are AdamW's; in float32, also where AdamW had them in bfloat16. LAMB's own is taken whole."""
+    """Moments and steps are AdamW's; in float32, also where AdamW had them in bfloat16."""
     model = mlp(dtype=torch.bfloat16)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
     train(model, adamw, batches(3, dtype=torch.bfloat16))
     optimizer = LAMB(model, lr=0.02, exclude=())
     optimizer.load_state_dict(adamw.state_dict())
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     for p in model.parameters():
         assert torch.equal(optimizer.state[p]["exp_avg"], adamw.state[p]["exp_avg"].float())
         assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
     train(model, optimizer, batches(1, dtype=torch.bfloat16))
     assert float(optimizer.state[model[0].weight]["step"]) == 4
-    other = LAMB(model, lr=0.5, eps=0.5)
-    other.load_state_dict(optimizer.state_dict())
-    assert (other.param_groups[0]["lr"], other.param_groups[0]["eps"]) == (0.02, 1e-6)
 
 
 def test_complex_parameters_are_pairs_of_real_ones():
@@ -156,23 +115,16 @@ def test_complex_parameters_are_pairs_of_real_ones():
 
 
 def test_state_is_made_for_all_at_the_first_step_and_for_late_comers():
-    model = mlp()
-    model[4].requires_grad_(False)
-    optimizer = LAMB(model)
-    model[0].weight.grad = torch.ones_like(model[0].weight)
-    optimizer.step()
-    steps = {name: float(optimizer.state[p]["step"]) for name, p in model.named_parameters() if p in optimizer.state}
-    assert steps == {"0.weight": 1, "0.bias": 0, "2.weight": 0, "2.bias": 0}
-    model[4].requires_grad_(True)
-    train(model, optimizer, batches(1))
-    assert float(optimizer.state[model[4].weight]["step"]) == 1
-
-
-def test_a_first_step_of_warm_up_from_zero_counts():
-    for lr in (0.0, torch.tensor(0.0)):
+    """A first step of warm-up from zero counts."""
+    for lr in (0.1, 0.0, torch.tensor(0.0)):
         model = mlp()
+        model[4].requires_grad_(False)
         optimizer = LAMB(model, lr=lr)
-        before = weights(model)
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        optimizer.step()
+        steps = {name: optimizer.state[p]["step"] for name, p in model[:4].named_parameters()}
+        assert steps == {"0.weight": 1, "0.bias": 0, "2.weight": 0, "2.bias": 0}
+        assert not any(p in optimizer.state for p in model[4].parameters())
+        model[4].requires_grad_(True)
         train(model, optimizer, batches(1))
-        assert_same(weights(model), before)
-        assert float(optimizer.state[model[0].weight]["step"]) == 1
+        assert optimizer.state[model[4].weight]["step"] == 1
