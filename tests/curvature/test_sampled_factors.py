@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from by_curvlinops import curvlinops_factors
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poisson
 from torch.nn import functional as F
 
-from comparing import DAMPING, assert_matches_reference
+from comparing import DAMPING, assert_matches_reference, curvlinops_factors
 from tiny import batches, conv_model, cross_entropy, mlp
 from torch_thor import THOR
 
