@@ -1,60 +1,13 @@
-"""Factors and damped inverses of one refresh, against dense float64 algebra, the exact Fisher, and curvlinops.
-
-In tests/optim/test_layer_kinds.py the same reference is compared with the steps, also of layers that are called twice.
-"""
-
-from itertools import product
+"""Factors of one refresh against curvlinops, and steps against the exact Fisher where it is a Kronecker product."""
 
 import pytest
 import torch
-from by_curvlinops import curvlinops_factors
-from hypothesis import given
-from hypothesis import strategies as st
 from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 
-from comparing import DAMPING, assert_matches_reference, refreshed
+from comparing import curvlinops_factors, refreshed
 from tiny import batches, conv_model, cross_entropy, mlp
 from torch_thor import THOR
-
-
-def test_fully_connected():
-    [(x, labels)] = batches(1)
-    for split_dim, bias in product((None, 1, 2, 4, 6, 7, 8), (True, False)):
-        assert_matches_reference(mlp(bias=bias), x, cross_entropy(labels), terms=8, split_dim=split_dim)
-
-
-@given(
-    leading=st.lists(st.integers(1, 4), max_size=3),
-    sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
-    split_dim=st.one_of(st.none(), st.integers(1, 9)),
-    bias=st.booleans(),
-)
-def test_any_linear(leading, sizes, split_dim, bias):
-    """(N, ..., d): every vector is a row, the first dimension counts the loss terms; without one it is one term."""
-    model = nn.Sequential(nn.Linear(*sizes, bias=bias)).double()
-    x, terms = torch.randn(*leading, sizes[0], dtype=torch.float64), leading[0] if leading else 1
-    loss = lambda output: (output**3).sum() / terms  # noqa: E731
-    assert_matches_reference(model, x, loss, terms=terms, split_dim=split_dim)
-
-
-def test_summed_loss_is_not_scaled():
-    [(x, labels)] = batches(1)
-    loss = lambda output: nn.functional.cross_entropy(output, labels, reduction="sum")  # noqa: E731
-    assert_matches_reference(mlp(), x, loss, terms=8, scale=1, split_dim=None, loss_reduction="sum")
-
-
-def test_given_numbers_of_loss_terms():
-    """A language model averages over tokens: g is 12 times the gradient and T is 1. Assigned between steps."""
-    model, x = mlp(), torch.randn(3, 4, 5, dtype=torch.float64)
-    loss = cross_entropy(torch.randint(3, (3, 4)))
-    optimizer = THOR(model, lr=0.0, damping=DAMPING, split_dim=None, update_interval=1, trace_thresholds=(0.0, 0.0))
-    for said, terms in ((None, 3), (12, 12), (lambda: 6, 6)):
-        optimizer.loss_terms = said
-        optimizer.zero_grad()
-        loss(model(x)).backward()
-        optimizer.step()
-        assert_matches_reference(model, x, loss, terms=terms, split_dim=None, optimizer=optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning")
@@ -95,12 +48,6 @@ def pairs():
     """All pairs of an input and a gradient, so that E[ggᵀ ⊗ aaᵀ] = E[ggᵀ] ⊗ E[aaᵀ] exactly, and both have full rank."""
     inputs, grads = torch.randn(6, 4).double(), torch.randn(5, 3).double()
     return inputs.repeat_interleave(5, 0), lambda output, i: (output.flatten() * grads[i % 5]).sum()
-
-
-def test_independent_inputs_and_gradients():
-    x, loss = pairs()
-    fisher, grad, *_, step = exact(nn.Linear(4, 3, bias=False).double(), x, loss, 1e-22)
-    torch.testing.assert_close(step, torch.linalg.solve(fisher, grad), rtol=1e-6, atol=1e-8)
 
 
 def test_independent_convolution_with_many_rows_a_term():

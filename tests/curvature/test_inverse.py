@@ -3,7 +3,6 @@
 from itertools import groupby
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from torch_thor.curvature import Blocks, Cut
@@ -141,15 +140,6 @@ def test_averages_kept_groups_and_groups_without_an_inverse():
     inverses = torch.linalg.inv(expected + 0.1 * EYE[:3, :3])
     inverses[2] = EYE[:3, :3]
     torch.testing.assert_close(inverted(one).dense, inverses)
-
-
-def test_a_factor_of_zeros_is_damped_by_the_share_itself():
-    """A layer whose inputs have vanished: the inverse only scales the step. Of two groups, the zeros alone."""
-    factor = matrix_of([diagonal(0.0, 0.0)], [diagonal(2.0, 4.0)])
-    assert relative(factor, 0.1) == pytest.approx([0.1, 0.3])
-    [result] = damped_inverses([(factor, relative(factor, 0.1))])
-    assert not result.flags[1]
-    torch.testing.assert_close(result.dense[0], diagonal(10.0, 10.0))
 
 
 def test_float32():

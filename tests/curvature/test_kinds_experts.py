@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # registers its grouped product
@@ -134,25 +133,6 @@ def test_steps_are_those_of_separate_layers(style):
         assert {name for name in optimizer.curvature if "experts" in name} == {f"experts.{name}" for name in WEIGHTS}
         refreshes = [reference.curvature[f"experts.down_proj.{e}"].refreshes for e in range(EXPERTS)]
         assert 1 < max(refreshes[0], refreshes[4]) < min(refreshes[1:4])
-
-
-def test_factors_by_hand():
-    """Expert 0 has tokens (1, 0) and (0, 2), expert 1 has (3, 0), N = 4: A_0 = diag(1, 4) / 2, T = 2 / 4 and 1 / 4."""
-    experts = Weights(lambda x, w: torch.cat([F.linear(x[:2], w[0]), F.linear(x[2:], w[1])]), 3, 1, 2)
-    nn.init.zeros_(experts.weight)
-    optimizer = having(THOR(experts, lr=1.0, damping=0.25, momentum=0.0, max_update_ratio=None), loss_terms=4)
-    x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]).double()
-    (experts(x) * torch.tensor([[1.0], [2.0], [3.0]]).double()).sum().div(4).backward()
-    optimizer.step()
-    A, G = optimizer.curvature["weight"].factors()
-    for found, share, wanted in zip(A, (2 / 4, 1 / 4, 0.0), ([0.5, 2.0], [9.0, 0.0], [0.0, 0.0]), strict=True):
-        np.testing.assert_allclose(found, math.sqrt(share) * np.diag(wanted), rtol=1e-12)
-    np.testing.assert_allclose([g.item() for g in G], [math.sqrt(0.5) * 2.5, math.sqrt(0.25) * 9.0, 0.0], rtol=1e-12)
-    # expert 0: ∇ = (1, 4) / 4; √T (A_d) = √0.5 diag(0.5, 2) + 0.5, √T (G_d) = √0.5 · 2.5 + 0.5
-    root = math.sqrt(0.5)
-    expected = np.array([1.0, 4.0]) / 4 / (root * np.array([0.5, 2.0]) + 0.5) / (root * 2.5 + 0.5)
-    np.testing.assert_allclose(-experts.weight.detach()[0, 0], expected, rtol=1e-10)
-    assert not experts.weight[2].any()
 
 
 def test_the_trace_counts_what_an_expert_without_rows_keeps():

@@ -1,6 +1,5 @@
 """Layers of the user's own, with a kind that is registered for them: they are trained as linear layers are."""
 
-import copy
 import math
 from itertools import product
 
@@ -155,27 +154,20 @@ CASES = [
 
 
 def test_steps_and_factors_are_those_of_linear_layers(layer):
-    """Nothing but the place of the numbers is another; also after a checkpoint is loaded, where no bit differs."""
+    """Nothing but the place of the numbers is another."""
     stream = [(torch.randn(3, 4, 5).double(), torch.randint(3, (3, 4))) for _ in range(8)]
     for (method, options, mask), split_dim in product(CASES, (None, 4)):
         options = {"update_interval": 3, "split_dim": split_dim, "max_update_ratio": None, **options}
-        models, curvatures = twins(layer), []
+        models, optimizers = twins(layer), []
         for model in models:
-            optimizer = having(method(model, **options), row_mask=mask)
-            train(model, optimizer, stream[:4])
-            resumed = copy.deepcopy(model)
-            other = having(method(resumed, **options), row_mask=mask)
-            other.load_state_dict(optimizer.state_dict())
-            train(model, optimizer, stream[4:])
-            train(resumed, other, stream[4:])
-            assert_same(weights(resumed), weights(model))
-            curvatures.append(optimizer.curvature)
+            optimizers.append(having(method(model, **options), row_mask=mask))
+            train(model, optimizers[-1], stream)
         # polar factors are iterated to some accuracy
         accuracy = {"rtol": 1e-6, "atol": 1e-8} if method is ThorMuon else {"rtol": 1e-8, "atol": 1e-10}
         torch.testing.assert_close(*map(as_linear, models), **accuracy)
-        for one, other in zip(*(of_model.values() for of_model in curvatures), strict=True):
-            assert one.refreshes == other.refreshes > 1
-            assert one.rows_per_term == other.rows_per_term
+        for one, other in zip(*(optimizer.curvature.values() for optimizer in optimizers), strict=True):
+            assert (one.refreshes, one.rows_per_term) == (other.refreshes, other.rows_per_term)
+            assert one.refreshes > 1
             torch.testing.assert_close(one.factors(), other.factors(), rtol=1e-6, atol=1e-9)
 
 

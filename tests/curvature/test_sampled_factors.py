@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from by_curvlinops import curvlinops_factors
 from torch import nn
 from torch.distributions import Bernoulli, Categorical, Independent, Normal, Poisson
 from torch.nn import functional as F
 
-from comparing import DAMPING, assert_matches_reference
-from tiny import batches, conv_model, cross_entropy, mlp
+from comparing import DAMPING, assert_matches_reference, curvlinops_factors
+from tiny import conv_model, cross_entropy, mlp
 from torch_thor import THOR
 
 
@@ -60,22 +59,6 @@ def test_softmax_classifier_in_expectation():
     assert (far > 20 * error).any(), "the bound would not tell the empirical Fisher apart"
 
 
-def test_the_training_labels_as_samples_are_the_empirical_fisher():
-    """To the bit where N is a power of two, because a mean is then exactly a sum divided."""
-    [(x, labels)] = batches(1)
-    model = mlp()
-    loss = lambda y: -Categorical(logits=y).log_prob(labels).mean()  # noqa: E731
-    one = THOR(model, lr=0.0, split_dim=4)
-    loss(model(x)).backward()
-    one.step()
-    one.zero_grad()
-    other = sampled(model, x, loss=loss, distribution=lambda y: Known(y, labels))
-    for name, curvature in one.curvature.items():
-        assert curvature.rows_per_term == other.curvature[name].rows_per_term
-        for empirical, known in zip(curvature.factors(), other.curvature[name].factors(), strict=True):
-            assert torch.equal(empirical, known)
-
-
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
 
@@ -97,7 +80,6 @@ def vectors(*leading):
 
 # name: model and input, what is predicted, its distribution, loss terms, the log-likelihood of what was drawn
 PREDICTIONS = {
-    "classes": (vectors(8), whole, classes, 8, lambda y, t: F.cross_entropy(y, t, reduction="sum")),
     "images": (images, whole, classes, 3, lambda y, t: F.cross_entropy(y, t, reduction="sum")),
     "tokens": (vectors(2, 3), whole, classes, 3, lambda y, t: F.cross_entropy(y[MASK], t[MASK], reduction="sum")),
     "means": (vectors(8), whole, lambda y: Normal(y, 0.5), 24, lambda y, t: ((y - t) ** 2).sum() / 0.5),

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import torch_thor.split.choice as choice_module
+from comparing import refreshed
+from tiny import as_list, cross_entropy
 from torch_thor import THOR, SplitChoice, choose_split_dim
 from torch_thor.curvature import LayerCurvature, ParameterView
 from torch_thor.curvature.kinds import kind_of
@@ -72,36 +74,11 @@ def sample():
     return images, torch.randint(0, 3, (6,), generator=generator)
 
 
-def rows_of(model, images, labels):
-    """Every layer's rows of a and g, (groups, rows, features), with hooks and unfold of our own."""
-    rows = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Conv2d):
-            continue
-
-        def keep(module, args, output, name=name):
-            x, groups = args[0].detach(), getattr(module, "groups", 1)
-            if isinstance(module, nn.Conv2d):
-                x = F.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride)
-                a = x.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
-            else:
-                a = x[None]
-
-            def arrived(g):
-                g = g.flatten(2).transpose(1, 2).flatten(0, 1) if g.dim() == 4 else g
-                rows.setdefault(name, []).append((a, g.unflatten(-1, (groups, -1)).transpose(0, 1)))
-
-            output.register_hook(arrived)
-
-        module.register_forward_hook(keep)
-    F.cross_entropy(model(images), labels).backward()
-    return {name: [torch.cat(each, dim=1) for each in zip(*pairs, strict=True)] for name, pairs in rows.items()}
-
-
-def dense_loss(rows, split_dim):
+def dense_loss(factor, split_dim):
     """1 - |Â| / |A| from the definition, groups one below the other."""
-    whole = torch.block_diag(*[x.T @ x for x in rows])
-    index = torch.cat([torch.arange(rows.shape[-1]) // split_dim + 1000 * g for g in range(len(rows))])
+    groups = as_list(factor)
+    index = torch.cat([torch.arange(len(one)) // split_dim + 1000 * g for g, one in enumerate(groups)])
+    whole = torch.block_diag(*groups)
     cut = torch.where(index[:, None] == index[None, :], whole, torch.zeros_like(whole))
     return 1 - float(torch.linalg.matrix_norm(cut, ord=2) / torch.linalg.matrix_norm(whole, ord=2))
 
@@ -123,7 +100,7 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
     model = Net().double()
     images, labels = sample()
     with torch.random.fork_rng():
-        rows = rows_of(copy.deepcopy(model), images, labels)
+        curvature = refreshed(copy.deepcopy(model), images, cross_entropy(labels), split_dim=None).curvature
     really, times = choice_module.inverse_seconds, (0.1, 0.2, 0.4, 0.5)
     monkeypatch.setattr(choice_module, "inverse_seconds", lambda *args, **options: really(*args, **options) and times)
     found = choose_split_dim(model, (images, labels))
@@ -135,7 +112,7 @@ def test_losses_shares_and_choice_of_a_model(monkeypatch, asked):
     kept = []
     for name, factors in found.losses.items():
         assert list(factors) == ["A", "G"]
-        for key, each in zip("AG", rows[name], strict=True):
+        for key, each in zip("AG", curvature[name].factors(), strict=True):
             expected = [dense_loss(each, s) for s in found.candidates]
             assert factors[key] == pytest.approx(expected, abs=2e-3), (name, key)
             kept.append([loss < 0.01 for loss in expected])
@@ -264,7 +241,9 @@ class Tied(nn.Module):
 
 def test_which_layers_and_calls_count(asked):
     model, x = Wasteful(), torch.randn(6, 20)
-    assert losses_with(model, (x, LABELS))["fc"] == losses_with(model.fc, (x, LABELS))[""]
+    expected, optimizer = losses_with(model.fc, (x, LABELS))[""], THOR(model)
+    assert losses_with(model, (x, LABELS))["fc"] == expected
+    assert optimizer.curvature["fc"].statistics.rows == 0
     frozen = nn.Sequential(nn.Linear(40, 4), nn.Linear(4, 2))
     frozen[0].weight.requires_grad_(False)
     found = choose_split_dim(frozen, torch.randn(5, 40))
@@ -278,15 +257,6 @@ def test_which_layers_and_calls_count(asked):
     found = choose_split_dim(model, torch.randint(0, 30, (5, 4)))
     assert set(found.losses) == set(THOR(model).curvature)
     assert len(found.losses) >= 5
-
-
-@pytest.mark.usefixtures("asked")
-def test_a_model_that_an_optimizer_watches():
-    model, x = nn.Linear(20, 3), torch.randn(6, 20)
-    expected = choose_split_dim(model, (x, LABELS)).losses
-    optimizer = THOR(model)
-    assert choose_split_dim(model, (x, LABELS)).losses == expected
-    assert optimizer.curvature[""].statistics.rows == 0
 
 
 def test_what_cannot_be_measured_is_one_clear_error():
