@@ -168,6 +168,16 @@ def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=lambda 
     return decisions
 
 
+def uneven(model, optimizer, first, step):
+    """The last rank has one example, the others share the rest. Every example has the same weight."""
+    batches = list(stream(10))
+    if step > 1:
+        others = shares([part(batch, slice(1, None)) for batch in batches], first, step - 1)
+        batches = [part(batch, slice(0, 1)) for batch in batches] if first == step - 1 else others
+    optimizer.loss_terms = SIZE // step
+    return train(model, optimizer, batches, loss=sum_over(SIZE // step))
+
+
 def optimizer_of(model, method=THOR, *, distributed=None, nonfinite="raise", loss_terms=None, **options):
     """THOR or ThorMuon with the options of these tests."""
     options = {k: v for k, v in {**OPTIONS, **options}.items() if method is THOR or k not in OF_THOR}
