@@ -143,21 +143,21 @@ class Holder(nn.Module):
         return F.linear(x, self.inner.weight, self.inner.bias)
 
 
-@pytest.mark.parametrize("with_children", [True, False])
-def test_children_that_are_not_called(with_children):
+def test_children_that_are_not_called():
     def layers(module):
         kind = ProjectionKind(module.inner.weight, "Holder")
-        biases = [ParameterView(module.inner, "bias")]
-        yield InnerLayer("first", kind, ParameterView(module.inner, "weight"), biases)
+        yield InnerLayer("first", kind, ParameterView(module.inner, "weight"), [ParameterView(module.inner, "bias")])
 
-    register_composite(Holder, layers, Hook, with_children=with_children)
-    model = network(Holder())
-    optimizer = THOR(model)
-    assert set(optimizer.curvature) == {"0", "1.first" if with_children else "1.inner", "2"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without: the layer is not called
-        train(model, optimizer, batches(1))
-    assert optimizer.curvature["1.first" if with_children else "1.inner"].refreshes == int(with_children)
+    for with_children, name in ((False, "1.inner"), (True, "1.first")):
+        registry.COMPOSITES.classes.pop(Holder, None)
+        register_composite(Holder, layers, Hook, with_children=with_children)
+        model = network(Holder())
+        optimizer = THOR(model)
+        assert set(optimizer.curvature) == {"0", name, "2"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # without: the layer is not called
+            train(model, optimizer, batches(1))
+        assert optimizer.curvature[name].refreshes == int(with_children)
 
 
 # ---- weights that are computed, biases without a layer, and two registrations for one weight -------------------------
@@ -194,20 +194,6 @@ def test_an_attention_whose_weight_is_computed_from_others(where, change):
     train(model, optimizer, [(torch.randn(6, 2, 4).double(), torch.randint(3, (6, 2)))])
     assert all(layer.refreshes == 1 for layer in optimizer.curvature.values())
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters() if not name.endswith("bias"))
-
-
-def test_the_bias_of_a_weight_that_is_not_trained():
-    for module, weight, bias in (
-        (nn.LSTM(4, 4), "weight_ih_l0", "bias_ih_l0"),
-        (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
-        (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
-    ):
-        model = nn.ModuleDict({"m": module, "last": nn.Linear(9, 9)})
-        trained = [p for p in model.parameters() if p is not module.get_parameter(weight)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            entries = {entry.name: entry for entry in THOR(trained, model=model).coverage()}
-        assert entries[f"m.{bias}"].reason == "the weight of its layer is not preconditioned"
 
 
 def test_a_weight_has_one_layer_where_a_kind_is_registered_for_what_looks_like_experts():

@@ -114,7 +114,8 @@ class ModelRMSNorm(nn.Module):
 
 
 def test_norms():
-    for norm in (nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm1d(4), ModelRMSNorm()):
+    batch = nn.BatchNorm1d(4), nn.SyncBatchNorm(4)
+    for norm in (nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), *batch, ModelRMSNorm()):
         found = inspect(nn.Sequential(nn.Linear(3, 4), norm))
         assert set(found.layers) == {"0"}
         assert set(reasons(found).values()) == {"a normalisation layer"}
@@ -219,6 +220,13 @@ def test_what_the_optimizer_has_not_and_what_is_no_real_number():
     assert set(found.layers) == {"1"}
     assert reasons(found) == {"0.weight": NOT_TRAINED, "0.bias": NOT_TRAINED}
     assert [entry.trained for entry in found.entries] == [False, False, True, True]
+    for module, weight, bias in (
+        (nn.LSTM(4, 4), "weight_ih_l0", "bias_ih_l0"),
+        (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
+        (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
+    ):
+        found = Inspection(module, [p for p in module.parameters() if p is not module.get_parameter(weight)])
+        assert reasons(found) == {weight: NOT_TRAINED, bias: "the weight of its layer is not preconditioned"}
     model = nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2))
     assert reasons(inspect(model))["0.weight"] == "torch.complex64 is not a real floating-point type"
     with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet; run one batch through the lazy"):

@@ -29,7 +29,7 @@ from joined import (
     train,
     uneven,
 )
-from torch_thor import ThorMuon
+from torch_thor import THOR, ThorMuon
 
 STEPS = 14
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
@@ -268,12 +268,12 @@ def test_sums_of_losses(run):
 
 
 def sum_given_as_mean(rank, world):
-    def loss(output, labels):
-        return 20 * F.cross_entropy(output, labels, reduction="sum")
-
-    model, optimizer = made("ddp")
-    with pytest.warns(match=r'looks like a sum over the 12 loss terms.*loss_reduction="sum"'):
-        train(model, optimizer, shares(stream(1), rank, world), loss)
+    x, y = (torch.randn(64, width, generator=torch.Generator().manual_seed(11))[rank::world] for width in (6, 40))
+    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 40))
+    optimizer, wrapped = THOR(model), DDP(model)
+    F.mse_loss(wrapped(x), y, reduction="sum").backward()
+    with pytest.warns(match=r'looks like a sum over the 64 loss terms.*loss_reduction="sum"'):
+        optimizer.step()
 
 
 def test_a_sum_that_is_given_as_a_mean_is_told(run):
