@@ -241,6 +241,13 @@ def test_what_weights_are_computed_from():
     why = reasons(found)
     assert why["0.weight_orig"].startswith("'weight' is computed from it (pruned, weight_norm)")
     assert "parametrization" in why["1.parametrizations.weight.original0"]
+    for change in (prune.identity, parametrizations.weight_norm):  # of one of an attention's weights
+        attention = nn.MultiheadAttention(4, 2)
+        change(attention, "in_proj_weight")
+        assert set(inspect(attention).layers) == {"out_proj"}
+        assert reasons(inspect(attention))["in_proj_bias"] == "the weight of its layer is not preconditioned"
+        change((attention := nn.MultiheadAttention(4, 2)).out_proj, "weight")
+        assert set(inspect(attention).layers) == {"q_proj", "k_proj", "v_proj"}
     for module, bias in (
         (nn.Linear(3, 4), "bias"),
         (nn.GRU(3, 4), "bias_hh_l0"),

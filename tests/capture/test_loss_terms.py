@@ -35,10 +35,6 @@ def positions_first(m, x):
     return m["head"](torch.tanh(m["body"](m["positions"](torch.arange(L)) + m["words"](x))).mean(1))
 
 
-def positions_with_a_batch_of_one(m, x):
-    return m["head"](torch.tanh(m["body"](m["positions"](torch.arange(L)[None]) + m["words"](x))).mean(1))
-
-
 def embeddings_alone(m, x):
     return (m["positions"](torch.arange(L)) + m["words"](x)).sum(1)
 
@@ -48,15 +44,6 @@ def sequence_first(m, x):
     h = m["words"](x.T)
     h = m["norm"](h + m["attention"](h, h, h)[0])
     return m["head"](torch.tanh(m["body"](h))).transpose(0, 1)
-
-
-def sequence_first_pooled(m, x):
-    h = m["body"](m["words"](x.T))
-    return m["head"](torch.tanh(m["attention"](h, h, h)[0]).mean(0))
-
-
-def recurrent_sequence_first(m, x):
-    return m["head"](m["recurrent"](m["words"](x.T))[0])
 
 
 def queries_first(m, x):
@@ -100,7 +87,6 @@ KINDS = {  # layers that are not linear, by name
     "words": lambda: nn.Embedding(11, D),
     "positions": lambda: nn.Embedding(L, D),
     "attention": lambda: nn.MultiheadAttention(D, 2),
-    "recurrent": lambda: nn.LSTM(D, D),
     "norm": lambda: nn.LayerNorm(D),
     "patches": lambda: nn.Conv2d(2, D, 1),
 }
@@ -109,11 +95,8 @@ MODELS = {  # the function, its layers, the input
     "sequences": (lambda m, x: m["head"](torch.tanh(m["body"](x))), "body head", SEQUENCES),
     "images": (lambda m, x: m["head"](torch.tanh(m["patches"](x)).mean((2, 3))), "patches head", IMAGES),
     "positions_first": (positions_first, "words positions body head", TOKENS),
-    "positions_1_L": (positions_with_a_batch_of_one, "words positions body head", TOKENS),
     "embeddings_alone": (embeddings_alone, "words positions", TOKENS),
     "sequence_first": (sequence_first, "words norm attention body head", TOKENS),
-    "sequence_first_pooled": (sequence_first_pooled, "words body attention head", TOKENS),
-    "recurrent_sequence_first": (recurrent_sequence_first, "words recurrent head", TOKENS),
     "queries_first": (queries_first, "queries body more head", VECTORS),
     "vector_first": (vector_first, "time body head", VECTORS),
     "windows": (windows, "patches qkv project mlp head", IMAGES),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -166,6 +167,13 @@ def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=lambda 
         decisions.append({event.layer: event.decision.name for event in optimizer.last_refresh})
         optimizer.zero_grad()
     return decisions
+
+
+def counted(optimizer):
+    """Take a step; returns how often it has started which collective, but for DDP's own, which start in C++."""
+    with CommDebugMode() as counter:
+        optimizer.step()
+    return {str(name).rpartition(".")[2]: count for name, count in counter.get_comm_counts().items() if count}
 
 
 def uneven(model, optimizer, first, step):

@@ -15,14 +15,12 @@ from joined import (
     assert_same_training,
     digest,
     made,
-    own,
     shares,
     stream,
     train,
-    weights_of,
 )
 from tiny import assert_same
-from torch_thor import ThorMuon, intervals
+from torch_thor import intervals
 from torch_thor.curvature import inverse
 from torch_thor.curvature.blocks import Blocks
 
@@ -138,24 +136,6 @@ def test_options_that_differ(run, name):
     run(2, made_otherwise, *OTHERS[name])
 
 
-def changed_between(rank, world):
-    """By hand, on one rank: the interval is asked at the next refresh, and there the ranks find out."""
-    batches = shares(stream(4), rank, world)
-    model, optimizer = made("ddp")
-    train(model, optimizer, batches[:2])
-    optimizer.param_groups[0]["update_interval"] = 3 + rank
-    train(model, optimizer, batches[2:3])
-    backward(model, batches[3])
-    before = copies(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"rank 0 has .*makes step 6 the next refresh.*rank 1 has .*makes step 7"):
-        optimizer.step()
-    assert_same(before, copies(model, optimizer))
-
-
-def test_an_interval_that_is_changed_on_one_rank(run):
-    run(2, changed_between)
-
-
 class Called(nn.Module):
     """Two layers, of which the second may be used without being called, or inside torch.func."""
 
@@ -206,40 +186,6 @@ def test_statistics_that_never_came(run, ways, message):
     """All ranks decide alike which layers are not called, and go on with the same numbers."""
     one, other = run(2, silent, ways, message)
     assert one == other
-
-
-# what an ordinary step sends: a sum over all rows, rows of matrices, inverses
-DIVIDED = {"distributed": {"divide_curvature": True}}
-SENDING = {
-    "kl-clip": ((2,), {"kl_clip": 1e-3}),
-    "whole-matrices": ((2,), {"method": ThorMuon, "distributed": {"whole_matrices": True}}),
-    "divided": ("ddp", DIVIDED),
-    "divided-shards": ((2,), DIVIDED),
-}
-
-
-def nan_before_sending(rank, world, way, options):
-    """NaN on one rank in an ordinary step raises on all, and the training goes on as one without it."""
-    batches, results = shares(stream(5), rank, world), []
-    for spoilt in (True, False):
-        model, optimizer = made(way, **options)
-        train(model, optimizer, batches[:1])
-        backward(model, batches[4])
-        if rank == 1:
-            own(next(model.parameters()).grad)[0] = torch.nan
-        if spoilt:
-            with pytest.raises(FloatingPointError, match=r"step 1: .* hold NaN"):
-                optimizer.step()
-        optimizer.zero_grad()
-        train(model, optimizer, batches[1:4])
-        results.append(weights_of(model))
-    assert_same(*results)
-
-
-@pytest.mark.filterwarnings("ignore:.*returns a view")
-@pytest.mark.parametrize("name", SENDING)
-def test_nan_on_one_rank_before_an_update_that_sends(run, name):
-    run(2, nan_before_sending, *SENDING[name])
 
 
 def nan_statistics(rank, world):

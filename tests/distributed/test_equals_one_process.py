@@ -7,7 +7,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
 from torch.distributions import Categorical
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from joined import (
     SIZE,
     Checkpointed,
-    Rows,
     alone,
     as_one_process,
     assert_same_training,
@@ -123,30 +121,6 @@ def padded(model, optimizer, first, step):
     return decisions
 
 
-class JoinedNorm(nn.Module):
-    """What nn.SyncBatchNorm does, which runs on GPUs only: mean and variance of all ranks, gradients through both."""
-
-    alone = False
-
-    def forward(self, x):
-        sums = torch.stack([x.sum(0), x.square().sum(0), torch.ones_like(x).sum(0)])
-        total, squares, count = sums if self.alone else all_reduce_with_gradient(sums)
-        mean = total / count
-        return (x - mean) * (squares / count - mean.square() + 1e-5).rsqrt()
-
-
-def normed():
-    torch.manual_seed(3)
-    layers = nn.Linear(8, 6), JoinedNorm(), nn.Tanh(), nn.Linear(6, 6), JoinedNorm(), nn.Linear(6, 5)
-    return nn.Sequential(Rows(), *layers).double()
-
-
-def with_norms(model, optimizer, first, step):
-    for module in model.modules():
-        module.alone = step == 1
-    return train(model, optimizer, shares(stream(7), first, step))
-
-
 def asked_for(model, optimizer, first, step):
     """torch.distributed.checkpoint takes a step to make the state; one rank alone may ask."""
     if first == 0 and step > 1:
@@ -201,7 +175,6 @@ CASES = ON_FOUR_TOO | {
     "scaler": {"go": with_scaler},
     "without examples": {"go": without_examples},
     "padded": {"go": padded, "make": of_words},
-    "norms": {"go": with_norms, "make": normed},
     "asked for": {"go": asked_for},
     "skipping": {"go": skipping, "nonfinite": "skip"},
     "compile, then DDP": {"count": 7, "ddp": lambda model: DDP(compiled(model))},
