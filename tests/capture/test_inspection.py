@@ -162,23 +162,6 @@ def test_attentions_that_share_their_weights():
     }
 
 
-def test_one_projection_that_is_left_out_is_noted_of_the_whole():
-    found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)}), chosen="-attn.k_proj")
-    assert "attn.k_proj" not in found.layers
-    assert [layer.name for layer in found.left_out] == ["attn.k_proj"]
-    (entry,) = [entry for entry in found.entries if entry.name == "attn.in_proj_weight"]
-    assert entry.groups == 2
-    assert entry.note == "plain momentum for 'attn.k_proj': left out by layers="
-
-
-def test_composite_modules_that_compute_something_else():
-    for base, size in ((nn.MultiheadAttention, (4, 2)), (nn.GRU, (3, 4))):
-        other = type("Other", (base,), {"forward": lambda *args, base=base: base.forward(*args)})
-        found = inspect(nn.Sequential(other(*size), nn.Linear(4, 4)))
-        assert set(found.layers) == {"1"}
-        assert set(reasons(found).values()) == {f"Other overrides the forward of {base.__name__}"}
-
-
 class Experts(nn.Module):
     def __init__(self, **shapes):
         super().__init__()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from comparing import having
+from every_kind import Experts
 from row_parts import in_row_parts
 from torch_thor import THOR, Distributed
 
@@ -53,28 +54,12 @@ class Both(nn.Module):
         return self.images(pixels) + self.head(torch.tanh(self.rows(x)).mean(1))
 
 
-class Experts(nn.Module):
-    """A linear layer a kind of word; some words are on one rank alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 8, 8) / 3)
-        self.weight_bias = nn.Parameter(torch.zeros(5, 8))
-
-    def forward(self, x, words):
-        y = torch.zeros_like(x)
-        for e in range(5):
-            mine = words % 5 == e
-            y[mine] = F.linear(x[mine], self.weight[e], self.weight_bias[e])
-        return y
-
-
 class Routed(nn.Module):
-    """Words through experts; with `inner`, through a recurrent layer of two directions and a cell too."""
+    """Words through experts, some on one rank alone; with `inner`, through a recurrent layer and a cell too."""
 
     def __init__(self, inner=False):
         super().__init__()
-        self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(), inner
+        self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(5, 8, 8), inner
         if inner:
             self.rnn, self.cell = nn.GRU(8, 4, batch_first=True, bidirectional=True), nn.LSTMCell(8, 8)
         self.head = nn.Linear(8, 5)

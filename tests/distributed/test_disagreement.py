@@ -111,29 +111,32 @@ def test_a_fault_of_one_rank_is_raised_on_all(run, name):
     run(2, faulty, name)
 
 
-OTHERS = {  # what differs on the second rank, and what both are told
-    "fisher": ({"fisher": "sampled"}, "fisher='empirical'.*fisher='sampled'"),
-    "nonfinite": ({"nonfinite": "skip"}, "nonfinite='raise'.*nonfinite='skip'"),
-    "divided": ({"distributed": {"divide_curvature": True}}, "divide_curvature=True"),
-    "dtype": ({"distributed": {"communication_dtype": torch.bfloat16}}, "communication_dtype=torch.bfloat16"),
+SAMPLED = {"fisher": "sampled"}
+OTHERS = {  # options of both ranks, and of the second alone; who has no sampled labels; and what both are told
+    "fisher": ({}, SAMPLED, (), "fisher='empirical'.*rank 1 has .*fisher='sampled'.*same options"),
+    "nonfinite": ({}, {"nonfinite": "skip"}, (), "nonfinite='raise'.*rank 1 has .*nonfinite='skip'.*same options"),
+    "divided": ({}, {"distributed": {"divide_curvature": True}}, (), "rank 1 has .*divide_curvature=True.*same"),
+    "dtype": ({}, {"distributed": {"communication_dtype": torch.bfloat16}}, (), "rank 1 has .*torch.bfloat16.*same"),
+    "no labels": (SAMPLED, {}, (0, 1), r"call optimizer.sample_fisher\(output\)"),
+    "labels of one rank": (SAMPLED, {}, (1,), "sampled labels: yes.*sampled labels: no"),
 }
 
 
-def made_otherwise(rank, world, options, match):
-    model, optimizer = made("ddp", **(options if rank else {}))
-    (batch,) = shares(stream(1), rank, world)
-    output = model(batch[0])
-    if optimizer.fisher == "sampled":
+def made_otherwise(rank, world, name):
+    options, of_second, without_labels, match = OTHERS[name]
+    model, optimizer = made("ddp", **{**options, **(of_second if rank else {})})
+    ((inputs, labels),) = shares(stream(1), rank, world)
+    output = model(inputs)
+    if optimizer.fisher == "sampled" and rank not in without_labels:
         optimizer.sample_fisher(output)
-    F.cross_entropy(output, batch[1]).backward()
-    with pytest.raises(RuntimeError, match=r"rank 0 has .*rank 1 has .*same options") as raised:
+    F.cross_entropy(output, labels).backward()
+    with pytest.raises(RuntimeError, match=match):
         optimizer.step()
-    raised.match(match)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_options_that_differ(run, name):
-    run(2, made_otherwise, *OTHERS[name])
+def test_options_or_labels_that_differ(run, name):
+    run(2, made_otherwise, name)
 
 
 class Called(nn.Module):

@@ -16,8 +16,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from joined import (
     OPTIONS,
-    alone,
-    assert_same_weights,
     counted,
     linear,
     made,
@@ -167,14 +165,3 @@ def replaced(rank, world):
 
 def test_a_replaced_layer_is_divided_too(run):
     run(2, replaced)
-
-
-def test_one_process_keeps_everything():
-    model, optimizer = network(), None
-    optimizer = THOR(model, **OPTIONS, distributed=Distributed(**DIVIDED))
-    twin, other = alone()
-    train(model, optimizer, stream(2))
-    train(twin, other, stream(2))
-    optimizer.consolidate_state_dict()
-    assert_same(state_of(optimizer), state_of(other))
-    assert_same_weights(model, twin)

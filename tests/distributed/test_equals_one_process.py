@@ -267,3 +267,28 @@ def pairs_of_ranks(rank, world):
 def test_groups_of_their_own(run):
     digests = run(4, pairs_of_ranks)
     assert digests[0] == digests[1] != digests[2] == digests[3]
+
+
+def labels_of(rank, world):
+    """What each rank draws from the same predictions, in two refreshes."""
+    model, optimizer = made("ddp", fisher="sampled", update_interval=1, lr=0.0)
+    drawn = []
+
+    class Recorded(Categorical):
+        def sample(self, sample_shape=()):
+            drawn.append(super().sample(sample_shape).tolist())
+            return torch.tensor(drawn[-1])
+
+    def loss(output, labels):
+        optimizer.sample_fisher(output, lambda logits: Recorded(logits=logits))
+        return F.cross_entropy(output, labels)
+
+    train(model, optimizer, stream(2), loss)
+    return drawn
+
+
+def test_every_rank_draws_labels_of_its_own(run):
+    one, other = run(2, labels_of)
+    assert one[0] != other[0]
+    assert one[1] != other[1]
+    assert run(2, labels_of) == [one, other]
