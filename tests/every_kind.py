@@ -13,15 +13,15 @@ STEPS = 6
 class Experts(nn.Module):
     """A linear layer a kind of token; kinds are missing in some batches."""
 
-    def __init__(self):
+    def __init__(self, count=4, inputs=4, outputs=6):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 6, 4) / 2)
-        self.weight_bias = nn.Parameter(torch.zeros(4, 6))
+        self.weight = nn.Parameter(torch.randn(count, outputs, inputs) / 2)
+        self.weight_bias = nn.Parameter(torch.zeros(count, outputs))
 
     def forward(self, x, tokens):
-        y = x.new_zeros(*x.shape[:-1], 6)
-        for e in range(4):
-            mine = tokens % 4 == e
+        y = x.new_zeros(*x.shape[:-1], self.weight.shape[1])
+        for e in range(len(self.weight)):
+            mine = tokens % len(self.weight) == e
             y[mine] = F.linear(x[mine], self.weight[e], self.weight_bias[e])
         return y
 

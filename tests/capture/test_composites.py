@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
 from tiny import batches, train, weights
@@ -143,71 +142,21 @@ class Holder(nn.Module):
         return F.linear(x, self.inner.weight, self.inner.bias)
 
 
-@pytest.mark.parametrize("with_children", [True, False])
-def test_children_that_are_not_called(with_children):
+def test_children_that_are_not_called():
     def layers(module):
         kind = ProjectionKind(module.inner.weight, "Holder")
-        biases = [ParameterView(module.inner, "bias")]
-        yield InnerLayer("first", kind, ParameterView(module.inner, "weight"), biases)
+        yield InnerLayer("first", kind, ParameterView(module.inner, "weight"), [ParameterView(module.inner, "bias")])
 
-    register_composite(Holder, layers, Hook, with_children=with_children)
-    model = network(Holder())
-    optimizer = THOR(model)
-    assert set(optimizer.curvature) == {"0", "1.first" if with_children else "1.inner", "2"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without: the layer is not called
-        train(model, optimizer, batches(1))
-    assert optimizer.curvature["1.first" if with_children else "1.inner"].refreshes == int(with_children)
-
-
-# ---- weights that are computed, biases without a layer, and two registrations for one weight -------------------------
-
-
-class Attentive(nn.Module):
-    """An attention before a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
-        self.last = nn.Linear(4, 3, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.last(self.attention(x, x, x, need_weights=False)[0])
-
-
-@pytest.mark.parametrize("change", [prune.identity, lambda m, name: parametrizations.weight_norm(m, name)])
-@pytest.mark.parametrize("where", ["in_proj_weight", "out_proj"])
-def test_an_attention_whose_weight_is_computed_from_others(where, change):
-    """The projections that it has left are preconditioned; the others are trained plainly, and so are their biases."""
-    model = Attentive()
-    owner, attribute = (model.attention.out_proj, "weight") if where == "out_proj" else (model.attention, where)
-    change(owner, attribute)
-    entries = entries_of(model)
-    computed, kept = ("in_proj_bias", "out_proj.weight"), ("out_proj.bias", "in_proj_weight")
-    bias, weight = computed if where == "in_proj_weight" else kept
-    assert entries[f"attention.{bias}"].reason == "the weight of its layer is not preconditioned"
-    assert entries[f"attention.{weight}"].preconditioned
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    for with_children, name in ((False, "1.inner"), (True, "1.first")):
+        registry.COMPOSITES.classes.pop(Holder, None)
+        register_composite(Holder, layers, Hook, with_children=with_children)
+        model = network(Holder())
         optimizer = THOR(model)
-    before = weights(model)
-    train(model, optimizer, [(torch.randn(6, 2, 4).double(), torch.randint(3, (6, 2)))])
-    assert all(layer.refreshes == 1 for layer in optimizer.curvature.values())
-    assert not any(torch.equal(before[name], p) for name, p in model.named_parameters() if not name.endswith("bias"))
-
-
-def test_the_bias_of_a_weight_that_is_not_trained():
-    for module, weight, bias in (
-        (nn.LSTM(4, 4), "weight_ih_l0", "bias_ih_l0"),
-        (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
-        (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
-    ):
-        model = nn.ModuleDict({"m": module, "last": nn.Linear(9, 9)})
-        trained = [p for p in model.parameters() if p is not module.get_parameter(weight)]
+        assert set(optimizer.curvature) == {"0", name, "2"}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            entries = {entry.name: entry for entry in THOR(trained, model=model).coverage()}
-        assert entries[f"m.{bias}"].reason == "the weight of its layer is not preconditioned"
+            warnings.simplefilter("ignore")  # without: the layer is not called
+            train(model, optimizer, batches(1))
+        assert optimizer.curvature[name].refreshes == int(with_children)
 
 
 def test_a_weight_has_one_layer_where_a_kind_is_registered_for_what_looks_like_experts():

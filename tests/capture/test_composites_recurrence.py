@@ -1,5 +1,8 @@
 """Recurrent layers step by step, as on refresh steps: they compute what the fused kernels do."""
 
+from contextlib import nullcontext
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -24,21 +27,18 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_step_by_step_is_the_fused_function(name, options):
+def test_step_by_step_is_the_fused_function(name):
     """Values, gradients and masks of dropout, for a batch, a sequence alone and packed ones; each weight is seen."""
-    module = KINDS[name](**options).double()
     packed = pack_sequence([torch.randn(n, 3).double() for n in (4, 2, 5)], enforce_sorted=False)
-    for x in (torch.randn(5, 2, 3).double(), torch.randn(5, 3).double(), packed):
-        seen, results = set(), []
-        for mode in (None, RecurrenceMode(module._flat_weights_names, lambda name, *_, seen=seen: seen.add(name))):
+    inputs = torch.randn(5, 2, 3).double(), torch.randn(5, 3).double(), packed
+    for options, x in product(OPTIONS, inputs):
+        module, seen, results = KINDS[name](**options).double(), set(), []
+        step_by_step = RecurrenceMode(module._flat_weights_names, lambda name, *_, seen=seen: seen.add(name))
+        for mode in (nullcontext(), step_by_step):
             torch.manual_seed(5)
-            if mode is None:
+            with mode:
                 output, states = module(x)
-            else:
-                with mode:
-                    output, states = module(x)
             output = output if isinstance(output, torch.Tensor) else output.data
             results.append([output, *(states if isinstance(states, tuple) else [states])])
         torch.testing.assert_close(results[1], results[0])

@@ -114,7 +114,8 @@ class ModelRMSNorm(nn.Module):
 
 
 def test_norms():
-    for norm in (nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), nn.BatchNorm1d(4), ModelRMSNorm()):
+    batch = nn.BatchNorm1d(4), nn.SyncBatchNorm(4)
+    for norm in (nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.RMSNorm(4), *batch, ModelRMSNorm()):
         found = inspect(nn.Sequential(nn.Linear(3, 4), norm))
         assert set(found.layers) == {"0"}
         assert set(reasons(found).values()) == {"a normalisation layer"}
@@ -161,23 +162,6 @@ def test_attentions_that_share_their_weights():
     }
 
 
-def test_one_projection_that_is_left_out_is_noted_of_the_whole():
-    found = inspect(nn.ModuleDict({"attn": nn.MultiheadAttention(4, 2)}), chosen="-attn.k_proj")
-    assert "attn.k_proj" not in found.layers
-    assert [layer.name for layer in found.left_out] == ["attn.k_proj"]
-    (entry,) = [entry for entry in found.entries if entry.name == "attn.in_proj_weight"]
-    assert entry.groups == 2
-    assert entry.note == "plain momentum for 'attn.k_proj': left out by layers="
-
-
-def test_composite_modules_that_compute_something_else():
-    for base, size in ((nn.MultiheadAttention, (4, 2)), (nn.GRU, (3, 4))):
-        other = type("Other", (base,), {"forward": lambda *args, base=base: base.forward(*args)})
-        found = inspect(nn.Sequential(other(*size), nn.Linear(4, 4)))
-        assert set(found.layers) == {"1"}
-        assert set(reasons(found).values()) == {f"Other overrides the forward of {base.__name__}"}
-
-
 class Experts(nn.Module):
     def __init__(self, **shapes):
         super().__init__()
@@ -219,6 +203,13 @@ def test_what_the_optimizer_has_not_and_what_is_no_real_number():
     assert set(found.layers) == {"1"}
     assert reasons(found) == {"0.weight": NOT_TRAINED, "0.bias": NOT_TRAINED}
     assert [entry.trained for entry in found.entries] == [False, False, True, True]
+    for module, weight, bias in (
+        (nn.LSTM(4, 4), "weight_ih_l0", "bias_ih_l0"),
+        (nn.MultiheadAttention(4, 2), "in_proj_weight", "in_proj_bias"),
+        (nn.GRUCell(4, 4), "weight_hh", "bias_hh"),
+    ):
+        found = Inspection(module, [p for p in module.parameters() if p is not module.get_parameter(weight)])
+        assert reasons(found) == {weight: NOT_TRAINED, bias: "the weight of its layer is not preconditioned"}
     model = nn.Sequential(nn.Linear(3, 4, dtype=torch.complex64), nn.Linear(4, 2))
     assert reasons(inspect(model))["0.weight"] == "torch.complex64 is not a real floating-point type"
     with pytest.raises(ValueError, match=r"parameter '0.weight' has no shape yet; run one batch through the lazy"):
@@ -233,6 +224,13 @@ def test_what_weights_are_computed_from():
     why = reasons(found)
     assert why["0.weight_orig"].startswith("'weight' is computed from it (pruned, weight_norm)")
     assert "parametrization" in why["1.parametrizations.weight.original0"]
+    for change in (prune.identity, parametrizations.weight_norm):  # of one of an attention's weights
+        attention = nn.MultiheadAttention(4, 2)
+        change(attention, "in_proj_weight")
+        assert set(inspect(attention).layers) == {"out_proj"}
+        assert reasons(inspect(attention))["in_proj_bias"] == "the weight of its layer is not preconditioned"
+        change((attention := nn.MultiheadAttention(4, 2)).out_proj, "weight")
+        assert set(inspect(attention).layers) == {"q_proj", "k_proj", "v_proj"}
     for module, bias in (
         (nn.Linear(3, 4), "bias"),
         (nn.GRU(3, 4), "bias_hh_l0"),

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from comparing import having
+from every_kind import Experts
 from row_parts import in_row_parts
 from torch_thor import THOR, Distributed
 
@@ -52,28 +54,12 @@ class Both(nn.Module):
         return self.images(pixels) + self.head(torch.tanh(self.rows(x)).mean(1))
 
 
-class Experts(nn.Module):
-    """A linear layer a kind of word; some words are on one rank alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 8, 8) / 3)
-        self.weight_bias = nn.Parameter(torch.zeros(5, 8))
-
-    def forward(self, x, words):
-        y = torch.zeros_like(x)
-        for e in range(5):
-            mine = words % 5 == e
-            y[mine] = F.linear(x[mine], self.weight[e], self.weight_bias[e])
-        return y
-
-
 class Routed(nn.Module):
-    """Words through experts; with `inner`, through a recurrent layer of two directions and a cell too."""
+    """Words through experts, some on one rank alone; with `inner`, through a recurrent layer and a cell too."""
 
     def __init__(self, inner=False):
         super().__init__()
-        self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(), inner
+        self.tokens, self.experts, self.inner = nn.Embedding(11, 8), Experts(5, 8, 8), inner
         if inner:
             self.rnn, self.cell = nn.GRU(8, 4, batch_first=True, bidirectional=True), nn.LSTMCell(8, 8)
         self.head = nn.Linear(8, 5)
@@ -166,6 +152,23 @@ def train(model, optimizer, batches, loss=F.cross_entropy, micro=1, step=lambda 
         decisions.append({event.layer: event.decision.name for event in optimizer.last_refresh})
         optimizer.zero_grad()
     return decisions
+
+
+def counted(optimizer):
+    """Take a step; returns how often it has started which collective, but for DDP's own, which start in C++."""
+    with CommDebugMode() as counter:
+        optimizer.step()
+    return {str(name).rpartition(".")[2]: count for name, count in counter.get_comm_counts().items() if count}
+
+
+def uneven(model, optimizer, first, step):
+    """The last rank has one example, the others share the rest. Every example has the same weight."""
+    batches = list(stream(10))
+    if step > 1:
+        others = shares([part(batch, slice(1, None)) for batch in batches], first, step - 1)
+        batches = [part(batch, slice(0, 1)) for batch in batches] if first == step - 1 else others
+    optimizer.loss_terms = SIZE // step
+    return train(model, optimizer, batches, loss=sum_over(SIZE // step))
 
 
 def optimizer_of(model, method=THOR, *, distributed=None, nonfinite="raise", loss_terms=None, **options):

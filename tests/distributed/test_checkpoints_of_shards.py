@@ -69,9 +69,8 @@ def load(rank, world, way, path, how, count, **options):
     twin, other = alone(**{**FIXED, **options})
     train(twin, other, stream(STEPS))
     assert_same_weights(model, twin)
-    assert [layer.refreshes for layer in optimizer.curvature.values()] == [
-        layer.refreshes for layer in other.curvature.values()
-    ]
+    counts = [[layer.refreshes for layer in one.curvature.values()] for one in (optimizer, other)]
+    assert counts[0] == counts[1]
     return digest(model, optimizer)
 
 
@@ -81,7 +80,6 @@ CASES = [
     ("ddp-2", "after", "hsdp", "plainly", {}),
     ("fsdp-2", "at", "ddp-1", "plainly", {}),
     ("fsdp-2", "after", "fsdp-4", "plainly", {}),
-    ("fsdp-4", "before", "ddp-2", "plainly", {}),
     ("fsdp-4", "at", "fsdp-2", "plainly", {}),
     ("hsdp", "before", "ddp-1", "plainly", {}),
     ("hsdp", "at", "hsdp", "plainly", {}),
@@ -89,10 +87,7 @@ CASES = [
     ("fsdp-2", "after", "fsdp-4", "in the background", {"factor_decay": 0.5}),
     ("ddp-2", "after", "ddp-2", "flattened", {}),
     ("fsdp-2", "after", "fsdp-2", "flattened", {}),
-    ("hsdp", "after", "hsdp", "flattened", {}),
     ("fsdp-2", "after", "ddp-1", "whole", {}),
-    ("fsdp-2", "after", "ddp-2", "whole", {}),
-    ("fsdp-2", "after", "fsdp-2", "whole", {}),
     ("fsdp-2", "after", "hsdp", "whole", {}),
     ("ddp-2", "after", "fsdp-4", "plainly", DIVIDED),
     ("fsdp-2", "after", "ddp-4", "plainly", {**DIVIDED, "then": WHOLE}),

@@ -15,14 +15,12 @@ from joined import (
     assert_same_training,
     digest,
     made,
-    own,
     shares,
     stream,
     train,
-    weights_of,
 )
 from tiny import assert_same
-from torch_thor import ThorMuon, intervals
+from torch_thor import intervals
 from torch_thor.curvature import inverse
 from torch_thor.curvature.blocks import Blocks
 
@@ -113,47 +111,32 @@ def test_a_fault_of_one_rank_is_raised_on_all(run, name):
     run(2, faulty, name)
 
 
-OTHERS = {  # what differs on the second rank, and what both are told
-    "fisher": ({"fisher": "sampled"}, "fisher='empirical'.*fisher='sampled'"),
-    "nonfinite": ({"nonfinite": "skip"}, "nonfinite='raise'.*nonfinite='skip'"),
-    "divided": ({"distributed": {"divide_curvature": True}}, "divide_curvature=True"),
-    "dtype": ({"distributed": {"communication_dtype": torch.bfloat16}}, "communication_dtype=torch.bfloat16"),
+SAMPLED = {"fisher": "sampled"}
+OTHERS = {  # options of both ranks, and of the second alone; who has no sampled labels; and what both are told
+    "fisher": ({}, SAMPLED, (), "fisher='empirical'.*rank 1 has .*fisher='sampled'.*same options"),
+    "nonfinite": ({}, {"nonfinite": "skip"}, (), "nonfinite='raise'.*rank 1 has .*nonfinite='skip'.*same options"),
+    "divided": ({}, {"distributed": {"divide_curvature": True}}, (), "rank 1 has .*divide_curvature=True.*same"),
+    "dtype": ({}, {"distributed": {"communication_dtype": torch.bfloat16}}, (), "rank 1 has .*torch.bfloat16.*same"),
+    "no labels": (SAMPLED, {}, (0, 1), r"call optimizer.sample_fisher\(output\)"),
+    "labels of one rank": (SAMPLED, {}, (1,), "sampled labels: yes.*sampled labels: no"),
 }
 
 
-def made_otherwise(rank, world, options, match):
-    model, optimizer = made("ddp", **(options if rank else {}))
-    (batch,) = shares(stream(1), rank, world)
-    output = model(batch[0])
-    if optimizer.fisher == "sampled":
+def made_otherwise(rank, world, name):
+    options, of_second, without_labels, match = OTHERS[name]
+    model, optimizer = made("ddp", **{**options, **(of_second if rank else {})})
+    ((inputs, labels),) = shares(stream(1), rank, world)
+    output = model(inputs)
+    if optimizer.fisher == "sampled" and rank not in without_labels:
         optimizer.sample_fisher(output)
-    F.cross_entropy(output, batch[1]).backward()
-    with pytest.raises(RuntimeError, match=r"rank 0 has .*rank 1 has .*same options") as raised:
+    F.cross_entropy(output, labels).backward()
+    with pytest.raises(RuntimeError, match=match):
         optimizer.step()
-    raised.match(match)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_options_that_differ(run, name):
-    run(2, made_otherwise, *OTHERS[name])
-
-
-def changed_between(rank, world):
-    """By hand, on one rank: the interval is asked at the next refresh, and there the ranks find out."""
-    batches = shares(stream(4), rank, world)
-    model, optimizer = made("ddp")
-    train(model, optimizer, batches[:2])
-    optimizer.param_groups[0]["update_interval"] = 3 + rank
-    train(model, optimizer, batches[2:3])
-    backward(model, batches[3])
-    before = copies(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"rank 0 has .*makes step 6 the next refresh.*rank 1 has .*makes step 7"):
-        optimizer.step()
-    assert_same(before, copies(model, optimizer))
-
-
-def test_an_interval_that_is_changed_on_one_rank(run):
-    run(2, changed_between)
+def test_options_or_labels_that_differ(run, name):
+    run(2, made_otherwise, name)
 
 
 class Called(nn.Module):
@@ -206,40 +189,6 @@ def test_statistics_that_never_came(run, ways, message):
     """All ranks decide alike which layers are not called, and go on with the same numbers."""
     one, other = run(2, silent, ways, message)
     assert one == other
-
-
-# what an ordinary step sends: a sum over all rows, rows of matrices, inverses
-DIVIDED = {"distributed": {"divide_curvature": True}}
-SENDING = {
-    "kl-clip": ((2,), {"kl_clip": 1e-3}),
-    "whole-matrices": ((2,), {"method": ThorMuon, "distributed": {"whole_matrices": True}}),
-    "divided": ("ddp", DIVIDED),
-    "divided-shards": ((2,), DIVIDED),
-}
-
-
-def nan_before_sending(rank, world, way, options):
-    """NaN on one rank in an ordinary step raises on all, and the training goes on as one without it."""
-    batches, results = shares(stream(5), rank, world), []
-    for spoilt in (True, False):
-        model, optimizer = made(way, **options)
-        train(model, optimizer, batches[:1])
-        backward(model, batches[4])
-        if rank == 1:
-            own(next(model.parameters()).grad)[0] = torch.nan
-        if spoilt:
-            with pytest.raises(FloatingPointError, match=r"step 1: .* hold NaN"):
-                optimizer.step()
-        optimizer.zero_grad()
-        train(model, optimizer, batches[1:4])
-        results.append(weights_of(model))
-    assert_same(*results)
-
-
-@pytest.mark.filterwarnings("ignore:.*returns a view")
-@pytest.mark.parametrize("name", SENDING)
-def test_nan_on_one_rank_before_an_update_that_sends(run, name):
-    run(2, nan_before_sending, *SENDING[name])
 
 
 def nan_statistics(rank, world):

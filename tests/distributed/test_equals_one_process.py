@@ -1,34 +1,39 @@
 """DDP on 1, 2 and 4 ranks takes the steps of one process on the joined batch, in float64, over several refreshes."""
 
 import functools
-import warnings
 
 import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributions import Categorical
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from joined import (
+    SIZE,
     Checkpointed,
     alone,
     as_one_process,
     assert_same_training,
     digest,
     made,
+    part,
     routed,
     shares,
     stream,
     sum_over,
     train,
+    uneven,
 )
 from torch_thor import THOR, ThorMuon
 
 STEPS = 14
-EVERY_STEP = {"update_interval": 1, "trace_thresholds": (0.0, 0.0)}
 EVERY_OTHER = {"update_interval": 2, "trace_thresholds": (0.0, 0.0)}
+
+
+# ---- the ordinary loop -----------------------------------------------------------------------------------------------
 
 
 class LeastLikely(Categorical):
@@ -38,37 +43,11 @@ class LeastLikely(Categorical):
         return self.logits.argmin(-1)
 
 
-def least_likely(logits):
-    return LeastLikely(logits=logits)
-
-
 def frozen_inside():
     model = routed(inner=True)
     for frozen in (model.experts.weight, model.rnn.weight_hh_l0):
         frozen.requires_grad_(False)
     return model
-
-
-CASES = {
-    "plain": {},
-    "static graph": {"ddp": {"static_graph": True, "gradient_as_bucket_view": True}},
-    "accumulation": {"micro": 3},
-    "unused allowed": {"ddp": {"find_unused_parameters": True}, "nesterov": True, "weight_decay": 0.1},
-    "whole factors, clipped": {"split_dim": None, "kl_clip": 1e-3, "factor_decay": 0.6},
-    # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
-    "ThorMuon": {"method": ThorMuon, "damping": 0.1, "count": 8, "rtol": 1e-6, "atol": 1e-8},
-    "every step": {**EVERY_STEP, "count": 6},
-    "experts": {"make": routed, **EVERY_OTHER, "count": 6},
-    "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
-    "inner layers, frozen, accumulation": {"make": frozen_inside, **EVERY_OTHER, "count": 5, "micro": 3},
-    "checkpointed": {"make": functools.partial(Checkpointed, False), "ddp": {"static_graph": True}},
-    "checkpointed, reentrant": {"make": functools.partial(Checkpointed, True), "ddp": {"static_graph": True}},
-    # the pass of sampled labels averages no gradient
-    "sampled": {"fisher": "sampled", "count": 5},
-    "sampled, static graph": {"fisher": "sampled", "count": 5, "ddp": {"static_graph": True}},
-    "sampled, unused allowed": {"fisher": "sampled", "count": 5, "ddp": {"find_unused_parameters": True}},
-    "sampled, accumulation": {"fisher": "sampled", "count": 5, "micro": 3},
-}
 
 
 def ordinarily(model, optimizer, first, step, count, micro):
@@ -79,34 +58,170 @@ def ordinarily(model, optimizer, first, step, count, micro):
 
     def loss(output, labels):
         if optimizer.fisher == "sampled":
-            optimizer.sample_fisher(output, least_likely)
+            optimizer.sample_fisher(output, lambda logits: LeastLikely(logits=logits))
         return F.cross_entropy(output, labels)
 
     return train(model, optimizer, shares(batches, first, step), loss, micro=micro if step > 1 else 1)
 
 
-def ordinary(rank, world, count=STEPS, micro=1, **options):
-    return as_one_process(rank, world, functools.partial(ordinarily, count=count, micro=micro), **options)
+# ---- other loops -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 4])
+def with_scaler(model, optimizer, first, step):
+    """A GradScaler on every rank; on one of them inf, in a refresh, which all skip as one process does."""
+    scaler, decisions = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
+    for number, (inputs, labels) in enumerate(shares(stream(8), first, step)):
+        blow_up = number == 3 and first == 0
+        scaler.scale(F.cross_entropy(model(inputs), labels) * (torch.inf if blow_up else 1.0)).backward()
+        if number % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
+        optimizer.zero_grad()
+    assert not decisions[3]
+    assert optimizer.param_groups[0]["step"] == 7
+    assert scaler.get_scale() != 2.0**10
+    return decisions
+
+
+def without_examples(model, optimizer, first, step):
+    """The second rank has no examples in two of three refreshes."""
+    optimizer.loss_terms = SIZE // step
+    batches = list(stream(10))
+    own = shares(batches, first, step)
+    for empty in (0, 6):
+        own[empty] = part(batches[empty], slice(0, 0) if first else slice(None))
+    return train(model, optimizer, own, loss=sum_over(SIZE // step))
+
+
+def of_words():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)).double()
+
+
+def padded(model, optimizer, first, step):
+    """Rows of padding and loss terms of one's own, other ones on each rank, once (a refresh) none on the second."""
+    generator, decisions = torch.Generator().manual_seed(9), []
+    for number in range(STEPS):
+        words = torch.randint(11, (SIZE, 4), generator=generator)
+        keep = torch.rand(SIZE, 4, generator=generator) < 0.6
+        if number == 3:
+            keep[1::2] = False
+        keep[0, 0] ^= bool(keep.sum() % 2)
+        # a rank's sum is divided by its share of all terms, so that the average of the ranks is the mean over all
+        terms = int(keep.sum()) // step
+        words, keep = words[first::step], keep[first::step]
+        optimizer.row_mask, optimizer.loss_terms = keep, terms
+        losses = F.cross_entropy(model(words).flatten(0, 1), words.flatten() % 5, reduction="none")
+        ((losses * keep.flatten()).sum() / terms).backward()
+        optimizer.step()
+        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
+        optimizer.zero_grad()
+    return decisions
+
+
+def asked_for(model, optimizer, first, step):
+    """torch.distributed.checkpoint takes a step to make the state; one rank alone may ask."""
+    if first == 0 and step > 1:
+        get_optimizer_state_dict(model.module, optimizer)
+        assert optimizer.param_groups[0]["step"] == 0
+    return train(model, optimizer, shares(stream(4), first, step))
+
+
+def skipping(model, optimizer, first, step):
+    """NaN on one rank with nonfinite="skip": through DDP on all of them, and by hand on one alone.
+
+    First in a step that would refresh, then in an ordinary one.
+    """
+    batches, decisions = shares(stream(5), first, step), []
+    for ordinary in (False, True):
+        for by_hand in (False, True) if step > 1 else ():
+            loss = F.cross_entropy(model(batches[4][0]), batches[4][1])
+            (loss * (torch.nan if first and not by_hand else 1.0)).backward()
+            if by_hand and first:
+                model.module.head.bias.grad[0] = torch.inf
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == (2 * (1 + ordinary) if step > 1 else 0)
+        decisions += train(model, optimizer, batches[2:4] if ordinary else batches[:2])
+    return decisions
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+STATIC, UNUSED = {"static_graph": True, "gradient_as_bucket_view": True}, {"find_unused_parameters": True}
+SAMPLED = {"fisher": "sampled", "count": 5}  # the pass of sampled labels averages no gradient
+ON_FOUR_TOO = {
+    "plain": {},
+    "static graph": {"ddp": STATIC},
+    "accumulation": {"micro": 3},
+    "unused allowed": {"ddp": UNUSED, "nesterov": True, "weight_decay": 0.1},
+    "whole factors, clipped": {"split_dim": None, "kl_clip": 1e-3, "factor_decay": 0.6},
+    # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
+    "ThorMuon": {"method": ThorMuon, "damping": 0.1, "count": 8, "rtol": 1e-6, "atol": 1e-8},
+    "every step": {**EVERY_OTHER, "update_interval": 1, "count": 6},
+    "experts": {"make": routed, **EVERY_OTHER, "count": 6},
+    "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
+    "inner layers, frozen, accumulation": {"make": frozen_inside, **EVERY_OTHER, "count": 5, "micro": 3},
+    "checkpointed": {"make": functools.partial(Checkpointed, False), "ddp": STATIC},
+    "checkpointed, reentrant": {"make": functools.partial(Checkpointed, True), "ddp": STATIC},
+    "sampled": SAMPLED,
+    "sampled, static graph": {**SAMPLED, "ddp": STATIC},
+    "sampled, accumulation": {**SAMPLED, "micro": 3},
+    "uneven": {"go": uneven},
+}
+CASES = ON_FOUR_TOO | {
+    "scaler": {"go": with_scaler},
+    "without examples": {"go": without_examples},
+    "padded": {"go": padded, "make": of_words},
+    "asked for": {"go": asked_for},
+    "skipping": {"go": skipping, "nonfinite": "skip"},
+    "compile, then DDP": {"count": 7, "ddp": lambda model: DDP(compiled(model))},
+    "DDP, then compile": {"count": 7, "ddp": lambda model: compiled(DDP(model))},
+}
+
+
+def compiled(model):
+    return torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+
+
+graphs = []  # that are compiled in this process
+
+
+def ranks_and_one(rank, world, name):
+    options = dict(CASES[name])
+    go = options.pop("go", None)
+    if go is None:
+        go = functools.partial(ordinarily, count=options.pop("count", STEPS), micro=options.pop("micro", 1))
+    graphs.clear()
+    decisions, bits = as_one_process(rank, world, go, **options)
+    assert bool(graphs) == ("compile" in name)
+    return decisions, bits
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process_on_the_joined_batch(run, world, name):
-    decisions, digests = zip(*run(world, functools.partial(ordinary, **CASES[name])), strict=True)
-    assert len(set(digests)) == 1, "the ranks differ in some bit"
-    if name == "plain":
-        assert {kind for step in decisions[0] for kind in step.values()} == {"UPDATE", "KEEP", "STOP"}
+def test_equals_one_process_on_the_joined_batch(run, name):
+    for world in (2, 4) if name in ON_FOUR_TOO else (2,):
+        decisions, digests = zip(*run(world, ranks_and_one, name), strict=True)
+        assert len(set(digests)) == 1, "the ranks differ in some bit"
+        if name == "plain":
+            assert {kind for step in decisions[0] for kind in step.values()} == {"UPDATE", "KEEP", "STOP"}
 
 
-def one_rank(rank, world):
-    (model, optimizer), (twin, other) = made("ddp"), alone()
-    train(model, optimizer, stream(6))
-    train(twin, other, stream(6))
-    return digest(model, optimizer) == digest(twin, other)
+def uneven_means(rank, world):
+    """DDP averages the ranks' means; the statistics know how many terms each had."""
+    (model, optimizer), (twin, other) = made("ddp", lr=0.0), alone(lr=0.0)
+    train(model, optimizer, [part(batch, slice(3 * rank, 3 + 9 * rank)) for batch in stream(1)])
+    train(twin, other, stream(1))
+    for name, layer in optimizer.curvature.items():
+        assert layer.rows_per_term == other.curvature[name].rows_per_term
+        torch.testing.assert_close(layer.factors(), other.curvature[name].factors(), rtol=1e-10, atol=1e-13)
+    assert optimizer.param_groups[0]["last_loss_terms"] == SIZE
 
 
-def test_one_rank_has_the_bits_of_no_group(run):
-    assert run(1, one_rank) == [True]
+def test_factors_of_uneven_batches(run):
+    run(2, uneven_means)
 
 
 def summed(rank, world):
@@ -121,34 +236,21 @@ def summed(rank, world):
     assert_same_training((model, optimizer, decisions), (twin, other, wanted))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sums_of_losses(run, world):
-    run(world, summed)
+def test_sums_of_losses(run):
+    run(2, summed)
 
 
 def sum_given_as_mean(rank, world):
-    generator = torch.Generator().manual_seed(11)
-    x, y = (torch.randn(64, width, generator=generator)[rank::world] for width in (6, 40))
-    torch.manual_seed(0)
+    x, y = (torch.randn(64, width, generator=torch.Generator().manual_seed(11))[rank::world] for width in (6, 40))
     model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 40))
     optimizer, wrapped = THOR(model), DDP(model)
     F.mse_loss(wrapped(x), y, reduction="sum").backward()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(match=r'looks like a sum over the 64 loss terms.*loss_reduction="sum"'):
         optimizer.step()
-    return [str(w.message) for w in caught if "looks like a sum" in str(w.message)]
 
 
 def test_a_sum_that_is_given_as_a_mean_is_told(run):
-    for (told,) in run(2, sum_given_as_mean):
-        assert "a sum over the 64 loss terms" in told
-        assert 'loss_reduction="sum"' in told
-
-
-def test_synchronised_batch_norm_is_a_norm():
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)))
-    reasons = {entry.name: entry.reason for entry in THOR(model).coverage() if entry.kind == "SyncBatchNorm"}
-    assert reasons == {"1.weight": "a normalisation layer", "1.bias": "a normalisation layer"}
+    run(2, sum_given_as_mean)
 
 
 def pairs_of_ranks(rank, world):
@@ -167,23 +269,26 @@ def test_groups_of_their_own(run):
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
-ORDERS = {
-    "compile, then DDP": lambda model, backend: DDP(torch.compile(model, backend=backend)),
-    "DDP, then compile": lambda model, backend: torch.compile(DDP(model), backend=backend),
-}
+def labels_of(rank, world):
+    """What each rank draws from the same predictions, in two refreshes."""
+    model, optimizer = made("ddp", fisher="sampled", update_interval=1, lr=0.0)
+    drawn = []
+
+    class Recorded(Categorical):
+        def sample(self, sample_shape=()):
+            drawn.append(super().sample(sample_shape).tolist())
+            return torch.tensor(drawn[-1])
+
+    def loss(output, labels):
+        optimizer.sample_fisher(output, lambda logits: Recorded(logits=logits))
+        return F.cross_entropy(output, labels)
+
+    train(model, optimizer, stream(2), loss)
+    return drawn
 
 
-def compiled(rank, world, order):
-    calls = []
-
-    def backend(graph, inputs):
-        calls.append(graph)
-        return graph.forward
-
-    ordinary(rank, world, count=7, ddp=lambda model: ORDERS[order](model, backend))
-    return bool(calls)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_compiled_on_ordinary_steps(run, order):
-    assert all(run(2, compiled, order))
+def test_every_rank_draws_labels_of_its_own(run):
+    one, other = run(2, labels_of)
+    assert one[0] != other[0]
+    assert one[1] != other[1]
+    assert run(2, labels_of) == [one, other]

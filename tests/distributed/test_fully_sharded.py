@@ -1,7 +1,7 @@
 """THOR and ThorMuon under FSDP2 and HSDP take the steps of one process that cuts its blocks at the same places.
 
 Blocks of one row are cut alike however rows are divided. With larger blocks, the reference has a layer for each shard.
-An ordinary step sends nothing, or what its option needs.
+An ordinary step sends nothing, or what its option needs. Replicas have the same bits.
 """
 
 import functools
@@ -9,14 +9,32 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.nn import functional as F
 
-from joined import as_one_process, linear, network, own, shares, stream, train, world_of
-from torch_thor import ThorMuon
+from joined import (
+    SIZE,
+    Checkpointed,
+    Rows,
+    alone,
+    as_one_process,
+    assert_same_weights,
+    counted,
+    linear,
+    made,
+    network,
+    own,
+    part,
+    shares,
+    stream,
+    train,
+    uneven,
+    world_of,
+)
+from torch_thor import THOR, ThorMuon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*returns a view")
-TWO, HSDP = (2,), (2, 2)
+TWO, HSDP, METHODS = (2,), (2, 2), [THOR, ThorMuon]
 
 
 class Free(nn.Module):
@@ -24,14 +42,14 @@ class Free(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.conv = nn.Conv2d(2, 5, 2)
         self.free = nn.Parameter(torch.randn(9, 7) / 3)
         self.numbered = nn.Parameter(torch.randn(3, 7, 4) / 3)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.tokens = nn.Embedding(11, 8)
-        self.rows = nn.Linear(80, 9)
-        self.tall = nn.Linear(4, 13)
-        self.head = nn.Linear(13, 5)
+        self.rows, self.tall, self.head = nn.Linear(80, 9), nn.Linear(4, 13), nn.Linear(13, 5)
+        self.double()
 
     def forward(self, batch):
         pixels, words = batch
@@ -42,107 +60,206 @@ class Free(nn.Module):
         return self.head(torch.tanh(self.tall(x)))
 
 
-def free():
-    torch.manual_seed(0)
-    return Free().double()
+# ---- what ordinary steps send ----------------------------------------------------------------------------------------
 
 
 def sharded(rank, world, make=network, layers=(), micro=1, skipped=(), **options):
-    """Returns the kinds of decisions, and the numbers of collectives that ordinary steps have started."""
+    """Returns the kinds of decisions, the numbers of collectives that ordinary steps have started, and the bits."""
     sent = []
 
     def go(model, optimizer, first, step):
         numbers = iter(range(8))
         sent.append([])  # of the ranks, then of the one process
 
-        def counted(optimizer):
-            if next(numbers) in skipped and first == step - 1:
+        def count(optimizer):
+            skip = next(numbers) in skipped
+            if skip and first == step - 1:
                 own(next(model.parameters()).grad).fill_(torch.nan)
-            with CommDebugMode() as counter:
-                optimizer.step()
-            if not optimizer.last_refresh:
-                sent[-1].append(counter.get_total_counts())
+            started = sum(counted(optimizer).values())
+            if not (skip or optimizer.last_refresh):
+                sent[-1].append(started)
 
-        decisions = train(
-            model, optimizer, shares(stream(8), first, step), micro=micro if step > 1 else 1, step=counted
-        )
+        decisions = train(model, optimizer, shares(stream(8), first, step), micro=micro if step > 1 else 1, step=count)
         assert optimizer.skipped_steps == len(skipped)
         return decisions
 
     # shards leave out the convolution of two groups by themselves
     options = {"max_update_ratio": None, "split_dim": 1, "layers": [*layers] or None, **options}
     twin = {"layers": [*layers, "-images.3"] if make is network else options["layers"]}
-    decisions, _ = as_one_process(rank, world, go, make, twin=twin, **options)
-    return {kind for step in decisions for kind in step.values()}, set(sent[0])
+    decisions, bits = as_one_process(rank, world, go, make, twin=twin, **options)
+    return {kind for step in decisions for kind in step.values()}, set(sent[0]), bits
 
 
 MUON = {"method": ThorMuon, "damping": 0.1, "layers": ["-attention.v_proj"], "rtol": 1e-6, "atol": 1e-8}
 # with whole matrices, blocks of rows are those of one process, however shards divide them
-WHOLE = {"make": free, "inner": (), "method": ThorMuon, "lr": 0.05, "damping": 0.1, "rtol": 1e-4, "atol": 1e-6}
+WHOLE = {"make": Free, "inner": (), "method": ThorMuon, "lr": 0.05, "damping": 0.1, "rtol": 1e-4, "atol": 1e-6}
 WHOLE |= {"distributed": {"whole_matrices": True}, "split_dim": 4}
 SKIPPED = {"nonfinite": "skip", "skipped": (0, 4)}  # steps 0 and 1 would refresh, and step 4 is ordinary
-CASES = {  # the mesh, options, and how many collectives an ordinary step starts
-    "fsdp-1": ((1,), {}, 0),
-    "fsdp-2": (TWO, {}, 0),
-    "fsdp-4": ((4,), {}, 0),
-    "hsdp": (HSDP, {}, 0),
-    "replicas alone": ((2, 1), {}, 0),
-    "accumulation": (TWO, {"weight_decay": 0.1, "micro": 3}, 0),
-    "accumulation, hsdp": (HSDP, {"weight_decay": 0.1, "micro": 3}, 0),
-    "running average": (TWO, {"factor_decay": 0.6, "nesterov": True}, 0),
-    "ThorMuon": (TWO, MUON, 0),
-    "ThorMuon, hsdp": (HSDP, MUON, 0),
-    "kept after forward": (TWO, {"momentum": 0.0, "fsdp": {"reshard_after_forward": False}}, 0),
-    "cpu offload": (TWO, {"fsdp": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, 0),
+SENT = {  # the meshes, options, and how many collectives an ordinary step starts
+    "plain": ([(1,), TWO, (4,), HSDP, (2, 1)], {}, 0),
+    "accumulation": ([TWO, HSDP], {"weight_decay": 0.1, "micro": 3}, 0),
+    "running average": ([TWO], {"factor_decay": 0.6, "nesterov": True}, 0),
+    "ThorMuon": ([TWO, HSDP], MUON, 0),
+    "kept after forward": ([TWO], {"momentum": 0.0, "fsdp": {"reshard_after_forward": False}}, 0),
+    "cpu offload": ([TWO], {"fsdp": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}}, 0),
     # all agree that they take the step, then the sum
-    "bounded by kl_clip": (TWO, {"kl_clip": 1e-4}, 2),
-    "bounded by kl_clip, hsdp": (HSDP, {"kl_clip": 1e-4}, 2),
-    "a gradient is not finite on one rank": (TWO, SKIPPED, 1),
-    "a gradient is not finite on one rank, hsdp": (HSDP, SKIPPED, 1),
+    "bounded by kl_clip": ([TWO, HSDP], {"kl_clip": 1e-4}, 2),
+    "a gradient is not finite on one rank": ([TWO, HSDP], SKIPPED, 1),
+    "that, bounded by kl_clip": ([TWO], {**SKIPPED, "kl_clip": 1e-4}, 2),
+    "that, divided": ([TWO], {**SKIPPED, "distributed": {"divide_curvature": True}}, 2),
     # all agree; there and back
-    "whole matrices": (TWO, {**WHOLE, "split_dim": None, "nesterov": False}, 3),
-    "whole matrices, one shard": ((1,), WHOLE, 2),
-    "whole matrices, shards without rows": ((4,), WHOLE, 3),
+    "whole matrices": ([TWO], {**WHOLE, **SKIPPED, "split_dim": None, "nesterov": False}, 3),
+    "whole matrices, one shard": ([(1,)], WHOLE, 2),
+    "whole matrices, shards without rows": ([(4,)], WHOLE, 3),
     # and the norms of the weights
-    "whole matrices, bounded, hsdp": (
-        HSDP,
+    "whole matrices, bounded": (
+        [HSDP],
         {**WHOLE, "weight_decay": 0.1, "layers": ["-attention.k_proj"], "max_update_ratio": 0.15},
         4,
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SENT)
 def test_equals_one_process_and_sends_only_what_it_must(run, name):
-    mesh, options, collectives = CASES[name]
-    for kinds, sent in run(world_of(mesh), functools.partial(sharded, way=mesh, **options)):
-        assert sent == {collectives}
-        assert options or kinds == {"UPDATE", "KEEP", "STOP"}
+    meshes, options, collectives = SENT[name]
+    for mesh in meshes:
+        kinds, sent, bits = zip(*run(world_of(mesh), functools.partial(sharded, way=mesh, **options)), strict=True)
+        assert all(one == {collectives} for one in sent)
+        assert options or set.union(*kinds) == {"UPDATE", "KEEP", "STOP"}
+        assert mesh != HSDP or bits[:2] == bits[2:], "replicas differ in some bit"
 
 
-def with_a_layer_for_each_shard(rank, world, **options):
-    def go(model, optimizer, first, step):
-        optimizers.append(optimizer)
-        return train(model, optimizer, shares(stream(6), first, step))
-
-    optimizers = []
-    options = {"split_dim": 3, "trace_thresholds": (0.0, 0.0), "update_interval": 2, **options}
-    as_one_process(rank, world, go, linear, way=(world,), parts=True, rtol=1e-9, atol=1e-12, **options)
-    layers = optimizers[0].curvature.items()
-    return {name: [None if m is None else len(m) for m in one.factors()] for name, one in layers}
+# ---- layers, batches and loops that differ ---------------------------------------------------------------------------
 
 
-OPTIONS = {
-    "bounded": {"max_update_ratio": 0.01},
-    "whole shards": {"max_update_ratio": None, "split_dim": None},
-    "running average": {"factor_decay": 0.5, "lr": 0.5},
-    "ThorMuon, all steps bounded": {"method": ThorMuon, "max_update_ratio": 0.001, "lr": 0.5},
+def ordinary(model, optimizer, first, step):
+    return train(model, optimizer, shares(stream(6), first, step))
+
+
+class TwoHeads(nn.Module):
+    """The second half of the examples uses another head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.trunk, self.unused = Rows(), nn.Linear(8, 6), nn.Linear(6, 4)
+        self.heads = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])
+        self.double()
+
+    def forward(self, batch):
+        x, which = torch.tanh(self.trunk(self.rows(batch))), batch[1][:, 0]
+        outputs = x.new_zeros(len(x), 5)
+        for i, head in enumerate(self.heads):
+            outputs[which == i] = head(x[which == i])
+        return outputs
+
+
+def a_head_for_each_rank(model, optimizer, first, step):
+    """A head is used by some ranks alone; it has rows on all."""
+    batches = list(stream(6))
+    for (_, words), _ in batches:
+        words[:, 0] = torch.arange(SIZE) >= SIZE // 2
+    of_rank = slice(first * SIZE // step, (first + 1) * SIZE // step)
+    optimizer.loss_terms = SIZE // step
+    train(model, optimizer, [part(batch, of_rank) for batch in batches])
+    refreshes = {name.partition(".parts")[0]: layer.refreshes for name, layer in optimizer.curvature.items()}
+    assert refreshes == {"trunk": 3, "heads.0": 3, "heads.1": 3, "unused": 0}
+
+
+class Shared(nn.Module):
+    """A weight that is used twice, and one that two modules share; one parameter is frozen."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.first, self.second, self.last = Rows(), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.second.weight = self.first.weight
+        self.double().get_parameter(frozen).requires_grad_(False)
+
+    def forward(self, batch):
+        x = torch.tanh(self.first(torch.tanh(self.first(self.rows(batch)))))
+        return self.last(torch.tanh(self.second(x)))
+
+
+def with_a_closure(model, optimizer, first, step):
+    """Lightning passes a closure, which resets the gradients between the forward and the backward pass."""
+    decisions = []
+    for inputs, labels in shares(stream(7), first, step):
+
+        def closure(inputs=inputs, labels=labels):
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
+    assert [len(of_step) for of_step in decisions] == [4, 0, 4, 0, 4, 0, 4]
+    return decisions
+
+
+def reduced_once(model, optimizer, first, step):
+    """Accumulation as torch's documentation has it: gradients are reduced with the last micro-batch alone."""
+    for batch in shares(stream(6), first, step):
+        for i in range(3):
+            if step > 1:
+                model.set_requires_gradient_sync(i == 2)
+            inputs, labels = part(batch, slice(i, None, 3))
+            (F.cross_entropy(model(inputs), labels) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["last_loss_terms"] == (12 if "G" in optimizer.sides else 0)
+
+
+BY_ROW = {"split_dim": 1, "trace_thresholds": (0.0, 0.0), "update_interval": 2, "max_update_ratio": None}
+IN_PARTS = {**BY_ROW, "split_dim": 3, "parts": True}  # the one process has a layer for each shard
+CHECKPOINTED = {**IN_PARTS, "inner": tuple(f"layers.{i}" for i in range(7))}
+IN_LOOPS = {**BY_ROW, "inner": ("1", "3"), "rtol": 1e-4, "atol": 1e-6}
+MUON_IN_LOOPS = {**IN_LOOPS, "method": ThorMuon, "distributed": {"whole_matrices": True}}
+CASES = {
+    "bounded": {**IN_PARTS, "max_update_ratio": 0.01},
+    "whole shards": {**IN_PARTS, "split_dim": None},
+    "running average": {**IN_PARTS, "factor_decay": 0.5, "lr": 0.5, "max_update_ratio": 0.01},
+    "ThorMuon, all steps bounded": {**IN_PARTS, "method": ThorMuon, "max_update_ratio": 0.001, "lr": 0.5},
+    "uneven batches": {**IN_PARTS, "go": uneven},
+    "a layer without examples on some ranks": {**IN_PARTS, "go": a_head_for_each_rank, "make": TwoHeads},
+    "checkpointed": {**CHECKPOINTED, "make": functools.partial(Checkpointed, False)},
+    "checkpointed, reentrant": {**CHECKPOINTED, "make": functools.partial(Checkpointed, True)},
+    "shared": {**BY_ROW, "make": functools.partial(Shared, "last.weight")},
+    "shared, frozen bias": {**BY_ROW, "make": functools.partial(Shared, "last.bias")},
+    "shared and frozen": {**BY_ROW, "make": functools.partial(Shared, "first.weight")},
+    "closures": {**IN_LOOPS, "go": with_a_closure},
+    "closures, ThorMuon": {**MUON_IN_LOOPS, "go": with_a_closure},
+    "reduced once": {**IN_LOOPS, "go": reduced_once},
+    "reduced once, ThorMuon": {**MUON_IN_LOOPS, "go": reduced_once},
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_equals_one_process_with_a_layer_for_each_shard(run, world, name):
-    for shapes in run(world, functools.partial(with_a_layer_for_each_shard, **OPTIONS[name])):
-        wanted = {"1": [8, 11], "3": [11, 7], "5": [7, 5], "7": [5, 5]}
-        assert shapes == ({n: [a, None] for n, (a, _) in wanted.items()} if "method" in OPTIONS[name] else wanted)
+def as_shards(rank, world, go=ordinary, **options):
+    as_one_process(rank, world, go, way=(world,), **{"make": linear, "rtol": 1e-9, "atol": 1e-12, **options})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(run, name):
+    for world in (2, 4):
+        run(world, functools.partial(as_shards, **CASES[name]))
+
+
+def mixed(rank, world, method):
+    """The policy computes in bfloat16; factors, weights and momentum stay in float32."""
+    options = {**BY_ROW, "make": lambda: linear(torch.float32), "method": method, "lr": 0.005}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    (model, optimizer), (twin, other) = made((world,), fsdp={"mp_policy": policy}, **options), alone(**options)
+    batches = list(stream(5, torch.float32))
+    train(model, optimizer, shares(batches, rank, world), loss=lambda x, labels: F.cross_entropy(x.float(), labels))
+    with torch.autocast("cpu", torch.bfloat16):
+        train(twin, other, batches)
+    for layer in optimizer.curvature.values():
+        assert {value.dtype for value in layer.state.values() if torch.is_tensor(value)} == {torch.float32}
+    assert_same_weights(model, twin, rtol=0.05, atol=0.02)  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_mixed_precision(run, method):
+    run(2, mixed, method)

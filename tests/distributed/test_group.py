@@ -1,6 +1,7 @@
 """`torch_thor.Distributed`: its checks, and which processes it means in one process; the other files have several."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -38,14 +39,14 @@ def test_what_an_optimizer_refuses():
 
 
 def test_a_group_of_one_needs_nobody(tmp_path):
-    """The bits of no group, whose choice is the program's and not the checkpoint's."""
+    """The bits of no group, divided or not, whose choice is the program's and not the checkpoint's."""
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:
         trained, states = [], []
-        for group in (dist.group.WORLD, None, False):
+        for group, divide in product((dist.group.WORLD, None, False), (False, True)):
             torch.manual_seed(0)
             model = mlp()
-            optimizer = THOR(model, distributed=Distributed(process_group=group))
+            optimizer = THOR(model, distributed=Distributed(process_group=group, divide_curvature=divide))
             train(model, optimizer, batches(3))
             trained.append(weights(model))
             states.append(optimizer.state_dict())

@@ -28,15 +28,6 @@ def test_every_block_has_one_owner_and_work_differs_by_one_block_at_most(parts, 
     assert max(load - its for load, its in zip(loads, last, strict=True)) <= min(loads)
 
 
-def test_the_largest_blocks_are_dealt_out_first():
-    """A block of 100 on one of two processes, the 30 of 40 on the other until it has as much work."""
-    large, small = deal_out(((1, 100), (30, 40)), 2)
-    assert large == (0, 1, 1)
-    of_first, of_second = small[1], 30 - small[1]
-    assert cost(100) + of_first * cost(40) <= (of_second + 1) * cost(40)
-    assert of_second > of_first
-
-
 @pytest.mark.parametrize("processes", [8, 16, 32, 64, 128, 256])
 def test_large_models_are_divided_evenly(processes):
     with torch.device("meta"):

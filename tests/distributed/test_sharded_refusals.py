@@ -52,11 +52,6 @@ def refused(rank, world, make):
         THOR(make())
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_divisions_that_are_not_supported(run, make):
-    run(4, refused, make)
-
-
 def of_other_processes(rank, world):
     """A group of this process alone, and none: not those that the parameters are divided among."""
     for group in (dist.new_group([rank], use_local_synchronization=True), False):
@@ -64,20 +59,18 @@ def of_other_processes(rank, world):
             THOR(fully_shard(model(), mesh=mesh_of((2,))), distributed=Distributed(process_group=group))
 
 
-def test_a_group_of_other_processes(run):
-    run(2, of_other_processes)
-
-
 def made_before(rank, world):
-    own = model()
-    optimizer = THOR(own)
+    optimizer = THOR(own := model())
     fully_shard(own, mesh=mesh_of((world,)))
     own(torch.randn(3, 8)).square().mean().backward()
     with pytest.raises(RuntimeError, match=r"parameter '0.weight' is in none.*Make it after.*after fully_shard"):
         optimizer.step()
 
 
-def test_an_optimizer_made_before_fully_shard(run):
+def test_what_is_refused(run):
+    for make in MODELS:
+        run(4, refused, make)
+    run(2, of_other_processes)
     run(2, made_before)
 
 
