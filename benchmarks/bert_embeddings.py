@@ -1,11 +1,9 @@
 """Embeddings whose input factor A THOR computes in another way, for bert_treatments.py."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
-from torch_thor.curvature import BlockDiagonal, register_kind
+from torch_thor.curvature import Blocks, register_kind
 from torch_thor.curvature.kinds.embedding import EmbeddingKind
 
 
@@ -17,12 +15,12 @@ class UniformKind(EmbeddingKind):
     """The kind of :class:`UniformEmbedding`."""
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
         """Count the tokens, and divide their number evenly between the rows of the weight: see ``EmbeddingKind``."""
-        counted = torch.zeros_like(a.blocks)
-        rows = super().add_inputs_(replace(a, blocks=counted), x, output, keep, most)
-        a.blocks.add_(counted.mean())
+        counted = Blocks(a.cut, torch.zeros_like(a.rows))
+        rows = super().add_inputs_(counted, x, output, keep, most)
+        a.rows.add_(counted.rows.mean())
         return rows
 
 
@@ -44,13 +42,13 @@ class CountedKind(EmbeddingKind):
         self._module = module
 
     def add_inputs_(
-        self, a: BlockDiagonal, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
+        self, a: Blocks, x: Tensor, output: torch.Size, keep: Tensor | None, most: int | None = None
     ) -> int:
         """Count the tokens of the input and those that are predicted: see ``EmbeddingKind``.
 
         The number of rows stays that of the input: a predicted token raises A, as a second use of the weight does.
         """
-        a.blocks.view(-1).add_(torch.bincount(self._module.predicted, minlength=self.inputs))
+        a.rows.view(-1).add_(torch.bincount(self._module.predicted, minlength=self.inputs))
         return super().add_inputs_(a, x, output, keep, most)
 
 
