@@ -115,14 +115,3 @@ def test_a_step_without_gradients_is_silent():
     optimizer.zero_grad(set_to_none=False)
     assert not told_by(optimizer)
     assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {1}
-
-
-def test_gradient_by_hand_between_refreshes_is_preconditioned():
-    model, optimizer, _, _ = twins(THOR, update_interval=100, **PLAIN)
-    train(model, optimizer, STREAM[:1])
-    A, G = optimizer.curvature["2"].inverses()
-    before = model[2].weight.detach().clone()
-    grad = torch.randn_like(before)
-    model[2].weight.grad = grad.clone()
-    optimizer.step()
-    torch.testing.assert_close(model[2].weight.detach(), before - 0.05 * G @ grad @ A)
