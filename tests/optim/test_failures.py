@@ -1,15 +1,13 @@
 """What may go wrong in training: no NaN ever reaches a weight, and nothing fails in silence."""
 
-import itertools
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from comparing import having
 from tiny import assert_same, batches, train, twins, weights
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR
 
 STREAM = batches(1)
 PLAIN = {"momentum": 0.0, "max_update_ratio": None}
@@ -82,20 +80,6 @@ def test_more_damping_saves_a_block():
             assert inverse.isfinite().all()
             assert torch.linalg.eigvalsh(inverse.double()).min() > -1e-6 * inverse.norm()
     assert outcomes == {(True, False), (True, True), (False, True)}, "healthy, raised, hopeless; none in silence"
-
-
-@pytest.mark.parametrize("make", [THOR, ThorMuon])
-def test_regression_with_large_targets(make):
-    """Diverging or not, as lr has it: no exception of a factorisation, and no NaN."""
-    for scale, seed in itertools.product((1e5, 1e8), (0, 1)):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-        optimizer = having(make(model, update_interval=1, max_update_ratio=None), nonfinite="skip")
-        for _ in range(30):
-            (model(torch.randn(4, 8)) - scale * torch.randn(4, 3)).square().mean().backward()
-            told_by(optimizer)
-            optimizer.zero_grad()
-        assert all(p.isfinite().all() for p in model.parameters()), (scale, seed)
 
 
 # -------------------------------------------------------------------------------- layers without statistics
