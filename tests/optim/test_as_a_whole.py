@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, backward, batches, train, weights
+from tiny import assert_same, backward, batches, train, twins, weights
 from torch_thor import THOR, ThorMuon
 from torch_thor.curvature import refresh
 
@@ -274,9 +274,7 @@ def test_replacing_the_only_layer_is_the_documented_error():
 
 def test_a_module_that_is_wrapped_in_place_is_still_there():
     """Under its new name, once the plan is made anew, as a bias that is frozen makes it."""
-    model, twin = Net(), Net()
-    twin.load_state_dict(model.state_dict())
-    optimizer, other = THOR(model, update_interval=2), THOR(twin, update_interval=2)
+    model, optimizer, twin, other = twins(THOR, Net, update_interval=2)
     model.head = nn.Sequential(model.head)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

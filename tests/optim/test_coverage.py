@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
-from tiny import batches, mlp, train
+from tiny import mlp
 from torch_thor import THOR
 
 
@@ -108,15 +108,6 @@ def test_a_model_that_is_a_layer_itself_and_is_called_by_keyword():
     optimizer.step()
     assert [(entry.name, entry.preconditioned) for entry in optimizer.coverage()] == [("weight", True), ("bias", True)]
     assert optimizer.curvature[""].refreshes == 1
-
-
-def test_one_layer_under_two_names_is_one_layer():
-    """The same module twice, unlike two modules with one weight, has one input and one output a use."""
-    layer = nn.Linear(5, 5)
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(5, 3)).double()
-    optimizer = THOR(model)
-    train(model, optimizer, batches(1))
-    assert optimizer.curvature["0"].rows_per_term == 2
 
 
 def test_nothing_to_precondition_is_an_error():

@@ -1,24 +1,22 @@
 """What LAMB and AGCSGD share, beside the contract of all: copies, checkpoints, and what is treated apart."""
 
 import copy
+import itertools
 import pickle
 from functools import partial
 
 import pytest
 import torch
-from test_contract import OPTIONS as CONTRACT
+from test_contract import OPTIONS
+from test_state import FLAT, FULL, by_distributed_checkpoint, by_state_dict
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from tiny import assert_same, batches, cross_entropy, mlp, train, weights
+from tiny import assert_same, backward, batches, cross_entropy, mlp, train, weights
 from torch_thor import AGCSGD, LAMB
 
-CLASSES = {"lamb": LAMB, "agc-sgd": AGCSGD}
-OPTIONS = {name: CONTRACT[make] for name, make in CLASSES.items()}
 STREAM = batches(6, dtype=torch.float32)
 
-pytestmark = pytest.mark.parametrize("name", CLASSES)
+pytestmark = pytest.mark.parametrize("make", [LAMB, AGCSGD])
 
 
 def build(dtype=torch.float32):
@@ -26,9 +24,9 @@ def build(dtype=torch.float32):
     return mlp(dtype=dtype)
 
 
-def pair(name, dtype=torch.float32, **options):
+def pair(make, dtype=torch.float32):
     model = build(dtype)
-    return model, CLASSES[name](model, **OPTIONS[name] | options)
+    return model, make(model, **OPTIONS[make])
 
 
 def maximised(model, optimizer, stream):
@@ -65,18 +63,18 @@ def copied(copy_of, model, optimizer, stream):
     assert repr(other)
 
 
-def test_every_way_of_training_takes_the_same_steps(name):
-    twin, other = pair(name)
+def test_every_way_of_training_takes_the_same_steps(make):
+    twin, other = pair(make)
     train(twin, other, STREAM)
     pickled = partial(copied, lambda both: pickle.loads(pickle.dumps(both)))
     for way in (maximised, replaced, partial(copied, copy.deepcopy), pickled):
-        model, optimizer = pair(name)
+        model, optimizer = pair(make)
         way(model, optimizer, STREAM)
         assert_same(weights(model), weights(twin), f"{way}")
 
 
-def test_parameters_without_gradient_or_numbers_are_passed_over(name):
-    model, optimizer = pair(name)
+def test_parameters_without_gradient_or_numbers_are_passed_over(make):
+    model, optimizer = pair(make)
     model[4].register_parameter("hollow", nn.Parameter(torch.ones(0, 3)))
     optimizer.add_param_group({"params": [model[4].hollow]})
     before = weights(model)
@@ -89,73 +87,39 @@ def test_parameters_without_gradient_or_numbers_are_passed_over(name):
     assert {key for key, value in weights(model).items() if not value.equal(before[key])} == {"0.weight", "0.bias"}
 
 
-def in_a_file(first, second, path):
-    torch.save([one.state_dict() for one in first], path)
-    for one, state in zip(second, torch.load(path, weights_only=True), strict=True):
-        one.load_state_dict(state)
-
-
-def distributed(first, second, path, **options):
-    """Both sides may be fresh: DCP then takes a step of zero gradients at lr 0, which must not count."""
-    options = StateDictOptions(**options)
-    dcp.save(dict(zip("mo", get_state_dict(*first, options=options), strict=True)), checkpoint_id=path, no_dist=True)
-    loaded = dict(zip("mo", get_state_dict(*second, options=options), strict=True))
-    dcp.load(loaded, checkpoint_id=path, no_dist=True)
-    set_state_dict(*second, model_state_dict=loaded["m"], optim_state_dict=loaded["o"], options=options)
-
-
-CHECKPOINTS = {
-    "file": in_a_file,
-    "plain": distributed,
-    "flat": partial(distributed, flatten_optimizer_state_dict=True),
-    "full": partial(distributed, full_state_dict=True, cpu_offload=True),
-}
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore:.*single process")
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_resume_is_never_having_stopped(name, checkpoint, tmp_path):
+@pytest.mark.parametrize("carry", [by_state_dict, by_distributed_checkpoint, FLAT, FULL])
+def test_resume_is_never_having_stopped(make, carry):
     """From a file options come too, but for what is excluded."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        stream = batches(6, dtype=dtype)
-        whole, whole_optimizer = pair(name, dtype)
-        train(whole, whole_optimizer, stream)
-        for stop in (0, 1, 3):
-            first = pair(name, dtype)
-            train(*first, stream[:stop])
-            second = build(dtype)
-            with torch.no_grad():
-                for p in second.parameters():
-                    p.add_(1.0)
-            given = ["exclude"] if checkpoint == "file" else OPTIONS[name]
-            resumed = CLASSES[name](second, **{key: OPTIONS[name][key] for key in given})
-            CHECKPOINTS[checkpoint](first, (second, resumed), tmp_path / f"{dtype}-{stop}")
-            train(second, resumed, stream[stop:])
-            assert_same(weights(second), weights(whole), f"{dtype}, {stop} steps")
+    for dtype, stop in itertools.product((torch.float32, torch.bfloat16, torch.float64), (0, 1, 3)):
+        stream, whole, first = batches(6, dtype=dtype), pair(make, dtype), pair(make, dtype)
+        train(*whole, stream)
+        train(*first, stream[:stop])
+        model, given = build(dtype), ["exclude"] if carry is by_state_dict else OPTIONS[make]
+        resumed = make(model, **{key: OPTIONS[make][key] for key in given})
+        carry(first, (model, resumed))
+        train(model, resumed, stream[stop:])
+        assert_same(weights(model), weights(whole[0]), f"{dtype}, {stop} steps")
 
 
-def test_groups_have_options_of_their_own(name):
-    model, twin, make = build(), build(), CLASSES[name]
-    own, kept = {"lr": 0.02, "weight_decay": 0.0}, {"lr": 0.1, "weight_decay": 0.2, "exclude": ["0.weight", "2.bias"]}
-    optimizer = make(
-        [{"params": [*model[0].parameters(), *model[4].parameters()]}, {"params": []}], model=model, **kept
-    )
+def test_groups_have_options_of_their_own(make):
+    model, twin, kept = build(), build(), {"lr": 0.1, "weight_decay": 0.2, "exclude": ["0.weight", "2.bias"]}
+    own = {"lr": 0.02, "weight_decay": 0.0}
+    first = [[*one[0].parameters(), *one[4].parameters()] for one in (model, twin)]
+    optimizer = make([{"params": first[0]}, {"params": []}], model=model, **kept)
     optimizer.add_param_group({"params": list(model[2].parameters()), **own})
     assert optimizer.excluded == ("0.weight", "2.bias")
-    others = [
-        make([*twin[0].parameters(), *twin[4].parameters()], model=twin, **kept),
-        make(twin[2].named_parameters(prefix="2"), model=twin, **kept | own),
-    ]
-    for x, labels in STREAM:
-        train(model, optimizer, [(x, labels)])
-        cross_entropy(labels)(twin(x)).backward()
+    others = make(first[1], model=twin, **kept), make(twin[2].named_parameters("2"), model=twin, **kept | own)
+    for batch in STREAM:
+        train(model, optimizer, [batch])
+        backward(twin, batch)
         for other in others:
             other.step()
         twin.zero_grad()
     assert_same(weights(model), weights(twin))
 
 
-def test_excluded_by_name_pattern_and_rule(name):
+def test_excluded_by_name_pattern_and_rule(make):
     model = build()
     model.tied = model[2].weight  # a second name of the same weight
     for exclude, expected in (
@@ -167,13 +131,13 @@ def test_excluded_by_name_pattern_and_rule(name):
         ((n for n in ["*.bias", "0", "-4.*"]), ("0.weight", "0.bias", "2.bias")),
         (lambda n, p: n == "0.bias" and p is model[0].bias, ("0.bias",)),
     ):
-        assert CLASSES[name](model, exclude=exclude).excluded == expected
+        assert make(model, exclude=exclude).excluded == expected
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_what_is_refused(name, foreach):
+def test_what_is_refused(make, foreach):
     """Before anything moves."""
-    model, make = build(), partial(CLASSES[name], foreach=foreach)
+    model, make = build(), partial(make, foreach=foreach)
     for error, said, call in (
         (ValueError, r"'hed' matches no parameter; the model has 0\.weight", lambda: make(model, exclude=["0", "hed"])),
         (TypeError, r"without a model.*model=model", lambda: make(model.parameters(), exclude="0")),
@@ -191,7 +155,7 @@ def test_what_is_refused(name, foreach):
     with pytest.raises(RuntimeError, match=r"has 1 parameters and had 2.*add_param_group"):
         optimizer.step()
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(5, 3, sparse=True))
-    optimizer = make(model, **OPTIONS[name])
+    optimizer = make(model)
     (model[2](torch.tensor([1])).sum() + model[0](torch.ones(1, 2)).sum()).backward()
     before = weights(model)
     with pytest.raises(RuntimeError, match=r"'2\.weight' has a gradient of layout torch\.sparse_coo.*sparse=False"):

@@ -1,15 +1,13 @@
 """What may go wrong in training: no NaN ever reaches a weight, and nothing fails in silence."""
 
-import itertools
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from comparing import having
 from tiny import assert_same, batches, train, twins, weights
-from torch_thor import THOR, ThorMuon
+from torch_thor import THOR
 
 STREAM = batches(1)
 PLAIN = {"momentum": 0.0, "max_update_ratio": None}
@@ -84,20 +82,6 @@ def test_more_damping_saves_a_block():
     assert outcomes == {(True, False), (True, True), (False, True)}, "healthy, raised, hopeless; none in silence"
 
 
-@pytest.mark.parametrize("make", [THOR, ThorMuon])
-def test_regression_with_large_targets(make):
-    """Diverging or not, as lr has it: no exception of a factorisation, and no NaN."""
-    for scale, seed in itertools.product((1e5, 1e8), (0, 1)):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-        optimizer = having(make(model, update_interval=1, max_update_ratio=None), nonfinite="skip")
-        for _ in range(30):
-            (model(torch.randn(4, 8)) - scale * torch.randn(4, 3)).square().mean().backward()
-            told_by(optimizer)
-            optimizer.zero_grad()
-        assert all(p.isfinite().all() for p in model.parameters()), (scale, seed)
-
-
 # -------------------------------------------------------------------------------- layers without statistics
 
 
@@ -115,14 +99,3 @@ def test_a_step_without_gradients_is_silent():
     optimizer.zero_grad(set_to_none=False)
     assert not told_by(optimizer)
     assert {curvature.refreshes for curvature in optimizer.curvature.values()} == {1}
-
-
-def test_gradient_by_hand_between_refreshes_is_preconditioned():
-    model, optimizer, _, _ = twins(THOR, update_interval=100, **PLAIN)
-    train(model, optimizer, STREAM[:1])
-    A, G = optimizer.curvature["2"].inverses()
-    before = model[2].weight.detach().clone()
-    grad = torch.randn_like(before)
-    model[2].weight.grad = grad.clone()
-    optimizer.step()
-    torch.testing.assert_close(model[2].weight.detach(), before - 0.05 * G @ grad @ A)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import torch_thor
-from tiny import assert_same, batches, mlp, train, weights
-from torch_thor import THOR, ThorMuon, param_groups
+from tiny import mlp
+from torch_thor import ThorMuon, param_groups
 
 
 def names(groups, model, key="weight_decay"):
@@ -44,16 +44,6 @@ def test_biases_norms_and_what_is_named_are_not_decayed():
     ):
         found = names(param_groups(model, weight_decay=0.3, no_decay=no_decay), model)
         assert found[0.3] == matrices - excluded
-
-
-def test_groups_decay_as_the_options_of_the_groups_say():
-    for make in (THOR, ThorMuon):
-        model, twin = mlp(), mlp()
-        twin.load_state_dict(model.state_dict())
-        train(model, make(param_groups(model, weight_decay=0.3), model=model), batches(3))
-        groups = [{"params": [p], "weight_decay": 0.3 if p.dim() > 1 else 0.0} for p in twin.parameters()]
-        train(twin, make(groups, model=twin), batches(3))
-        assert_same(weights(model), weights(twin), make.__name__)
 
 
 def test_the_learning_rate_falls_from_block_to_block():

@@ -77,7 +77,7 @@ def test_micro_batches_equal_one_batch(change, method):
     options = {"optimizer": ThorMuon, **MUON} if muon else OPTIONS
     (model, optimizer), (twin, other) = two(change, **options)
     if least_likely:
-        optimizer = having(THOR(model, **OPTIONS, fisher="sampled"), loss_terms=TERMS)
+        _beside, optimizer = optimizer, having(THOR(model, **OPTIONS, fisher="sampled"), loss_terms=TERMS)
     in_parts(model, optimizer, (1, 2), least_likely=least_likely)
     in_parts(twin, other, (), least_likely=least_likely)
     # a direction that is lost in rounding (of a softmax's gradient) comes out of the orthogonalisation as 1e-9

@@ -89,17 +89,19 @@ def test_low_precision_parameters_have_float32_moments_and_norms(dtype):
 
 
 def test_a_checkpoint_of_adamw_goes_on():
-    """Moments and steps are AdamW's; in float32, also where AdamW had them in bfloat16."""
+    """Moments, steps and betas are AdamW's; in float32, also where AdamW had them in bfloat16. The rest is LAMB's."""
     model = mlp(dtype=torch.bfloat16)
-    adamw = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.8, 0.9))
+    adamw = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), weight_decay=0.3)
     train(model, adamw, batches(3, dtype=torch.bfloat16))
-    optimizer = LAMB(model, lr=0.02, exclude=())
+    optimizer = LAMB(model, lr=0.02, eps=1e-5, weight_decay=0.1)
     optimizer.load_state_dict(adamw.state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.02, (0.8, 0.9), 1e-5, 0.1)
     for p in model.parameters():
         assert torch.equal(optimizer.state[p]["exp_avg"], adamw.state[p]["exp_avg"].float())
         assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
     train(model, optimizer, batches(1, dtype=torch.bfloat16))
-    assert float(optimizer.state[model[0].weight]["step"]) == 4
+    assert optimizer.state[model[0].weight]["step"] == 4
 
 
 def test_complex_parameters_are_pairs_of_real_ones():
