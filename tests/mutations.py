@@ -51,14 +51,14 @@ MUTATIONS = {
     ),
     "damping without the root": (
         "curvature/refresh.py",
-        "damping = [math.sqrt(c.damping / c.rows_per_term)]",
-        "damping = [c.damping / c.rows_per_term]",
+        "added = [math.sqrt(self.damping / self.rows_per_term)]",
+        "added = [self.damping / self.rows_per_term]",
         STEPS,
     ),
     "damping without T": (
         "curvature/refresh.py",
-        "math.sqrt(c.damping / c.rows_per_term)",
-        "math.sqrt(c.damping)",
+        "math.sqrt(self.damping / self.rows_per_term)",
+        "math.sqrt(self.damping)",
         STEPS,
     ),
     "relative damping of the trace": (
