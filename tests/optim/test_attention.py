@@ -96,17 +96,11 @@ def test_refresh_step_computes_what_the_bare_model_computes(name):
             assert factor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-# ------------------------------------------------------------------------- the transformer's fast path
-
-
-def encoder(norm_first=False):
-    return nn.TransformerEncoderLayer(E, HEADS, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
-
-
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_encoder_layer_evaluates_alike_with_and_without(norm_first, monkeypatch):
     """The fused kernel also on refresh steps: torch takes the slow way where a module has hooks, and it has none."""
-    layer, calls, fused = encoder(norm_first), [], torch._transformer_encoder_layer_fwd
+    layer = nn.TransformerEncoderLayer(E, HEADS, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+    calls, fused = [], torch._transformer_encoder_layer_fwd
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: calls.append(1) or fused(*args))
     bare = copy.deepcopy(layer)
     optimizer = THOR(layer, lr=0.0, update_interval=2, trace_thresholds=(0.0, 0.0))

@@ -67,7 +67,6 @@ def test_the_model_and_its_copies_are_the_bare_model():
     """While THOR waits and afterwards; the pass of a copy is nobody's statistics."""
     model = nn.Sequential(nn.Linear(5, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 3))
     bare = copy.deepcopy(model)
-    parameters = dict(model.named_parameters())
     optimizer = THOR(model)
     assert listened_to(model) == {"0", "1", "2"}
     file = io.BytesIO()
@@ -86,13 +85,11 @@ def test_the_model_and_its_copies_are_the_bare_model():
     model[2](model[1](x, x, x)[0]).sum().backward()
     optimizer.step()
     for one in (model, *twins):
-        assert list(one.state_dict()) == list(bare.state_dict())
         for module, plain in zip(one.modules(), bare.modules(), strict=True):
             assert type(module) is type(plain)
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
             assert vars(module).keys() == vars(plain).keys()
-    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
 
 
 def test_hooks_go_with_the_optimizer():

@@ -256,9 +256,6 @@ def test_resume_is_never_having_stopped(name):
                 assert isinstance(value, int | float), key
 
 
-# ---------------------------------------------------------------------------------- what is in the state
-
-
 def test_split_factors_are_stored_as_blocks_only():
     """Two factors and two inverses of 64 × 64 with blocks of 8: 4 · 8 · 64 numbers, and the momentum."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False))

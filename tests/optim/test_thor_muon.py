@@ -115,9 +115,6 @@ def test_steps_are_those_of_the_reference():
     assert bounded == {True, False}
 
 
-# ------------------------------------------------------------------------------------------ every memory layout
-
-
 def first_step(model, loss, name, **options):
     """The optimizer, the gradient of a parameter in its first step, and by how much it moves at lr = 1."""
     optimizer = ThorMuon(model, **UNBOUNDED, **options)
