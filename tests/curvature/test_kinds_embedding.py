@@ -5,6 +5,7 @@ Steps of tied embeddings are in tests/optim/test_tied_weights.py.
 
 import importlib
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -101,49 +102,24 @@ def sentences():
     return torch.randint(11, (3, 4)), torch.randint(3, (3, 4)), mask
 
 
-def masked_loss(labels, mask):
-    return lambda output: nn.functional.cross_entropy(output[mask], labels[mask])
-
-
-def assert_masked(model, parts, labels, mask, terms, split_dim=128, predicted=None):
-    """Factors after a step with some micro-batches are the reference's, whose rows are masked; returns THOR."""
-    optimizer = having(THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), loss_terms=terms)
-    counted = mask if predicted is None else predicted
-    for part, x in parts:
-        optimizer.row_mask = mask[part]
-        loss = masked_loss(labels[part], counted[part])(model(x))
-        (loss * int(counted[part].sum()) / int(counted.sum())).backward()
-    optimizer.step()
-    x = torch.cat([x for _, x in parts])
-    loss, options = masked_loss(labels, counted), {"split_dim": split_dim, "optimizer": optimizer}
-    assert_matches_reference(model, x, loss, terms=int(counted.sum()), mask=mask.numpy(), **options)
-    return optimizer
-
-
-def test_masked_rows_leave_both_factors():
-    """And those of the same tokens without padding, in one row, are the same; each micro-batch has its own mask."""
-    for split_dim in (None, 3, 128):
-        x, labels, mask = sentences()
-        model, terms = language_model(), int(mask.sum())
-        for slices in ([slice(0, 3)], [slice(0, 1), slice(1, 3)]):
-            optimizer = assert_masked(model, [(s, x[s]) for s in slices], labels, mask, terms, split_dim)
-            assert {curvature.rows_per_term for curvature in optimizer.curvature.values()} == {1}
-            packed = {"terms": terms, "split_dim": split_dim, "optimizer": optimizer}
-            assert_matches_reference(model, x[mask], cross_entropy(labels[mask]), **packed)
-            optimizer.zero_grad()
-
-
-def test_mask_padding_index_and_predicted_tokens():
-    """Masked language modelling: 8 real tokens, 3 predicted. Rows are the real tokens, N counts the predicted."""
+def test_masks_of_micro_batches_padding_index_and_predicted_tokens():
+    """Rows are the 8 real tokens, N counts the predicted: as of the same tokens without padding, in one row."""
     x, labels, mask = sentences()
-    predicted = torch.zeros_like(mask)
-    predicted[0, 1] = predicted[1, 0] = predicted[2, 2] = True
+    some = torch.zeros_like(mask)
+    some[0, 1] = some[1, 0] = some[2, 2] = True
     x[0, 0] = x[1, 2] = 5
-    for padding in (None, 5):
-        model = language_model(padding)
-        terms = lambda: predicted.sum()  # noqa: E731
-        optimizer = assert_masked(model, [(slice(0, 3), x)], labels, mask, terms, predicted=predicted)
-        assert optimizer.curvature["2"].rows_per_term == 8 / 3
+    for split_dim, predicted, padding, parts in product(
+        (None, 3, 128), (mask, some), (None, 5), ([slice(0, 3)], [slice(0, 1), slice(1, 3)])
+    ):
+        model, terms = language_model(padding), int(predicted.sum())
+        optimizer = having(THOR(model, lr=0.0, damping=DAMPING, split_dim=split_dim), loss_terms=lambda n=terms: n)
+        for part in parts:
+            optimizer.row_mask = mask[part]
+            chosen = predicted[part]
+            cross_entropy(labels[part][chosen])(model(x[part])[chosen]).mul(int(chosen.sum()) / terms).backward()
+        optimizer.step()
+        loss = lambda output, its=predicted[mask]: cross_entropy(labels[mask][its])(output[its])  # noqa: E731
+        assert_matches_reference(model, x[mask], loss, terms=terms, split_dim=split_dim, optimizer=optimizer)
 
 
 def test_mask_holds_for_layers_of_its_shape_only():

@@ -204,20 +204,16 @@ MODELS = {
 
 
 def trained(name, implementation, method=THOR, **options):
-    """A model and its optimizer after eight steps; the same start for every implementation."""
+    """A model and its optimizer after three steps; the same start for every implementation."""
     torch.manual_seed(3)
     chosen = {} if implementation is None else {"experts_implementation": implementation}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**SIZES, **HEADS, **MODELS[name]}), **chosen)
-    assert implementation in (None, model.config._experts_implementation)
-    optimizer, losses = method(model, **options), []
+    optimizer = method(model, **options)
     tokens = torch.randint(1, 32, (4, 6), generator=torch.Generator().manual_seed(1))
-    for _ in range(8):
+    for _ in range(3):
         optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
     return model, optimizer
 
 
@@ -229,10 +225,9 @@ def test_models(name):
         model, optimizer = trained(name, implementation, kl_clip=1e-3)
         covered = [entry for entry in optimizer.coverage() if entry.preconditioned]
         assert sum(math.prod(e.shape) for e in covered) > 0.95 * sum(p.numel() for p in model.parameters())
-        weights = [e.name for e in covered if e.kind == "Experts" and len(e.shape) == 3]
-        experts = {name: optimizer.curvature[name] for name in weights}
-        assert {layer.refreshes for layer in experts.values()} == {1}
-        found.append({key: layer.factors() for key, layer in experts.items()})
+        experts = [optimizer.curvature[e.name] for e in covered if e.kind == "Experts" and len(e.shape) == 3]
+        assert {layer.refreshes for layer in experts} == {1}
+        found.append([layer.factors() for layer in experts])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-7)
     if with_choice:
