@@ -9,7 +9,7 @@ from torch import nn
 
 from comparing import having
 from tiny import train
-from torch_thor import THOR, ThorMuon, adaptive_clip_grad_, register_kind
+from torch_thor import THOR, ThorMuon, register_kind
 from torch_thor.curvature import LinearKind, MatrixWeight
 from torch_thor.curvature.kinds import kind_of, registry, why_not
 
@@ -134,18 +134,6 @@ def test_steps_and_factors_are_those_of_linear_layers(layer):
             assert (one.refreshes, one.rows_per_term) == (other.refreshes, other.rows_per_term)
             assert one.refreshes > 1
             torch.testing.assert_close(one.factors(), other.factors(), rtol=1e-6, atol=1e-9)
-
-
-def test_units_of_clipping_are_those_of_linear_layers(layer):
-    for foreach in (None, False):
-        (own, *_), (linear, *_) = twins(layer)
-        weight = next(own.parameters())
-        weight.grad = 0.1 * torch.randn_like(weight)
-        weight.grad[..., 0] *= 300  # of some outputs
-        linear.weight.grad = weight.grad.flatten(1).mT.contiguous()
-        found, wanted = (adaptive_clip_grad_(one, 1.0, exclude=(), foreach=foreach) for one in (own, linear))
-        assert 0 < int(found.clipped) == int(wanted.clipped) < found.units == wanted.units == 6
-        torch.testing.assert_close(weight.grad.flatten(1).mT, linear.weight.grad, rtol=1e-12, atol=0)
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
