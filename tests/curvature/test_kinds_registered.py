@@ -173,12 +173,11 @@ def test_which_modules():
     assert [type(kind_of(c(2, 3))) for c in (InOut, Named)] == [InOutKind, TurnedKind]
 
 
-@pytest.mark.parametrize(("certain", "terms"), [(True, 6), (False, 5), (None, 5)])
+@pytest.mark.parametrize(("certain", "terms"), [(True, 6), (False, 5)])
 def test_a_kind_can_say_that_its_input_is_batch_first(certain, terms):
-    """Of layers that see (L, N, d) and (N, L, d) it decides which number is N; without the attribute it does not."""
-
+    """Of layers that see (L, N, d) and (N, L, d) it decides which number is N."""
     Turned = type("Turned", (nn.Module,), {"forward": lambda self, x: x.transpose(0, 1)})
-    kind = type("Kind", (CopiedKind,), {} if certain is None else {"batch_first": certain})
+    kind = type("Kind", (CopiedKind,), {"batch_first": certain})
     register_kind(InOut, kind)
     model = nn.Sequential(nn.Linear(3, 4), Turned(), InOut(4, 4), Turned(), nn.Linear(4, 2))
     optimizer = THOR(model, lr=0.0)
