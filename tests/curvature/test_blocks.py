@@ -131,11 +131,3 @@ def test_cut_again(rows, groups, before, after):
     expected = torch.where(same_block(old) & same_block(new), torch.block_diag(*whole), 0.0)
     torch.testing.assert_close(torch.block_diag(*found.dense()), expected)
     assert found.rows.shape == wide.shape
-
-
-def test_no_rows():
-    """A process without rows of a weight."""
-    for split_dim in (None, 1, 4):
-        blocks = Blocks.zeros(Cut.of(0, split_dim), torch.float32, CPU)
-        assert blocks.cut.rows == sum(part.numel() for part in blocks.parts) == 0
-        assert blocks.traces().tolist() == [0.0]

@@ -17,19 +17,14 @@ from torch_thor.curvature.kinds import kind_of
 # layers whose weights can be divided by rows: a slice of the weight is a row of its matrix, or several
 BY_ROWS = [
     (nn.Linear(5, 3), (2, 5)),
-    (nn.Conv1d(3, 4, 2), (2, 3, 4)),
     (nn.Conv2d(3, 4, (2, 3)), (2, 3, 4, 4)),
-    (nn.Conv3d(2, 2, 2), (2, 2, 2, 2, 3)),
     (nn.Embedding(7, 3), None),
     (nn.ConvTranspose1d(1, 1, 3), (2, 1, 3)),  # one row
 ]
 NOT = [
     (nn.Conv2d(4, 6, 2, groups=2), (2, 4, 3, 3)),
-    (nn.Conv2d(4, 4, 2, groups=4), (2, 4, 3, 3)),
     (nn.ConvTranspose2d(4, 4, 2), (2, 4, 2, 2)),  # as many inputs as outputs: one row of it could be either
-    (nn.ConvTranspose2d(4, 3, 2), (2, 4, 2, 2)),
     (nn.ConvTranspose1d(3, 1, 2), (2, 3, 4)),
-    (nn.ConvTranspose2d(4, 4, 2, groups=4), (2, 4, 2, 2)),
     (nn.ConvTranspose2d(4, 6, 2, groups=2), (2, 4, 2, 2)),
 ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from comparing import having
-from tiny import assert_same, batches, listened_to, mlp, train, weights
+from tiny import batches, listened_to, mlp, train
 from torch_thor import THOR
 from torch_thor.curvature import Decision
 from torch_thor.curvature.refresh import decide, trace_change
@@ -79,14 +79,12 @@ def test_failed_refreshes_say_so():
         assert optimizer.curvature["0"].refreshes == before
 
 
-def test_what_told_nothing_tells_nothing():
-    """A step that is skipped, and a state dict."""
+def test_a_skipped_step_tells_nothing():
     model = mlp()
     optimizer = having(THOR(model, update_interval=1), nonfinite="skip")
     assert optimizer.last_refresh == ()
     train(model, optimizer, STREAM[:1])
     assert len(optimizer.last_refresh) == 3
-    assert "last_refresh" not in str(optimizer.state_dict().keys())
     (model(STREAM[1][0]) * math.inf).sum().backward()
     optimizer.step()
     assert (optimizer.skipped_steps, optimizer.last_refresh) == (1, ())
@@ -95,36 +93,27 @@ def test_what_told_nothing_tells_nothing():
 def test_a_stopped_layer_has_no_hooks_until_an_older_state_is_loaded():
     """Some layers stop at their second refresh, where Δ is not above ω1 and below ω2."""
     every = {"0", "2", "4"}
-    for names in ((), ("2",), ("0", "2"), ("0", "2", "4")):
-        made = []
-        for model in (mlp(), mlp()):
-            groups = [
-                {
-                    "params": [*model.get_submodule(n).parameters()],
-                    "trace_thresholds": (1e9, 1e8) if n in names else TAKE_ALL,
-                }
-                for n in sorted(every)
-            ]
-            made.append((model, THOR(groups, model=model, lr=0.1, update_interval=2)))
-        (model, optimizer), (fresh, other) = made
+    for stopped in (set(), {"2"}, {"0", "2"}, every):
+        model = mlp()
+        groups = [
+            {
+                "params": [*model.get_submodule(name).parameters()],
+                "trace_thresholds": (1e9, 1e8) if name in stopped else TAKE_ALL,
+            }
+            for name in sorted(every)
+        ]
+        optimizer = THOR(groups, model=model, lr=0.1, update_interval=2)
         train(model, optimizer, STREAM[:2])
         assert listened_to(model) == every  # the step to come decides
         early = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, STREAM[2:3])
-        assert {name for name, layer in optimizer.curvature.items() if layer.stopped} == set(names)
+        assert {name for name, layer in optimizer.curvature.items() if layer.stopped} == stopped
         assert listened_to(model) == set()
-        train(model, optimizer, STREAM[3:4])
-        other.load_state_dict(early)
-        assert listened_to(fresh) == every
-        fresh.load_state_dict(model.state_dict())
-        other.load_state_dict(optimizer.state_dict())
-        for one, its in made:
-            assert listened_to(one) == every - {*names}
-            train(one, its, STREAM[4:])
-            assert listened_to(one) == every - {*names}
-        assert_same(weights(fresh), weights(model))
-        assert {n: layer.refreshes for n, layer in other.curvature.items()} == {
-            n: 1 if n in names else 5 for n in every
+        for begin, end in ((3, 4), (4, 10)):
+            train(model, optimizer, STREAM[begin:end])
+            assert listened_to(model) == every - stopped
+        assert {n: layer.refreshes for n, layer in optimizer.curvature.items()} == {
+            n: 1 if n in stopped else 5 for n in every
         }
-        other.load_state_dict(early)
-        assert listened_to(fresh) == every
+        optimizer.load_state_dict(early)
+        assert listened_to(model) == every

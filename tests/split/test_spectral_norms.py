@@ -46,13 +46,6 @@ def test_equals_the_dense_eigenvalue_and_draws_no_random_number_of_the_callers()
     torch.testing.assert_close(found, torch.linalg.eigvalsh(matrix)[:, -1], rtol=1e-12, atol=0)
 
 
-def test_a_batch_of_unlike_matrices():
-    ones, zeros = torch.ones(64, 64, dtype=torch.float64), torch.zeros(64, 64, dtype=torch.float64)
-    matrices = torch.stack([ones, wishart(64, 640), zeros, with_spectrum([1e9, *([1.0] * 63)])])
-    found = largest_eigenvalues(matrices, tolerance=1e-9).tolist()
-    assert found == pytest.approx(torch.linalg.eigvalsh(matrices)[:, -1].tolist(), rel=1e-8, abs=1e-12)
-
-
 def factor(samples):
     groups, size, rows = samples.shape
     matrix = Blocks.zeros(Cut.of(size, None, groups), samples.dtype, samples.device)
