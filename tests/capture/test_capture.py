@@ -13,7 +13,7 @@ from torch_thor.capture.loss_terms import loss_terms_of_step
 from torch_thor.curvature import Decision, RefreshEvent
 
 NAMES = ("0", "2", "4")
-UPDATE = Decision.UPDATE
+UPDATE, FAILED = Decision.UPDATE, Decision.FAILED
 
 
 class Net:
@@ -60,25 +60,18 @@ def freeze(net):
     net.capture.listen()
 
 
-def decided(net):
-    net.backward()
-    net.finish({"0": UPDATE, "2": Decision.KEEP, "4": Decision.STOP})
+def refreshed(*decisions):
+    """All layers have gathered, and are given these decisions; None is no event."""
+
+    def event(net):
+        net.backward()
+        net.finish({name: decision for name, decision in zip(NAMES, decisions, strict=True) if decision})
+
+    return event
 
 
-def fail_first(net):
-    net.backward()
-    net.finish(dict.fromkeys(NAMES, Decision.FAILED))
-
-
-def fail_later(net):
-    net.backward()
+def second_refresh(net):
     net.layers["2"].state["refreshes"] = 1
-    net.finish({"0": Decision.FAILED, "2": Decision.FAILED, "4": UPDATE})
-
-
-def without_an_event(net):
-    net.backward()
-    net.finish({"0": UPDATE, "4": UPDATE})
 
 
 def unreached(net):
@@ -114,17 +107,18 @@ def follow_fewer(net):
     net.capture.follow(net.model, [hook for hook in net.capture._hooks if hook.layers[0] is not net.layers["2"]])
 
 
+DECIDED = refreshed(UPDATE, Decision.KEEP, Decision.STOP)
 # what happens: the layers that gather, and those of them that are awaited
 CASES = {
     (): ("024", "024"),
     (lambda net: net.record("2", due=False),): ("04", "04"),
     (lambda net: net.record(*NAMES, due=False),): ("", ""),
     (freeze,): ("04", "04"),
-    (decided,): ("", ""),
-    (decided, due_again): ("024", "024"),
-    (fail_first,): ("024", "024"),
-    (fail_later,): ("0", "0"),
-    (without_an_event,): ("2", "2"),
+    (DECIDED,): ("", ""),
+    (DECIDED, due_again): ("024", "024"),
+    (refreshed(FAILED, FAILED, FAILED),): ("024", "024"),
+    (second_refresh, refreshed(FAILED, FAILED, UPDATE)): ("0", "0"),
+    (refreshed(UPDATE, None, UPDATE),): ("2", "2"),
     (unreached,): ("24", ""),
     (unreached, due_again): ("024", "0"),
     (unreached, due_again, not_reached_yet): ("024", "0"),

@@ -10,6 +10,7 @@ from torch import nn
 from joined import (
     SIZE,
     Rows,
+    TwoHeads,
     alone,
     as_one_process,
     counted,
@@ -68,24 +69,6 @@ def test_models_of_their_own(run):
     assert left != right
 
 
-class Heads(nn.Module):
-    """A head that some examples go through, those whose first word is 1."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.rows, self.body, self.first, self.second = Rows(), nn.Linear(8, 6), nn.Linear(6, 5), nn.Linear(6, 5)
-        self.double()
-
-    def forward(self, batch):
-        x, second = torch.tanh(self.body(self.rows(batch))), batch[1][:, 0] == 1
-        found = self.first(x)
-        if second.any():
-            chosen = torch.zeros_like(found)
-            found = found + chosen.index_put((second.nonzero()[:, 0],), self.second(x[second]))
-        return found
-
-
 def heads(rank, world, reached):
     """The second head is reached by the examples that `reached` says, of the joined batch, from step 4 on."""
     calls, seen = [], []
@@ -98,15 +81,17 @@ def heads(rank, world, reached):
                 words[reached, 0] = 1
         optimizer.loss_terms = SIZE // step  # the layer sees some of the examples alone
         calls.append(calls_of(model, optimizer, shares(batches, first, step)))
-        seen.append(optimizer.curvature["second"].refreshes)
+        seen.append(optimizer.curvature["heads.1"].refreshes)
         return []
 
-    _, bits = as_one_process(rank, world, go, Heads, ddp={"find_unused_parameters": True}, update_interval=6)
+    _, bits = as_one_process(
+        rank, world, go, lambda: TwoHeads(skips=True), ddp={"find_unused_parameters": True}, update_interval=6
+    )
     assert seen[0] == seen[1]
     return {step for step, names in enumerate(calls[0]) if names}, bool(seen[0]), bits
 
 
-@pytest.mark.parametrize("reached", [[1, 3], list(range(SIZE)), []], ids=["by-one-rank", "by-all-ranks", "by-none"])
+@pytest.mark.parametrize("reached", [[1, 3], [1, 2, 3, 4], []], ids=["by-one-rank", "by-both-ranks", "by-none"])
 def test_a_layer_that_only_some_ranks_reach(run, reached):
     (steps, refreshed, bits), *others = run(2, heads, reached)
     assert others == [(steps, refreshed, bits)]

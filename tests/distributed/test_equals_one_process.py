@@ -67,24 +67,6 @@ def ordinarily(model, optimizer, first, step, count, micro):
 # ---- other loops -----------------------------------------------------------------------------------------------------
 
 
-def with_scaler(model, optimizer, first, step):
-    """A GradScaler on every rank; on one of them inf, in a refresh, which all skip as one process does."""
-    scaler, decisions = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2), []
-    for number, (inputs, labels) in enumerate(shares(stream(8), first, step)):
-        blow_up = number == 3 and first == 0
-        scaler.scale(F.cross_entropy(model(inputs), labels) * (torch.inf if blow_up else 1.0)).backward()
-        if number % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        decisions.append({event.layer: event.decision for event in optimizer.last_refresh})
-        optimizer.zero_grad()
-    assert not decisions[3]
-    assert optimizer.param_groups[0]["step"] == 7
-    assert scaler.get_scale() != 2.0**10
-    return decisions
-
-
 def without_examples(model, optimizer, first, step):
     """The second rank has no examples in two of three refreshes."""
     optimizer.loss_terms = SIZE // step
@@ -152,14 +134,16 @@ def skipping(model, optimizer, first, step):
 
 STATIC, UNUSED = {"static_graph": True, "gradient_as_bucket_view": True}, {"find_unused_parameters": True}
 SAMPLED = {"fisher": "sampled", "count": 5}  # the pass of sampled labels averages no gradient
+DIVIDED = {"distributed": {"divide_curvature": True}}
+# of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
+MUON = {"method": ThorMuon, "damping": 0.1, "count": 8, "rtol": 1e-6, "atol": 1e-8}
 ON_FOUR_TOO = {
     "plain": {},
     "static graph": {"ddp": STATIC},
     "accumulation": {"micro": 3},
     "unused allowed": {"ddp": UNUSED, "nesterov": True, "weight_decay": 0.1},
     "whole factors, clipped": {"split_dim": None, "kl_clip": 1e-3, "factor_decay": 0.6},
-    # of a softmax's gradient one direction is rounding alone, which polar factors raise to some 1e-9
-    "ThorMuon": {"method": ThorMuon, "damping": 0.1, "count": 8, "rtol": 1e-6, "atol": 1e-8},
+    "ThorMuon": MUON,
     "every step": {**EVERY_OTHER, "update_interval": 1, "count": 6},
     "experts": {"make": routed, **EVERY_OTHER, "count": 6},
     "inner layers": {"make": functools.partial(routed, inner=True), **EVERY_OTHER, "count": 5},
@@ -170,9 +154,14 @@ ON_FOUR_TOO = {
     "sampled, static graph": {**SAMPLED, "ddp": STATIC},
     "sampled, accumulation": {**SAMPLED, "micro": 3},
     "uneven": {"go": uneven},
+    "divided": DIVIDED,
+    "divided, whole factors, clipped": {**DIVIDED, "split_dim": None, "kl_clip": 1e-3},
+    "divided, average": {**DIVIDED, "factor_decay": 0.6, "nesterov": True, "weight_decay": 0.1},
+    # some experts have no rows in a refresh, and keep their factors; some have never had any
+    "divided, experts": {**DIVIDED, "make": routed, "factor_decay": 0.3, "split_dim": 3, "micro": 3, "count": 8},
+    "divided, ThorMuon": {**DIVIDED, **MUON},
 }
 CASES = ON_FOUR_TOO | {
-    "scaler": {"go": with_scaler},
     "without examples": {"go": without_examples},
     "padded": {"go": padded, "make": of_words},
     "asked for": {"go": asked_for},

