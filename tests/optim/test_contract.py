@@ -52,7 +52,7 @@ CASES = [
     *((make, options) for make in (LAMB, AGCSGD) for options in ({}, {"maximize": True}, {"foreach": False})),
     # torch's foreach SGD adds Nesterov's momentum into what it is given; nothing is clipped, and something
     *(
-        (AGCSGD, {"nesterov": True, "clip_factor": clip, "exclude": exclude, "foreach": True})
+        (AGCSGD, {"nesterov": True, "clip_factor": clip, "exclude": exclude, "foreach": True, "weight_decay": 0.0})
         for clip, exclude in ((0.01, ()), (float("inf"), None), (0.01, "*"))
     ),
 ]
