@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
 from timm.layers.conv2d_same import Conv2dSame
@@ -149,6 +149,7 @@ def close(found, wanted, **tolerances):
     most=st.none() | st.integers(1, 30),
     piece=st.sampled_from([64, 2**23]),
 )
+@example(case=(nn.Linear(4, 3).double(), torch.randn(5, 5, 4).double(), None), split_dim=3, most=5, piece=64)
 def test_rows_and_matrices_of_any_layer(case, split_dim, most, piece):
     """Rows go through memory a few images at a time, if a piece is small; of many, `most` are enough for A."""
     (layer, x, keep), mask = case, None if case[2] is None else case[2].numpy()
