@@ -3,11 +3,15 @@
 Steps of tied embeddings are in tests/optim/test_tied_weights.py.
 """
 
+import importlib
+import re
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWordEmbedding
@@ -129,3 +133,15 @@ def test_what_is_no_mask():
         with pytest.raises(ValueError, match=r"(?s)row_mask=.*must be a bool tensor"):
             optimizer.row_mask = mask
         assert optimizer.row_mask is None
+
+
+@pytest.mark.slow
+def test_every_scaled_one_of_transformers():
+    found = []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        for name in re.findall(r"^class (\w*ScaledWordEmbedding)\(nn\.Embedding\)", path.read_text(), re.MULTILINE):
+            found.append(name)
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            entries = THOR(nn.Sequential(getattr(module, name)(7, 4, 0, embed_scale=3.0), nn.Linear(4, 3))).coverage()
+            assert entries[0].preconditioned == (name != "T5Gemma2TextScaledWordEmbedding"), name
+    assert len(found) > 10
