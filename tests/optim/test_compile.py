@@ -155,7 +155,7 @@ class Runs:
 @pytest.mark.parametrize("how", WAYS)
 def test_other_models_run_compiled_in_a_refresh(how):
     """All but those beside a model that is called by a compiled function, whose call cannot be seen first."""
-    model, others, runs = Model(), [nn.Linear(6, 2) for _ in range(2)], Runs()
+    model, others, runs = Model(), [Body(nn.Linear(6, 2)) for _ in range(2)], Runs()
     call, optimizer = how(model, backend="eager")
     others[0].compile(backend=runs)
     teachers = others[0], torch.compile(others[1], backend=runs)
