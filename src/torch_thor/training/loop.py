@@ -1,0 +1,275 @@
+"""The training loop. Files, progress bars and plots are observers; a checkpoint is saved after a step, or not at all."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from torch_thor.curvature.refresh import RefreshEvent
+from torch_thor.optim import THOR
+from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.torch_internals import tree_flatten, tree_unflatten
+from torch_thor.training import schedules
+from torch_thor.training.errors import DivergedError
+from torch_thor.training.evaluation import evaluate
+from torch_thor.training.parallel import Ranks, RankWeight, without_averaging
+from torch_thor.training.precision import Precision
+from torch_thor.training.recipe import Recipe
+from torch_thor.training.tasks.task import Batch, Task, Terms, primary
+
+
+@dataclass(frozen=True)
+class Point:
+    """The measurements of one step, over all processes.
+
+    Args:
+        step: The number of the step, from 1.
+        loss: The mean of the training loss over its terms; only in a skipped step it may be inf or NaN.
+        lr: The learning rate.
+        damping: The damping; None for optimizers without.
+        seconds: Time of all steps so far, without evaluations, checkpoints and reports.
+        duration: Time of this step, with the time of waiting for data.
+        waited: Time of waiting for data.
+        terms: The number of loss terms.
+        skipped: Whether a gradient was not finite (an overflow of float16), so that the weights were not changed.
+        refresh: Whether the step gathered statistics of the curvature.
+        events: The decisions of the trace rule in this step.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    damping: float | None
+    seconds: float
+    duration: float
+    waited: float
+    terms: int
+    skipped: bool
+    refresh: bool
+    events: tuple[RefreshEvent, ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """The metrics of one evaluation.
+
+    Args:
+        step: The number of steps before it.
+        seconds: The time of these steps.
+        metrics: The metrics of the weights, by name.
+        averaged: Those of the averaged weights; None if there are none.
+    """
+
+    step: int
+    seconds: float
+    metrics: Mapping[str, float]
+    averaged: Mapping[str, float] | None = None
+
+    def value(self, name: str) -> float:
+        """Return a metric, of the averaged weights if there are any."""
+        return (self.metrics if self.averaged is None else self.averaged)[name]
+
+
+class Observer(Protocol):
+    """Sees a run. The observers of the first process write files and print; `end_of_step` may save and stop."""
+
+    def step(self, run: "Run", point: Point) -> None:
+        """Called after each step."""
+
+    def evaluation(self, run: "Run", score: Score) -> None:
+        """Called after each evaluation."""
+
+    def end_of_step(self, run: "Run") -> None:
+        """Called after each step and its evaluation, if any."""
+
+    def close(self) -> None:
+        """Called once when the training has ended, also by an error."""
+
+
+@dataclass
+class Run:
+    """A training in progress, as :func:`torch_thor.training.run.build` makes it.
+
+    Args:
+        recipe: Its settings.
+        name: The name of the optimizer.
+        task: The task.
+        model: The network, on its device.
+        net: The network whose gradients are those of all processes: wrapped, compiled or just `model`.
+        optimizer: Its optimizer.
+        precision: Autocast and loss scale.
+        ranks: The process among those that train together.
+        weight: The weight of this process in the mean over all, set in each step.
+        average: The average of the weights; None for none.
+        step: Steps taken.
+        seconds: Their time.
+        score: The latest evaluation.
+        best: The first evaluation with the best value of the primary metric.
+        stopping: Whether a signal has asked to stop, on any process.
+    """
+
+    recipe: Recipe
+    name: str
+    task: Task
+    model: nn.Module
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    ranks: Ranks
+    weight: RankWeight
+    average: AveragedModel | None = None
+    step: int = 0
+    seconds: float = 0.0
+    score: Score | None = None
+    best: Score | None = None
+    stopping: bool = False
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps of the whole training."""
+        return self.recipe.total_steps(self.task.steps_per_epoch)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an evaluation follows the latest step."""
+        interval = self.recipe.eval_interval or self.recipe.eval_epochs * self.task.steps_per_epoch
+        return self.step % interval == 0 or self.step == self.total_steps
+
+    @property
+    def done(self) -> bool:
+        """Whether the last step is taken, or the latest evaluation has reached the target at which training ends."""
+        goal, metric = self.recipe.stop_at, primary(self.task.metrics)
+        if goal is not None and self.score is not None and not metric.better(goal, self.score.value(metric.name)):
+            return True
+        return self.step >= self.total_steps
+
+
+def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] = ()) -> None:
+    """Train from `run.step` to the last step, or until the target is reached.
+
+    Args:
+        run: A new run, or one into which a checkpoint was loaded.
+        observers: Called in this order.
+        stops: Becomes true (gets an element) when a signal asks this process to stop.
+
+    Raises:
+        DivergedError: If the loss or a gradient is no longer finite.
+    """
+    run.model.train()
+    try:
+        feed = _Feed(run, stops)
+        while not run.done:
+            schedules.apply(run.optimizer, run.recipe, run.step, run.task.steps_per_epoch)
+            point = _step(run, feed)
+            for observer in observers:
+                observer.step(run, point)
+            if run.evaluates:
+                _evaluate(run)
+                assert run.score is not None
+                for observer in observers:
+                    observer.evaluation(run, run.score)
+            for observer in observers:
+                observer.end_of_step(run)
+    finally:
+        for observer in observers:
+            observer.close()
+
+
+def _evaluate(run: Run) -> None:
+    averaged = None if run.average is None else evaluate(run.task, run.average.module, run.ranks)
+    run.score = Score(run.step, run.seconds, evaluate(run.task, run.model, run.ranks), averaged)
+    metric = primary(run.task.metrics)
+    if run.best is None or metric.better(run.score.value(metric.name), run.best.value(metric.name)):
+        run.best = run.score
+
+
+class _Feed:
+    """The micro-batches of each step with their loss terms, read one step ahead.
+
+    So one all-reduce a step is enough: it sums the loss of the step, and the terms of the next one, whose gradients
+    are weighted by them.
+    """
+
+    def __init__(self, run: Run, stops: Sequence[int]) -> None:
+        self._run, self._stops = run, stops
+        self._batches: Iterator[Batch] = run.task.batches(run.ranks, run.step)
+        self._read(run.step)
+        (self.everywhere,) = run.ranks.total([float(self.terms)])
+
+    def _read(self, step: int) -> None:
+        parts = split(next(self._batches), self._run.recipe.accumulation_at(step))
+        self.parts: list[tuple[Batch, Terms]] = [(part, self._run.task.terms(part)) for part in parts]
+        self.terms = sum(terms.number for _, terms in self.parts)
+
+    def exchange(self, loss: float) -> tuple[float, int]:
+        """Read the batch of the next step; return the mean loss of this one over all processes, and its terms."""
+        terms, everywhere, last = self.terms, self.everywhere, self._run.step + 1 >= self._run.total_steps
+        if not last:
+            self._read(self._run.step + 1)
+        found = self._run.ranks.total([loss * terms, float(self.terms), float(bool(self._stops))])
+        self.everywhere, self._run.stopping = found[1], found[2] > 0
+        return found[0] / everywhere, int(everywhere)
+
+
+def _step(run: Run, feed: _Feed) -> Point:
+    optimizer, task, recipe = run.optimizer, run.task, run.recipe
+    thor = optimizer if isinstance(optimizer, CurvatureOptimizer) else None
+    refresh = thor is not None and any(layer.due for layer in thor.curvature.values())
+    started = time.perf_counter()
+    run.weight.value = run.ranks.world * feed.terms / feed.everywhere
+    if thor is not None and "G" in thor.sides:  # the factor A does not depend on the number of loss terms
+        thor.loss_terms = feed.terms
+    loss = torch.zeros((), device=run.ranks.device)
+    for number, (part, terms) in enumerate(feed.parts, 1):
+        with nullcontext() if number == len(feed.parts) else without_averaging(run.net):
+            if thor is not None:
+                thor.row_mask = terms.row_mask
+            with run.precision.autocast():
+                found = task.loss(run.net, part)
+                if isinstance(thor, THOR) and thor.fisher == "sampled":
+                    thor.sample_fisher(found.output, found.distribution, dim=found.dim, seed=recipe.seed)
+                share = found.mean * (terms.number / feed.terms)
+            run.precision.backward(share)
+        loss += share.detach()
+    if recipe.clip_norm is not None:
+        run.precision.clip(optimizer, recipe.clip_norm)
+    skips = getattr(optimizer, "skipped_steps", 0)  # THOR with nonfinite="skip" counts its own
+    try:
+        taken = run.precision.step(optimizer)
+    except FloatingPointError as error:  # THOR refuses a gradient that is not finite
+        raise DivergedError(f"step {run.step + 1}: {error}") from error
+    taken = taken and getattr(optimizer, "skipped_steps", 0) == skips
+    optimizer.zero_grad()
+    value = loss.item()  # a host-device synchronisation, because the step is timed and its loss recorded
+    read = time.perf_counter()
+    mean, count = feed.exchange(value)
+    waited = time.perf_counter() - read
+    lr = float(optimizer.param_groups[0]["lr"])
+    if not math.isfinite(mean) and taken:
+        raise DivergedError(
+            f"the loss became {mean} at step {run.step + 1} (lr={lr:.3g}): lower lr, add warm-up "
+            "(schedule.warmup_epochs), or raise damping"
+        )
+    if run.average is not None and taken:
+        run.average.update_parameters(run.model)
+    duration = time.perf_counter() - started
+    run.step, run.seconds = run.step + 1, run.seconds + duration
+    damping: Any = optimizer.param_groups[0].get("damping")
+    return Point(
+        run.step, mean, lr, None if damping is None else float(damping), run.seconds, duration, waited, count,
+        not taken, refresh, () if thor is None else thor.last_refresh,
+    )  # fmt: skip
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """Cut a batch into micro-batches, as `torch.Tensor.chunk` does: perhaps into fewer."""
+    if parts == 1:
+        return [batch]
+    leaves, form = tree_flatten(batch)
+    return [tree_unflatten(list(piece), form) for piece in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)]
