@@ -1,18 +1,56 @@
-"""Random access to the examples of a prepared corpus, whose files are memory-mapped."""
+"""A prepared corpus: its files, and random access to its examples, which are mapped into memory.
 
-import bisect
-import itertools
+`train.arrow` and `held-out.arrow` have one document per row. `tokens` are the ids of all its sentences, and `ends` the
+end of each sentence in `tokens`. The column with the name of a length holds the examples of that length: the first and
+last (exclusive) sentences, whose tokens fill an example together with [CLS] and two [SEP].
+"""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from torch_thor.training.errors import require
-from torch_thor.training.text.arrow_files import read_table
-from torch_thor.training.text.manifest import TOKENIZER, Manifest
-from torch_thor.training.text.wordpiece import load_tokenizer
 
-_OPEN_SHARDS = 64  # a mapped file uses address space and a file descriptor, but little memory
+MANIFEST, TOKENIZER, TRAIN, HELD_OUT = "manifest.json", "tokenizer.json", "train.arrow", "held-out.arrow"
+SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
+_AGAIN = "delete its folder, then prepare the corpus again"  # `prepare` leaves a finished corpus as it is
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+@cache
+def _known_sha256(file: Path, size: int, modified: int) -> str:
+    """Read a file once per process: examples of several lengths share it."""
+    return sha256(file)
+
+
+def open_manifest(folder: Path, names: Sequence[str] = (TOKENIZER, TRAIN, HELD_OUT)) -> dict[str, Any]:
+    """Read the manifest of a corpus, and refuse the corpus if one of the files is missing or has changed."""
+    file = folder / MANIFEST
+    require(file.is_file(), f"{folder} is no prepared corpus (no {MANIFEST}): make one with torch-thor prepare")
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        expected = {name: manifest["sha256"][name] for name in names}
+    except (ValueError, KeyError, TypeError):
+        expected = {MANIFEST: ""}
+    for name, digest in expected.items():
+        require((folder / name).is_file(), f"{folder / name} is missing: {_AGAIN}")
+        found = (folder / name).stat()
+        require(
+            _known_sha256(folder / name, found.st_size, found.st_mtime_ns) == digest,
+            f"{folder / name} was cut short or changed after {MANIFEST} was written: {_AGAIN}",
+        )
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -20,12 +58,11 @@ class Passage:
     """Consecutive sentences of a document.
 
     Args:
-        document: The unique identifier of the document: the index of its shard, and its index within the shard.
-        tokens: The token ids of the whole document, an integer array of shape `(tokens,)`.
-        bounds: The offset in `tokens` at which each sentence of the document begins, and the end of the last one; an
-            integer array of shape `(sentences + 1,)`.
-        first: The index of the first sentence of the passage.
-        last: The index after its last sentence.
+        document: Identifies the document.
+        tokens: The token ids of the whole document, an integer array.
+        bounds: The beginning of each sentence in `tokens`, and the end of the last one.
+        first: The first sentence of the passage.
+        last: The sentence after its last one.
     """
 
     document: tuple[int, int]
@@ -35,94 +72,63 @@ class Passage:
     last: int
 
     def between(self, first: int, last: int) -> Any:
-        """Return the tokens of sentences of the document, which may lie outside of the passage.
-
-        Args:
-            first: The index of the first sentence.
-            last: The index after the last sentence.
-
-        Returns:
-            An integer array of shape `(tokens,)`.
-        """
+        """Return the tokens of sentences of the document, which may lie outside of the passage."""
         return self.tokens[self.bounds[first] : self.bounds[last]]
 
 
 class Corpus:
-    """The examples of one length in one side (training or held-out) of a corpus.
+    """The examples of one length in the training or held-out documents of a corpus.
 
     Args:
         folder: The folder of a prepared corpus.
-        side: `train` or `held-out`.
-        length: Number of tokens per example, including special tokens; one of the lengths that the corpus was prepared
-            for.
+        side: `TRAIN` or `HELD_OUT`.
+        length: Number of tokens per example, including special tokens.
 
     Raises:
-        UserError: If the folder is not a complete corpus, one of the files of the side and length has changed, or there
-            are no such examples.
+        UserError: If the folder is not a complete corpus, a file has changed, or there are no such examples.
     """
 
     def __init__(self, folder: Path, side: str, length: int) -> None:
-        manifest = Manifest.read(folder)
-        lengths = manifest.settings.lengths
+        self.folder, self.side, self.length = folder, side, length
+        manifest = open_manifest(folder, (TOKENIZER, side))
+        lengths = manifest["settings"]["lengths"]
         require(
             length in lengths,
             f"{folder} was prepared for examples of {', '.join(map(str, lengths))} tokens, not {length}: choose one of "
             f"them, or prepare it with --seq-len {length}",
         )
-        self.folder, self.side, self.length, self.manifest = folder, side, length, manifest
-        self._names = [shard.name for shard in manifest.side(side)]
-        counts = [shard.examples[length] for shard in manifest.side(side)]
-        self._firsts = list(itertools.accumulate(counts, initial=0))
-        self._open = lru_cache(_OPEN_SHARDS)(self._map)
-        require(len(self) > 0, f"{folder} has no {side} examples: prepare a larger corpus")
-        files = [f"{name}{end}" for name in self._names for end in (".arrow", f".{length}.arrow")]
-        manifest.check_files(folder, [TOKENIZER, *files])
+        self.tokenizer_checksum: str = manifest["sha256"][TOKENIZER]
+        batches = map(self._file.get_batch, range(self._file.num_record_batches))
+        self._firsts = list(accumulate((len(batch[str(length)].values) for batch in batches), initial=0))
+        require(len(self) > 0, f"{folder} has no examples in {side}: prepare a larger corpus")
 
     def __len__(self) -> int:
         """Return the number of examples."""
         return self._firsts[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_open"}  # each process maps its own files
+        return {key: value for key, value in vars(self).items() if key != "_file"}  # each process maps its own file
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open = lru_cache(_OPEN_SHARDS)(self._map)
+    @cached_property
+    def _file(self) -> Any:
+        import pyarrow as pa
 
-    def tokenizer(self) -> Any:
-        """Load the tokenizer of the corpus.
-
-        Returns:
-            A `tokenizers.Tokenizer`.
-        """
-        return load_tokenizer(self.folder / TOKENIZER)
+        return pa.ipc.open_file(pa.memory_map(str(self.folder / self.side)))
 
     def passage(self, example: int) -> Passage:
-        """Read the text of an example.
-
-        Args:
-            example: The index of the example, counted from 0.
-
-        Returns:
-            The sentences of the example, within their document.
-        """
+        """Read the text of an example, by its number from 0."""
         import numpy as np
 
-        shard = bisect.bisect_right(self._firsts, example) - 1
-        tokens, token_starts, ends, end_starts, rows = self._open(self._names[shard])
-        document, first, last = (int(value) for value in rows[example - self._firsts[shard]])
-        own = tokens[token_starts[document] : token_starts[document + 1]]
-        bounds = np.concatenate([[0], ends[end_starts[document] : end_starts[document + 1]]])
-        return Passage((shard, document), own, bounds, first, last)
+        unit = bisect_right(self._firsts, example) - 1
+        batch, number = self._file.get_batch(unit), example - self._firsts[unit]
+        examples = batch[str(self.length)]
+        document = int(np.searchsorted(examples.offsets.to_numpy(), number, side="right")) - 1
+        first, last = examples.values.values.to_numpy()[2 * number : 2 * number + 2].tolist()
+        tokens, ends = (_row(batch[name], document) for name in ("tokens", "ends"))
+        return Passage((unit, document), tokens, np.concatenate([[0], ends]), first, last)
 
-    def _map(self, name: str) -> tuple[Any, ...]:
-        import numpy as np
 
-        table = read_table(self.folder / f"{name}.arrow").combine_chunks()
-        found: list[Any] = []
-        for column in ("tokens", "ends"):
-            lists = table[column].chunk(0)
-            found += [lists.values.to_numpy(), lists.offsets.to_numpy()]
-        examples = read_table(self.folder / f"{name}.{self.length}.arrow")
-        rows = np.stack([examples[key].to_numpy() for key in ("document", "first", "last")], axis=1)
-        return (*found, rows)
+def _row(lists: Any, row: int) -> Any:
+    """Return a row of an Arrow array of lists as a NumPy array, without a copy."""
+    begin, end = lists.offsets.to_numpy()[row : row + 2]
+    return lists.values.to_numpy()[begin:end]

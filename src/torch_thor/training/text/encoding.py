@@ -1,133 +1,99 @@
-"""The last stage of preparing a corpus: encodes the documents of a unit as shards of token ids and lists of examples.
+"""The last stage of preparing a corpus: documents become token ids and lists of examples.
 
-The file `NAME.arrow` of a shard holds one document per row: `tokens` contains the ids of all its sentences, and `ends`
-the end offset of each sentence in `tokens`. `NAME.128.arrow` holds one example of length 128 per row: the sentences
-`first` to `last` (exclusive) of `document`, which together with [CLS] and two [SEP] fill the example. The split of an
-example into a pair of segments, what is cut off, and the choice of masked tokens are decided at random in each epoch
-(see :mod:`torch_thor.training.text.pairs`).
+The split of an example into a pair of segments, what is cut off, and the choice of masked tokens are decided at random
+in each epoch (see :mod:`torch_thor.training.text.pairs`).
 """
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from torch_thor.training.checksums import sha256
-from torch_thor.training.text.arrow_files import read_table, write_table
-from torch_thor.training.text.cleaning import DOCUMENTS, unit_file
+from rich.progress import Progress
 
-TRAIN, HELD_OUT = "train", "held-out"
-SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
-_BATCH = 256  # number of sentences encoded at a time
+from torch_thor.files import whole_file
+from torch_thor.training.errors import require
+from torch_thor.training.text.corpus import HELD_OUT, SPECIAL_TOKENS, TOKENIZER, TRAIN
+from torch_thor.training.text.wordpiece import load_tokenizer
 
 
-@dataclass(frozen=True)
-class ShardReport:
-    """The description of a shard in the manifest.
+def encode(files: Sequence[Path], out: Path, settings: dict[str, Any], progress: Progress) -> dict[str, dict[str, int]]:
+    """Encode cleaned units as the two files of a corpus.
 
     Args:
-        name: The name of the shard, such as `train-000000` or `held-out-000000`.
-        documents: Number of documents.
-        sentences: Number of sentences.
-        tokens: Number of tokens.
-        examples: Number of examples, by their length in tokens.
-        checksums: The SHA-256 checksum of each file of the shard, by file name.
-    """
-
-    name: str
-    documents: int
-    sentences: int
-    tokens: int
-    examples: dict[int, int]
-    checksums: dict[str, str]
-
-
-def encode_unit(number: int, clean: Path, out: Path, tokenizer_file: Path, lengths: Sequence[int]) -> list[ShardReport]:
-    """Encode the documents of a unit.
-
-    Args:
-        number: The number of the unit.
-        clean: The output folder of the first stage.
-        out: The folder to which shards are written.
-        tokenizer_file: The path of a `tokenizer.json`.
-        lengths: The lengths of the examples, in tokens.
+        files: The files of the units.
+        out: The folder of the corpus, which has its tokenizer.
+        settings: The settings of the corpus.
+        progress: Shows the progress.
 
     Returns:
-        The reports of the training shard and of the held-out shard; a side without documents has no shard.
+        The numbers of documents, sentences, tokens and examples, by the name of the file.
     """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
-    table = read_table(unit_file(clean, number, DOCUMENTS))
-    held_out = table["held_out"].to_pylist()
-    reports = []
-    for side, wanted in ((TRAIN, False), (HELD_OUT, True)):
-        rows = [row for row, is_held_out in enumerate(held_out) if is_held_out is wanted]
-        if rows:
-            reports.append(_write_shard(f"{side}-{number:06d}", table, rows, out, tokenizer, lengths))
-    return reports
-
-
-def _write_shard(
-    name: str, table: Any, rows: list[int], out: Path, tokenizer: Any, lengths: Sequence[int]
-) -> ShardReport:
     import numpy as np
     import pyarrow as pa
 
+    tokenizer = load_tokenizer(out / TOKENIZER)
+    tokenizer.encode_special_tokens = True  # a "[SEP]" that stands in a text is text
     ids = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    tokens: list[Any] = []
-    ends: list[Any] = []
-    for row in rows:
-        document = table["sentences"][row].as_py()
-        own: list[list[int]] = []
-        for first in range(0, len(document), _BATCH):
-            encoded = tokenizer.encode_batch_fast(document[first : first + _BATCH], add_special_tokens=False)
-            own += [pieces for one in encoded if (pieces := one.ids)]
-        tokens.append(np.array([piece for pieces in own for piece in pieces], ids))
-        ends.append(np.cumsum([len(pieces) for pieces in own], dtype=np.int32) if own else np.zeros(0, np.int32))
+    spans_type = pa.list_(pa.list_(pa.int32(), 2))
     types = {"tokens": pa.list_(pa.from_numpy_dtype(ids)), "ends": pa.list_(pa.int32())}
-    write_table(out / f"{name}.arrow", {"tokens": tokens, "ends": ends}, types)
-    names, counts = [f"{name}.arrow"], {}
-    for length in lengths:
-        examples = [(i, first, last) for i, own in enumerate(ends) for first, last in spans(own, length)]
-        columns = {key: [one[i] for one in examples] for i, key in enumerate(("document", "first", "last"))}
-        names.append(f"{name}.{length}.arrow")
-        write_table(out / names[-1], columns, dict.fromkeys(columns, pa.int32()))
-        counts[length] = len(examples)
-    return ShardReport(
-        name,
-        len(rows),
-        sum(map(len, ends)),
-        sum(map(len, tokens)),
-        counts,
-        {file: sha256(out / file) for file in names},
-    )
+    schema = pa.schema(types | {str(length): spans_type for length in settings["lengths"]})
+    totals = {side: Counter[str]() for side in (TRAIN, HELD_OUT)}
+    with ExitStack() as stack:
+        paths = {side: stack.enter_context(whole_file(out / side)) for side in totals}
+        writers = {side: stack.enter_context(pa.ipc.new_file(str(path), schema)) for side, path in paths.items()}
+        for file in progress.track(files, description="encoding"):
+            rows: dict[str, list[dict[str, Any]]] = {side: [] for side in totals}
+            for row in pa.ipc.open_file(pa.memory_map(str(file))).read_all().to_pylist():
+                encoded = tokenizer.encode_batch_fast(row["sentences"], add_special_tokens=False)
+                sentences = [one.ids for one in encoded if one.ids]
+                ends = np.cumsum([len(one) for one in sentences], dtype=np.int32)
+                tokens = np.array([token for one in sentences for token in one], ids)
+                side = HELD_OUT if is_in_share(row["name"], settings["held_out"], settings["seed"]) else TRAIN
+                examples = {str(length): spans(ends.tolist(), length) for length in settings["lengths"]}
+                rows[side].append({"tokens": tokens, "ends": ends, **examples})
+                counted = {"documents": 1, "sentences": len(ends), "tokens": len(tokens)}
+                totals[side].update(counted | {f"examples of {key}": len(one) for key, one in examples.items()})
+            for side, own in rows.items():
+                writers[side].write_batch(pa.RecordBatch.from_pylist(own, schema))
+        for side, counts in totals.items():
+            require(
+                counts["tokens"] > 0,
+                f"no document is in {side}: with --held-out {settings['held_out']} the corpus is too small; change "
+                "--held-out or give more text, and another --out",
+            )
+    return {side: dict(counted) for side, counted in totals.items()}
 
 
-def spans(ends: Any, length: int) -> list[tuple[int, int]]:
+def spans(ends: Sequence[int], length: int) -> list[tuple[int, int]]:
     """Divide a document into examples of consecutive sentences.
 
     An example ends with the sentence that fills it, so it usually has more tokens than fit, as in the code of Devlin et
     al. (2019); what does not fit is cut off when the example is made. It has two sentences or more, so that it can be
-    split into a pair of segments.
+    split into a pair of segments; a last sentence that is left alone is joined by the one before it, in both examples.
 
     Args:
-        ends: The end offset of each sentence in the document, in tokens.
+        ends: The end of each sentence in the document, in tokens.
         length: Number of tokens per example, including special tokens.
 
     Returns:
-        The first and last (exclusive) sentence of each example. Each sentence is in one example, except that a last
-        sentence that is left alone forms an example with the sentence before it. Only the last example of a document
-        may have fewer tokens than fit, and only a document of one sentence has an example of one sentence.
+        The first and last (exclusive) sentence of each example.
     """
     room, found = length - SPECIAL_TOKENS, []
     first = begin = 0
     for number, end in enumerate(ends):
         if end - begin >= room and number > first:
             found.append((first, number + 1))
-            first, begin = number + 1, int(end)
+            first, begin = number + 1, end
     if first < len(ends):
         alone = len(ends) - first == 1
         found.append((max(0, first - 1) if alone else first, len(ends)))
     return found
+
+
+def is_in_share(name: str, share: float, seed: int) -> bool:
+    """Decide whether a document belongs to a share of all, from nothing but its name and the seed."""
+    digest = hashlib.blake2b(f"{seed}\n{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64

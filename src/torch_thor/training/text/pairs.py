@@ -1,35 +1,19 @@
 """Training examples for BERT: pairs of text segments with masked tokens, drawn at random in each epoch.
 
-The random choices depend only on the seed, the epoch and the index of the example. A resumed run and a run with any
-number of processes therefore produce the same examples. Pairs follow Devlin et al. (2019, section 3.1): an example is
-split into segments A and B at the end of a sentence, and in half of the examples B is replaced by text of another
-document that is as long. The lengths of the segments therefore tell nothing about the label. By default, 15 % of the
-tokens are predicted: 80 % of these are replaced by [MASK], 10 % by a random word piece, and 10 % are left unchanged.
+The draws depend only on the seed, the epoch and the number of the example. Pairs follow Devlin et al. (2019, section
+3.1): an example is split into segments A and B at the end of a sentence, and in half of the examples B is replaced by
+text of another document that is as long. The lengths of the segments therefore tell nothing about the label. Of the
+tokens to predict, 80 % are replaced by [MASK], 10 % by a random word piece, and 10 % are left unchanged.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch_thor.training.errors import require
-from torch_thor.training.text.corpus import Corpus, Passage
-from torch_thor.training.text.encoding import SPECIAL_TOKENS
-from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL
+from torch_thor.training.text.corpus import SPECIAL_TOKENS, TOKENIZER, Corpus, Passage
+from torch_thor.training.text.wordpiece import CLASS, CONTINUES, MASK, PAD, SEPARATOR, SPECIAL, load_tokenizer
 
 IGNORED = -100  # the label of tokens that are not predicted: the default ignore_index of torch's cross-entropy
 _TRIES = 10  # maximum number of attempts to find another document that is long enough
-
-
-@dataclass(frozen=True)
-class Masking:
-    """How tokens are masked.
-
-    Args:
-        share: The fraction of the tokens that are predicted.
-        whole_words: Whether all word pieces of a word are masked together.
-    """
-
-    share: float = 0.15
-    whole_words: bool = False
 
 
 class PairMaker:
@@ -37,7 +21,8 @@ class PairMaker:
 
     Args:
         corpus: The corpus.
-        masking: How tokens are masked.
+        masked: The fraction of the tokens that are predicted.
+        whole_words: Whether all word pieces of a word are masked together.
         pairs: Whether an example is a pair of segments, the second of which may be from another document. If False, an
             example is a single segment, as for RoBERTa.
 
@@ -45,20 +30,18 @@ class PairMaker:
         UserError: If whole words are to be masked, and the tokenizer does not mark pieces that continue a word.
     """
 
-    def __init__(self, corpus: Corpus, masking: Masking, *, pairs: bool = True) -> None:
+    def __init__(self, corpus: Corpus, masked: float = 0.15, *, whole_words: bool = False, pairs: bool = True) -> None:
         import numpy as np
 
-        self.corpus, self.masking, self.pairs = corpus, masking, pairs
-        tokenizer = corpus.tokenizer()
-        pieces = tokenizer.get_vocab()
+        self.corpus, self.masked, self.whole_words, self.pairs = corpus, masked, whole_words, pairs
+        pieces = load_tokenizer(corpus.folder / TOKENIZER).get_vocab()
         self.pad, self.begin, self.end, self.mask = (pieces[one] for one in (PAD, CLASS, SEPARATOR, MASK))
-        self.vocab_size = tokenizer.get_vocab_size()
-        special = {pieces[one] for one in SPECIAL}
-        self._ordinary = np.array([n for n in range(self.vocab_size) if n not in special], np.int64)
+        self.vocab_size = len(pieces)
+        self._ordinary = np.array(sorted(number for piece, number in pieces.items() if piece not in SPECIAL), np.int64)
         self._continues = np.zeros(self.vocab_size, bool)
         self._continues[[number for piece, number in pieces.items() if piece.startswith(CONTINUES)]] = True
         require(
-            not masking.whole_words or bool(self._continues.any()),
+            not whole_words or bool(self._continues.any()),
             f"data.text.whole_words=true: the tokenizer of {corpus.folder} has no pieces that begin with {CONTINUES}, "
             f"so that words cannot be recognised; set it to false, or prepare the corpus with a WordPiece tokenizer",
         )
@@ -67,9 +50,9 @@ class PairMaker:
         """Make an example.
 
         Args:
-            number: The index of the example, counted from 0.
+            number: The number of the example, from 0.
             seed: The seed of the run.
-            epoch: The index of the epoch, counted from 0.
+            epoch: The epoch, from 0.
 
         Returns:
             The int64 arrays `input_ids`, `token_type_ids`, `attention_mask` and `labels` (-100 for tokens that are not
@@ -79,19 +62,12 @@ class PairMaker:
         import numpy as np
 
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, number))))
-        room = self.corpus.length - SPECIAL_TOKENS
-        first, second, is_random = self._segments(number, random, room)
-        tokens = [self.begin, *first, self.end]
-        kinds = [0] * len(tokens)
-        if self.pairs:
-            tokens += [*second, self.end]
-            kinds += [1] * (len(second) + 1)
+        first, second, is_random = self._segments(number, random, self.corpus.length - SPECIAL_TOKENS)
+        tokens = [self.begin, *first, self.end, *([*second, self.end] if self.pairs else [])]
         ids = np.full(self.corpus.length, self.pad, np.int64)
-        ids[: len(tokens)] = tokens
-        types = np.zeros_like(ids)
-        types[: len(kinds)] = kinds
-        attended = np.zeros_like(ids)
-        attended[: len(tokens)] = 1
+        types, attended = np.zeros_like(ids), np.zeros_like(ids)
+        ids[: len(tokens)], attended[: len(tokens)] = tokens, 1
+        types[len(first) + 2 : len(tokens)] = 1
         labels = self._mask(ids, len(tokens), random)
         return {
             "input_ids": ids,
@@ -119,12 +95,7 @@ class PairMaker:
     def _of_another_document(self, own: Passage, first: int, second: int, random: Any, room: int) -> Any | None:
         """Return whole sentences of a random other document in place of B, or None if no attempt found enough.
 
-        Args:
-            own: The example.
-            first: Number of tokens of A.
-            second: Number of tokens of the B that is replaced.
-            random: The source of random numbers.
-            room: Number of tokens for A and B together.
+        A has `first` tokens, the B that is replaced `second`, and there is room for `room` together.
         """
         import numpy as np
 
@@ -149,13 +120,15 @@ class PairMaker:
 
         labels = np.full_like(ids, IGNORED)
         places = np.flatnonzero((ids != self.begin) & (ids != self.end) & (np.arange(len(ids)) < length))
-        count = max(1, round(self.masking.share * len(places)))
-        if self.masking.whole_words:
+        count = max(1, round(self.masked * len(places)))
+        if self.whole_words:
             continues = self._continues[ids[places]]
             continues[1:] &= np.diff(places) == 1  # a word does not continue after [SEP]
             words = np.cumsum(~continues)
             order = np.argsort(random.permutation(words[-1] + 1)[words], kind="stable")
-            chosen = places[order][: self._whole(words[order], count)]
+            ends = np.flatnonzero(np.append(np.diff(words[order]) != 0, True)) + 1  # of whole words
+            fitting = ends[ends <= count]
+            chosen = places[order][: fitting[-1] if len(fitting) else ends[0]]
         else:
             chosen = random.permutation(places)[:count]
         labels[chosen] = ids[chosen]
@@ -164,15 +137,6 @@ class PairMaker:
         replaced = chosen[(fate >= 0.8) & (fate < 0.9)]
         ids[replaced] = self._ordinary[random.integers(len(self._ordinary), size=len(replaced))]
         return labels
-
-    @staticmethod
-    def _whole(words: Any, count: int) -> int:
-        """Return the number of leading tokens, at most `count`, that form whole words; at least the first word."""
-        import numpy as np
-
-        ends = np.flatnonzero(np.append(words[1:] != words[:-1], True)) + 1
-        fitting = ends[ends <= count]
-        return int(fitting[-1] if len(fitting) else ends[0])
 
 
 def _shortened(first: Any, second: Any, room: int, random: Any) -> tuple[Any, Any]:

@@ -6,16 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-# Tags whose contents are not prose.
 _NO_PROSE = {
     "ref", "references", "gallery", "math", "chem", "timeline", "syntaxhighlight", "source", "score", "pre", "code",
     "table", "imagemap", "graph", "templatestyles", "hiero", "ce", "mapframe", "maplink", "categorytree", "inputbox",
 }  # fmt: skip
 _LIST_ITEMS = {"li", "dt", "dd"}
-# Tags that begin and end a paragraph.
-_BLOCKS = {"p", "div", "center", "blockquote", "poem", "hr", "ul", "ol", "dl"}
-# Matches link targets with a prefix (`File:`, `Category:`, `de:`), which are not articles of this wiki and are not
-# shown in the text. With a colon before the prefix, they are ordinary links.
+_BLOCKS = {"p", "div", "center", "blockquote", "poem", "hr", "ul", "ol", "dl"}  # they begin and end a paragraph
+# Link targets such as `File:a.jpg`, which are no part of the text. With a colon before, they are ordinary links.
 _PREFIXED = re.compile(r"^\s*[^\s:|\[\]][^:|\[\]]*:\S")
 _CONTEXT = re.compile(r"\s*\([^()]*\)\s*$|,\s.*$", re.DOTALL)  # what the pipe trick does not show of a title
 # Lines with nothing but comments. MediaWiki removes them with their line break, so they do not end a paragraph.
@@ -28,21 +25,20 @@ _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;]*\s*\)")
 _BEFORE_POINT = re.compile(r"\s+([,.;:!?])")
 _TAG = re.compile(r"<(/?)([a-zA-Z]+)([^<>]*)(>?)")
 _MOST_OPEN = 500  # the time of the parser grows faster than the square of the number of elements without an end
-_LEAST_WORDS = 5  # a paragraph with fewer words is assumed to be a caption, a label or the remainder of a template
+LEAST_WORDS = 5  # a paragraph with fewer words is assumed to be a caption, a heading or the remainder of a template
 
 
-def clean(wikitext: str) -> tuple[str, ...]:
-    """Reduce wikitext to paragraphs of plain text.
+def clean(wikitext: str) -> list[str]:
+    """Reduce wikitext to paragraphs of five or more words, without markup and line breaks.
 
-    Templates, tables, references, headings, lists, pictures, categories, formulas, comments and behaviour switches are
-    left out. Links are replaced by their text. A template or table without an end is left out up to the end of the
-    paragraph, and so are the paragraphs after it that have lines of a table or of parameters.
+    Left out are templates, tables, references, headings, lists, pictures, categories, formulas and comments. A template
+    or table without an end is left out up to the end of the paragraph, and so are later lines of it.
 
     Args:
         wikitext: The wikitext of a page.
 
     Returns:
-        The paragraphs with five or more words, without markup and line breaks.
+        The paragraphs.
 
     Raises:
         ValueError: The page has more than 500 comments or tags of one name without an end, or a line has as many
@@ -61,9 +57,9 @@ def clean(wikitext: str) -> tuple[str, ...]:
     for paragraph in _paragraphs(_SWITCH.sub("", prose)):
         text = _SPACE.sub(" ", paragraph.replace("\x00", "")).strip()
         text = _BEFORE_POINT.sub(r"\1", _EMPTY_BRACKETS.sub("", text))
-        if len(text.split()) >= _LEAST_WORDS:
+        if len(text.split()) >= LEAST_WORDS:
             found.append(text)
-    return tuple(found)
+    return found
 
 
 def _check_ends(wikitext: str) -> None:
@@ -82,8 +78,67 @@ def _check_ends(wikitext: str) -> None:
         raise ValueError(f"{number} times {worst} without an end")
 
 
+def _without_markup(tokens: list[Any]) -> list[Any]:
+    """Remove templates, comments, headings and tags without prose: two thirds of the time is building their nodes."""
+    from mwparserfromhell.parser import tokens as kinds
+
+    dropped = {kinds.TemplateOpen, kinds.ArgumentOpen, kinds.CommentStart, kinds.HeadingStart}
+    begins = {*dropped, kinds.TagOpenOpen}
+    ends = {
+        kinds.TemplateClose, kinds.ArgumentClose, kinds.CommentEnd, kinds.HeadingEnd, kinds.TagCloseClose,
+        kinds.TagCloseSelfclose,
+    }  # fmt: skip
+    kept, depth = [], 0  # depth: number of open elements, counted from the outermost one that is removed
+    for token, following in itertools.pairwise([*tokens, None]):
+        kind = type(token)
+        if depth:
+            depth += (kind in begins) - (kind in ends)
+        elif kind in dropped or (kind is kinds.TagOpenOpen and str(following.text).strip().lower() in _NO_PROSE):
+            depth = 1
+        else:
+            kept.append(token)
+    return kept
+
+
+def _collect(nodes: Any, pieces: list[str]) -> None:
+    """Append the plain text of nodes to `pieces`, with `_ITEM` in list items and `_INDENT` before indented lines."""
+    from mwparserfromhell.nodes import ExternalLink, HTMLEntity, Tag, Text, Wikilink
+
+    for node in nodes:
+        if isinstance(node, Text):
+            pieces.append(str(node.value).replace("\n ", f"\n{_INDENT}"))
+        elif isinstance(node, HTMLEntity):
+            pieces.append(node.normalize())
+        elif isinstance(node, ExternalLink):
+            _collect([] if node.title is None else node.title.nodes, pieces)
+        elif isinstance(node, Wikilink):
+            title, text = str(node.title), node.text
+            if _PREFIXED.match(title):
+                continue
+            is_plain = not title.lstrip().startswith(":")
+            if text is not None and text.nodes:
+                _collect(text.nodes, pieces)
+            elif text is None and is_plain:
+                _collect(node.title.nodes, pieces)
+            elif text is None:
+                pieces.append(title.strip().lstrip(":"))
+            else:  # the pipe trick: [[Paris, Texas|]] is shown as Paris
+                pieces.append(_CONTEXT.sub("", title if is_plain else title.strip().lstrip(":").rpartition(":")[2]))
+        elif isinstance(node, Tag):
+            name = str(node.tag).strip().lower()
+            if name in _LIST_ITEMS:
+                pieces.append(_ITEM)
+            elif name == "br":
+                pieces.append(" ")
+            elif name not in _NO_PROSE:
+                around = "\n\n" if name in _BLOCKS else ""
+                pieces.append(around)
+                _collect([] if node.contents is None else node.contents.nodes, pieces)
+                pieces.append(around)
+
+
 def _paragraphs(prose: str) -> Iterator[str]:
-    """Join the lines of paragraphs, and leave out templates and tables without an end, which the parser keeps."""
+    """Leave out templates and tables without an end, which the parser keeps."""
     in_table = False
     for lines in _divided(prose):
         if in_table or any(line.startswith(("|", "{|")) for line in lines):
@@ -113,69 +168,3 @@ def _divided(prose: str) -> Iterator[list[str]]:
         else:
             lines.append(line)
     yield lines
-
-
-def _without_markup(tokens: list[Any]) -> list[Any]:
-    """Remove templates, comments, headings and tags without prose; building their nodes takes most of the time."""
-    from mwparserfromhell.parser import tokens as kinds
-
-    dropped = {kinds.TemplateOpen, kinds.ArgumentOpen, kinds.CommentStart, kinds.HeadingStart}
-    begins = {*dropped, kinds.TagOpenOpen}
-    ends = {
-        kinds.TemplateClose, kinds.ArgumentClose, kinds.CommentEnd, kinds.HeadingEnd, kinds.TagCloseClose,
-        kinds.TagCloseSelfclose,
-    }  # fmt: skip
-    kept, depth = [], 0  # depth: number of open elements, counted from the outermost one that is removed
-    for token, following in itertools.pairwise([*tokens, None]):
-        kind = type(token)
-        if depth:
-            depth += (kind in begins) - (kind in ends)
-        elif kind in dropped or (kind is kinds.TagOpenOpen and str(following.text).strip().lower() in _NO_PROSE):
-            depth = 1
-        else:
-            kept.append(token)
-    return kept
-
-
-def _collect(nodes: Any, pieces: list[str]) -> None:
-    """Append the plain text of nodes to `pieces`, with `_ITEM` in list items and `_INDENT` before indented lines."""
-    from mwparserfromhell.nodes import ExternalLink, HTMLEntity, Tag, Text, Wikilink
-
-    for node in nodes:
-        if isinstance(node, Text):
-            pieces.append(str(node.value).replace("\n ", f"\n{_INDENT}"))
-        elif isinstance(node, Wikilink):
-            _collect_link(node, pieces)
-        elif isinstance(node, ExternalLink):
-            if node.title is not None:
-                _collect(node.title.nodes, pieces)
-        elif isinstance(node, HTMLEntity):
-            pieces.append(node.normalize())
-        elif isinstance(node, Tag):
-            name = str(node.tag).strip().lower()
-            if name in _LIST_ITEMS:
-                pieces.append(_ITEM)
-            elif name == "br":
-                pieces.append(" ")
-            elif name not in _NO_PROSE:
-                around = "\n\n" if name in _BLOCKS else ""
-                pieces.append(around)
-                _collect([] if node.contents is None else node.contents.nodes, pieces)
-                pieces.append(around)
-
-
-def _collect_link(link: Any, pieces: list[str]) -> None:
-    """Append the text that a link shows."""
-    title = str(link.title)
-    if _PREFIXED.match(title):
-        return
-    if link.text is not None and link.text.nodes:
-        _collect(link.text.nodes, pieces)
-    elif not title.lstrip().startswith(":"):
-        if link.text is None:
-            _collect(link.title.nodes, pieces)
-        else:  # the pipe trick: [[Paris, Texas|]] is shown as Paris
-            pieces.append(_CONTEXT.sub("", title))
-    else:
-        name = title.strip().lstrip(":")
-        pieces.append(name if link.text is None else _CONTEXT.sub("", name.rpartition(":")[2]))

@@ -1,0 +1,262 @@
+"""`torch-thor prepare`: converts dumps and text files to a corpus for training a masked language model.
+
+Processes clean units of the source text to files of documents; then a tokenizer is trained and the documents are
+encoded, by threads of the library. All files are written under other names first. A preparation can be stopped at any
+time, and the same command continues it: finished units and a finished tokenizer stay.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import Progress
+
+from torch_thor import __version__
+from torch_thor.files import REMAINS, whole_file, write_text
+from torch_thor.training.errors import UserError, require
+from torch_thor.training.text.corpus import HELD_OUT, MANIFEST, TOKENIZER, TRAIN, open_manifest, sha256
+from torch_thor.training.text.documents import read
+from torch_thor.training.text.encoding import encode, is_in_share
+from torch_thor.training.text.processes import in_order
+from torch_thor.training.text.sources import PYTHON, Source, Unit, find_sources, units
+from torch_thor.training.text.wordpiece import load_tokenizer, train_tokenizer
+
+FORMAT = 3
+SAMPLE = 200_000_000  # the approximate number of characters that a tokenizer is trained on, at most
+_BEGUN, _CLEAN, _LOCK = "begun.json", "clean", ".lock"  # names in the folder of a corpus
+_SHOWN, _ENOUGH = 20, 1000  # faults that are printed; documents from which the fraction of faults is meaningful
+_LIBRARIES = ("pyarrow", "tokenizers", "sentencex", "mwparserfromhell", "beautifulsoup4")
+# The languages for which sentencex has rules of its own. It has no function that lists them.
+_RULES = (
+    "am", "ar", "bg", "bn", "ca", "da", "de", "el", "en", "es", "fi", "fr", "gu", "hi", "hy", "it", "ja", "kk", "kn",
+    "ml", "mr", "my", "nl", "pa", "pl", "pt", "ru", "sk", "ta", "te", "uk",
+)  # fmt: skip
+
+
+def prepare(
+    sources: Sequence[str],
+    out: Path,
+    *,
+    vocab_size: int = 30522,
+    lowercase: bool = True,
+    lengths: Sequence[int] = (128, 512),
+    held_out: float = 0.01,
+    seed: int = 0,
+    language: str = "en",
+    tokenizer: Path | None = None,
+    workers: int = 1,
+    max_faults: float = 0.01,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Prepare a corpus, or continue an unfinished preparation.
+
+    Args:
+        sources: Wikipedia dumps, text and HTML files, folders of such files, or `python`.
+        out: The folder to write the corpus to.
+        vocab_size: Number of word pieces of a tokenizer that is trained.
+        lowercase: Whether text is converted to lower case and accents are removed.
+        lengths: The lengths of the examples, in tokens.
+        held_out: The fraction of the documents that are held out from training.
+        seed: The seed for the choice of these documents.
+        language: The language code that selects the rules for splitting sentences.
+        tokenizer: A `tokenizer.json` or `vocab.txt`. With `None`, a tokenizer is trained.
+        workers: The number of processes, which does not change the corpus.
+        max_faults: The largest fraction of the documents that may be unreadable.
+        console: Where progress and the result are printed; `None` prints nothing.
+
+    Returns:
+        The manifest of the corpus.
+
+    Raises:
+        UserError: If a value is out of range, a source is missing or has changed since the preparation was started, too
+            many documents are unreadable, the corpus is empty or cannot be written, or another process is preparing it.
+    """
+    console = console or Console(file=StringIO())
+    require(workers >= 1, f"--workers {workers} must be 1 or more")
+    require(vocab_size >= 100, f"--vocab-size {vocab_size} must be 100 or more")
+    require(0 < held_out < 1, f"--held-out {held_out} must lie between 0 and 1: it is a share")
+    require(0 <= max_faults <= 1, f"--max-faults {max_faults} must lie in [0, 1]: it is a share")
+    numbers = ",".join(map(str, lengths))
+    unequal = 0 < len(lengths) == len(set(lengths)) and min(lengths) >= 16
+    require(unequal, f"--seq-len {numbers} must be different lengths of 16 tokens or more, such as 128,512")
+    is_code = re.fullmatch(r"[a-z]{2,3}(-[a-z0-9]+)*", language) is not None
+    require(is_code, f"--language {language} is not a language code in lower case, such as en or zh-hans")
+    if language not in _RULES:
+        rules = f"it uses those of a related language, or of English if it knows none; it has {', '.join(_RULES)}"
+        _say(console, f"--language {language}: sentencex has no rules of its own for it: {rules}")
+    found = find_sources(sources)
+    settings = {
+        "vocab_size": vocab_size,
+        "lowercase": lowercase,
+        "lengths": list(lengths),
+        "held_out": held_out,
+        "seed": seed,
+        "language": language,
+        "tokenizer": None if tokenizer is None else load_tokenizer(tokenizer, lowercase).to_str(pretty=True),
+    }
+    require(not out.exists() or out.is_dir(), f"--out {out} is a file: give a folder")
+    own = not out.exists() or (out / _BEGUN).exists()
+    foreign = [] if own else [one for one in out.iterdir() if not one.name.startswith((_LOCK, REMAINS))]
+    require(not foreign, f"--out {out} is not empty and holds no corpus: give another folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with FileLock(out / _LOCK, timeout=0):
+            return _prepare(found, out, settings, workers, max_faults, console)
+    except Timeout as error:
+        raise UserError(f"--out {out}: another process prepares it: wait for it, or give another --out") from error
+    except OSError as error:
+        reason = f"{error.filename or out} cannot be written ({error.strerror or error})"
+        raise UserError(
+            f"--out {reason}: make room for it or mend its permissions, then give the same command again: what is "
+            "finished stays"
+        ) from error
+
+
+def _prepare(
+    sources: list[Source], out: Path, settings: dict[str, Any], workers: int, max_faults: float, console: Console
+) -> dict[str, Any]:
+    given = settings.pop("tokenizer")
+    settings["tokenizer"] = given and hashlib.sha256(given.encode()).hexdigest()
+    begun = {"format": FORMAT, "settings": settings, "sources": list(map(asdict, sources))}
+    if (out / _BEGUN).exists():
+        before = json.loads((out / _BEGUN).read_text(encoding="utf-8"))
+        for key, value in settings.items():
+            other = before["settings"].get(key)
+            rule = f"{out} was begun with {key}={other}, now it is {value}: give the same, or another --out"
+            require(other == value, rule)
+        rule = "was begun with other sources or by another version, or they have changed since: give another --out"
+        require(before == begun, f"{out} {rule}")
+    write_text(out / _BEGUN, json.dumps(begun, indent=1))
+    if (out / MANIFEST).exists():
+        manifest = open_manifest(out)
+        _say(console, f"{out} is finished already, and whole; nothing was done")
+        return manifest
+    (out / _CLEAN).mkdir(exist_ok=True)
+    with Progress(console=console) as progress:
+        files, faults = _clean(sources, out / _CLEAN, settings, workers, max_faults, progress)
+        for fault in faults[:_SHOWN]:
+            _say(console, f"left out: {fault}")
+        if len(faults) > _SHOWN:
+            _say(console, f"left out: {len(faults) - _SHOWN} more, all listed in {MANIFEST}")
+        if not (out / TOKENIZER).exists():
+            progress.add_task("tokenizer", total=None)
+            write_text(out / TOKENIZER, given or _trained(files, settings))
+        totals = encode(files, out, settings, progress)
+    for side, counted in totals.items():
+        _say(console, f"{side}: " + ", ".join(f"{counted[key]} {key}" for key in ("documents", "sentences", "tokens")))
+    manifest = {
+        **begun,
+        "totals": totals,
+        "faults": faults,
+        "versions": {"torch-thor": __version__, "python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "sha256": {name: sha256(out / name) for name in (TOKENIZER, TRAIN, HELD_OUT)},
+    }
+    write_text(out / MANIFEST, json.dumps(manifest, indent=1))  # the corpus is finished when it exists
+    shutil.rmtree(out / _CLEAN, ignore_errors=True)
+    _say(console, f"the corpus is in {out}")
+    return manifest
+
+
+def _clean(
+    sources: list[Source], folder: Path, settings: dict[str, Any], workers: int, max_faults: float, progress: Progress
+) -> tuple[list[Path], list[str]]:
+    """Clean the units that are not cleaned yet; returns the files of all units, and the faults."""
+    size = max(1, sum(source.size for source in sources))
+    bar = progress.add_task("cleaning", total=size)
+    found = units(sources, lambda path: progress.wrap_file(path.open("rb"), total=size, task_id=bar))
+    jobs = ((unit, folder / f"{unit.number:06d}.arrow", settings["language"]) for unit in found)
+    files: list[Path] = []
+    faults: list[str] = []
+    documents = 0
+    for file in in_order(clean_unit, jobs, workers):
+        table = _mapped(file)
+        files.append(file)
+        faults += json.loads(table.schema.metadata[b"faults"])
+        documents += len(table)
+        if documents > _ENOUGH and len(faults) > max_faults * (len(faults) + documents):
+            break
+    total = len(faults) + documents
+    require(
+        len(faults) <= max_faults * total,
+        f"{len(faults)} of {total} documents cannot be read, and --max-faults {max_faults} allows "
+        f"{int(max_faults * total)}; the first: {''.join(faults[:1])}. Mend the sources and give another --out, or "
+        "raise --max-faults",
+    )
+    require(
+        documents > 0,
+        "the sources have no prose: paragraphs of five words or more, separated by blank lines (or <p> in HTML)",
+    )
+    progress.update(bar, completed=size)
+    return files, faults
+
+
+def clean_unit(unit: Unit, file: Path, language: str) -> Path:
+    """Write the documents of a unit, as sentences, to a file, unless it exists; its metadata are the faults."""
+    import pyarrow as pa
+    from sentencex import segment
+
+    if file.exists():
+        return file
+    faults = list(unit.faults)
+    rows: list[dict[str, Any]] = []
+    for piece in unit.pieces:
+        for found in read(piece):
+            if isinstance(found, str):
+                faults.append(found)
+                continue
+            sentences = [text for one in found.paragraphs for part in segment(language, one) if (text := part.strip())]
+            if sentences:
+                rows.append({"name": found.name, "sentences": sentences})
+    schema = pa.schema({"name": pa.string(), "sentences": pa.list_(pa.string())}, {"faults": json.dumps(faults)})
+    with whole_file(file) as temporary, pa.ipc.new_file(str(temporary), schema) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema))
+    return file
+
+
+def _mapped(file: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+
+
+def _trained(files: Sequence[Path], settings: dict[str, Any]) -> str:
+    import pyarrow.compute as pc
+
+    characters = sum(pc.sum(pc.utf8_length(pc.list_flatten(_mapped(file)["sentences"]))).as_py() or 0 for file in files)
+    share = SAMPLE / max(1, characters)
+
+    def sentences() -> Iterator[str]:
+        for file in files:
+            table = _mapped(file)
+            for name, own in zip(table["name"], table["sentences"], strict=True):
+                if share >= 1 or is_in_share(name.as_py(), share, settings["seed"]):
+                    yield from own.as_py()
+
+    return str(train_tokenizer(sentences, settings["vocab_size"], settings["lowercase"]).to_str(pretty=True))
+
+
+def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int]) -> Path:
+    """Return the corpus of the language reference of Python in a cache; it is prepared there when it is first used."""
+    lengths = sorted(set(lengths))
+    facts = json.dumps([FORMAT, vocab_size, lengths, platform.python_version()])
+    folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
+        if not (folder / MANIFEST).exists():
+            prepare([PYTHON], folder, vocab_size=vocab_size, lengths=lengths, held_out=0.05)  # of about 70 documents
+    return folder
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
