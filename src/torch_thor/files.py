@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch_thor.training.errors import UserError, require
+
 REMAINS = ".writing-"  # the prefix of the names of incomplete files and folders
+MAKE_ROOM = "free some disk space, then continue with --resume"
 
 
 @contextmanager
@@ -52,9 +55,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in temporary.iterdir():
+        for file in (*temporary.iterdir(), temporary):
             flush(file)
-        flush(temporary)
         shutil.rmtree(path, ignore_errors=True)  # a folder cannot be renamed to the name of one that has files
         temporary.rename(path)
         flush(path.parent)
@@ -63,40 +65,34 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def remove_remains(folder: Path, name: str = "*") -> None:
-    """Remove the incomplete files and folders of processes that were killed while they wrote.
-
-    Args:
-        folder: The folder to search. No process may be writing files there whose names match `name`.
-        name: A glob pattern for the final names of the files and folders.
-    """
-    for remains in folder.glob(f"{REMAINS}{name}"):
-        if remains.is_dir():
-            shutil.rmtree(remains, ignore_errors=True)
-        else:
-            remains.unlink(missing_ok=True)
-
-
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Replace a text file by a complete new one.
-
-    Args:
-        path: The file; its folder must exist.
-        text: The contents, which are written in UTF-8.
-        shared: As for `whole_file`.
-    """
+    """Replace a text file by a complete new one in UTF-8; its folder must exist. `shared` is as for `whole_file`."""
     with whole_file(path, shared=shared) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the list of the files of a folder, is on the disk.
-
-    Args:
-        path: The file or folder.
-    """
+    """Wait until a file, or the list of the files of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path, remedy: str = MAKE_ROOM) -> Iterator[None]:
+    """Convert an `OSError` of the block, such as that of a full disk, into a `UserError` with path, reason, remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror or error}): {remedy}") from error
+
+
+def check_place(folder: Path, option: str = "--out") -> None:
+    """Refuse a folder that cannot be created or written to, before any work is done. Nothing is changed."""
+    existing = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    below = "" if existing == folder else f" (which {folder} would be in)"
+    usable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    why = "cannot be written to" if existing.is_dir() else "is a file"
+    require(usable, f"{option} {folder}: {existing} {why}{below}: choose another folder with {option}")

@@ -1,23 +1,35 @@
-"""Running a recipe: training with each of its optimizers in turn, in one run folder, then the report."""
+"""Running a recipe: training with each of its optimizers in turn, in one run folder. Then what is trained is used."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
+from torch_thor.files import check_place, whole_folder, writing
 from torch_thor.training import checkpoint, weights
-from torch_thor.training.errors import StoppedError, require
+from torch_thor.training.checkpoint import Checkpoint
+from torch_thor.training.errors import require
+from torch_thor.training.evaluation import evaluate
 from torch_thor.training.folder import RunFolder
-from torch_thor.training.loop import Observer, Run, train
+from torch_thor.training.loop import Observer, Run, split, train
 from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
-from torch_thor.training.recipe import Recipe
-from torch_thor.training.signals import listening
+from torch_thor.training.printing import printer
+from torch_thor.training.recipe import IN_MEMORY, Recipe
+from torch_thor.training.recipes import load_recipe, override, to_yaml
+from torch_thor.training.saving import Saver, listening
 from torch_thor.training.summary import report
-from torch_thor.training.tasks import Task, open_task
+from torch_thor.training.tasks import open_task
+from torch_thor.training.tasks.task import Metric, Task
+
+CHANGEABLE = ("data", "device", "batch_size", "threads")  # in an evaluation; the other keys shaped the weights
 
 
 def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool = False) -> Run:
@@ -76,13 +88,176 @@ def run_recipe(
         UserError: If the recipe cannot be run, or the folder may not be written to.
         StoppedError: If a signal stopped the training; a checkpoint is saved.
     """
-    with processes(recipe) as ranks, listening() as stops:
-        recipe = ranks.broadcast(recipe)  # all train what the first process was asked to
-        say = ranks.first_says(console)
+    with processes(recipe) as ranks, ExitStack() as held:
+        say = printer(console) if ranks.first else lambda _: None
+        with agreed(ranks):
+            if ranks.first:
+                held.enter_context(folder.locked())
+                recipe, resume = folder.admit(weights.checksum(recipe, say), resume, overwrite, say)
+        # all train what the first process was asked to
+        recipe, resume, path = ranks.broadcast((recipe, resume, folder.path))
+        folder = folder if ranks.first else RunFolder(path)
         with agreed(ranks):
             task = open_task(recipe, ranks.device, say)
         # the first run is built before the folder is changed: a recipe that cannot start must leave it as it was
-        with agreed(ranks), folder.locked() if ranks.first else nullcontext():
-            recipe, resume = ranks.broadcast(folder.admit(recipe, resume, overwrite) if ranks.first else None)
-            pending: dict[str, Run] = {}
-            ...
+        pending = {recipe.optimizer[0]: _begin(recipe, recipe.optimizer[0], task, ranks, folder, resume, say)}
+        with agreed(ranks):
+            if ranks.first:
+                folder.claim(recipe, resume, overwrite)
+        with listening() as stops:
+            for name in recipe.optimizer:
+                # no other reference is kept, so that a finished run is freed before the next one is built
+                begun = pending.pop(name, None) or _begin(recipe, name, task, ranks, folder, resume, say)
+                _train(*begun, folder, console, profile, stops)
+                del begun
+        if ranks.first:
+            report(folder, recipe, task, console)
+
+
+def _begin(
+    recipe: Recipe, name: str, task: Task, ranks: Ranks, folder: RunFolder, resume: bool, say: Callable[[str], None]
+) -> tuple[Run, int]:
+    """Build or continue a run; return it, and the length of its metrics file."""
+    with agreed(ranks):
+        saved = checkpoint.newest(folder.checkpoints(name), say) if resume and ranks.first else None
+        require(
+            saved is None or saved.optimizer == name,
+            f"checkpoint {saved and saved.path} belongs to optimizer {saved and saved.optimizer}, not {name}: move it "
+            "to the folder of its optimizer",
+        )
+    saved = ranks.broadcast(saved)
+    with agreed(ranks):
+        run = build(recipe, name, task, ranks, resumed=saved is not None)
+    if saved is None:
+        return run, 0
+    saved.restore(run, say)
+    say(f"{name}: continues from step {run.step} of {run.total_steps}")
+    return run, saved.offset
+
+
+def _train(run: Run, offset: int, folder: RunFolder, console: Console, profile: bool, stops: Sequence[int]) -> None:
+    own: list[Observer] = []
+    with agreed(run.ranks):
+        if run.ranks.first:
+            own = observers_of(run, folder, console, profile, offset)
+    saver = Saver(folder.checkpoints(run.name), to_yaml(run.recipe), lambda: own[0].offset())
+    train(run, [*own, saver], stops=stops)
+
+
+@dataclass(frozen=True)
+class SavedScore:
+    """The evaluation of the weights, or of the averaged weights, of one checkpoint.
+
+    Args:
+        optimizer: The optimizer's name in the recipe.
+        averaged: Whether the averaged weights were evaluated.
+        step: Optimizer steps done.
+        path: The checkpoint.
+        metrics: The metrics of the task.
+        values: Their values, by name.
+    """
+
+    optimizer: str
+    averaged: bool
+    step: int
+    path: Path
+    metrics: Sequence[Metric]
+    values: Mapping[str, float]
+
+
+def evaluate_saved(path: Path, words: Sequence[str], say: Callable[[str], None]) -> list[SavedScore]:
+    """Evaluate a checkpoint, or the newest undamaged checkpoint of every optimizer in a run folder.
+
+    Under `torchrun` the processes share the data. The scores are then bit for bit those of one process.
+
+    Args:
+        path: A run folder, a checkpoint, or a folder of checkpoints.
+        words: `key=value` words that override the keys in `CHANGEABLE`.
+        say: Prints a line; it is called once for each damaged checkpoint and each unreadable image.
+
+    Returns:
+        A score for each optimizer, and one for its averaged weights if it has any.
+
+    Raises:
+        UserError: If there is no checkpoint, a key cannot be overridden, or the data do not fit the network.
+    """
+    require(path.exists(), f"{path} does not exist: give {weights.ACCEPTED}")
+    found = weights.find_checkpoints(path, say if os.environ.get("RANK", "0") == "0" else lambda _: None)
+    recipes = [_with_words(saved, words) for saved in found]
+    scores = []
+    with processes(recipes[0]) as ranks:
+        say = say if ranks.first else lambda _: None
+        for saved, recipe in zip(found, recipes, strict=True):
+            with agreed(ranks):
+                task = open_task(recipe, ranks.device, say, train=False)
+                saved.check_tokenizer(task)
+                model = task.model().to(ranks.device)
+            for averages in (False, True) if saved.has_average else (False,):
+                with agreed(ranks):
+                    saved.load_weights(model, averaged=averages)
+                values = evaluate(task, model, ranks)
+                scores.append(SavedScore(saved.optimizer, averages, saved.step, saved.path, task.metrics, values))
+    return scores
+
+
+def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
+    """The recipe to evaluate a checkpoint with."""
+    for key in (word.partition("=")[0] for word in words):
+        require(
+            key.split(".")[0] in CHANGEABLE,
+            f"{key} cannot be changed for an evaluation, only {', '.join(CHANGEABLE)} and the keys inside data can: "
+            f"leave {key} out",
+        )
+    trained = load_recipe(str(saved.path / checkpoint.RECIPE))
+    recipe = override(trained, words)
+    if trained.task != "image-classification" or any(word.startswith("data.transform") for word in words):
+        return recipe
+    if not {recipe.data.name, trained.data.name} & IN_MEMORY.keys():  # the crops of the training for other images
+        data = recipe.data.model_copy(update={"transform": trained.data.crops})
+        recipe = recipe.model_copy(update={"data": data})
+    sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
+    require(
+        sizes[0] == sizes[1],
+        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose data with "
+        "images of that size, or set data.transform.size",
+    )
+    return recipe
+
+
+def export(path: Path, out: Path, form: str, say: Callable[[str], None], *, averaged: bool = False) -> None:
+    """Write a trained network and its tokenizer in the format that `from_pretrained` of transformers reads.
+
+    Args:
+        path: A checkpoint, or a folder with the checkpoints of one optimizer.
+        out: The folder to write. It must not exist yet.
+        form: The name of the format: transformers.
+        say: Prints a line: for each damaged checkpoint that is skipped, and at the end.
+        averaged: Whether to export the averaged weights.
+
+    Raises:
+        UserError: If something of that is missing or not as it must be, or the folder cannot be written.
+    """
+    require(form == "transformers", f"--format {form} must be transformers")
+    require(path.exists(), f"{path} does not exist: give {weights.ACCEPTED}")
+    found = weights.find_checkpoints(path, say)
+    names = [saved.optimizer for saved in found]
+    require(len(found) == 1, f"{path} holds the networks of {', '.join(names)}: give one, such as {path / names[0]}")
+    (saved,) = found
+    recipe = load_recipe(str(saved.path / checkpoint.RECIPE))
+    require(
+        recipe.task == "masked-lm",
+        f"{path} is of task={recipe.task}, which transformers has no form for: networks of masked-lm are exported",
+    )
+    require(not averaged or saved.has_average, f"{path} has no averaged weights: leave --averaged out")
+    require(not out.exists(), f"--out {out} exists: give another folder")
+    check_place(out)
+    task: Any = open_task(recipe, torch.device("cpu"), say, train=False)
+    saved.check_tokenizer(task)
+    model = task.model()
+    saved.load_weights(model, averaged=averaged)
+    with writing(out, "make room for it, then give the same command again"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(out) as folder:
+            model.save_pretrained(folder)
+            task.tokenizer().save_pretrained(folder)
+    say(f"{saved.optimizer}, step {saved.step}: written to {out}")

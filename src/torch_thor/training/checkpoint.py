@@ -1,0 +1,260 @@
+"""Checkpoints, in one format for one process, DDP, FSDP2 and HSDP; any number of processes loads any of them.
+
+A checkpoint is a folder `step-00000123`, which is complete or absent, with
+
+    model.safetensors      the weights, whole and by name; of a weight with several names, the first
+    averaged.safetensors   the averaged weights, if the run has any
+    state.pt               the state of the optimizer by parameter name, of the loss scale and of random generators
+    recipe.yaml            the recipe of the run
+    manifest.json          step, optimizer, tokenizer, length of `metrics.jsonl`, and SHA-256 of each file above
+
+Nothing in it is executed. It is written under a temporary name, flushed to the disk and renamed; opening it verifies
+the checksums. The checkpoint of the best evaluation is kept in the folder `best` beside the newest ones.
+"""
+
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from torch_thor.capture.sharding import is_sharded
+from torch_thor.training.errors import DamagedCheckpointError, UserError, first_line, require
+from torch_thor.training.loop import Run, Score
+from torch_thor.training.parallel import agreed
+from torch_thor.training.tasks.task import Task
+
+BEST, PREFIX = "best", "step-"
+WEIGHTS, AVERAGED, STATE = "model.safetensors", "averaged.safetensors", "state.pt"
+RECIPE, MANIFEST, CHECKSUM = "recipe.yaml", "manifest.json", "checksum"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose checksums matched when it was opened.
+
+    Args:
+        path: Its folder.
+        step: Optimizer steps done.
+        optimizer: The optimizer's name in the recipe.
+        tokenizer: The SHA-256 of the tokenizer of the training data; None if they have none.
+        offset: The length in bytes of the run's `metrics.jsonl` at the step.
+    """
+
+    path: Path
+    step: int
+    optimizer: str
+    tokenizer: str | None
+    offset: int
+
+    @property
+    def recipe_text(self) -> str:
+        """The recipe of the run, in YAML."""
+        return (self.path / RECIPE).read_text(encoding="utf-8")
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it contains averaged weights."""
+        return (self.path / AVERAGED).exists()
+
+    def weights(self, *, averaged: bool = False) -> dict[str, Tensor]:
+        """Load the weights, or the averaged ones, as one process holds them; of several names, only the first."""
+        return load_file(self.path / (AVERAGED if averaged else WEIGHTS))
+
+    def load_weights(self, model: nn.Module, *, averaged: bool = False) -> None:
+        """Load the weights, or the averaged ones, into a network, which may be divided. It does not communicate.
+
+        Raises:
+            UserError: If they are those of another network.
+        """
+        first, given = first_names(model), self.weights(averaged=averaged)
+        own = {name: tensor for name, tensor in model.state_dict().items() if first.get(name, name) == name}
+        faults = [
+            f"{name} is {_shape(given, name)}, not {_shape(own, name)}"
+            for name in sorted(own.keys() | given.keys())
+            if _shape(given, name) != _shape(own, name)
+        ]
+        require(
+            not faults, f"{self.path} does not contain the weights of this network ({'; '.join(faults[:3])}): give its own"
+        )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(_like(given[name], tensor))
+
+    def check_tokenizer(self, task: Task) -> None:
+        """Refuse a task whose data were encoded by another tokenizer, whose numbers stand for other word pieces."""
+        found = getattr(task, "tokenizer_checksum", None)
+        require(
+            found is None or self.tokenizer in (None, found),
+            f"{getattr(task, 'tokenizer_file', None)} is not the tokenizer that {self.path} was trained with (SHA-256 "
+            f"{str(found)[:12]}, not {str(self.tokenizer)[:12]}): the corpus was prepared again or is another one; use "
+            "the corpus of the training, or prepare one with --tokenizer and its tokenizer.json",
+        )
+
+    def restore(self, run: Run, say: Callable[[str], None] = lambda _: None) -> None:
+        """Load it into a new run of the same recipe. Every process must call it.
+
+        The training is then bit for bit one that has never stopped, if the machine, the number of processes and that
+        of threads are the same. With other processes, it has the same batches.
+
+        Args:
+            run: The run, before its first step.
+            say: Prints a line; it is called if the number of processes has changed.
+
+        Raises:
+            UserError: If the checkpoint belongs to another network, tokenizer, optimizer or to other data.
+        """
+        with agreed(run.ranks):
+            state = self._state()
+            self.check_tokenizer(run.task)
+            require(
+                state["samples"] == run.task.samples,
+                f"the run of {self.path} began with {state['samples']} training samples, and the data have "
+                f"{run.task.samples} now: give the data of the training",
+            )
+            self.load_weights(run.model)
+        _load_optimizer(run, state["optimizer"], self.path)
+        self.load_weights(run.model)  # once more: for a divided network torch has taken a step
+        run.precision.load_state_dict(state["precision"])
+        if run.average is not None:
+            with agreed(run.ranks):
+                self.load_weights(run.average.module, averaged=True)
+            run.average.n_averaged.fill_(state["averaged_steps"])
+        run.step, run.seconds = self.step, state["seconds"]
+        run.score, run.best = (None if one is None else Score(**one) for one in (state["score"], state["best"]))
+        if len(state["random"]) != run.ranks.world:
+            say(
+                f"the checkpoint was saved by {len(state['random'])} processes, and this run has {run.ranks.world}: it "
+                "continues with the same batches, but with other random numbers in layers such as dropout"
+            )
+            return
+        torch.set_rng_state(state["random"][run.ranks.rank]["cpu"])
+        if run.ranks.device.type == "cuda" and state["random"][run.ranks.rank]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["random"][run.ranks.rank]["cuda"], run.ranks.device)
+
+    def _state(self) -> dict[str, Any]:
+        try:
+            state: dict[str, Any] = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise DamagedCheckpointError(f"{self.path / STATE} cannot be loaded ({first_line(error)})") from error
+        return state
+
+
+def _shape(tensors: Mapping[str, Any], name: str) -> str:
+    return f"{tuple(tensors[name].shape)}" if name in tensors else "missing"
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first of the names of the same weight, by each of its names."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+def _like(whole: Any, own: Any) -> Any:
+    """The part of a whole tensor that this process has, where it has a part only."""
+    if not (is_sharded(own) and isinstance(whole, Tensor) and whole.shape == own.shape):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
+    own: dict[str, Any] = {}
+    if any(is_sharded(parameter) for parameter in run.model.parameters()):
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        # only the optimizer knows which of its tensors are divided; torch makes them in a step whose lr is 0
+        own = dict(get_optimizer_state_dict(run.model, run.optimizer)["state"])
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    order = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
+    number = {name: index for index, name in enumerate(order)}
+    try:
+        state = {
+            number[name]: {key: _like(value, own.get(name, {}).get(key)) for key, value in values.items()}
+            for name, values in saved["state"].items()
+        }
+        groups = [{**one, "params": [number[name] for name in one["params"]]} for one in saved["param_groups"]]
+        run.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{path}: the state of {run.name} does not fit ({first_line(error)}): continue with the recipe that it was "
+            "saved with, or start another run with weights="
+        ) from error
+
+
+def sha256(path: Path) -> str:
+    """Compute the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.filedigest(file, "sha256").hexdigest()
+
+
+def digest(values: Any) -> str:
+    """Compute the SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a checkpoint and verify its checksums.
+
+    Args:
+        path: Its folder.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        DamagedCheckpointError: If a file is missing, truncated or altered.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        intact = manifest.pop(CHECKSUM) == digest(manifest)
+        saved = Checkpoint(path, manifest["step"], manifest["optimizer"], manifest["tokenizer"], manifest["offset"])
+        wrong = [name for name, digest in manifest["sha256"].items() if sha256(path / name) != digest]
+    except OSError as error:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {error.strerror}: {error.filename}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        intact = False
+    if not intact:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {MANIFEST} is truncated or altered")
+    if wrong:
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: {wrong[0]} does not match its checksum")
+    if path.name.startswith(PREFIX) and path.name != f"{PREFIX}{saved.step:08d}":
+        raise DamagedCheckpointError(f"checkpoint {path} is damaged: it contains step {saved.step}")
+    return saved
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint whose checksums match, the best one included.
+
+    Args:
+        folder: The folder of a run's checkpoints.
+        say: Prints a line; it is called once for each damaged checkpoint.
+
+    Returns:
+        The checkpoint, or None if there is none at all.
+
+    Raises:
+        DamagedCheckpointError: If there are checkpoints and every one is damaged.
+    """
+    candidates = sorted([*newest_first(folder), *newest_first(folder / BEST)], key=lambda p: p.name, reverse=True)
+    for path in candidates:
+        try:
+            return open_checkpoint(path)
+        except DamagedCheckpointError as error:
+            say(f"{error}; falling back to the previous one")
+    if candidates:
+        raise DamagedCheckpointError(f"every checkpoint in {folder} is damaged: start again with --overwrite or --out")
+    return None
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Return the folders of checkpoints in a folder, damaged or not."""
+    return sorted(folder.glob(f"{PREFIX}*"), reverse=True)

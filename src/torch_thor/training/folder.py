@@ -1,0 +1,278 @@
+"""The folder of a run: its files, and the conditions under which a training may write to it.
+
+    recipe.yaml       the recipe of the run             curves.png     loss and primary metric of all optimizers
+    .lock             the process that writes to it     summary.json   the results as JSON
+
+and for each optimizer, in a folder with its name
+
+    metrics.jsonl     every step, refresh and evaluation
+    checkpoints/      the newest checkpoints, and in best/ that of the best evaluation
+    tensorboard/      the event files of TensorBoard
+    profile/          traces of a few steps, written with --profile
+"""
+
+import itertools
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from torch_thor.files import REMAINS, check_place, write_text, writing
+from torch_thor.training.checkpoint import PREFIX, Checkpoint, newest
+from torch_thor.training.errors import DamagedCheckpointError, UserError, require
+from torch_thor.training.optimizers import OPTIMIZERS, settings_of
+from torch_thor.training.recipe import FREE_ON_RESUME, Recipe
+from torch_thor.training.recipes import load_recipe, to_yaml
+
+_LOCK, _JOB = ".lock", ".job"
+
+
+class RunFolder:
+    """The folder of a run.
+
+    Args:
+        path: The folder, which need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe, self.curves, self.summary = path / "recipe.yaml", path / "curves.png", path / "summary.json"
+        # filelock releases the lock in forked children, so a worker that outlives its parent does not hold it
+        self._lock = FileLock(path / _LOCK, blocking=False)
+
+    @classmethod
+    def named(cls, path: Path, *, resume: bool = False, overwrite: bool = False) -> "RunFolder":
+        """Choose the folder of a run whose user has named none: PATH, or PATH-2, PATH-3 if there are runs already.
+
+        Args:
+            path: The first of the folders, such as `runs/digits`.
+            resume: Whether to continue a run: the latest one.
+            overwrite: Whether to replace a run: the latest one.
+        """
+        every = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
+        taken = [cls(one) for one in itertools.takewhile(lambda one: cls(one)._is_used(), every)]
+        if taken and (resume or overwrite or taken[-1]._is_restarted()):
+            return taken[-1]
+        return cls(path if not taken else path.with_name(f"{path.name}-{len(taken) + 1}"))
+
+    def metrics(self, name: str) -> Path:
+        """The metrics file of an optimizer."""
+        return self.path / name / "metrics.jsonl"
+
+    def checkpoints(self, name: str) -> Path:
+        """The folder of an optimizer's checkpoints."""
+        return self.path / name / "checkpoints"
+
+    def tensorboard(self, name: str) -> Path:
+        """The folder of an optimizer's TensorBoard files."""
+        return self.path / name / "tensorboard"
+
+    def profile(self, name: str) -> Path:
+        """The folder of the traces that `--profile` writes for an optimizer."""
+        return self.path / name / "profile"
+
+    def is_run(self) -> bool:
+        """Whether the folder contains a run, damaged or not."""
+        return self.recipe.is_file() or any(self.path.glob(f"*/checkpoints/{PREFIX}*"))
+
+    def stored(self, say: Callable[[str], None] = lambda _: None) -> Recipe | None:
+        """Return the recipe of the run in this folder; None if there is no run yet.
+
+        A checkpoint has a copy with a checksum, which is used if the file is damaged.
+
+        Args:
+            say: Prints a line; it is called if the copy is used.
+
+        Raises:
+            UserError: If the folder is used for something else, or the recipe is damaged and there is no copy.
+        """
+        if not self.is_run():
+            require(not self._is_used(), f"{self.path} is not a run folder and not empty: choose another with --out")
+            return None
+        saved = self._newest()
+        copy = None if saved is None else load_recipe(str(saved.path / self.recipe.name))
+        try:
+            require(self.recipe.is_file(), "it is missing")
+            found = load_recipe(str(self.recipe))
+            if copy is not None:
+                changed = differences(copy, found)
+                require(not changed, f"it differs from the copy in a checkpoint: {'; '.join(changed)}")
+                _check_epochs(copy, found)
+            return found
+        except (UserError, UnicodeDecodeError) as error:
+            if copy is None or saved is None:
+                raise UserError(f"{self.recipe} is damaged ({error}): choose another folder with --out") from error
+            say(f"{self.recipe} cannot be used ({error}): the copy in {saved.path} is used instead")
+            return copy
+
+    def _newest(self) -> Checkpoint | None:
+        for name in OPTIMIZERS:
+            with suppress(DamagedCheckpointError):
+                if saved := newest(self.checkpoints(name), lambda _: None):
+                    return saved
+        return None
+
+    def _is_used(self) -> bool:
+        if not self.path.is_dir():
+            return self.path.exists()
+        own = (_LOCK, _JOB)
+        return any(one.name not in own and not one.name.startswith(REMAINS) for one in self.path.iterdir())
+
+    def admit(
+        self, recipe: Recipe, resume: bool, overwrite: bool, say: Callable[[str], None] = lambda _: None
+    ) -> tuple[Recipe, bool]:
+        """Refuse a run that may not write here. Nothing is changed.
+
+        Args:
+            recipe: The recipe to run.
+            resume: Whether to continue the run in the folder.
+            overwrite: Whether to delete the run in the folder.
+            say: Prints a line.
+
+        Returns:
+            The recipe, and whether the run in the folder is to be continued: also if `torchrun` has restarted the job
+            that began it.
+
+        Raises:
+            UserError: If the run may not write to the folder.
+        """
+        stored = self.stored(say)
+        check_place(self.path)
+        require(not (resume and overwrite), "--resume and --overwrite exclude each other: choose one")
+        if stored is None:
+            require(not resume, f"there is no run in {self.path} to resume: leave --resume out to start one")
+            return recipe, False
+        require(
+            stored.name == recipe.name,
+            f"{self.path} belongs to recipe {stored.name}, not {recipe.name}: choose another folder with --out",
+        )
+        if self._is_restarted():
+            resume, overwrite = True, False
+            say(f"torchrun has started the processes again: the run in {self.path} continues")
+        require(
+            resume or overwrite,
+            f"{self.path} contains a run already: continue it with --resume, choose another folder with --out, "
+            "or delete it with --overwrite",
+        )
+        if resume:
+            _check_epochs(stored, recipe)
+            changed = differences(stored, recipe)
+            require(
+                not changed,
+                f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without changing them, or "
+                "choose another folder with --out",
+            )
+        return recipe, resume
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Release at the end what `take` has taken."""
+        try:
+            if self.is_run():  # a folder that is used for something else must not get a file
+                self.take()
+            yield
+        finally:
+            if self._lock.is_locked:
+                with suppress(OSError):  # an error of the disk must not hide one of the block
+                    (self.path / _LOCK).write_text("", encoding="utf-8")
+                self._lock.release()
+
+    def take(self) -> None:
+        """Let no other process write to the folder, which exists, until the end of `locked`.
+
+        Raises:
+            UserError: If another process does.
+        """
+        if self._lock.is_locked:
+            return
+        lock = self.path / _LOCK
+        with writing(lock, "choose another folder with --out"):
+            try:
+                self._lock.acquire()
+            except Timeout as error:  # a subclass of OSError
+                owner = lock.read_text(encoding="utf-8", errors="replace").strip() or "another process"
+                raise UserError(
+                    f"the run in {self.path} is in use by {owner}: wait for it, end it, or choose another folder with "
+                    "--out"
+                ) from error
+            lock.write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+
+    def claim(self, recipe: Recipe, resume: bool, overwrite: bool) -> None:
+        """Create or take over the folder, inside `locked`: delete the run in it unless it continues.
+
+        Raises:
+            UserError: As `admit`, because another process may have begun a run since, and if it cannot be written.
+        """
+        with writing(self.path, "choose another folder with --out"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.take()
+            self.admit(recipe, resume, overwrite)
+            if not resume:
+                for name in OPTIMIZERS:
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+                for file in (self.curves, self.summary, self.recipe):  # the recipe last: it marks the folder as a run
+                    file.unlink(missing_ok=True)
+            write_text(self.path / _JOB, _job())  # before the recipe: a run in the folder is that of this job
+            write_text(self.recipe, to_yaml(recipe))
+
+    def _is_restarted(self) -> bool:
+        job = self.path / _JOB
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return again and self.is_run() and job.is_file() and job.read_text(encoding="utf-8") == _job()
+
+
+def _job() -> str:
+    """The name of the `torchrun` that has started this process; the same after a restart."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return name if name != "none" else f"{socket.gethostname()}, process {os.getppid()}"  # of jobs without a name
+
+
+def differences(stored: Recipe, recipe: Recipe) -> list[str]:
+    """Return the changed settings that a resumed run may not change, such as `seed: 0 -> 1`."""
+    free = tuple(key.rstrip(".") for key in FREE_ON_RESUME)
+    before, after = _flat(stored), _flat(recipe)
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
+    ]
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    values = recipe.model_dump()
+    values["optimizers"] = {name: values["optimizers"].get(name, {}) for name in recipe.optimizer}
+
+    def items(part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in part.items():
+            if isinstance(value, Mapping):
+                yield from items(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(items(values, ""))
+
+
+def _check_epochs(stored: Recipe, recipe: Recipe) -> None:
+    """Refuse a number of epochs with which the steps so far would have been different."""
+    if recipe.epochs == stored.epochs:
+        return
+    said, other = f"epochs={recipe.epochs}", "start another run with --out"
+    require(recipe.steps is None, f"{said}: the length is set by steps={recipe.steps}; leave epochs out, or {other}")
+    require(
+        recipe.epochs > stored.epochs,
+        f"{said} is less than the run's {stored.epochs}: --resume can only lengthen a run; leave epochs out, or {other}",
+    )
+    damped = any("damping" in settings_of(name) for name in recipe.optimizer)
+    for key in ("schedule", *(["damping_schedule"] if damped else [])):
+        schedule = getattr(recipe, key)
+        require(
+            not schedule.ends_with_training,
+            f"{said}: {key}.kind={schedule.kind} ends with the training, so the steps so far used the schedule of "
+            f"{stored.epochs} epochs; {other}, and set {key}.horizon_epochs if you may lengthen it later, or "
+            "weights=CHECKPOINT to start from the weights of this run",
+        )

@@ -1,0 +1,293 @@
+"""Training on several processes that `torchrun` has started: their ranks, their communication, and what they divide.
+
+With `parallel=ddp` each process holds the whole network. With `fsdp` each holds a part of every parameter, of its
+gradient and of its optimizer state (torch's `fully_shard`); with `hsdp` groups of processes each divide one copy.
+Without `torchrun` there is one process, and nothing here communicates. If a process ends, `torchrun` ends the others,
+names it in its table, and starts all again with `--max-restarts`.
+"""
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_thor.capture.sharding import is_fully_sharded
+from torch_thor.training.errors import ElsewhereError, UserError, first_line, require
+from torch_thor.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One of the processes that train together; by default the only one.
+
+    Args:
+        rank: Its number, from 0.
+        world: The number of processes.
+        device: Its device.
+    """
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes files and prints."""
+        return self.rank == 0
+
+    def total(self, values: list[float]) -> list[float]:
+        """Sum numbers over all processes, bit for bit the same on all. Every process must call it."""
+        if self.world == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        sums: list[float] = tensor.tolist()
+        return sums
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Collect a picklable object from every process, in the order of the ranks. Every process must call it."""
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the picklable object of the first process. Every process must call it."""
+        values = [value if self.first else None]
+        if self.world > 1:
+            dist.broadcast_object_list(values, device=self.device)
+        return values[0]
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device that a recipe names; under `torchrun`, `auto` and `cuda` stand for the GPU of this process."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts when it was built without CUDA
+        raise UserError(f"device={name} cannot be used ({first_line(error)}): try device=cpu or device=auto") from error
+    return device
+
+
+@contextmanager
+def processes(recipe: Recipe) -> Iterator[Ranks]:
+    """Join the other processes of `torchrun`, if it has started this one, and set the recipe's number of threads.
+
+    Args:
+        recipe: The recipe; `device` and `threads` are used.
+
+    Yields:
+        The rank of this process.
+    """
+    device, before = device_of(recipe.device), torch.get_num_threads()
+    joins = dist.is_torchelastic_launched() and not dist.is_initialized()
+    if joins and device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    elif joins:
+        dist.init_process_group("gloo")
+    torch.set_num_threads(recipe.threads or before)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else Ranks(device=device)
+    finally:
+        torch.set_num_threads(before)
+        if joins:
+            gc.collect()  # frees DDP wrappers in reference cycles before the group that they use is destroyed
+            dist.destroy_process_group()
+
+
+@contextmanager
+def agreed(ranks: Ranks) -> Iterator[None]:
+    """Raise on every process if the block raises a `UserError` on any. Every process must enter it.
+
+    Without it, the other processes would wait for one that has failed. The block must not communicate.
+
+    Args:
+        ranks: The process.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UserError: On the first process on which the block failed.
+        ElsewhereError: On all others, with the same message.
+    """
+    error = None
+    try:
+        yield
+    except UserError as raised:
+        error = raised
+    messages = ranks.gathered(None if error is None else str(error))
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if error is not None and failed[0] == ranks.rank:
+        raise error
+    if failed:
+        raise ElsewhereError(messages[failed[0]]) from error
+
+
+@dataclass
+class RankWeight:
+    """The weight of a process's gradients in the mean over all: larger if its batch has more loss terms.
+
+    Gradients are weighted where they are averaged and not by scaling the loss, so that THOR's statistics see output
+    gradients as they are.
+    """
+
+    value: float = 1.0
+
+
+def connect(model: nn.Module, ranks: Ranks, weight: RankWeight) -> nn.Module:
+    """Return the network whose gradients are those of all processes.
+
+    Args:
+        model: The network, on its device, and divided already if it is to be.
+        ranks: The process.
+        weight: Its weight, which may be changed before each step.
+    """
+    if ranks.world == 1:
+        return model
+    if is_fully_sharded(model):
+        for module in _divided(model):
+            module.set_custom_reduce_scatter(_WeightedReduceScatter(weight))
+        return model
+    gpus = [ranks.device] if ranks.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(model, device_ids=gpus, gradient_as_bucket_view=True)
+    # of two numbers, the sum does not depend on their order
+    alone = ranks.device.type == "cpu" and ranks.world > 2
+    wrapped.register_comm_hook(weight, _average_alone if alone else _average)
+    return wrapped
+
+
+def _average(
+    weight: RankWeight,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
+) -> torch.futures.Future[Tensor]:
+    gradients = bucket.buffer().mul_(weight.value / dist.get_world_size())
+    return dist.all_reduce(gradients, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def _average_alone(
+    weight: RankWeight,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # defined where torch has distributed training
+) -> torch.futures.Future[Tensor]:
+    # one by one, so that a resumed run is bit for bit that of an uninterrupted one: the order in which gloo sums over
+    # the processes depends on the place of an element in its tensor, and DDP fills its buckets in another order after
+    # its first step, which a resumed run takes later
+    buffer = bucket.buffer().mul_(weight.value / dist.get_world_size())
+    gradients = buffer.split([gradient.numel() for gradient in bucket.gradients()])
+    sums = [dist.all_reduce(gradient, async_op=True).get_future() for gradient in gradients]
+    return torch.futures.collect_all(sums).then(lambda _: buffer)
+
+
+class _WeightedReduceScatter:
+    """Reduces the gradients as `fully_shard` does by itself, after they are weighted."""
+
+    def __init__(self, weight: RankWeight) -> None:
+        self.weight = weight
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make the buffer of a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:  # fmt: skip
+        if self.weight.value != 1:
+            input_tensor.mul_(self.weight.value)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def divide(models: Iterable[nn.Module], recipe: Recipe, ranks: Ranks) -> None:
+    """Divide networks among several processes in place, as `parallel` and `shards` say. Every process must call it.
+
+    This replaces the parameters, so it must be done before the optimizer is made. Networks on the CPU are moved to the
+    device block by block.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # takes a second, as the next one
+    from torch.distributed.fsdp import fully_shard
+
+    shards = ranks.world
+    if recipe.parallel == "hsdp":
+        shards = recipe.shards or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    require(
+        shards > 1 and ranks.world % shards == 0,
+        f"parallel={recipe.parallel} cannot divide {ranks.world} processes into groups of shards={shards}: shards must "
+        "be 2 or more and divide the number of processes; or use parallel=ddp",
+    )
+    copies = ranks.world // shards
+    hybrid = recipe.parallel == "hsdp"
+    shape, names = ((copies, shards), ("replicas", "shards")) if hybrid else ((shards,), ("shards",))
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+    for model in models:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # not channels_last, which fully_shard refuses
+        for block in blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the parts of a network whose parameters are collected together, such as the layers of a transformer.
+
+    These are the elements of its lists (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`), and of lists that are
+    elements of lists. Parameters outside of them, and those that a block shares with the rest, belong to the network.
+    """
+
+    def elements(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
+        is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        if listed and not is_list:
+            yield module
+        else:
+            for child in module.children():
+                yield from elements(child, is_list)
+
+    def owners(module: nn.Module) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for parameter in (p for part in module.modules() for p in part.parameters(recurse=False)):
+            found[id(parameter)] = found.get(id(parameter), 0) + 1
+        return found
+
+    every = owners(model)
+    distinct = {id(block): block for block in elements(model, False) if any(True for _ in block.parameters())}
+    return [block for block in distinct.values() if all(every[key] == n for key, n in owners(block).items())]
+
+
+def release(model: nn.Module) -> None:
+    """Free the collected parameters of a divided network, which a forward pass without a backward pass keeps."""
+    for module in _divided(model):
+        module.reshard()
+
+
+def _divided(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_fully_sharded(module)]
+
+
+def share_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Copy the buffers of the first process, which a checkpoint contains, to every process. Every process calls it."""
+    if ranks.world > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def without_averaging(net: nn.Module) -> AbstractContextManager[None]:
+    """Return the context of a micro-batch that is not the last of its step: gradients are not averaged yet.
+
+    Divided networks average those of each micro-batch, because otherwise every process would hold whole ones.
+    """
+    inner = getattr(net, "_orig_mod", net)  # torch.compile's wrapper
+    context: AbstractContextManager[None] = (
+        inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
+    )
+    return context
