@@ -1,7 +1,7 @@
 """The errors that the training application raises for its user.
 
-The message of a `UserError` is one line that names the value, the rule and the remedy. The command line prints it and
-exits with code 2.
+The message of a `UserError` names the value, the rule and the remedy, in one line for each fault. The command line
+prints it and exits with code 2.
 """
 
 USER_ERROR, INTERRUPTED = 2, 130  # exit codes
@@ -39,27 +39,12 @@ class StoppedError(Exception):
 
 
 def require(condition: bool, message: str) -> None:
-    """Check one rule about a value that the user chose.
-
-    Args:
-        condition: Whether the rule holds.
-        message: One line with the value, the rule and the remedy.
-
-    Raises:
-        UserError: If the rule does not hold.
-    """
+    """Raise a `UserError` with a message, which has the value, the rule and the remedy, unless a rule holds."""
     if not condition:
         raise UserError(message)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, to be quoted in a one-line message.
-
-    Args:
-        error: The exception.
-
-    Returns:
-        The first line that is not blank, without a colon at its end; the exception's type if there is no such line.
-    """
+    """Return the first line of a message without a colon at its end, or the type of an error without a message."""
     lines = (line.strip().removesuffix(":") for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)

@@ -1,0 +1,121 @@
+"""What the mappings of a recipe have in common: types, rules between keys, lines of errors, tables of keys."""
+
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+Whole = Annotated[int, Strict()]  # strict: true is no number, and the text "3" none either
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Count = Annotated[Whole, Field(ge=1)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, lt=1)]
+
+_FAULTS = "faults"
+_WORDS = {
+    int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null", dict: "mapping",
+    Any: "any",
+}  # fmt: skip
+
+
+class Keys(BaseModel):
+    """A mapping of a recipe. Each field is a key, and its description the meaning of the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
+
+    def faults(self) -> Iterator[str]:
+        """Yield a line for each rule between several keys that does not hold; it begins with a key of this mapping."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if found := list(self.faults()):  # pydantic keeps one error of a mapping, so all rules are checked here
+            raise PydanticCustomError(_FAULTS, "{lines}", {"lines": found})
+        return self
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return " (did you mean X?)" for the most similar of some names, or nothing if none is similar."""
+    found = get_close_matches(name, list(names), 1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
+    """Describe each fault that pydantic has found in one line: the full key, its value, the rule and the meaning."""
+    found = []
+    for fault in error.errors(include_url=False):
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
+        meaning = meanings.get(re.sub(r"\[\d+\]", "[]", key)) or meanings.get(re.sub(r"\[\d+\]$", "", key))
+        about = "" if meaning is None else f" ({meaning})"
+        value = fault["input"]
+        shown = str(list(value) if isinstance(value, tuple) else value)[:80]
+        if fault["type"] == _FAULTS:
+            found += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
+        elif fault["type"] == "extra_forbidden":
+            found.append(f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them")
+        elif fault["type"] == "missing":
+            found.append(f"{key} is missing: give it{about}")
+        elif fault["type"] == "value_error":
+            found.append(f"{key}={shown}: {fault['ctx']['error']}")
+        else:
+            rule = fault["msg"].removeprefix("Input ").replace("dictionary or instance of ", "mapping of the keys of ")
+            found.append(f"{key}={shown} {rule}{about}")
+    return found
+
+
+def rows(model: type[BaseModel]) -> list[tuple[str, str, str, str]]:
+    """Return key, type, default and meaning of each key of a mapping, in words and in YAML."""
+    return [(name, _type(f.annotation), _default(f), str(f.description)) for name, f in model.model_fields.items()]
+
+
+def meanings_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Return the meaning of every key inside a mapping, by its full name, such as `phases[].steps` for items."""
+    found = {}
+    for name, field in model.model_fields.items():
+        found[f"{prefix}{name}"] = str(field.description)
+        many = "[]" if get_origin(field.annotation) is tuple else ""
+        for inner in _models(field.annotation):
+            found.update(meanings_of(inner, f"{prefix}{name}{many}."))
+    return found
+
+
+def _models(hint: Any) -> list[type[BaseModel]]:
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return [hint]
+    return [model for part in get_args(hint) for model in _models(part)]
+
+
+def _type(hint: Any) -> str:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _type(inner[0])
+    if origin is Literal:
+        return " or ".join(map(str, inner))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type, inner))
+    if origin is tuple:
+        return f"list ({_type(inner[0])})"
+    return _WORDS.get(origin or hint, "mapping")
+
+
+def _default(field: FieldInfo) -> str:
+    return "to be given" if field.is_required() else _yaml(field.default)
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return "its own"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_yaml(one)}' for key, one in value.items())}}}"
+    plain = {None: "null", True: "true", False: "false", "": '""'}
+    if value is None or isinstance(value, bool | str):
+        return plain.get(value, str(value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

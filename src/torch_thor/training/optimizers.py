@@ -1,0 +1,239 @@
+"""The optimizers that a recipe can name: their keys are arguments of their classes, with the same defaults."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, PlainValidator, create_model
+from torch import Tensor, nn
+
+from torch_thor import intervals
+from torch_thor.capture.patterns import selected
+from torch_thor.distributed.processes import Distributed
+from torch_thor.optim import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor.optim.options import OPTIONS
+from torch_thor.optim.thor import PRESETS
+from torch_thor.split.choice import choose_split_dim
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.keys import Keys, NotNegative, Number, Positive, Share
+from torch_thor.training.muon import MuonAdamW
+
+AUTO = "auto"
+_THRESHOLDS = {name: preset["trace_thresholds"] for name, preset in PRESETS.items() if len(preset) == 1}
+_INTERVALS: dict[str, Any] = {
+    "constant": intervals.Constant, "piecewise": intervals.Piecewise, "geometric": intervals.Geometric,
+}  # fmt: skip
+_EXAMPLE = "{kind: geometric, first: 5, last: 100, factor: 1.5}"
+
+
+def _interval(value: Any) -> Any:
+    """Build the argument `update_interval`."""
+    if not isinstance(value, dict):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"must be a whole number of steps ≥ 1, or a schedule such as {_EXAMPLE}")
+        return value
+    arguments = {str(key): one for key, one in value.items() if key != "kind"}
+    if (kind := value.get("kind")) not in _INTERVALS:
+        raise ValueError(f"kind must be one of {', '.join(_INTERVALS)}, as in {_EXAMPLE}")
+    try:
+        return _INTERVALS[kind](**arguments)
+    except TypeError as error:  # unknown or missing arguments
+        known = ", ".join(item.name for item in fields(_INTERVALS[kind]))
+        raise ValueError(f"{kind} takes {known}, not {', '.join(arguments) or 'nothing'}") from error
+
+
+def _checked_interval(value: Any) -> Any:
+    _interval(value)
+    return value
+
+
+def _checked_thresholds(value: Any) -> Any:
+    if not (value in _THRESHOLDS if isinstance(value, str) else OPTIONS["trace_thresholds"].test(value)):
+        raise ValueError(f"must be {OPTIONS['trace_thresholds'].rule}; or one of {', '.join(_THRESHOLDS)}")
+    return value if isinstance(value, str) else tuple(map(float, value))
+
+
+def _checked_split_dim(value: Any) -> Any:
+    if value != AUTO and not OPTIONS["split_dim"].test(value):
+        raise ValueError(f"must be {OPTIONS['split_dim'].rule}; or auto, which measures it")
+    return value
+
+
+def _checked_patterns(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
+        raise ValueError("must be a name, a pattern, or a list of them, such as ['*.weight', -head]")
+    return tuple(value)
+
+
+_Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_checked_patterns)]
+_AVERAGE = "weight of the old value in a running average of "
+KEYS: dict[str, tuple[Any, str]] = {  # type and meaning; the documentation of the classes says more
+    "lr": (Positive, "learning rate"),
+    "weight_decay": (NotNegative, "coefficient of the weight decay, in the optimizer's own form"),
+    "damping": (Positive, "λ, added to the diagonal of the factors; see damping_schedule"),
+    "momentum": (Share, "μ; 0 switches momentum off"),
+    "nesterov": (bool, "Nesterov's momentum"),
+    "update_interval": (
+        Annotated[int | dict[str, Any], PlainValidator(_checked_interval)],
+        "steps between refreshes, or {kind: constant, piecewise or geometric, ...} of torch_thor.intervals",
+    ),
+    "trace_thresholds": (
+        Annotated[tuple[Number, Number] | str, PlainValidator(_checked_thresholds)],
+        "(ω1, ω2) of the trace rule, or thor, thor_stop, thor_nt",
+    ),
+    "split_dim": (
+        Annotated[int | Literal["auto"] | None, PlainValidator(_checked_split_dim)],
+        "block size of the factors; null: whole ones; auto measures it at the start",
+    ),
+    "factor_decay": (Share, _AVERAGE + "the factors; 0: the latest only"),
+    "max_update_ratio": (Positive | None, "largest step of a parameter relative to its norm; null: no bound"),
+    "kl_clip": (Positive | None, "bound κ on the squared step in the Fisher norm, in the place of max_update_ratio"),
+    "layers": (_Patterns, "layers whose curvature is used, by name or pattern; a leading minus leaves out"),
+    "fisher": (Literal["empirical", "sampled"], "labels of the statistics: those of the loss, or drawn ones"),
+    "dampening": (Share, "τ in v ← μ v + (1 − τ) d"),
+    "dampen_first": (bool, "dampen the first step too"),
+    "clip_factor": (Positive, "largest ratio of gradient to weight of a unit"),
+    "lr_decay": (NotNegative, "step t uses lr / (1 + t · lr_decay)"),
+    "initial_accumulator_value": (NotNegative, "start of the sum of squared gradients"),
+    "alpha": (Share, _AVERAGE + "squared gradients"),
+    "rho": (Share, _AVERAGE + "squared gradients"),
+    "beta1": (Share, _AVERAGE + "the gradient"),
+    "beta2": (Share, _AVERAGE + "the squared gradient"),
+    "eps": (NotNegative, "term that keeps a denominator away from 0"),
+    "centered": (bool, "normalise by the variance of the gradient"),
+    "amsgrad": (bool, "the AMSGrad variant"),
+    "adjust_lr_fn": (Literal["original", "match_rms_adamw"], "how lr depends on the shape of a matrix"),
+    "adamw_lr": (Positive | None, "learning rate of what is no matrix; null: lr"),
+    "adamw_embeddings": (bool, "train embeddings with AdamW"),
+    "exclude": (_Patterns, "parameters that are treated as biases are; null: biases and norms"),
+    "decay_filter": (_Patterns, "parameters with weight decay, by name or pattern; null: all"),
+    "divide_curvature": (bool, "each process keeps only the blocks that it inverts"),
+}
+
+
+_SGD = {"lr": 0.1, "momentum": 0.9}  # torch's lr=0.001 without momentum trains no image classifier
+# the class, and where a recipe has other defaults
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
+    "thor": (THOR, {}),
+    "thor-muon": (ThorMuon, {}),
+    "sgd": (torch.optim.SGD, _SGD),
+    "momentum": (torch.optim.SGD, _SGD),
+    "nesterov": (torch.optim.SGD, {**_SGD, "nesterov": True}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adam": (torch.optim.Adam, {}),
+    "adamw": (torch.optim.AdamW, {}),
+    "muon": (MuonAdamW, {"weight_decay": 0.01}),
+    "lamb": (LAMB, {"lr": 0.01}),
+    "agc-sgd": (AGCSGD, _SGD),
+}
+
+
+class OptimizerKeys(Keys):
+    """The settings of an optimizer."""
+
+    def faults(self) -> Iterator[str]:
+        """Refuse Nesterov's momentum where the classes of torch and AGC-SGD refuse it."""
+        own = self.model_dump(include={"nesterov", "momentum", "dampening", "dampen_first"})
+        if "dampening" in own and own["nesterov"]:
+            if not own["momentum"]:
+                yield f"momentum={own['momentum']} must be above 0 for nesterov=true: raise it, or set nesterov=false"
+            if own["dampening"] and not own.get("dampen_first"):
+                yield f"dampening={own['dampening']} must be 0 for nesterov=true: leave it out, or set nesterov=false"
+
+
+def _keys_of(name: str) -> type[OptimizerKeys]:
+    kind, own = OPTIMIZERS[name]
+    given = {key: argument.default for key, argument in inspect.signature(kind).parameters.items()} | dict(own)
+    given["decay_filter"] = None
+    if "betas" in given:
+        given["beta1"], given["beta2"] = given["betas"]
+    if "layers" in given:
+        given["divide_curvature"] = False
+    if is_dataclass(interval := given.get("update_interval")):
+        given["update_interval"] = {"kind": type(interval).__name__.lower(), **vars(interval)}
+    known: dict[str, Any] = {
+        key: (hint, Field(given[key], description=meaning)) for key, (hint, meaning) in KEYS.items() if key in given
+    }
+    return create_model(name, __base__=OptimizerKeys, **known)
+
+
+KEYS_OF = {name: _keys_of(name) for name in OPTIMIZERS}
+_all: dict[str, Any] = {
+    name: (keys, Field(keys(), description=f"settings of {name}")) for name, keys in KEYS_OF.items()
+}
+Settings = create_model("Settings", __base__=Keys, **_all)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Return the default of each key of an optimizer."""
+    return {key: field.get_default() for key, field in KEYS_OF[name].model_fields.items()}
+
+
+def build_optimizer(
+    name: str, model: nn.Module, given: Mapping[str, Any], *, sample: Callable[[], int] | None = None
+) -> torch.optim.Optimizer:
+    """Build an optimizer for all parameters of a model.
+
+    Args:
+        name: One of `OPTIMIZERS`.
+        model: The network.
+        given: Settings, as a recipe gives them; the others have their defaults.
+        sample: Measures the number for `split_dim=auto`, the same on all processes, as `measured_split_dim` does on
+            one. None takes the default: a checkpoint will bring the number.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        UserError: If the optimizer is not known, or refuses its settings or the model.
+    """
+    require(name in OPTIMIZERS, f"optimizer={name} is not an optimizer: use one of {', '.join(OPTIMIZERS)}")
+    kind, options = OPTIMIZERS[name][0], {**settings_of(name), **given}
+    if "beta1" in options:
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    if options.get("trace_thresholds") in _THRESHOLDS:
+        options["trace_thresholds"] = _THRESHOLDS[options["trace_thresholds"]]
+    if options.get("split_dim") == AUTO:
+        options["split_dim"] = settings_of(name)["split_dim"] if sample is None else sample()
+    if "model" in inspect.signature(kind).parameters:
+        options["model"] = model
+    decayed = options.pop("decay_filter")
+    params: Any = model.parameters()
+    try:
+        if "layers" in options:
+            options["layers"] = options["layers"] or None
+            options["update_interval"] = _interval(options["update_interval"])
+            options["distributed"] = Distributed(divide_curvature=options.pop("divide_curvature"))
+        if decayed is not None:
+            named = dict(model.named_parameters())
+            chosen = selected("decay_filter", decayed, named, "parameter")
+            rest = {"params": [p for key, p in named.items() if key not in chosen], "weight_decay": 0.0}
+            params = [{"params": [p for key, p in named.items() if key in chosen]}, rest]
+        return kind(params, **options)
+    except (TypeError, ValueError) as error:  # such as a pattern that matches no layer of this network
+        raise UserError(f"optimizer {name}: {error}") from error
+
+
+class _Itself(nn.Module):
+    """Returns its network, so that the loss of the copy that is measured can be computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> nn.Module:
+        return self.model
+
+
+def measured_split_dim(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
+    """Choose a block size by `choose_split_dim`, with the loss of a network on the first batch of the training."""
+    try:
+        return choose_split_dim(_Itself(model), (), loss_fn=loss).split_dim
+    except (ValueError, RuntimeError) as error:  # nothing to split, or memory was too small
+        raise UserError(f"split_dim=auto: {first_line(error)}; give a number, such as 128") from error

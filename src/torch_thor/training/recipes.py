@@ -1,0 +1,187 @@
+"""Reading recipes: those of the package and a user's files, with `key=value` words on top, and writing them."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.keys import lines_of, meanings_of, nearest, rows
+from torch_thor.training.optimizers import KEYS_OF, Settings
+from torch_thor.training.recipe import Data, Phase, Recipe, Schedule, Text, Training, Transform, Workers
+from torch_thor.training.tasks import check_task
+
+DEFAULT_RECIPE = "digits"
+_MOST = 1_000_000  # characters of a recipe
+# the tables of `torch-thor keys PART`; without a part, the keys that are of no other
+PARTS: dict[str, type[BaseModel]] = {
+    "training": Training, "data": Data, "data.transform": Transform, "data.workers": Workers, "data.text": Text,
+    "phases": Phase, "schedule": Schedule, **{f"optimizers.{name}": keys for name, keys in KEYS_OF.items()},
+}  # fmt: skip
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as in its version 1.2: 1e-4 is a number, not text; a key that is given twice is an error."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise yaml.YAMLError(f"a key is given twice in line {node.start_mark.line + 1}")
+        return found
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def recipe_folder() -> Traversable:
+    """Find the folder of the recipes: in the installed package, or at the top of a source tree."""
+    installed, source = files("torch_thor") / "recipes", Path(__file__).parents[3] / "recipes"
+    if not (installed.is_dir() or source.is_dir()):
+        raise UserError(f"no recipes in {installed} or {source}: install torch-thor again")
+    return installed if installed.is_dir() else source
+
+
+def recipe_names() -> list[str]:
+    """List the names of the package's recipes, sorted."""
+    names = [item.name for item in recipe_folder().iterdir()]
+    return sorted([name.removesuffix(".yaml") for name in names if name.endswith(".yaml")])
+
+
+def recipe_list() -> list[tuple[str, str]]:
+    """List name and description of the package's recipes, without checking them."""
+    folder = recipe_folder()
+    return [(name, _yaml((folder / f"{name}.yaml").read_text("utf-8"), name)["about"]) for name in recipe_names()]
+
+
+def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        name: The name of one of the package's recipes, or the path of a YAML file.
+        words: `key=value`. A key is one of the recipe's, with dots between the levels (`schedule.kind`), or a setting
+            of the chosen optimizers (`lr`, `damping`, ...), for all that have it. The value is YAML, and replaces the
+            old one as a whole.
+
+    Returns:
+        The checked recipe.
+
+    Raises:
+        UserError: With one line for each fault.
+    """
+    path = Path(name)
+    if path.suffix in {".yaml", ".yml"}:
+        try:
+            return parse(path.read_text("utf-8"), path.stem, words)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}): name a YAML file or a recipe: {', '.join(recipe_names())}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
+    names = recipe_names()
+    require(name in names, f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}")
+    return parse((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name, words)
+
+
+def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
+    """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its name if the text gives none."""
+    content = _yaml(text, f"recipe {name}")
+    require(isinstance(content, dict), f"recipe {name} has no keys: write it as `key: value` lines")
+    return _recipe({"name": name, **content}, words)
+
+
+def override(recipe: Recipe, words: Sequence[str]) -> Recipe:
+    """Return a recipe with words on top, as for `load_recipe`; optimizers that it did not use have their defaults."""
+    return _recipe(_tree(recipe), words)
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """Write the values that differ from the defaults, as text that `parse` makes an equal recipe of."""
+    return yaml.safe_dump(_tree(recipe), sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+
+def differences(old: Recipe, new: Recipe, but: Sequence[str] = ()) -> list[str]:
+    """Return `key: old -> new` for each key in which recipes differ, but for some keys (see `FREE_ON_RESUME`)."""
+    before, after = (dict(_flat(recipe.model_dump())) for recipe in (old, new))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    free = tuple(key for key in but if key.endswith("."))
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if not (key in but or key.startswith(free))]
+
+
+def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
+    """Return key, type, default and meaning of each key of a part of recipes (see `PARTS`).
+
+    Raises:
+        UserError: If there is no such part.
+    """
+    if part is None:
+        return [row for row in rows(Recipe) if row[0] not in Training.model_fields]
+    known = {name.rpartition(".")[2]: name for name in PARTS} | {name: name for name in PARTS}
+    require(part in known, f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}")
+    return rows(PARTS[known[part]])
+
+
+def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
+    for key, value in sorted(
+        map(_pair, words), key=lambda pair: pair[0] != "optimizer"
+    ):  # it says who takes the others
+        path = key.split(".")
+        chosen = tree.get("optimizer", Recipe.model_fields["optimizer"].default)
+        takers = [name for name in KEYS_OF if name in chosen and path[0] in KEYS_OF[name].model_fields]
+        if path[0] in Recipe.model_fields or not takers:
+            tree = _put(tree, path, value.split(",") if key == "optimizer" and isinstance(value, str) else value)
+        else:
+            for name in takers:
+                tree = _put(tree, ["optimizers", name, *path], value)
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        known = meanings_of(Recipe) | meanings_of(Settings, "optimizers.") | meanings_of(Settings)
+        short = {key.partition(".")[2]: meaning for key, meaning in meanings_of(Settings).items() if "." in key}
+        raise UserError("\n".join(lines_of(error, {**short, **known}))) from None
+    faults = check_task(recipe)
+    require(not faults, "\n".join(faults))
+    return recipe
+
+
+def _pair(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    require(bool(key) and bool(equals), f"'{word}' is not key=value: write it as in lr=0.1")
+    return key, _yaml(value, f"{word}: the value")
+
+
+def _put(tree: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
+    tree = tree if isinstance(tree, Mapping) else {}
+    return {**tree, path[0]: value if len(path) == 1 else _put(tree.get(path[0]), path[1:], value)}
+
+
+def _tree(recipe: Recipe) -> dict[str, Any]:
+    tree = recipe.model_dump(mode="json", exclude_defaults=True)
+    return {key: tree[key] for key in ("name", *tree) if key in tree}
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _yaml(text: str, what: str) -> Any:
+    require(len(text) <= _MOST, f"{what} has more than {_MOST} characters: a recipe is a few lines of YAML")
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):  # a few of them can stand for billions of values
+                raise yaml.YAMLError(f"an alias, *{event.anchor}")
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(first_line(error).split())
+        raise UserError(f"{what} is not YAML ({reason}): quote text that begins with * or contains brackets") from error

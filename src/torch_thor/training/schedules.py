@@ -1,0 +1,157 @@
+"""Schedules of the learning rate and of the damping: factors on their starting values, as functions of the step.
+
+No state is stored, so a resumed run has the schedule of an uninterrupted one. `step` is the number of steps already
+taken, n the number of steps in an epoch, w the length of the warm-up and H the horizon in steps; without a horizon, H
+is the length of the run. The usual kinds count from 0. With t = `step`, p = max(0, t - w) / (H - w), and f the factor
+at the end:
+
+    constant     1
+    linear       1 - p (1 - f)
+    cosine       f + (1 - f) (1 + cos πp) / 2
+    polynomial   f + (1 - f) (1 - p)^power        BERT's lr and damping with THOR: `end`, `horizon_steps`
+    exponential  rate^(max(0, t - w) / n)         the rate is a factor for each epoch
+    step         gamma^(milestones m ≤ t / n)     epochs of the training: the first step after m whole epochs
+
+The two schedules of ResNet-50 with THOR count from 1, as the reference implementation does: the first step has
+e = 1 / n. With t = `step` + 1, e = t / n and E = H / n, both from the beginning of the training:
+
+    thor-lr      (1 - e / E)^decay, · 1/2 where e ≥ decay_epochs, · 1/2 again where e ≥ decay_epochs + 1
+    thor-damping rate^(e / 10)                    the rate is a factor for ten epochs
+
+The last step of epoch number `decay_epochs` is therefore the first one with a halved learning rate.
+
+Warm-up multiplies any of them by (`step` + 1) / w in the first w steps.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_thor.schedules import resnet50_damping, resnet50_lr
+from torch_thor.training.errors import require
+from torch_thor.training.recipe import Phase, Recipe, Schedule
+
+FALLS = ("linear", "cosine", "polynomial")  # from 1 to `final`; like thor-lr, they end at a horizon
+
+
+class _Span(NamedTuple):
+    """A schedule in force: which option it sets, its key in the recipe, and the steps that it counts."""
+
+    option: str
+    key: str
+    schedule: Schedule
+    first: int
+    epoch: int
+    total: int
+    scale: float = 1.0
+
+
+def _spans(recipe: Recipe, steps_per_epoch: int, phase: Phase | None, first: int) -> tuple[_Span, _Span]:
+    total = recipe.total_steps(steps_per_epoch)
+    scale = 1.0 if phase is None else phase.lr_factor
+    lr = _Span("lr", "schedule", recipe.schedule, 0, steps_per_epoch, total, scale)
+    if phase is not None and phase.schedule is not None:
+        number = next(i for i, one in enumerate(recipe.phases) if one is phase)
+        lr = _Span("lr", f"phases[{number}].schedule", phase.schedule, first, phase.steps, phase.steps, scale)
+    return lr, _Span("damping", "damping_schedule", recipe.damping_schedule, 0, steps_per_epoch, total)
+
+
+def apply(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, steps_per_epoch: int) -> None:
+    """Set the learning rate and the damping of all parameter groups for the next step, after `step` steps."""
+    for span in _spans(recipe, steps_per_epoch, *recipe.phase_at(step)):
+        for group in optimizer.param_groups:
+            if span.option in group:
+                initial, final = _start(group, span)
+                group[span.option] = initial * factor(span.schedule, step - span.first, span.epoch, span.total, final)
+
+
+def _start(group: dict[str, Any], span: _Span) -> tuple[float, float | None]:
+    """Return the starting value of a group, and the factor at the end if the schedule names the last value."""
+    initial = group.setdefault(f"initial_{span.option}", group[span.option]) * span.scale
+    return initial, None if span.schedule.end is None else span.schedule.end / initial
+
+
+def factor(
+    schedule: Schedule, step: int, steps_per_epoch: int, total_steps: int, final: float | None = None
+) -> float:  # fmt: skip
+    """Return the factor on the starting value for a step, which ends at `final`, or by default at the schedule's."""
+    warmup = _warmup(schedule, steps_per_epoch)
+    horizon, past = _horizon(schedule, steps_per_epoch, total_steps), max(0, step - warmup)
+    progress = past / max(1, horizon - warmup)
+    match schedule.kind:
+        case "linear":
+            value = 1.0 - progress
+        case "cosine":
+            value = (1.0 + math.cos(math.pi * progress)) / 2.0
+        case "polynomial":
+            value = (1.0 - progress) ** schedule.power
+        case "exponential":
+            value = schedule.rate ** (past / steps_per_epoch)
+        case "step":
+            value = schedule.gamma ** sum(milestone <= step / steps_per_epoch for milestone in schedule.milestones)
+        case "thor-lr":
+            value = resnet50_lr(step, steps_per_epoch, lr=1.0, decay=schedule.decay, epochs=horizon / steps_per_epoch,
+                                decay_epochs=schedule.decay_epochs)  # fmt: skip
+        case "thor-damping":
+            value = resnet50_damping(step, steps_per_epoch, damping=1.0, rate=schedule.rate)
+        case _:
+            value = 1.0
+    if schedule.kind in FALLS:
+        low = schedule.final if final is None else final
+        value = low + (1.0 - low) * value
+    return value * (step + 1) / warmup if step < warmup else value
+
+
+def _warmup(schedule: Schedule, steps_per_epoch: int) -> int:
+    own = schedule.warmup_steps
+    return round(schedule.warmup_epochs * steps_per_epoch) if own is None else own
+
+
+def _horizon(schedule: Schedule, steps_per_epoch: int, total_steps: int) -> float:
+    if schedule.horizon_steps is not None:
+        return schedule.horizon_steps
+    return total_steps if schedule.horizon_epochs is None else schedule.horizon_epochs * steps_per_epoch
+
+
+def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int) -> None:
+    """Check that the schedules fit the training, before its first step.
+
+    Raises:
+        UserError: If a warm-up or a horizon does not fit the length of the training, `end` is above the starting value,
+            or the damping would become 0.
+    """
+    first = 0
+    for phase in recipe.phases or (None,):
+        for span in _spans(recipe, steps_per_epoch, phase, first):
+            _check(optimizer, span)
+        first += 0 if phase is None else phase.steps
+
+
+def _check(optimizer: torch.optim.Optimizer, span: _Span) -> None:
+    option, key, own, total = span.option, span.key, span.schedule, span.total
+    epochs = total / span.epoch
+    warmup = f"warmup_epochs={own.warmup_epochs}" if own.warmup_steps is None else f"warmup_steps={own.warmup_steps}"
+    require(
+        own.warmup_epochs <= epochs and (own.warmup_steps or 0) <= total,
+        f"{key}.{warmup} is longer than the training ({epochs:g} epochs, {total} steps): shorten it, or raise epochs",
+    )
+    by = "horizon_epochs" if own.horizon_steps is None else "horizon_steps"
+    require(
+        own.kind not in (*FALLS, "thor-lr") or _horizon(own, span.epoch, total) >= total,
+        f"{key}.{by}={getattr(own, by)} is shorter than the training ({epochs:g} epochs, {total} steps), and {option} "
+        "would be 0 or undefined after it: raise it, or lower epochs",
+    )
+    for group in optimizer.param_groups:
+        if option in group:
+            initial, final = _start(group, span)
+            require(
+                final is None or own.kind not in FALLS or final <= 1,
+                f"{key}.end={own.end} is above the initial {option}={initial:g}, and {own.kind} can only decrease: "
+                "lower it",
+            )
+            require(
+                option == "lr" or factor(own, total - 1, span.epoch, total, final) > 0,
+                f"{key}: {own.kind} sets {option} to 0 in the last step, but it must stay above 0: give "
+                f"{key}.horizon_epochs or {key}.horizon_steps above the length of the training",
+            )
