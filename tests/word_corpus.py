@@ -1,10 +1,6 @@
 """A small corpus, whose vocabulary the test chooses: texts of a few words, in a different order in each document."""
 
-from io import StringIO
-
-from rich.console import Console
-
-from torch_thor.training.text import Preparation, Settings, prepare
+from torch_thor.training.text.prepare import prepare
 
 WORDS = [
     "river", "mountain", "council", "station", "century", "village", "player", "engine", "theory", "music", "island",
@@ -27,5 +23,4 @@ def write_corpus(folder, texts, *, pieces=None, tokenizer=None):
     if pieces is not None:
         tokenizer = folder.parent / f"{folder.name}.txt"
         tokenizer.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]))
-    settings = Settings(vocab_size=100, lengths=(16,), held_out=0.3)
-    return prepare(Preparation((str(texts),), folder, settings, tokenizer), Console(file=StringIO()))
+    return prepare([str(texts)], folder, vocab_size=100, lengths=[16], held_out=0.3, tokenizer=tokenizer)

@@ -5,7 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_thor.training.text import wikitext
-from torch_thor.training.text.wikitext import clean
+
+
+def clean(text):
+    return tuple(wikitext.clean(text))
+
 
 WIKITEXT = """{{Short description|x}}
 '''Anarchism''' is a [[political philosophy]]<ref name=a>Foo, ''Bar''</ref> that is sceptical of all

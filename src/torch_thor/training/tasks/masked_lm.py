@@ -2,180 +2,149 @@
 
 The loss is the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction (Devlin et al. 2019,
 section 3.1). Each masked token is one loss term. The rows of THOR's statistics are the tokens other than padding.
+
+A batch is a mapping of tensors on the device, but for the number of masked tokens of each example: it stays on the CPU,
+so that counting loss terms does not wait for the device.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Dataset, default_collate
 
-from torch_thor.training.config.data_spec import TEXTS
-from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
-from torch_thor.training.data.stream import BatchLoader, Streams
-from torch_thor.training.data.workers import check_workers
-from torch_thor.training.engine import parallel
-from torch_thor.training.errors import require
-from torch_thor.training.models import masked_lm as models
-from torch_thor.training.tasks import text_batches
-from torch_thor.training.tasks.checks import check_no_classes
+from torch_thor.training.data.batches import Key, batches_per_epoch, held_out_keys, loaded, training_keys
+from torch_thor.training.errors import UserError, require
+from torch_thor.training.models import bert
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import TEXTS, Recipe
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
-
-if TYPE_CHECKING:  # imported for types only: the recipe module uses the tasks, to check a recipe
-    from pathlib import Path
-
-    from torch_thor.training.config.recipe import Recipe
-    from torch_thor.training.text.pairs import PairMaker
+from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus
+from torch_thor.training.text.pairs import PairMaker
 
 EVALUATION_BATCH = 32  # number of examples in a batch
-_NEXT_SENTENCE = "next_sentence_label"
+_MASKED, _FOLLOWING = "masked", "next-sentence accuracy"
+_CPU = torch.device("cpu")
+
+
+class _Examples(Dataset[dict[str, Any]]):
+    """The examples of a maker by (epoch, number)."""
+
+    def __init__(self, maker: PairMaker, seed: int) -> None:
+        self.maker, self.seed = maker, seed
+
+    def __len__(self) -> int:
+        return len(self.maker.corpus)
+
+    def __getitem__(self, key: Key) -> dict[str, Any]:
+        epoch, number = key
+        example = self.maker.example(number, self.seed, epoch)
+        return {**example, _MASKED: (example["labels"] >= 0).sum()}
 
 
 class MaskedLM:
-    """The task of predicting masked tokens, on batches from :class:`torch_thor.training.text.pairs.PairMaker`.
+    """The task of predicting masked tokens.
 
     Args:
-        train: The makers of training examples, by the length of their examples; empty if the task is only evaluated.
-        held_out: The maker of evaluation examples.
-        recipe: The recipe, which specifies the network, the batch size, the phases and the seed.
+        recipe: The recipe, which specifies the corpus, the network, the batch size, the phases and the seed.
         device: The device of the batches.
+        say: Prints a line.
+        train: Whether to open the training examples, beside those of the evaluation.
+
+    Raises:
+        UserError: If the corpus is missing, damaged, or has no examples of a required length.
     """
 
-    unit: ClassVar[str] = "masked tokens"
-    METRICS: ClassVar[tuple[Metric, ...]] = (
-        Metric("loss", "masked-token loss", "held-out loss", higher_is_better=False),
+    unit = "masked tokens"
+    metrics: Sequence[Metric] = (
+        Metric("loss", "masked-token loss", "held-out loss", False),
+        Metric("mlm_accuracy", "masked-token accuracy", "masked-token accuracy", True, primary=True, share=True),
         Metric(
-            "mlm_accuracy",
-            "masked-token accuracy",
-            "masked-token accuracy",
-            higher_is_better=True,
-            primary=True,
-            share=True,
-        ),
-        Metric(
-            "perplexity",
-            "perplexity",
-            "perplexity",
-            higher_is_better=False,
+            "perplexity", "perplexity", "perplexity", False,
             derived=lambda means: math.exp(min(means["loss"], 700.0)),  # larger exponents would overflow a float
         ),
-        Metric(
-            "nsp_accuracy",
-            "next-sentence accuracy",
-            "next-sentence accuracy",
-            higher_is_better=True,
-            share=True,
-            over="examples",
-        ),
-    )
+        Metric("nsp_accuracy", _FOLLOWING, _FOLLOWING, True, share=True, over="examples"),
+    )  # fmt: skip
 
-    def __init__(
-        self, train: Mapping[int, PairMaker], held_out: PairMaker, recipe: Recipe, device: torch.device
-    ) -> None:
-        self.train, self.held_out, self.recipe, self.device = train, held_out, recipe, device
+    @staticmethod
+    def faults(recipe: Recipe) -> list[str]:
+        """List what the task cannot use, whatever the data are."""
+        found, name = [], recipe.data.name
+        if not bert.is_known(recipe.model):
+            known = f"{', '.join(bert.BERTS)}, or the file of a transformers configuration (config.json)"
+            found.append(f"model={recipe.model} is no network of task={recipe.task}: use {known}")
+        if name not in TEXTS:
+            found.append(f"data.name={name}: task={recipe.task} takes {' or '.join(TEXTS)} (from torch-thor prepare)")
+        return found
 
-    @classmethod
-    def check(cls, recipe: Recipe) -> None:
-        """Check that the task supports a recipe.
+    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+        self.recipe, self.device, self._say = recipe, device, say
+        own = recipe.data.text.length
+        # without phases, one without end
+        self._phases: list[tuple[int | None, int, int]] = [
+            (phase.steps, phase.length or own, phase.batch_size or recipe.batch_size) for phase in recipe.phases
+        ] or [(None, own, recipe.batch_size)]
+        lengths = sorted({own, *(length for _, length, _ in self._phases)})
+        self.longest, self._folder = lengths[-1], self._corpus(lengths)
+        self._held_out = self._maker(HELD_OUT, own)
+        if not self._held_out.pairs:
+            self.metrics = self.metrics[:-1]
+        self._train: dict[int, PairMaker] = {}
+        for number, (_, length, _) in enumerate(self._phases if train else []):
+            with self._of_phase(number, f".length={length}"):
+                self._train[length] = self._train.get(length) or self._maker(TRAIN, length)
+        self.samples = sum(len(maker.corpus) for maker in self._train.values())
+        self.steps_per_epoch = sum(phase.steps for phase in recipe.phases)
+        if train and not recipe.phases:
+            self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size)
 
-        Args:
-            recipe: The recipe.
+    def _corpus(self, lengths: Sequence[int]) -> Path:
+        data = self.recipe.data
+        if data.name == "python-text":
+            from torch_thor.training.text.prepare import python_corpus
 
-        Raises:
-            UserError: If it does not.
-        """
-        check_no_classes(recipe)
-        require(
-            models.is_known(recipe.model),
-            f"model={recipe.model} is no network of task={recipe.task}: use {', '.join(models.BERTS)}, or the file of "
-            f"a transformers configuration (config.json)",
-        )
-        require(
-            recipe.data.name in TEXTS,
-            f"data.name={recipe.data.name}: task={recipe.task} takes {' or '.join(TEXTS)} (from torch-thor prepare)",
-        )
+            return python_corpus(data.folder(), data.text.vocab_size, lengths, self._say)
+        require(data.root is not None, "data.root is not set: give the folder that torch-thor prepare has written")
+        return data.folder()
 
-    @classmethod
-    def open(
-        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
-    ) -> MaskedLM:
-        """Open the training and held-out examples of the corpus.
+    def _maker(self, side: str, length: int) -> PairMaker:
+        text = self.recipe.data.text
+        pairs = text.next_sentence and bert.takes_pairs(self.recipe.model)
+        corpus = Corpus(self._folder, side, length)
+        return PairMaker(corpus, text.masked, whole_words=text.whole_words, pairs=pairs)
 
-        Args:
-            recipe: The recipe.
-            device: The device of the batches.
-            say: Called with a message if the corpus has to be prepared first.
-            report: Not used.
-
-        Returns:
-            The task.
-        """
-        check_workers(recipe.data.workers, parallel.local_processes(), say)
-        folder, held_out = _held_out(recipe, say)
-        return cls(text_batches.training_makers(recipe, folder), held_out, recipe, device)
-
-    @classmethod
-    def open_saved(
-        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], changed: set[str]
-    ) -> MaskedLM:
-        """Open the held-out examples to evaluate a trained network.
-
-        Args:
-            recipe: The recipe.
-            device: The device of the batches.
-            say: Called with a message if the corpus has to be prepared first.
-            changed: Not used.
-
-        Returns:
-            The task.
-        """
-        return cls({}, _held_out(recipe, say)[1], recipe, device)
-
-    @classmethod
-    def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Return the recipe to evaluate with, which may name any corpus.
-
-        Its tokenizer is compared with that of the training when the checkpoint is loaded.
-
-        Args:
-            trained: The recipe that the network was trained with.
-            recipe: The same recipe with the changed keys.
-            changed: The names of the changed keys.
-
-        Returns:
-            The recipe to evaluate with.
-        """
-        return recipe
+    @contextmanager
+    def _of_phase(self, number: int, key: str = "") -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"phases[{number}]{key}: {error}" if self.recipe.phases else str(error)) from error
 
     @property
     def tokenizer_file(self) -> Path:
         """The file of the corpus that contains the tokenizer."""
-        from torch_thor.training.text.manifest import TOKENIZER
-
-        return self.held_out.corpus.folder / TOKENIZER
+        return self._folder / TOKENIZER
 
     @property
     def tokenizer_checksum(self) -> str:
-        """The SHA-256 checksum of the file of the tokenizer."""
-        return self.held_out.corpus.manifest.tokenizer_checksum
+        """The SHA-256 of the file of the tokenizer."""
+        return self._held_out.corpus.tokenizer_checksum
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer in the form that transformers uses.
-
-        Returns:
-            A `PreTrainedTokenizerFast`.
-        """
+        """Return the tokenizer as a `PreTrainedTokenizerFast` of transformers."""
         from transformers import PreTrainedTokenizerFast
 
-        from torch_thor.training.text.wordpiece import CLASS, MASK, PAD, SEPARATOR, UNKNOWN
+        from torch_thor.training.text.wordpiece import CLASS, MASK, PAD, SEPARATOR, UNKNOWN, load_tokenizer
 
         return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-            tokenizer_object=self.held_out.corpus.tokenizer(),
-            model_max_length=text_batches.longest(self.recipe),
+            tokenizer_object=load_tokenizer(self.tokenizer_file),
+            model_max_length=self.longest,
             unk_token=UNKNOWN,
             pad_token=PAD,
             cls_token=CLASS,
@@ -183,123 +152,83 @@ class MaskedLM:
             mask_token=MASK,
         )
 
-    def build_model(self) -> nn.Module:
-        """Build the network with random weights from torch's global generator, which the caller must seed first.
-
-        Returns:
-            The network, on the CPU.
-        """
-        maker = self.held_out
-        model = models.build(
-            self.recipe.model, maker.vocab_size, text_batches.longest(self.recipe), maker.pad, next_sentence=maker.pairs
-        )
+    def model(self) -> nn.Module:
+        """Build the network with random weights from torch's global generator, on the CPU."""
+        maker, name = self._held_out, self.recipe.model
+        model = bert.build(name, maker.vocab_size, self.longest, maker.pad, next_sentence=maker.pairs)
         if self.recipe.activation_checkpointing:
-            models.checkpoint_activations(model, self.recipe.model)
-        return model
+            bert.checkpoint_activations(model, name)
+        return model.train()
 
-    def open_data(self, shard: Shard) -> Streams:
-        """Open the batches of a rank, from the beginning of the corpus.
+    def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
+        """Return the training batches of a process from a step on, without end."""
+        seed = self.recipe.seed
+        parts = []
+        epoch = first = 0  # epochs count on from phase to phase, so that no two of the same length have the same masks
+        for number, (steps, length, size) in enumerate(self._phases):
+            maker, done = self._train[length], max(0, start - first)
+            with self._of_phase(number):
+                per_epoch = batches_per_epoch(len(maker.corpus), size, ranks)
+            keys = training_keys(len(maker.corpus), size, seed, ranks, epoch * per_epoch + done)
+            parts.append((maker, keys if steps is None else islice(keys, max(0, steps - done))))
+            epoch, first = epoch + math.ceil((steps or 0) / per_epoch), first + (steps or 0)
+        for maker, keys in parts:  # one after the other, so that only one has worker processes
+            yield from self._loaded(maker, keys, seed)
 
-        Args:
-            shard: The rank and the number of ranks.
+    def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
+        """Return the evaluation batches of a process, the same in each epoch and for each seed, and which count."""
+        dealt = list(held_out_keys(len(self._held_out.corpus), EVALUATION_BATCH, ranks))
+        keys = ([(0, number) for number in numbers] for numbers, _ in dealt)
+        return zip(self._loaded(self._held_out, keys, 0), (counts for _, counts in dealt), strict=True)
 
-        Returns:
-            The training batches and the evaluation batches of the rank.
-        """
-        evaluation = EvaluationOrder(len(self.held_out.corpus), EVALUATION_BATCH, shard)
-        return Streams(
-            text_batches.training_batches(self.train, self.recipe, shard, self.device),
-            text_batches.batch_loader(self.held_out, self.recipe, evaluation, self.device, fixed=True),
-        )
-
-    def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open the evaluation batches of a rank, without training batches.
-
-        Args:
-            shard: The rank and the number of ranks.
-
-        Returns:
-            The batches of the rank.
-        """
-        order = WholeBatches(len(self.held_out.corpus), EVALUATION_BATCH, shard)
-        return text_batches.batch_loader(self.held_out, self.recipe, order, self.device, fixed=True)
+    def _loaded(self, maker: PairMaker, keys: Iterator[list[Key]], seed: int) -> Iterator[Batch]:
+        data = self.recipe.data
+        for batch in loaded(
+            _Examples(maker, seed), keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=_CPU,
+            max_broken=data.max_broken, say=self._say, collate=default_collate,
+        ):  # fmt: skip
+            ready = {key: value.pin_memory() for key, value in batch.items()} if self.device.type == "cuda" else batch
+            yield {
+                key: value if key == _MASKED else value.to(self.device, non_blocking=True)
+                for key, value in ready.items()
+            }
 
     def terms(self, batch: Batch) -> Terms:
-        """Count the masked tokens of a batch.
+        """Count the masked tokens of a batch; the rows are the tokens other than padding."""
+        return Terms(int(batch[_MASKED].sum()), batch["attention_mask"].bool())
 
-        Args:
-            batch: A mapping of tensors.
-
-        Returns:
-            The number of masked tokens, and a mask of the tokens other than padding: bool, (batch, length).
-        """
-        return Terms(int((batch["labels"] >= 0).sum()), batch["attention_mask"].bool())
-
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Compute the mean cross-entropy of the masked tokens, plus that of the next-sentence prediction.
-
-        Args:
-            model: The network.
-            batch: A mapping of tensors.
-
-        Returns:
-            The loss, and the scores of the masked tokens, (masked tokens, vocabulary).
-        """
-        scores, labels, following = self._predict(model, batch)
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """Compute the training loss, and the scores of the masked tokens, (masked tokens, vocabulary)."""
+        scores, labels, following = self._predict(net, batch)
         mean = functional.cross_entropy(scores, labels)
         if following is not None:
-            mean = mean + functional.cross_entropy(following, batch[_NEXT_SENTENCE])
+            mean = mean + functional.cross_entropy(following, batch["next_sentence_label"])
         return Loss(mean, scores)
 
-    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Sum the cross-entropy and the correct predictions over a batch.
-
-        Args:
-            model: The network.
-            batch: A mapping of tensors.
-
-        Returns:
-            The sums `loss` and `mlm_accuracy` over the masked tokens; with next-sentence prediction also `nsp_accuracy`
-            over the examples, and their number `examples`.
-        """
-        scores, labels, following = self._predict(model, batch)
+    def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Sum the cross-entropy and the correct predictions over a batch."""
+        scores, labels, following = self._predict(net, batch)
         found = {
             "loss": functional.cross_entropy(scores, labels, reduction="sum"),
             "mlm_accuracy": (scores.argmax(-1) == labels).sum(),
         }
         if following is not None:
-            found["nsp_accuracy"] = (following.argmax(-1) == batch[_NEXT_SENTENCE]).sum()
+            found["nsp_accuracy"] = (following.argmax(-1) == batch["next_sentence_label"]).sum()
             found["examples"] = torch.tensor(len(following), device=following.device)
         return found
 
-    def metrics(self) -> Sequence[Metric]:
-        """Return the metrics of an evaluation.
-
-        Returns:
-            The loss, the masked-token accuracy (the primary metric), the perplexity, and with next-sentence prediction
-            its accuracy.
-        """
-        return self.METRICS if self.held_out.pairs else self.METRICS[:-1]
-
-    def _predict(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _predict(self, net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the scores and labels of the masked tokens, and the scores of the next-sentence prediction."""
-        inputs: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask")}
-        if self.held_out.pairs:
-            inputs["token_type_ids"] = batch["token_type_ids"]
-        rows = (batch["labels"] >= 0).flatten().nonzero()[:, 0]
+        pairs, labels = self._held_out.pairs, batch["labels"].flatten()
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", *(["token_type_ids"] if pairs else []))}
+        # their number is known, so that finding them does not wait for the device
+        rows = torch.nonzero_static(labels >= 0, size=int(batch[_MASKED].sum()))[:, 0]
         if self.recipe.compile:
-            output = model(**inputs)
+            output = net(**inputs)
         else:
-            with models.scored_tokens(model, rows):
-                output = model(**inputs)
-        scores = output.prediction_logits if self.held_out.pairs else output.logits
-        following = output.seq_relationship_logits if self.held_out.pairs else None
+            with bert.scored_tokens(net, rows):
+                output = net(**inputs)
+        scores = output.prediction_logits if pairs else output.logits
         if scores.dim() == 3:  # scores of all tokens, not only of the masked ones
             scores = scores.flatten(0, 1)[rows]
-        return scores, batch["labels"].flatten()[rows], following
-
-
-def _held_out(recipe: Recipe, say: Callable[[str], None]) -> tuple[Path, PairMaker]:
-    """Return the folder of the corpus and the maker of evaluation examples."""
-    folder = text_batches.corpus_folder(recipe, say)
-    return folder, text_batches.pair_maker(recipe, folder, "held-out", recipe.data.text.length)
+        return scores, labels[rows], output.seq_relationship_logits if pairs else None

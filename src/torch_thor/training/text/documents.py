@@ -50,8 +50,8 @@ def read(piece: Piece) -> Iterator[Document | str]:
             if document is not None:
                 yield document
         return
-    text = piece.data.decode("utf-8", "surrogateescape").removeprefix("\ufeff")
-    bad, damaged = _NOT_UTF8.search(text), 0
+    whole = piece.data.decode("utf-8", "surrogateescape")
+    text, bad, damaged = whole.removeprefix("\ufeff"), _NOT_UTF8.search(whole), 0
     if piece.kind == "html":
         if len(piece.data) > LARGEST_HTML:
             size = f"more than {LARGEST_HTML >> 20} MB"
@@ -68,8 +68,8 @@ def read(piece: Piece) -> Iterator[Document | str]:
         # what is before and after a damaged line is not one paragraph
         paragraphs = paragraphs_of("\n".join("\n" if line is None else line for line in lines))
     if bad is not None and damaged:
-        offset = piece.offset + len(text[: bad.start()].encode("utf-8", "surrogateescape"))
-        what = f"{damaged} {'paragraphs' if piece.kind == 'html' else 'lines'} from here on are left out"
+        offset = piece.offset + len(whole[: bad.start()].encode("utf-8", "surrogateescape"))
+        what = f"{damaged} of its {'paragraphs' if piece.kind == 'html' else 'lines'} left out"
         yield fault(piece.source, offset, f"it is not UTF-8, {what}: convert it with iconv -t utf-8")
     if paragraphs:
         yield Document(piece.name, paragraphs)

@@ -11,7 +11,7 @@ import json
 import platform
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -246,14 +246,14 @@ def _trained(files: Sequence[Path], settings: dict[str, Any]) -> str:
     return str(train_tokenizer(sentences, settings["vocab_size"], settings["lowercase"]).to_str(pretty=True))
 
 
-def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int]) -> Path:
+def python_corpus(cache: Path, vocab_size: int, lengths: Sequence[int], say: Callable[[str], None]) -> Path:
     """Return the corpus of the language reference of Python in a cache; it is prepared there when it is first used."""
-    lengths = sorted(set(lengths))
-    facts = json.dumps([FORMAT, vocab_size, lengths, platform.python_version()])
+    facts = json.dumps([FORMAT, vocab_size, list(lengths), platform.python_version()])
     folder = cache / f"python-text-{hashlib.sha256(facts.encode()).hexdigest()[:12]}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):  # several processes may call this function at the same time
         if not (folder / MANIFEST).exists():
+            say(f"preparing the text that Python carries, in {folder}")
             prepare([PYTHON], folder, vocab_size=vocab_size, lengths=lengths, held_out=0.05)  # of about 70 documents
     return folder
 

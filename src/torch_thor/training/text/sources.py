@@ -23,7 +23,7 @@ from torch_thor.training.text.wikipedia import pages
 PYTHON = "python"  # given instead of a path: the language reference that every Python installation contains
 TEXT, HTML, DUMP = (".txt", ".text", ".md", ".rst", ".pod", ".dict"), (".html", ".htm", ".xhtml"), (".xml",)
 KINDS = (*TEXT, *HTML, *DUMP)
-COMPRESSED: dict[str, Any] = {".bz2": bz2.BZ2File, ".gz": gzip.GzipFile, ".dz": gzip.GzipFile, ".xz": lzma.LZMAFile}
+COMPRESSED: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open, ".dz": gzip.open, ".xz": lzma.open}
 UNIT = 1 << 22  # approximate number of bytes of source text in a unit
 PART = 1 << 16  # number of bytes after which a text file is cut at the next blank line
 _LONGEST = 1 << 20  # number of bytes after which a text without a blank line is cut
@@ -149,7 +149,7 @@ def _pieces(source: Source, opened: Callable[[Path], IO[bytes]]) -> Iterator[Pie
         try:
             with opened(path) as raw:
                 open_stream = COMPRESSED.get(path.suffix.lower())
-                stream: Any = raw if open_stream is None else open_stream(raw, mode="rb")
+                stream: Any = raw if open_stream is None else open_stream(raw)
                 while chunk := stream.read1(1 << 20):
                     done += len(chunk)
                     yield chunk
@@ -176,12 +176,16 @@ def _parts(name: str, chunks: Iterable[bytes]) -> Iterator[Piece]:
             blank = _BLANK.search(rest, PART)
             if blank is None and len(rest) < _LONGEST:
                 break
-            cut = blank.end() if blank else max(rest.rfind(b"\n", 0, PART), rest.rfind(b" ", 0, PART)) + 1 or PART
+            cut = blank.end() if blank else _place_to_cut(rest)
             number += 1
             yield Piece("text", name, f"{name}#{number}", offset, bytes(rest[:cut]))
             del rest[:cut]
             offset += cut
     yield Piece("text", name, f"{name}#{number + 1}" if number else name, offset, bytes(rest))
+
+
+def _place_to_cut(text: bytearray) -> int:
+    return text.rfind(b"\n", 0, PART) + 1 or text.rfind(b" ", 0, PART) + 1 or PART
 
 
 def _python() -> Iterator[Piece]:

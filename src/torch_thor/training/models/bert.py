@@ -1,14 +1,17 @@
 """Masked language models of transformers with random weights: BERT in common sizes, or any model by its config file."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch_thor.training.errors import UserError, first_line, require
 
-from torch_thor.training.errors import UserError, require
+if TYPE_CHECKING:  # recipes are checked without importing torch
+    from torch import Tensor, nn
 
 # layers, hidden size, attention heads, feed-forward width (Devlin et al. 2019; Turc et al. 2019 for tiny and mini)
 BERTS = {
@@ -17,31 +20,16 @@ BERTS = {
     "bert-base": (12, 768, 12, 3072),
     "bert-large": (24, 1024, 16, 4096),
 }
-CONFIG = ".json"
 _POSITIONS = 512  # number of positions of the published BERT models
 
 
 def is_known(name: str) -> bool:
-    """Check whether the `model` of a recipe can be a masked language model.
-
-    Args:
-        name: The `model` of the recipe.
-
-    Returns:
-        True if it is a size of BERT or the name of a configuration file.
-    """
-    return name in BERTS or name.endswith(CONFIG)
+    """Whether the `model` of a recipe is a size of BERT or a configuration file."""
+    return name in BERTS or name.endswith(".json")
 
 
 def takes_pairs(name: str) -> bool:
-    """Check whether a network is trained on pairs of text segments, as BERT is.
-
-    Args:
-        name: The `model` of the recipe.
-
-    Returns:
-        True for the sizes of BERT. A network from a configuration file is trained on masked tokens only.
-    """
+    """Whether a network is trained on pairs of text segments; one of a configuration file never is."""
     return name in BERTS
 
 
@@ -81,28 +69,26 @@ def build(name: str, vocab_size: int, length: int, pad: int, *, next_sentence: b
     require(file.is_file(), f"model={name}: there is no such file; give {', '.join(BERTS)} or a config.json")
     try:
         values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        values |= {"vocab_size": vocab_size, "pad_token_id": pad}
-        own = transformers.AutoConfig.for_model(**values)
+        own = transformers.AutoConfig.for_model(**values | {"vocab_size": vocab_size, "pad_token_id": pad})
         model: nn.Module = transformers.AutoModelForMaskedLM.from_config(own)  # type: ignore[no-untyped-call]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"model={name} describes no masked language model of transformers: {reason}") from error
-    positions = getattr(own, "max_position_embeddings", None)
-    first = _first_position(model)
-    numbered = "" if first == 0 else f", numbered from {first}"
+    positions, first = getattr(own, "max_position_embeddings", None), _first_position(model)
     require(
         positions is None or positions >= first + length,
-        f"model={name} has {positions} positions{numbered}, and examples have {length} tokens: set "
-        f"max_position_embeddings to {first + length} or more in the file, or lower data.text.length",
+        f"model={name} has {positions} positions{f', numbered from {first}' if first else ''}, and examples have "
+        f"{length} tokens: set max_position_embeddings to {first + length} or more in the file, or lower "
+        "data.text.length",
     )
     return model
 
 
 def _first_position(model: nn.Module) -> int:
-    """Return the position index of the first token.
+    """Return the position of the first token.
 
-    RoBERTa and related models (camembert, data2vec-text, esm, ibert, longformer, luke, mpnet, xlm-roberta, xmod, ...)
-    count positions from the padding index plus one. Only these models have a position embedding with a padding index.
+    RoBERTa and related models (camembert, esm, longformer, mpnet, xlm-roberta, ...) count from the padding index plus
+    one. Only these models have a position embedding with a padding index.
     """
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
@@ -112,15 +98,7 @@ def _first_position(model: nn.Module) -> int:
 
 
 def checkpoint_activations(model: nn.Module, name: str) -> None:
-    """Let a network of transformers recompute the activations within each layer in the backward pass.
-
-    Args:
-        model: The network.
-        name: The `model` of the recipe, for the error message.
-
-    Raises:
-        UserError: If the network does not support it.
-    """
+    """Let the network of a recipe's `model` recompute activations in the backward pass; refuse one that cannot."""
     network: Any = model
     require(
         bool(getattr(network, "supports_gradient_checkpointing", False)),
@@ -133,20 +111,17 @@ def checkpoint_activations(model: nn.Module, name: str) -> None:
 
 @contextmanager
 def scored_tokens(model: nn.Module, rows: Tensor) -> Iterator[None]:
-    """Let a network compute the scores of selected tokens only.
+    """Let a network score selected tokens only, by a hook that selects the inputs of its output layer.
 
-    Computing scores requires a product with the whole vocabulary, which takes most of the time of a step in small
-    networks, and only masked tokens need scores. A hook selects the inputs of the output layer; the network itself is
-    not changed.
+    The scores are a product with the whole vocabulary, which takes most of the time of a step in small networks, and
+    only masked tokens need them.
 
     Args:
-        model: A masked language model of transformers, or its distributed wrapper. The hook has no effect on a
-            compiled network.
-        rows: Indices of the tokens in the flattened batch: int64, (tokens,).
+        model: A masked language model of transformers, or its distributed wrapper; it must not be compiled.
+        rows: The numbers of the tokens in the flattened batch.
 
     Yields:
-        None. Within the context, the network's logits have the shape (tokens, vocabulary) instead of
-        (batch, length, vocabulary).
+        Nothing. In the block, the network's logits have the shape (tokens, vocabulary).
     """
     inner: Any = getattr(model, "module", model)
     output_layer: nn.Module = inner.get_output_embeddings()
