@@ -1,31 +1,19 @@
 """Pairs and masks: functions of (seed, epoch, example), with the shares that BERT has."""
 
-import hashlib
 import pickle
 import shutil
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from rich.console import Console
 
 from dumps import dump, small_units, write_dump
-from torch_thor.training import UserError
-from torch_thor.training.data import EvaluationOrder, Shard, TrainingOrder, Workers
-from torch_thor.training.text import (
-    Corpus,
-    Masking,
-    PairLoader,
-    PairMaker,
-    Preparation,
-    Settings,
-    load_tokenizer,
-    prepare,
-)
-from torch_thor.training.text.pairs import IGNORED
+from torch_thor.training.errors import UserError
+from torch_thor.training.text import corpus as corpora
+from torch_thor.training.text.corpus import HELD_OUT, TRAIN, Corpus
+from torch_thor.training.text.pairs import IGNORED, PairMaker
+from torch_thor.training.text.prepare import prepare
+from torch_thor.training.text.wordpiece import load_tokenizer
 
 LENGTH = 64
 
@@ -36,14 +24,13 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         small_units(patch)
         wiki = write_dump(out / "wiki.xml", dump(120))
-        settings = Settings(vocab_size=150, lengths=(32, LENGTH), held_out=0.1)
-        prepare(Preparation((str(wiki),), out / "corpus", settings), Console(file=StringIO()))
+        prepare([str(wiki)], out / "corpus", vocab_size=150, lengths=[32, LENGTH], held_out=0.1)
     return out / "corpus"
 
 
 @pytest.fixture(scope="module")
 def corpus(folder):
-    return Corpus(folder, "train", LENGTH)
+    return Corpus(folder, TRAIN, LENGTH)
 
 
 def examples(maker, epochs=4):
@@ -57,7 +44,7 @@ def restored(example):
 
 
 def test_an_example_is_a_function_of_seed_epoch_and_number(corpus):
-    one, other = PairMaker(corpus, Masking()), PairMaker(corpus, Masking())
+    one, other = PairMaker(corpus), PairMaker(corpus)
     for number in (0, 7, len(corpus) - 1):
         a, b = one.example(number, 3, 2), other.example(number, 3, 2)
         assert all(np.array_equal(a[key], b[key]) for key in a)
@@ -66,7 +53,7 @@ def test_an_example_is_a_function_of_seed_epoch_and_number(corpus):
 
 
 def test_masks_have_the_shares_of_bert(corpus):
-    maker = PairMaker(corpus, Masking())
+    maker = PairMaker(corpus)
     found = examples(maker)
     special = {maker.pad, maker.begin, maker.end}
     masked = same = total = 0
@@ -84,8 +71,8 @@ def test_masks_have_the_shares_of_bert(corpus):
 
 
 def test_whole_words_are_masked_together(corpus):
-    maker = PairMaker(corpus, Masking(whole_words=True))
-    names = {number: piece for piece, number in corpus.tokenizer().get_vocab().items()}
+    maker = PairMaker(corpus, whole_words=True)
+    names = {number: piece for piece, number in load_tokenizer(corpus.folder / "tokenizer.json").get_vocab().items()}
     shares, cut_words = [], 0
     for one in examples(maker, 2):
         tokens, chosen = restored(one), one["labels"] >= 0
@@ -122,7 +109,7 @@ def contains(whole, part):
 
 
 def test_the_second_segment_follows_the_first_or_is_of_another_document(corpus):
-    maker = PairMaker(corpus, Masking())
+    maker = PairMaker(corpus)
     for number, one in enumerate(examples(maker, 2)):
         passage = corpus.passage(number % len(corpus))
         first, second = (part.tolist() for part in segments(maker, one))
@@ -136,7 +123,7 @@ def test_the_second_segment_follows_the_first_or_is_of_another_document(corpus):
 
 
 def test_half_of_all_pairs_are_random(corpus):
-    labels = [int(one["next_sentence_label"]) for one in examples(PairMaker(corpus, Masking()), 8)]
+    labels = [int(one["next_sentence_label"]) for one in examples(PairMaker(corpus), 8)]
     assert np.mean(labels) == pytest.approx(0.5, abs=0.04)
 
 
@@ -148,7 +135,7 @@ def ranks_above(a, b):
 
 @pytest.mark.parametrize("length", [32, LENGTH])
 def test_lengths_do_not_tell_random_pairs_from_others(folder, length):
-    maker = PairMaker(Corpus(folder, "train", length), Masking())
+    maker = PairMaker(Corpus(folder, TRAIN, length))
     sizes = {0: [], 1: []}
     for one in examples(maker, 8):
         first, second = segments(maker, one)
@@ -167,7 +154,7 @@ class ShortDocuments:
     length, first_token = 128, 20
 
     def __init__(self, corpus, documents=100):
-        self.folder, self.tokenizer, self.form = corpus.folder, corpus.tokenizer, corpus.passage(0)
+        self.folder, self.form = corpus.folder, corpus.passage(0)
         self.lengths = np.random.default_rng(0).integers(4, 20, (documents, 4))
 
     def __len__(self):
@@ -181,7 +168,7 @@ class ShortDocuments:
 
 def test_in_short_documents_the_second_segment_is_of_another_one_and_about_as_long(corpus):
     short = ShortDocuments(corpus)
-    maker, sizes = PairMaker(short, Masking()), {0: [], 1: []}
+    maker, sizes = PairMaker(short), {0: [], 1: []}
     for number, one in enumerate(examples(maker, 16)):
         first, second = segments(maker, one)
         own, is_random = short.first_token + number % len(short), int(one["next_sentence_label"])
@@ -194,7 +181,7 @@ def test_in_short_documents_the_second_segment_is_of_another_one_and_about_as_lo
 
 
 def test_of_two_documents_the_random_segments_are_of_the_other(corpus):
-    maker = PairMaker(ShortDocuments(corpus, documents=2), Masking())
+    maker = PairMaker(ShortDocuments(corpus, documents=2))
     labels = []
     for number, one in enumerate(examples(maker, 40)):
         _, second = segments(maker, one)
@@ -207,16 +194,13 @@ def test_a_document_of_one_sentence_gets_text_of_another(tmp_path):
     for number in range(30):
         words = " ".join(np.random.default_rng(number).choice(["river", "music", "engine", "council", "army"], 9))
         (tmp_path / f"{number:02}.txt").write_text(words.capitalize() + ".")
-    prepare(
-        Preparation((str(tmp_path),), tmp_path / "corpus", Settings(100, lengths=(32,), held_out=0.2)),
-        Console(file=StringIO()),
-    )
-    for one in examples(PairMaker(Corpus(tmp_path / "corpus", "train", 32), Masking())):
+    prepare([str(tmp_path)], tmp_path / "corpus", vocab_size=100, lengths=[32], held_out=0.2)
+    for one in examples(PairMaker(Corpus(tmp_path / "corpus", TRAIN, 32))):
         assert one["next_sentence_label"] == 1
 
 
 def test_a_pair_that_is_too_long_is_shortened_to_fit(corpus):
-    for one in examples(PairMaker(corpus, Masking()), 2):
+    for one in examples(PairMaker(corpus), 2):
         assert len(one["input_ids"]) == LENGTH
         length = one["attention_mask"].sum()
         assert (one["attention_mask"][:length] == 1).all()
@@ -224,7 +208,7 @@ def test_a_pair_that_is_too_long_is_shortened_to_fit(corpus):
 
 
 def test_single_runs_of_sentences(corpus):
-    maker = PairMaker(corpus, Masking(), pairs=False)
+    maker = PairMaker(corpus, pairs=False)
     begins = set()
     for epoch in range(20):
         one = maker.example(0, 0, epoch)
@@ -236,51 +220,14 @@ def test_single_runs_of_sentences(corpus):
     assert {0, len(own) - len(found)} <= begins  # what is cut off changes, so that all is seen in time
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_share_the_batches_of_one_process_and_a_resumed_run_goes_on(corpus, ranks):
-    maker = PairMaker(corpus, Masking())
-
-    def batches(rank, world, epoch=1, start=0):
-        order = TrainingOrder(len(corpus), 8, 5, Shard(rank, world))
-        return list(PairLoader(maker, order, 5, torch.device("cpu")).batches(epoch, start))
-
-    whole = batches(0, 1)
-    parts = [batches(rank, ranks) for rank in range(ranks)]
-    for n, batch in enumerate(whole):
-        for key, value in batch.items():
-            assert torch.cat([part[n][key] for part in parts]).equal(value)
-    rest = batches(0, 1, start=3)
-    assert all(a[key].equal(b[key]) for a, b in zip(rest, whole[3:], strict=True) for key in a)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_worker_processes_make_the_same_batches(corpus, count):
-    maker, order = PairMaker(corpus, Masking()), TrainingOrder(len(corpus), 8, 5)
-    plain = PairLoader(maker, order, 5, torch.device("cpu"))
-    several = PairLoader(maker, order, 5, torch.device("cpu"), workers=Workers(count=count))
-    for epoch, start in ((0, 0), (1, 3)):  # one iteration after the other, as a stream asks for them
-        wanted, found = list(plain.batches(epoch, start)), list(several.batches(epoch, start))
-        assert len(found) == order.batches - start
-        assert all(a[key].equal(b[key]) for a, b in zip(found, wanted, strict=True) for key in a)
-
-
-def test_the_examples_of_an_evaluation_are_the_same_in_each_epoch_and_may_be_none(corpus):
-    maker = PairMaker(corpus, Masking())
-    loader = PairLoader(maker, EvaluationOrder(3, 2, Shard(1, 4)), 0, torch.device("cpu"), fixed=True)
-    first, again = (list(loader.batches(epoch)) for epoch in (0, 4))
-    assert all(a[key].equal(b[key]) for a, b in zip(first, again, strict=True) for key in a)
-    last = list(PairLoader(maker, EvaluationOrder(3, 2, Shard(0, 4)), 0, torch.device("cpu")))
-    assert [tuple(batch["labels"].shape) for batch in [*first, *last]] == [(1, LENGTH), (0, LENGTH)]
-
-
 def test_a_corpus_goes_to_another_process(corpus):
-    one, other = PairMaker(corpus, Masking()), pickle.loads(pickle.dumps(PairMaker(corpus, Masking())))
+    one, other = PairMaker(corpus), pickle.loads(pickle.dumps(PairMaker(corpus)))
     a, b = one.example(3, 1, 2), other.example(3, 1, 2)
     assert all(np.array_equal(a[key], b[key]) for key in a)
 
 
 def test_every_example_can_be_read_whatever_its_shard(folder):
-    for side in ("train", "held-out"):
+    for side in (TRAIN, HELD_OUT):
         corpus = Corpus(folder, side, 32)
         passages = [corpus.passage(n) for n in range(len(corpus))]
         documents = [passage.document for passage in passages]
@@ -291,37 +238,32 @@ def test_every_example_can_be_read_whatever_its_shard(folder):
 
 def test_a_length_that_was_not_prepared_is_refused(folder):
     with pytest.raises(UserError, match="was prepared for examples of 32, 64 tokens, not 128"):
-        Corpus(folder, "train", 128)
-
-
-FILES = ["train-000000.arrow", f"train-000000.{LENGTH}.arrow", "tokenizer.json", "manifest.json"]
+        Corpus(folder, TRAIN, 128)
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "missing"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["train.arrow", "tokenizer.json", "manifest.json"])
 def test_damaged_files_are_refused_when_the_corpus_is_opened(folder, tmp_path, name, damage):
     """Any bit of a file, also one whose change gives another valid token, as the lowest of an id does."""
     copy = shutil.copytree(folder, tmp_path / "corpus")
     file = copy / name
     spoiled = bytearray(file.read_bytes())
-    spoiled[len(spoiled) // 2] ^= 1
+    spoiled[-100] ^= 1  # of the manifest: in a checksum
     if damage == "missing":
         file.unlink()
     else:
         file.write_bytes(spoiled if damage == "bit" else spoiled[:-8])
-    rule = f"{name} (is missing|was cut short or changed)|no {name}"
-    with pytest.raises(UserError, match=rf"{copy}.*({rule}).*(prepare the corpus again|torch-thor prepare)"):
-        Corpus(copy, "train", LENGTH)
-    if name == FILES[1]:
-        assert Corpus(copy, "train", 32).passage(0).tokens.size  # the files of the other length are whole
+    rule = r"(is missing|was cut short or changed|no manifest\.json)"
+    with pytest.raises(UserError, match=rf"{copy}.*{rule}.*(prepare the corpus again|torch-thor prepare)"):
+        Corpus(copy, TRAIN, LENGTH)
+    if name == "train.arrow":
+        assert Corpus(copy, HELD_OUT, 32).passage(0).tokens.size
 
 
 def test_each_file_is_read_once_for_its_checksum(folder, tmp_path, monkeypatch):
-    read = []
+    read, really = [], corpora.sha256
     copy = shutil.copytree(folder, tmp_path / "corpus")
-    digest = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(Path(file.name)) or digest(file, kind))
-    for side, length in [("train", 32), ("held-out", LENGTH), ("train", LENGTH), ("train", 32)]:
+    monkeypatch.setattr(corpora, "sha256", lambda file: read.append(file) or really(file))
+    for side, length in [(TRAIN, 32), (HELD_OUT, LENGTH), (TRAIN, LENGTH), (TRAIN, 32)]:
         Corpus(copy, side, length)
-    unused = {*copy.glob("held-out-*.32.arrow")}
-    assert sorted(read) == sorted({*copy.glob("*.arrow"), copy / "tokenizer.json"} - unused)
+    assert sorted(read) == sorted({*copy.glob("*.arrow"), copy / "tokenizer.json"})

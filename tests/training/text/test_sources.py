@@ -212,7 +212,12 @@ def test_links_are_followed_and_each_file_is_read_once(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(PROSE)
     texts = tmp_path / "texts"
-    for link, target in (("b/circle", texts), ("c", tmp_path / "elsewhere"), ("d", texts / "b"), ("x.txt", texts / "four.txt")):
+    for link, target in (
+        ("b/circle", texts),
+        ("c", tmp_path / "elsewhere"),
+        ("d", texts / "b"),
+        ("x.txt", texts / "four.txt"),
+    ):
         (texts / link).symlink_to(target)
     names = [source.name for source in find_sources([str(texts)])]
     assert names == [f"texts/{name}" for name in ("b/one.txt", "c/sub/three.txt", "c/two.txt", "four.txt")]

@@ -148,9 +148,9 @@ def _pieces(source: Source, opened: Callable[[Path], IO[bytes]]) -> Iterator[Pie
         nonlocal done
         try:
             with opened(path) as raw:
-                open_stream = COMPRESSED.get(path.suffix.lower())
-                stream: Any = raw if open_stream is None else open_stream(raw)
-                while chunk := stream.read1(1 << 20):
+                unpack = COMPRESSED.get(path.suffix.lower())
+                read_some: Callable[[int], bytes] = raw.read if unpack is None else unpack(raw).read1
+                while chunk := read_some(1 << 20):
                     done += len(chunk)
                     yield chunk
         except _DAMAGED as error:

@@ -4,6 +4,7 @@ The library `tokenizers` trains them. It merges the most frequent pairs, as in B
 own training algorithm.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ PAD, UNKNOWN, CLASS, SEPARATOR, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[S
 CONTINUES = "##"  # the prefix of a piece that does not begin a word
 # The largest number of characters with pieces of their own: ALPHABET, but in small vocabularies one in 16 pieces or
 # 128, whichever is larger. Each takes two pieces, one of which begins with ##, so that the rare characters of a large
-# text would otherwise take most of a small vocabulary.
+# text would otherwise take most of a small vocabulary. Words with other characters are unknown.
 ALPHABET, SMALL_ALPHABET, ALPHABET_SHARE = 1000, 128, 1 / 16
 
 
@@ -41,7 +42,7 @@ def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, low
     Returns:
         A `tokenizers.Tokenizer`.
     """
-    from tokenizers import trainers
+    from tokenizers import Regex, normalizers, trainers
 
     tokenizer = new_tokenizer(lowercase)
     written: Counter[str] = Counter()
@@ -59,6 +60,9 @@ def train_tokenizer(sentences: Callable[[], Iterable[str]], vocab_size: int, low
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=fixed, limit_alphabet=len(alphabet), show_progress=False
     )
+    # the library would choose an alphabet of its own among characters that are equally frequent
+    others = Regex(f"[^{''.join(map(re.escape, alphabet))}]")
+    tokenizer.normalizer = normalizers.Sequence([tokenizer.normalizer, normalizers.Replace(others, " ")])
     tokenizer.train_from_iterator(sentences(), trainer)
     return _complete(new_tokenizer(lowercase, tokenizer.get_vocab()), "")
 

@@ -1,0 +1,336 @@
+"""Preparing a corpus: the same files whoever works on it and however often it is stopped; faults are counted."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from filelock import FileLock
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import trainers
+
+from command_line import assert_ends, descendants, wait_for
+from dumps import dump, plain, small_units, write_dump
+from torch_thor.training.errors import UserError
+from torch_thor.training.text import encoding, prepare, wordpiece
+from torch_thor.training.text.corpus import open_manifest
+from torch_thor.training.text.encoding import spans
+from torch_thor.training.text.processes import in_order
+from torch_thor.training.text.wordpiece import SPECIAL, load_tokenizer, new_tokenizer, train_tokenizer
+
+SETTINGS = {"vocab_size": 300, "lengths": [32, 128], "held_out": 0.1}
+FILES = ("train.arrow", "held-out.arrow", "tokenizer.json")
+
+
+@pytest.fixture
+def wiki(tmp_path, monkeypatch):
+    small_units(monkeypatch)
+    return write_dump(tmp_path / "wiki.xml.bz2", dump(80))
+
+
+def run(out, *given, **options):
+    said = StringIO()
+    console = Console(file=said, width=400)
+    return prepare.prepare(list(map(str, given)), out, **{**SETTINGS, **options, "console": console}), said.getvalue()
+
+
+def rows(folder, side="train.arrow"):
+    with pa.memory_map(str(folder / side)) as source:
+        return pa.ipc.open_file(source).read_all().to_pylist()
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+@pytest.fixture
+def corpus(wiki, tmp_path):
+    run(tmp_path / "corpus", wiki)
+    return tmp_path / "corpus"
+
+
+def test_a_corpus_holds_every_sentence_of_every_article_once_in_order(wiki, tmp_path):
+    manifest, said = run(tmp_path / "corpus", wiki)
+    tokenizer = load_tokenizer(tmp_path / "corpus" / "tokenizer.json")
+    found = {side: rows(tmp_path / "corpus", side) for side in FILES[:2]}
+    texts = [tokenizer.decode(row["tokens"]) for own in found.values() for row in own]
+    wanted = [tokenizer.decode(tokenizer.encode(plain(n), add_special_tokens=False).ids) for n in range(80)]
+    assert sorted(texts) == sorted(wanted)
+    assert all(piece not in text for text in texts for piece in SPECIAL)
+    assert 1 <= len(found["held-out.arrow"]) <= 20
+    for side, own in found.items():
+        counts = manifest["totals"][side]
+        assert f"{side}: {len(own)} documents, {counts['sentences']} sentences, {counts['tokens']} tokens" in said
+        assert counts["examples of 32"] == sum(len(row["32"]) for row in own)
+        for row in own:
+            assert all([tuple(one) for one in row[str(n)]] == spans(row["ends"], n) for n in SETTINGS["lengths"])
+    assert open_manifest(tmp_path / "corpus") == manifest
+    assert manifest["faults"] == []
+    names = {file.name for file in (tmp_path / "corpus").iterdir()}
+    assert names - {".lock"} == {"begun.json", "manifest.json", *FILES}
+
+
+def test_the_number_of_processes_changes_nothing(wiki, corpus, tmp_path):
+    run(tmp_path / "two", wiki, workers=2)
+    assert contents(tmp_path / "two") == contents(corpus)
+    assert (tmp_path / "two" / "manifest.json").read_bytes() == (corpus / "manifest.json").read_bytes()
+
+
+@pytest.mark.parametrize(("stage", "after"), [("clean_unit", 0), ("clean_unit", 2), ("_trained", 0), ("encode", 0)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_preparation_that_was_stopped_goes_on(wiki, corpus, tmp_path, monkeypatch, stage, after, error):
+    out, calls, really = tmp_path / "stopped", [], getattr(prepare, stage)
+
+    def stopped(*arguments):
+        calls.append(stage)
+        if len(calls) > after:
+            (out / ".writing-train.arrow").write_bytes(b"half")
+            raise error
+        return really(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, stage, stopped)
+        with pytest.raises(
+            KeyboardInterrupt if error is KeyboardInterrupt else UserError, match=r"No space left.*make|^$"
+        ):
+            run(out, wiki)
+    assert not {"manifest.json", "train.arrow", "held-out.arrow"} & {file.name for file in out.iterdir()}
+    finished = {file: file.stat().st_mtime_ns for file in (out / "clean").iterdir()}
+    assert len(finished) == (after if stage == "clean_unit" else len(finished))
+    monkeypatch.setattr(prepare, "shutil", None)  # so that the files of the units stay
+    with pytest.raises(AttributeError):
+        run(out, wiki)
+    assert {file: file.stat().st_mtime_ns for file in finished} == finished
+    assert contents(out) == contents(corpus)
+
+
+def test_a_full_disk_while_the_corpus_is_written_leaves_no_part_of_it(wiki, corpus, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "spans", full)
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): make room for it"):
+            run(tmp_path / "full", wiki)
+    assert {file.name for file in (tmp_path / "full").iterdir()} == {"begun.json", "tokenizer.json", "clean", ".lock"}
+    run(tmp_path / "full", wiki)
+    assert contents(tmp_path / "full") == contents(corpus)
+
+
+# The function in a process of its own, whose workers import this file too.
+SCRIPT = """
+import sys
+from pathlib import Path
+from torch_thor.training.text import prepare, sources
+
+sources.UNIT = 20_000
+if __name__ == "__main__":
+    prepare.prepare([sys.argv[1]], Path(sys.argv[2]), vocab_size=300, lengths=[32, 128], held_out=0.1, workers=2)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_leaves_what_goes_on_and_no_process(wiki, corpus, tmp_path):
+    script, out = tmp_path / "script.py", tmp_path / "killed"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, script, wiki, out], stderr=subprocess.PIPE, start_new_session=True)
+    wait_for(process, lambda: any((out / "clean").glob("0*.arrow")), "file of a unit")
+    workers = descendants(process.pid)
+    assert len(workers) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    for worker in workers:
+        assert_ends(worker, timeout=60)
+    assert not (out / "manifest.json").exists()
+    run(out, wiki)
+    assert contents(out) == contents(corpus)
+
+
+def test_a_finished_corpus_is_left_alone_unless_it_is_damaged(wiki, corpus):
+    before = contents(corpus)
+    _, said = run(corpus, wiki)
+    assert "is finished already, and whole; nothing was done" in said
+    assert contents(corpus) == before
+    (corpus / "train.arrow").write_bytes(before["train.arrow"][:-8])
+    with pytest.raises(UserError, match=r"train\.arrow was cut short or changed .* delete its folder, then prepare"):
+        run(corpus, wiki)
+
+
+def test_what_cannot_be_read_is_named_and_counted(wiki, tmp_path):
+    text = tmp_path / "latin.txt"
+    text.write_bytes("caf\u00e9 ".encode("latin-1") * 100)
+    manifest, said = run(tmp_path / "corpus", wiki, text, max_faults=0.05)
+    (fault,) = manifest["faults"]
+    assert fault.startswith("latin.txt, byte 3 of its uncompressed contents: it is not UTF-8")
+    assert f"left out: {fault}" in said
+    with pytest.raises(UserError, match=r"1 of 81 documents cannot be read, and --max-faults 0\.01 allows 0"):
+        run(tmp_path / "strict", wiki, text)
+    run(tmp_path / "strict", wiki, text, max_faults=0.05)
+    assert contents(tmp_path / "strict") == contents(tmp_path / "corpus")
+
+
+def test_a_tokenizer_may_be_given_whatever_its_file_says_beside_its_pieces(wiki, corpus, tmp_path):
+    """Files of published models may truncate and pad, and register [SEP] as a special token."""
+    text = tmp_path / "about.txt"
+    text.write_text("The word [SEP] stands between the two segments of a pair, and [MASK] hides a word from it.")
+    tokenizer = load_tokenizer(corpus / "tokenizer.json")
+    (tmp_path / "vocab.txt").write_text("\n".join(sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)))
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=32)
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(tmp_path / "published.json"))
+    found = []
+    for file in (corpus / "tokenizer.json", tmp_path / "vocab.txt", tmp_path / "published.json"):
+        run(tmp_path / file.stem, wiki, text, tokenizer=file)
+        found.append([rows(tmp_path / file.stem, side) for side in FILES[:2]])
+    assert found[0] == found[1] == found[2]
+    own = [row["tokens"] for row in rows(corpus)]
+    assert [row["tokens"] for row in found[0][0] if row["tokens"] in own] == own
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*SPECIAL, "a", "b", "a"], "has 7 different word pieces with ids up to 7: the ids must be 0 to 6, each once"),
+        ([*SPECIAL[1:], "a"], r"has no \[PAD\]: BERT needs"),
+        (["caf\xe9"], "cannot be read .*: give a tokenizer.json or vocab.txt"),
+    ],
+)
+def test_a_vocabulary_with_a_fault_is_refused(wiki, tmp_path, lines, message):
+    (tmp_path / "vocab.txt").write_bytes("\n".join(lines).encode("latin-1"))
+    with pytest.raises(UserError, match=rf"vocab\.txt {message}"):
+        run(tmp_path / "none", wiki, tokenizer=tmp_path / "vocab.txt")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 99}, "--vocab-size 99 must be 100 or more"),
+        ({"lengths": [8]}, "--seq-len 8 must be different lengths of 16 tokens or more, such as 128,512"),
+        ({"lengths": []}, "--seq-len"),
+        ({"lengths": [32, 32]}, "--seq-len 32,32"),
+        ({"held_out": 1.0}, r"--held-out 1\.0 must lie between 0 and 1"),
+        ({"max_faults": 2}, r"--max-faults 2 must lie in \[0, 1\]"),
+        ({"workers": 0}, "--workers 0 must be 1 or more"),
+        ({"language": "En"}, "--language En is not a language code in lower case"),
+        ({"tokenizer": Path("nowhere.json")}, "--tokenizer nowhere.json: there is no such file"),
+    ],
+)
+def test_bad_settings_are_refused_before_a_folder_is_made(wiki, tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "none", wiki, **change)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_corpus_keeps_its_settings_and_sources(wiki, corpus, tmp_path):
+    before = {file.name: file.read_bytes() for file in corpus.iterdir()}
+    for change in ({"seed": 1}, {"lowercase": False}, {"lengths": [32]}, {"tokenizer": corpus / "tokenizer.json"}):
+        with pytest.raises(UserError, match=f"was begun with {next(iter(change))}=.*: give the same, or another --out"):
+            run(corpus, wiki, **change)
+    write_dump(wiki, dump(81))
+    with pytest.raises(UserError, match="was begun with other sources"):
+        run(corpus, wiki)
+    with pytest.raises(UserError, match="is not empty and holds no corpus"):
+        run(tmp_path, wiki)
+    with pytest.raises(UserError, match="is a file: give a folder"):
+        run(wiki, wiki)
+    with FileLock(corpus / ".lock"), pytest.raises(UserError, match="another process prepares it"):
+        run(corpus, wiki)
+    assert {file.name: file.read_bytes() for file in corpus.iterdir()} == before
+
+
+def test_a_corpus_without_prose_or_without_a_held_out_part_is_refused(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.")
+    with pytest.raises(UserError, match="the sources have no prose"):
+        run(tmp_path / "none", short)
+    short.write_text("One paragraph that has more than five words.")
+    with pytest.raises(UserError, match=r"no document is in held-out\.arrow"):
+        run(tmp_path / "one", short)
+    assert not list((tmp_path / "one").glob("*train*"))
+
+
+@pytest.mark.parametrize(("language", "has_rules"), [("en", True), ("de", True), ("xx", False), ("zh-hans", False)])
+def test_a_language_without_rules_of_its_own_is_named(wiki, tmp_path, language, has_rules):
+    _, said = run(tmp_path / "corpus", wiki, language=language)
+    assert (f"--language {language}: sentencex has no rules of its own for it" in said) is not has_rules
+
+
+def test_names_of_files_need_not_be_utf8(wiki, tmp_path):
+    (tmp_path / "texts").mkdir()
+    name = os.fsdecode(os.fsencode(tmp_path / "texts") + b"/caf\xe9.txt")
+    Path(name).write_text("A paragraph that has more than five words.")
+    manifest, _ = run(tmp_path / "corpus", wiki, tmp_path / "texts", held_out=0.2)
+    assert "texts/caf\\udce9.txt" in [source["name"] for source in manifest["sources"]]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(16, 128))
+def test_every_sentence_is_in_an_example_and_only_the_last_may_be_short(lengths, length):
+    found = spans(np.cumsum(lengths).tolist(), length)
+    assert sorted({n for first, last in found for n in range(first, last)}) == list(range(len(lengths)))
+    assert sum(last - first for first, last in found) <= len(lengths) + 1
+    for first, last in found[:-1]:
+        assert sum(lengths[first:last]) >= length - 3
+        assert last - first == 2 or sum(lengths[first : last - 1]) < length - 3
+    assert len(lengths) == 1 or all(last - first > 1 for first, last in found)
+
+
+def test_an_example_ends_with_the_sentence_that_fills_it():
+    assert spans([10, 20, 28, 40, 50], 32) == [(0, 4), (3, 5)]  # the last sentence is not left alone
+    assert spans([80, 85, 90, 170], 32) == [(0, 2), (2, 4)]
+    assert spans([80], 32) == [(0, 1)]
+    assert spans([], 32) == []
+
+
+def test_a_tokenizer_is_that_of_the_library_whatever_the_order_of_the_text():
+    text = [plain(number) for number in range(30)]
+    found = [train_tokenizer(lambda own=own: own, 150, True).get_vocab() for own in (text, text[::-1], text)]
+    by_text, alphabet = new_tokenizer(True), sorted({one for line in text for one in line.lower()} - {" "})
+    fixed = [*SPECIAL, *alphabet, *(f"##{one}" for one in alphabet)]
+    by_text.train_from_iterator(text, trainers.WordPieceTrainer(vocab_size=150, special_tokens=fixed))
+    assert found == [by_text.get_vocab()] * 3
+
+
+def test_rare_characters_leave_room_for_words_in_a_small_vocabulary():
+    text = ["the " * 1000, "then " * 500, "this " * 400, *(chr(0x4E00 + n) for n in range(2000))]
+    for vocab_size, letters in ((300, 128), (4096, 256), (30_522, 1000)):
+        vocabulary = train_tokenizer(lambda: text, vocab_size, True).get_vocab()
+        assert {"the", "then", "this"} <= set(vocabulary)
+        assert sum(len(piece) == 1 for piece in vocabulary) == letters
+
+
+def test_a_tokenizer_is_trained_on_a_share_of_a_large_text(wiki, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        prepare,
+        "train_tokenizer",
+        lambda text, *rest: seen.append(len("".join(text()))) or wordpiece.train_tokenizer(text, *rest),
+    )
+    run(tmp_path / "whole", wiki)
+    monkeypatch.setattr(prepare, "SAMPLE", seen[0] // 4)
+    run(tmp_path / "part", wiki)
+    assert 0.1 < seen[1] / seen[0] < 0.4
+
+
+JOBS = [(number, 2) for number in range(20)]
+
+
+def test_results_come_in_the_order_of_the_jobs_of_which_few_are_taken_at_a_time():
+    taken = []
+    for number, found in enumerate(in_order(pow, (taken.append(job) or job for job in JOBS), 2)):
+        assert found == number**2
+        assert len(taken) <= number + 4
+    assert taken == JOBS
+    with pytest.raises(TypeError):
+        list(in_order(pow, [("a", 2), *JOBS], 2))
+    with pytest.raises(UserError, match=r"ended from outside .* give the same command again"):
+        list(in_order(os._exit, [(9,)], 2))
