@@ -53,10 +53,11 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
         key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
         meaning = meanings.get(re.sub(r"\[\d+\]", "[]", key)) or meanings.get(re.sub(r"\[\d+\]$", "", key))
         about = "" if meaning is None else f" ({meaning})"
-        value = fault["input"]
-        shown = str(list(value) if isinstance(value, tuple) else value)[:80]
+        shown = _yaml(fault["input"])[:80]
         if fault["type"] == _FAULTS:
             found += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
+        elif fault["type"] == "extra_forbidden" and key in meanings:
+            found.append(f"{key} is a setting of optimizers that are not in use: name one of them in optimizer")
         elif fault["type"] == "extra_forbidden":
             found.append(f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them")
         elif fault["type"] == "missing":
@@ -64,7 +65,8 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
         elif fault["type"] == "value_error":
             found.append(f"{key}={shown}: {fault['ctx']['error']}")
         else:
-            rule = fault["msg"].removeprefix("Input ").replace("dictionary or instance of ", "mapping of the keys of ")
+            rule = fault["msg"].removeprefix("Input ").replace("dictionary or instance of", "mapping of")
+            rule = rule.replace("tuple", "list").replace("boolean, unable to interpret input", "true or false")
             found.append(f"{key}={shown} {rule}{about}")
     return found
 
@@ -118,4 +120,4 @@ def _yaml(value: Any) -> str:
     plain = {None: "null", True: "true", False: "false", "": '""'}
     if value is None or isinstance(value, bool | str):
         return plain.get(value, str(value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return str(value)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.errors import UserError, first_line
 from torch_thor.training.keys import lines_of, meanings_of, nearest, rows
 from torch_thor.training.optimizers import KEYS_OF, Settings
 from torch_thor.training.recipe import Data, Phase, Recipe, Schedule, Text, Training, Transform, Workers
@@ -86,14 +86,16 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
     names = recipe_names()
-    require(name in names, f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}")
+    if name not in names:
+        raise UserError(f"there is no recipe {name}{nearest(name, names)}: the recipes are {', '.join(names)}")
     return parse((recipe_folder() / f"{name}.yaml").read_text("utf-8"), name, words)
 
 
 def parse(text: str, name: str, words: Sequence[str] = ()) -> Recipe:
     """Make a recipe of YAML, and of words as for `load_recipe`; `name` is its name if the text gives none."""
     content = _yaml(text, f"recipe {name}")
-    require(isinstance(content, dict), f"recipe {name} has no keys: write it as `key: value` lines")
+    if not isinstance(content, dict):
+        raise UserError(f"recipe {name} has no keys: write it as `key: value` lines")
     return _recipe({"name": name, **content}, words)
 
 
@@ -124,16 +126,16 @@ def keys(part: str | None = None) -> list[tuple[str, str, str, str]]:
     if part is None:
         return [row for row in rows(Recipe) if row[0] not in Training.model_fields]
     known = {name.rpartition(".")[2]: name for name in PARTS} | {name: name for name in PARTS}
-    require(part in known, f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}")
+    if part not in known:
+        raise UserError(f"there is no part {part}{nearest(part, known)}: the parts are {', '.join(PARTS)}")
     return rows(PARTS[known[part]])
 
 
 def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
-    for key, value in sorted(
-        map(_pair, words), key=lambda pair: pair[0] != "optimizer"
-    ):  # it says who takes the others
-        path = key.split(".")
-        chosen = tree.get("optimizer", Recipe.model_fields["optimizer"].default)
+    pairs = sorted(map(_pair, words), key=lambda pair: pair[0] != "optimizer")  # it says who takes the settings
+    for key, value in pairs:
+        path, chosen = key.split("."), tree.get("optimizer", Recipe.model_fields["optimizer"].default)
+        chosen = chosen if isinstance(chosen, list | tuple) else ()
         takers = [name for name in KEYS_OF if name in chosen and path[0] in KEYS_OF[name].model_fields]
         if path[0] in Recipe.model_fields or not takers:
             tree = _put(tree, path, value.split(",") if key == "optimizer" and isinstance(value, str) else value)
@@ -143,17 +145,18 @@ def _recipe(tree: dict[str, Any], words: Sequence[str]) -> Recipe:
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        known = meanings_of(Recipe) | meanings_of(Settings, "optimizers.") | meanings_of(Settings)
-        short = {key.partition(".")[2]: meaning for key, meaning in meanings_of(Settings).items() if "." in key}
-        raise UserError("\n".join(lines_of(error, {**short, **known}))) from None
-    faults = check_task(recipe)
-    require(not faults, "\n".join(faults))
+        settings = meanings_of(Settings, "optimizers.")
+        short = {key.rpartition(".")[2]: meaning for key, meaning in settings.items()}
+        raise UserError("\n".join(lines_of(error, short | settings | meanings_of(Recipe)))) from None
+    if faults := check_task(recipe):
+        raise UserError("\n".join(faults))
     return recipe
 
 
 def _pair(word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
-    require(bool(key) and bool(equals), f"'{word}' is not key=value: write it as in lr=0.1")
+    if not (key and equals):
+        raise UserError(f"'{word}' is not key=value: write it as in lr=0.1")
     return key, _yaml(value, f"{word}: the value")
 
 
@@ -164,7 +167,8 @@ def _put(tree: Any, path: Sequence[str], value: Any) -> dict[str, Any]:
 
 def _tree(recipe: Recipe) -> dict[str, Any]:
     tree = recipe.model_dump(mode="json", exclude_defaults=True)
-    return {key: tree[key] for key in ("name", *tree) if key in tree}
+    first = ("name", "about", "reaches", "task", "data", "model", "optimizer", "optimizers")  # as a person would begin
+    return {key: tree[key] for key in (*first, *tree) if key in tree}
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -176,7 +180,8 @@ def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _yaml(text: str, what: str) -> Any:
-    require(len(text) <= _MOST, f"{what} has more than {_MOST} characters: a recipe is a few lines of YAML")
+    if len(text) > _MOST:
+        raise UserError(f"{what} has more than {_MOST} characters: a recipe is a few lines of YAML")
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):  # a few of them can stand for billions of values

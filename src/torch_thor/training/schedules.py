@@ -47,12 +47,13 @@ class _Span(NamedTuple):
     scale: float = 1.0
 
 
-def _spans(recipe: Recipe, steps_per_epoch: int, phase: Phase | None, first: int) -> tuple[_Span, _Span]:
+def _spans(
+    recipe: Recipe, steps_per_epoch: int, phase: Phase | None, first: int, number: int = 0
+) -> tuple[_Span, _Span]:
     total = recipe.total_steps(steps_per_epoch)
     scale = 1.0 if phase is None else phase.lr_factor
     lr = _Span("lr", "schedule", recipe.schedule, 0, steps_per_epoch, total, scale)
     if phase is not None and phase.schedule is not None:
-        number = next(i for i, one in enumerate(recipe.phases) if one is phase)
         lr = _Span("lr", f"phases[{number}].schedule", phase.schedule, first, phase.steps, phase.steps, scale)
     return lr, _Span("damping", "damping_schedule", recipe.damping_schedule, 0, steps_per_epoch, total)
 
@@ -122,8 +123,8 @@ def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
             or the damping would become 0.
     """
     first = 0
-    for phase in recipe.phases or (None,):
-        for span in _spans(recipe, steps_per_epoch, phase, first):
+    for number, phase in enumerate(recipe.phases or (None,)):
+        for span in _spans(recipe, steps_per_epoch, phase, first, number):
             _check(optimizer, span)
         first += 0 if phase is None else phase.steps
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_thor.training.optimizers import MuonAdamW
+from torch_thor.training.muon import MuonAdamW
 
 
 def some_gradients(params, step):

@@ -1,0 +1,226 @@
+"""One contract for every optimizer that a recipe can name, and torch's own as the oracle of those that are torch's."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fake_times import fake_times
+from torch_thor import AGCSGD, LAMB, THOR, ThorMuon
+from torch_thor.training.errors import UserError
+from torch_thor.training.models.library import build_model
+from torch_thor.training.optimizers import OPTIMIZERS, build_optimizer, measured_split_dim, settings_of
+from torch_thor.training.recipes import load_recipe
+
+SGD, Adagrad, RMSprop = torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop
+Adadelta, Adam, AdamW = torch.optim.Adadelta, torch.optim.Adam, torch.optim.AdamW
+BETAS = {"beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "amsgrad": True}
+
+# name: (torch's class, what it is built with by default, other settings than the defaults, in every key)
+OWN = {
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.5, "nesterov": True}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.5, "dampening": 0.2}),
+    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, {"momentum": 0.5}),
+    "adagrad": (Adagrad, {}, {"lr_decay": 0.2, "initial_accumulator_value": 0.4, "eps": 1e-3}),
+    "rmsprop": (RMSprop, {}, {"alpha": 0.5, "eps": 1e-3, "momentum": 0.6, "centered": True}),
+    "adadelta": (Adadelta, {}, {"rho": 0.5, "eps": 1e-3}),
+    "adam": (Adam, {}, BETAS),
+    "adamw": (AdamW, {}, BETAS),
+}
+LRS = {
+    **{"thor-muon": 0.04, "sgd": 0.03, "momentum": 0.03, "nesterov": 0.03, "muon": 0.05, "agc-sgd": 0.1},
+    **{"adadelta": 20.0, "adagrad": 0.1, "adam": 0.02, "adamw": 0.02},  # Adadelta starts very slowly
+}
+DEFAULTS = {
+    "thor": {
+        "lr": 0.05, "weight_decay": 0.0, "damping": 0.03, "momentum": 0.9, "nesterov": False, "update_interval": 100,
+        "trace_thresholds": (0.01, 0.0), "split_dim": 128, "factor_decay": 0.0, "max_update_ratio": 0.01,
+        "kl_clip": None, "layers": None, "fisher": "empirical", "decay_filter": None, "divide_curvature": False,
+    },
+    "thor-muon": {
+        "lr": 0.08, "weight_decay": 0.0, "damping": 0.1, "momentum": 0.8, "nesterov": True,
+        "update_interval": {"kind": "geometric", "first": 1, "last": 50, "factor": 1.5}, "split_dim": 128,
+        "factor_decay": 0.5, "max_update_ratio": 0.15, "layers": None, "decay_filter": None, "divide_curvature": False,
+    },
+    "muon": {
+        "lr": 1e-3, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw",
+        "adamw_lr": None, "adamw_embeddings": False, "decay_filter": None,
+    },
+    "lamb": {
+        "lr": 0.01, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "exclude": None,
+        "decay_filter": None,
+    },
+    "agc-sgd": {
+        "lr": 0.1, "weight_decay": 0.0, "momentum": 0.9, "nesterov": False, "dampening": 0.0, "dampen_first": False,
+        "clip_factor": 0.01, "eps": 1e-3, "exclude": None, "decay_filter": None,
+    },
+}  # fmt: skip
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def go(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        images = torch.randn(24, 1, 6, 6, generator=torch.Generator().manual_seed(step))
+        labels = images.mean(dim=(1, 2, 3)).mul(8).round().clamp(-1, 1).add(1).long()
+        loss = functional.cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def same(model, twin):
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_defaults_are_those_of_the_classes_and_each_callers_own():
+    assert set(OPTIMIZERS) == set(OWN) | set(DEFAULTS)
+    for name, defaults in DEFAULTS.items():
+        assert settings_of(name) == defaults
+    settings_of("thor-muon")["update_interval"]["last"] = 7
+    assert settings_of("thor-muon") == DEFAULTS["thor-muon"]
+
+
+def test_those_of_torch_are_torchs_to_the_bit():
+    for name, (kind, default, changed) in OWN.items():
+        other = {"lr": 0.3, "weight_decay": 0.1, **changed}
+        arguments = {**default, **other}
+        if "beta1" in arguments:
+            arguments["betas"] = (arguments.pop("beta1"), arguments.pop("beta2"))
+        for given, its in (({}, default), (other, arguments)):
+            model, twin = net(), net()
+            ours, theirs = build_optimizer(name, model, given), kind(twin.parameters(), **its)
+            assert type(ours) is kind
+            assert ours.defaults == theirs.defaults
+            assert go(model, ours, range(4)) == go(twin, theirs, range(4))
+            assert same(model, twin), name
+        missing = set(settings_of(name)) - set(other) - {"decay_filter", "nesterov", "dampening"}
+        assert not missing
+        assert all(settings_of(name)[key] != value for key, value in other.items())
+
+
+def test_each_trains_and_goes_on_from_its_state():
+    for name in OPTIMIZERS:
+        model = net()
+        optimizer = build_optimizer(name, model, {"lr": LRS.get(name, 0.01)})
+        losses = go(model, optimizer, range(80))
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5]), name
+        twin = copy.deepcopy(model)
+        other = build_optimizer(name, twin, {})
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch's loading shares tensors
+        assert go(model, optimizer, range(80, 83)) == go(twin, other, range(80, 83))
+        assert same(model, twin), name
+
+
+def built(name, *words):
+    recipe = load_recipe("digits", [f"optimizer={name}", "optimizers={}", *words])
+    return build_optimizer(name, build_model("small-cnn", 1, 10), recipe.optimizers.get(name, {}))
+
+
+def test_settings_reach_the_groups():
+    for name, kind, words, expected in (
+        ("agc-sgd", AGCSGD, ["clip_factor=0.04", "nesterov=true", "dampening=0.3", "dampen_first=true"],
+         {"clip_factor": 0.04, "nesterov": True, "dampening": 0.3, "dampen_first": True, "momentum": 0.9}),
+        ("lamb", LAMB, ["lr=0.02", "beta1=0.8", "eps=1e-5"], {"lr": 0.02, "betas": (0.8, 0.999), "eps": 1e-5}),
+        ("thor", THOR, ["trace_thresholds=thor_nt", "split_dim=null"], {"trace_thresholds": (0, 0), "split_dim": None}),
+        ("thor-muon", ThorMuon, ["factor_decay=0.25"], {"factor_decay": 0.25, "momentum": 0.8}),
+        ("muon", torch.optim.Optimizer, ["adamw_lr=0.5", "nesterov=false"], {"nesterov": False}),
+    ):  # fmt: skip
+        optimizer = built(name, *words)
+        assert isinstance(optimizer, kind)
+        group = optimizer.param_groups[0]
+        assert {key: group[key] for key in expected} == expected
+    interval = built("thor", "update_interval={kind: geometric, first: 2, last: 9, factor: 2}").param_groups[0]
+    assert [interval["update_interval"](step) for step in (0, 2, 100)] == [2, 4, 9]
+    assert built("thor", "fisher=sampled").fisher == "sampled"
+
+
+def test_patterns_choose_layers_and_parameters():
+    assert built("lamb").excluded == ("conv1.bias", "conv2.bias", "hidden.bias", "head.bias")
+    assert built("lamb", "exclude=[head, '*2.bias']").excluded == ("conv2.bias", "head.weight", "head.bias")
+    assert built("agc-sgd").excluded == ("head.weight", "head.bias")
+    assert built("agc-sgd", "exclude=[]").excluded == ()
+    for layers, chosen in (("'-head'", {"conv1", "conv2", "hidden"}), ("[conv1, conv2]", {"conv1", "conv2"})):
+        assert set(built("thor", f"layers={layers}").curvature) == chosen
+    assert len(built("thor", "layers=[]").curvature) == 4
+
+
+DECAYING = {
+    "decay_filter=null": "conv1 conv1.bias conv2 conv2.bias hidden hidden.bias head head.bias",
+    "decay_filter='*.weight'": "conv1 conv2 hidden head",
+    "decay_filter=-*.bias": "conv1 conv2 hidden head",
+    "decay_filter=['*.weight', -head]": "conv1 conv2 hidden",
+    "decay_filter=[conv1, hidden, '-*.bias']": "conv1 hidden",
+}
+
+
+def test_patterns_say_what_decays():
+    """With all gradients 0, a step is weight decay; Adam and LAMB step by that too, so SGD's kind shows it best."""
+    for name, word in ((name, word) for name in ("thor", "thor-muon", "sgd", "adamw", "muon") for word in DECAYING):
+        extra = ["momentum=0.0", "nesterov=false"] if "adam" not in name else []
+        model = build_model("small-cnn", 1, 10)
+        recipe = load_recipe("digits", [f"optimizer={name}", word, "lr=0.1", "weight_decay=0.5", *extra])
+        optimizer = build_optimizer(name, model, recipe.optimizers[name])
+        before = {key: p.detach().clone() for key, p in model.named_parameters()}
+        model(torch.zeros(2, 1, 8, 8)).sum().mul(0).backward()
+        optimizer.step()
+        moved = {key.removesuffix(".weight") for key, p in model.named_parameters() if not torch.equal(p, before[key])}
+        expected = {key for key in DECAYING[word].split() if name != "muon" or not key.endswith("bias")}
+        assert moved == expected, (name, word)  # AdamW's half of Muon never decays
+
+
+def test_what_an_optimizer_refuses_is_the_users_error():
+    for name, words, said in (
+        ("thor", ["layers=[-nrom]"], "optimizer thor: .*'-nrom' matches no layer"),
+        ("thor", ["decay_filter=-norm*"], r"optimizer thor: decay_filter: .-norm\*. matches no .* conv1.weight, con"),
+        ("lamb", ["eps=0"], "optimizer lamb: eps=0"),
+        ("agc-sgd", ["nesterov=true", "dampening=0.3"], "optimizers.agc-sgd.dampening=0.3 must be 0 for nesterov=true"),
+        ("sgd", ["nesterov=true", "momentum=0"], "optimizers.sgd.momentum=0.0 must be above 0 for nesterov=true"),
+        ("muon", ["adjust_lr_fn=mine"], "optimizers.muon.adjust_lr_fn=mine should be 'original' or"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said) as caught:
+            built(name, *words)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="optimizer=sdg is not an optimizer"):
+        build_optimizer("sdg", net(), {})
+    with pytest.raises(UserError, match=r"optimizer sgd: .*lrr"):
+        build_optimizer("sgd", net(), {"lrr": 1})
+
+
+def test_the_split_dimension_is_measured_where_the_recipe_says_auto():
+    def crossing_near(size):
+        return fake_times(lambda _, split_dims, **__: tuple(1e-3 if one <= size else 100.0 for one in split_dims))
+
+    model, images, labels = net(), torch.randn(24, 1, 6, 6), torch.randint(3, (24,))
+    state, before = torch.get_rng_state(), copy.deepcopy(model)
+
+    def loss(its):
+        return functional.cross_entropy(its(images), labels)
+
+    with crossing_near(16):
+        for name in ("thor", "thor-muon"):
+            auto = {"split_dim": "auto"}
+            optimizer = build_optimizer(name, model, auto, sample=lambda: measured_split_dim(model, loss))
+            number = optimizer.param_groups[0]["split_dim"]
+            assert number in (1, 16, 32)
+            assert build_optimizer(name, copy.deepcopy(before), auto).param_groups[0]["split_dim"] == 128
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same(model, before)
+    with crossing_near(64):
+        assert measured_split_dim(model, loss) > number
+
+    def exhausted(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    with fake_times(exhausted), pytest.raises(UserError, match="split_dim=auto: out of memory; give a number"):
+        measured_split_dim(model, loss)
+    with pytest.raises(UserError, match=r"split_dim=auto: .*; give a number"):
+        measured_split_dim(nn.BatchNorm1d(2), lambda its: its(torch.randn(4, 2)).sum())
