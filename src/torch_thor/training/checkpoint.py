@@ -80,9 +80,7 @@ class Checkpoint:
             for name in sorted(own.keys() | given.keys())
             if _shape(given, name) != _shape(own, name)
         ]
-        require(
-            not faults, f"{self.path} does not contain the weights of this network ({'; '.join(faults[:3])}): give its own"
-        )
+        require(not faults, f"{self.path} does not contain the weights of this network ({'; '.join(faults[:3])})")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(_like(given[name], tensor))
@@ -193,7 +191,7 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
 def sha256(path: Path) -> str:
     """Compute the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
-        return hashlib.filedigest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(values: Any) -> str:

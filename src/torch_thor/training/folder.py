@@ -15,10 +15,9 @@ import itertools
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -27,7 +26,7 @@ from torch_thor.training.checkpoint import PREFIX, Checkpoint, newest
 from torch_thor.training.errors import DamagedCheckpointError, UserError, require
 from torch_thor.training.optimizers import OPTIMIZERS, settings_of
 from torch_thor.training.recipe import FREE_ON_RESUME, Recipe
-from torch_thor.training.recipes import load_recipe, to_yaml
+from torch_thor.training.recipes import differences, load_recipe, to_yaml
 
 _LOCK, _JOB = ".lock", ".job"
 
@@ -53,6 +52,9 @@ class RunFolder:
             path: The first of the folders, such as `runs/digits`.
             resume: Whether to continue a run: the latest one.
             overwrite: Whether to replace a run: the latest one.
+
+        Returns:
+            The folder, which is not created.
         """
         every = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
         taken = [cls(one) for one in itertools.takewhile(lambda one: cls(one)._is_used(), every)]
@@ -100,7 +102,7 @@ class RunFolder:
             require(self.recipe.is_file(), "it is missing")
             found = load_recipe(str(self.recipe))
             if copy is not None:
-                changed = differences(copy, found)
+                changed = differences(copy, found, FREE_ON_RESUME)
                 require(not changed, f"it differs from the copy in a checkpoint: {'; '.join(changed)}")
                 _check_epochs(copy, found)
             return found
@@ -161,7 +163,7 @@ class RunFolder:
         )
         if resume:
             _check_epochs(stored, recipe)
-            changed = differences(stored, recipe)
+            changed = differences(stored, recipe, FREE_ON_RESUME)
             require(
                 not changed,
                 f"the run in {self.path} has other settings ({'; '.join(changed)}): resume without changing them, or "
@@ -232,31 +234,6 @@ def _job() -> str:
     return name if name != "none" else f"{socket.gethostname()}, process {os.getppid()}"  # of jobs without a name
 
 
-def differences(stored: Recipe, recipe: Recipe) -> list[str]:
-    """Return the changed settings that a resumed run may not change, such as `seed: 0 -> 1`."""
-    free = tuple(key.rstrip(".") for key in FREE_ON_RESUME)
-    before, after = _flat(stored), _flat(recipe)
-    return [
-        f"{key}: {before.get(key)} -> {after.get(key)}"
-        for key in {**before, **after}
-        if before.get(key) != after.get(key) and not any(key == one or key.startswith(f"{one}.") for one in free)
-    ]
-
-
-def _flat(recipe: Recipe) -> dict[str, Any]:
-    values = recipe.model_dump()
-    values["optimizers"] = {name: values["optimizers"].get(name, {}) for name in recipe.optimizer}
-
-    def items(part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in part.items():
-            if isinstance(value, Mapping):
-                yield from items(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    return dict(items(values, ""))
-
-
 def _check_epochs(stored: Recipe, recipe: Recipe) -> None:
     """Refuse a number of epochs with which the steps so far would have been different."""
     if recipe.epochs == stored.epochs:
@@ -265,7 +242,7 @@ def _check_epochs(stored: Recipe, recipe: Recipe) -> None:
     require(recipe.steps is None, f"{said}: the length is set by steps={recipe.steps}; leave epochs out, or {other}")
     require(
         recipe.epochs > stored.epochs,
-        f"{said} is less than the run's {stored.epochs}: --resume can only lengthen a run; leave epochs out, or {other}",
+        f"{said} is less than the run's {stored.epochs}: --resume only lengthens a run; leave epochs out, or {other}",
     )
     damped = any("damping" in settings_of(name) for name in recipe.optimizer)
     for key in ("schedule", *(["damping_schedule"] if damped else [])):

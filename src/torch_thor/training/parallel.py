@@ -22,6 +22,8 @@ from torch_thor.capture.sharding import is_fully_sharded
 from torch_thor.training.errors import ElsewhereError, UserError, first_line, require
 from torch_thor.training.recipe import Recipe
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -35,7 +37,7 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     @property
     def first(self) -> bool:
@@ -111,7 +113,7 @@ def processes(recipe: Recipe) -> Iterator[Ranks]:
 def agreed(ranks: Ranks) -> Iterator[None]:
     """Raise on every process if the block raises a `UserError` on any. Every process must enter it.
 
-    Without it, the other processes would wait for one that has failed. The block must not communicate.
+    Without it, the other processes would wait for one that has failed. The block may communicate in such blocks only.
 
     Args:
         ranks: The process.
@@ -128,12 +130,13 @@ def agreed(ranks: Ranks) -> Iterator[None]:
         yield
     except UserError as raised:
         error = raised
-    messages = ranks.gathered(None if error is None else str(error))
+    # a process that has only heard of an error, in an inner block, does not report it
+    messages = ranks.gathered(None if error is None or isinstance(error, ElsewhereError) else str(error))
     failed = [rank for rank, message in enumerate(messages) if message is not None]
-    if error is not None and failed[0] == ranks.rank:
-        raise error
-    if failed:
+    if failed and failed[0] != ranks.rank:
         raise ElsewhereError(messages[failed[0]]) from error
+    if error is not None:
+        raise error
 
 
 @dataclass
@@ -243,6 +246,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
     These are the elements of its lists (`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict`), and of lists that are
     elements of lists. Parameters outside of them, and those that a block shares with the rest, belong to the network.
+
+    Args:
+        model: The network.
+
+    Returns:
+        The blocks with parameters.
     """
 
     def elements(module: nn.Module, listed: bool) -> Iterator[nn.Module]:

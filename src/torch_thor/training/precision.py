@@ -53,11 +53,7 @@ class Precision:
         torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Take the optimizer's step, unless a gradient overflowed; return whether it was taken.
-
-        Raises:
-            UserError: If `MOST_SKIPPED` consecutive steps overflow.
-        """
+        """Take the optimizer's step unless a gradient overflowed: whether it was taken. Many overflows are an error."""
         if not self.scaler.is_enabled():
             optimizer.step()
             return True
@@ -92,7 +88,10 @@ def averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
 
     Args:
         model: The network, on its device.
-        decay: Decay of the average per step; None creates no average.
+        decay: Decay of the average per step.
+
+    Returns:
+        The average; None if the decay is None.
     """
     if decay is None:
         return None

@@ -11,14 +11,14 @@ import torch
 from rich.console import Console
 
 from torch_thor.files import check_place, whole_folder, writing
-from torch_thor.training import checkpoint, weights
+from torch_thor.training import checkpoint, schedules, weights
 from torch_thor.training.checkpoint import Checkpoint
 from torch_thor.training.errors import require
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.folder import RunFolder
 from torch_thor.training.loop import Observer, Run, split, train
 from torch_thor.training.observers import observers_of
-from torch_thor.training.optimizers import build_optimizer
+from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
 from torch_thor.training.precision import Precision, averaged
 from torch_thor.training.printing import printer
@@ -47,14 +47,24 @@ def build(recipe: Recipe, name: str, task: Task, ranks: Ranks, *, resumed: bool 
     """
     torch.manual_seed(recipe.seed)
     model = task.model()
-    if recipe.weights is not None and not resumed:
-        weights.load(model, recipe, task)
+    with agreed(ranks):
+        if recipe.weights is not None and not resumed:
+            weights.load(model, recipe, task)
     divided = recipe.parallel != "ddp" and ranks.world > 1
     model = model if divided else model.to(ranks.device)  # the whole of a divided one may be too large for a device
     average = averaged(model, recipe.ema_decay)  # before the optimizer: a copy would keep its hooks
     if divided:
         divide([model] if average is None else [model, average.module], recipe, ranks)
-    optimizer = build_optimizer(name, model, recipe.optimizers.get(name, {}))
+
+    def split_dim() -> int:
+        with agreed(ranks), torch.random.fork_rng([]):
+            batch = split(next(task.batches(ranks, 0)), recipe.accumulation_at(0))[0]
+            number = measured_split_dim(model, lambda net: task.loss(net, batch).mean) if ranks.first else 0
+        return int(ranks.broadcast(number))
+
+    given = recipe.optimizers.get(name, {})
+    optimizer = build_optimizer(name, model, given, sample=None if resumed else split_dim)
+    schedules.check(optimizer, recipe, task.steps_per_epoch)
     if ranks.rank:
         torch.manual_seed(recipe.seed + ranks.rank)  # the same weights, but not the same dropout
     weight = RankWeight()
@@ -218,8 +228,8 @@ def _with_words(saved: Checkpoint, words: Sequence[str]) -> Recipe:
     sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
     require(
         sizes[0] == sizes[1],
-        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose data with "
-        "images of that size, or set data.transform.size",
+        f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose data "
+        "of that size, or set data.transform.size",
     )
     return recipe
 

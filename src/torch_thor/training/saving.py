@@ -1,4 +1,4 @@
-"""Saving checkpoints while a run trains: at intervals, at the end, of the best evaluation, and when a signal stops it."""
+"""Saving checkpoints of a run: at intervals, at the end, of the best evaluation, and when a signal stops it."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def save(folder: Path, run: Run, *, recipe: str, offset: int, keep: int, best: b
     Raises:
         UserError: If it cannot be written. No incomplete checkpoint is left, and older ones are kept.
     """
-    weights, state = _whole(run)
+    weights, state = whole(run)
     final = folder / BEST / f"{PREFIX}{run.step:08d}" if best else folder / f"{PREFIX}{run.step:08d}"
     with agreed(run.ranks), _reporting(final, folder):
         if run.ranks.first:
@@ -141,8 +141,8 @@ def save(folder: Path, run: Run, *, recipe: str, offset: int, keep: int, best: b
     return final
 
 
-def _whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The weights by file, and everything else; whole on the first process."""
+def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Return the weights by file, and everything else, whole on the first process. Every process must call it."""
     from torch.distributed.checkpoint.state_dict import (  # takes a second
         StateDictOptions,
         get_model_state_dict,

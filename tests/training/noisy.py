@@ -1,0 +1,129 @@
+"""A small task with all that a resumed run must remember: batch statistics, dropout, whole numbers in buffers."""
+
+import sys
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torch_thor.training import checkpoint
+from torch_thor.training.errors import StoppedError
+from torch_thor.training.loop import train
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipes import to_yaml
+from torch_thor.training.run import build
+from torch_thor.training.saving import Saver, whole
+from torch_thor.training.tasks.task import Loss, Metric, Terms
+
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
+
+STEPS, PER_EPOCH = 12, 5
+SETTINGS = {"update_interval": 4, "factor_decay": 0.5, "trace_thresholds": (0.05, 0.001), "lr": 0.01, "split_dim": 4}
+OPTIMIZERS = {"thor": SETTINGS, "thor-muon": {**SETTINGS, "divide_curvature": True}, "sgd": {"momentum": 0.0}}
+del OPTIMIZERS["thor-muon"]["trace_thresholds"]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3))
+        self.lists = nn.ModuleList([nn.Linear(8, 7), nn.Linear(7, 8)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, rows):
+        x = self.body(rows)
+        for layer in self.lists:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Noisy:
+    unit, steps_per_epoch, samples = "rows", PER_EPOCH, 60
+    metrics = (
+        Metric("loss", "loss", "loss", False),
+        Metric("top1", "top-1", "top-1", True, primary=True, share=True),
+    )
+
+    def __init__(self, kind=Net):
+        self.kind = kind
+
+    def model(self):
+        return self.kind().double()
+
+    def batch(self, seed, part):
+        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return rows[part], rows[:, :3].argmax(1)[part]
+
+    def batches(self, ranks, start):
+        own = slice(ranks.rank * 12 // ranks.world, (ranks.rank + 1) * 12 // ranks.world)
+        for step in count(start):
+            yield self.batch(step, own)
+
+    def held_out(self, ranks):
+        for number in range(0, 4, ranks.world):
+            yield self.batch(1000 + number + ranks.rank, slice(None)), True
+
+    def terms(self, batch):
+        return Terms(len(batch[0]))
+
+    def loss(self, net, batch):
+        output = net(batch[0])
+        return Loss(F.cross_entropy(output, batch[1]), output)
+
+    def measure(self, net, batch):
+        output = net(batch[0])
+        hits = (output.argmax(1) == batch[1]).sum()
+        return {"loss": F.cross_entropy(output, batch[1], reduction="sum"), "top1": hits}
+
+
+def recipe(**given):
+    own = {"steps": STEPS, "eval_interval": 3, "checkpoint_interval": 5, "ema_decay": 0.5, "seed": 3, "device": "cpu"}
+    return Recipe.model_validate({**own, "optimizer": list(OPTIMIZERS), "optimizers": OPTIMIZERS, **given})
+
+
+class Losses:
+    """Notes the losses and the evaluations, and asks to stop in a given step."""
+
+    def __init__(self, stop_at=None):
+        self.stop_at, self.seen = stop_at, []
+        self.stops = [15] if stop_at == 1 else []
+
+    def step(self, run, point):
+        self.seen.append((point.step, point.loss))
+        if point.step + 1 == self.stop_at:  # it is noticed in the next step
+            self.stops.append(15)
+
+    def evaluation(self, run, score):
+        self.seen.append((score.step, *score.metrics.values(), *(score.averaged or {}).values()))
+
+    def end_of_step(self, run):
+        pass
+
+    def close(self):
+        pass
+
+
+def go(folder, given, name, ranks=None, *, stop_at=None, resume=False, task=None):
+    """Train with checkpoints; gives losses, whole weights and state, and random numbers, on the first process."""
+    ranks, task = ranks or Ranks(), task or Noisy()
+    run = build(given, name, task, ranks, resumed=resume)
+    if resume:
+        torch.manual_seed(999)  # another process: nothing of the first one's random numbers is left
+        checkpoint.newest(folder, print).restore(run)
+    noted = Losses(stop_at)
+    with suppress(StoppedError):
+        train(run, [noted, Saver(folder, to_yaml(given), lambda: run.step)], stops=noted.stops)
+    assert run.step == (stop_at or given.steps)
+    return noted.seen, state(run)
+
+
+def state(run):
+    weights, rest = whole(run)
+    del rest["seconds"]
+    for score in ("score", "best"):
+        rest[score] = rest[score] and {**rest[score], "seconds": 0}
+    return weights, rest

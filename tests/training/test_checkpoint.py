@@ -1,0 +1,334 @@
+"""One format for every division: a resumed run is one that never stopped, and what is damaged is never loaded."""
+
+import errno
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+import noisy
+from command_line import contents
+from ranks import Ranks as Pool
+from tiny import assert_same
+from torch_thor.training import checkpoint, saving
+from torch_thor.training.checkpoint import Checkpoint, newest, open_checkpoint
+from torch_thor.training.errors import DamagedCheckpointError, UserError
+from torch_thor.training.loop import train
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.run import build
+
+WAYS = {"one": (1, "ddp"), "ddp": (2, "ddp"), "fsdp": (2, "fsdp"), "hsdp": (4, "hsdp")}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    ranks = Pool(most=4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def on(pool, tmp_path):
+    """Run `go` as one of WAYS; gives the result of each rank."""
+
+    def start(way, folder, given, name, **options):
+        world, parallel = WAYS[way]
+        shards = {"shards": 2} if parallel == "hsdp" else {}
+        return pool.run(world, tmp_path, _go, folder, given | {"parallel": parallel, **shards}, name, options)
+
+    return start
+
+
+def _go(rank, world, folder, given, name, options):
+    return noisy.go(folder, noisy.recipe(**given), name, Ranks(rank, world), **options)
+
+
+CASES = [(way, name) for way in WAYS for name in noisy.OPTIMIZERS if (way, name) != ("hsdp", "sgd")]
+
+
+@pytest.mark.parametrize(("way", "name"), CASES)
+def test_resumed_equals_never_stopped_bit_for_bit(on, tmp_path, way, name):
+    whole = on(way, tmp_path / "whole", {}, name)
+    for stop_at in (1, 4, 7):  # the first step, a refresh; none is that of an evaluation
+        cut = on(way, tmp_path / f"cut{stop_at}", {}, name, stop_at=stop_at)
+        rest = on(way, tmp_path / f"cut{stop_at}", {}, name, resume=True)
+        for (seen, end), (before, _), (after, found) in zip(whole, cut, rest, strict=True):
+            assert before + after == seen
+            assert_same(found, end)
+
+
+PAIRS = [
+    *((before, after, name) for before, after in (("ddp", "one"), ("one", "ddp")) for name in noisy.OPTIMIZERS),
+    # thor-muon is left out: each process orthogonalises its own rows
+    *((*pair, name) for pair in (("fsdp", "one"), ("one", "fsdp"), ("fsdp", "ddp")) for name in ("thor", "sgd")),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "name"), PAIRS)
+def test_loads_into_another_division(on, tmp_path, before, after, name):
+    """Without dropout and batch statistics, and with blocks of one row that are cut alike, all divisions train alike."""
+    given = {"ema_decay": None, "optimizers": {**noisy.OPTIMIZERS}}
+    for one in ("thor", "thor-muon"):
+        given["optimizers"][one] = {**noisy.OPTIMIZERS[one], "split_dim": 1, "max_update_ratio": None}
+    on(before, tmp_path, given, name, stop_at=4, task=noisy.Noisy(Quiet))
+    (seen, (weights, state)), *_ = on(after, tmp_path, given, name, resume=True, task=noisy.Noisy(Quiet))
+    (wanted, (expected, end)), *_ = on("one", tmp_path / "whole", given, name, task=noisy.Noisy(Quiet))
+    torch.testing.assert_close(weights, expected)
+    torch.testing.assert_close(seen, wanted[-len(seen) :])
+    for parameter, values in end["optimizer"]["state"].items():
+        found = state["optimizer"]["state"][parameter]
+        torch.testing.assert_close({**found, "row_shards": 1}, {**values, "row_shards": 1})
+
+
+class Quiet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, rows):
+        return self.layers(rows)
+
+
+# ---- the files ------------------------------------------------------------------------------------------------------
+
+FILES = ("model.safetensors", "averaged.safetensors", "state.pt", "recipe.yaml", "manifest.json")
+SAVED = {"recipe": "seed: 3\n", "offset": 7}
+
+
+@pytest.fixture
+def trained():
+    """A run after two steps."""
+    run = build(noisy.recipe(steps=2, eval_interval=1), "thor", noisy.Noisy(), Ranks())
+    train(run)
+    return run
+
+
+def save(folder, run, step, keep=5, **options):
+    run.step = step
+    return saving.save(folder, run, **SAVED, keep=keep, **options)
+
+
+def names(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.glob("**/*step-*"))
+
+
+def harm(path, kind):
+    content = path.read_bytes()
+    place = {"first": 0, "middle": len(content) // 2, "last": -2}.get(kind)
+    if place is not None:
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+    elif kind == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2] if kind == "cut" else b"")
+
+
+def test_round_trip(trained, tmp_path):
+    path = save(tmp_path, trained, 2)
+    saved = newest(tmp_path, pytest.fail)
+    assert saved == Checkpoint(path, 2, "thor", None, 7)
+    assert saved.recipe_text == "seed: 3\n"
+    assert sorted(file.name for file in path.iterdir()) == sorted(FILES)
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1
+    again = build(trained.recipe, "thor", trained.task, Ranks())
+    saved.restore(again, pytest.fail)
+    assert_same(noisy.state(again), noisy.state(trained))
+    assert again.done
+    assert (again.score, again.best) == (trained.score, trained.best)
+
+
+@pytest.mark.parametrize("kind", ["first", "middle", "last", "cut", "empty", "missing"])
+def test_damage_is_named_and_the_one_before_is_taken(trained, tmp_path, kind):
+    old = save(tmp_path, trained, 1)
+    for name in FILES:
+        new, said = save(tmp_path, trained, 2), []
+        harm(new / name, kind)
+        assert newest(tmp_path, said.append).path == old, name
+        assert len(said) == 1
+        assert re.search(rf"{new} is damaged: .*{name}.*; falling back", said[0])
+    harm(old / FILES[0], kind)
+    with pytest.raises(DamagedCheckpointError, match="every checkpoint in .* is damaged: start again with"):
+        newest(tmp_path, said.append)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "7", "{}", "[" * 100_000, '{"checksum": []}', "\0", "\xff"])
+def test_a_manifest_of_another_form_is_damage(trained, tmp_path, text):
+    path = save(tmp_path, trained, 2)
+    (path / "manifest.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DamagedCheckpointError, match="manifest.json is truncated or altered"):
+        open_checkpoint(path)
+    path.rename(tmp_path / "step-00000099")
+    save(tmp_path, trained, 99).rename(tmp_path / "step-00000100")
+    with pytest.raises(DamagedCheckpointError, match="step-00000100 is damaged: it contains step 99"):
+        open_checkpoint(tmp_path / "step-00000100")
+
+
+def test_nothing_in_it_is_executed(trained, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    path = save(tmp_path, trained, 2)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for content in (pickle.dumps({"optimizer": Evil()}), pickle.dumps(Evil(), protocol=2), b"PK\3\4"):
+        (path / "state.pt").write_bytes(content)
+        del manifest["checksum"]
+        manifest["sha256"]["state.pt"] = checkpoint.sha256(path / "state.pt")  # a forger can do sums too
+        manifest["checksum"] = checkpoint.digest(manifest)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(DamagedCheckpointError, match="state.pt cannot be loaded"):
+            open_checkpoint(path).restore(build(trained.recipe, "thor", trained.task, Ranks()))
+    assert not (tmp_path / "evil").exists()
+
+
+def die(*args, **options):
+    raise SystemExit("killed here")
+
+
+def full(*args, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_for_safetensors(*args, **options):
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def full_for_torch(*args, **options):
+    try:
+        full()
+    except OSError:
+        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 704 vs 598") from None
+
+
+MOMENTS = [  # where, and the call that fails there
+    *((saving, "save_file", number, full_for_safetensors) for number in (1, 2)),
+    (torch, "save", 1, full_for_torch),
+    *((Path, "write_text", number, full) for number in (1, 2)),
+    *((os, "fsync", number, full) for number in (1, 5, 6)),
+    (Path, "mkdir", 2, full),
+    (Path, "rename", 1, full),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "number", "failing"), MOMENTS)
+def test_a_full_disk_or_a_kill_leaves_the_older_ones_whole(
+    trained, tmp_path, monkeypatch, where, name, number, failing
+):
+    for step in (1, 2):
+        save(tmp_path, trained, step)
+    before, really = contents(tmp_path), getattr(where, name)
+    for instead in (failing, die):
+        calls = []
+
+        def either(*args, calls=calls, instead=instead, **options):
+            calls.append(args)
+            return (instead if len(calls) == number else really)(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, either)
+            with pytest.raises(SystemExit if instead is die else UserError) as caught:
+                save(tmp_path, trained, 3, keep=1)
+        if instead is not die:
+            assert "\n" not in str(caught.value)
+            assert f"{tmp_path / 'step-00000003'} cannot be written (" in str(caught.value)
+            assert "No space left on device" in str(caught.value)
+            assert "the newest complete one is step-00000002: free some disk space, then" in str(caught.value)
+            assert contents(tmp_path) == before
+        assert newest(tmp_path, pytest.fail).step == 2
+    save(tmp_path, trained, 3, keep=1)  # what a kill has left is no obstacle
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_everything_is_on_the_disk_before_the_rename(trained, tmp_path, monkeypatch):
+    flushed, really = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (flushed.append(Path(f"/proc/self/fd/{fd}").readlink().name), really(fd))
+    )
+    monkeypatch.setattr(Path, "rename", die)
+    with pytest.raises(SystemExit):
+        save(tmp_path, trained, 2)
+    assert set(flushed) == {*FILES, ".writing-step-00000002"}
+
+
+def test_newest_and_best_are_kept(trained, tmp_path, monkeypatch):
+    for step, best, keep in ((1, True, 2), (2, False, 2), (3, True, 0), (4, False, 2), (12, False, 2)):
+        save(tmp_path, trained, step, keep, best=best)
+    assert names(tmp_path) == ["best/step-00000003", "step-00000004", "step-00000012"]
+    save(tmp_path, trained, 13, 2, best=True)
+    assert names(tmp_path) == ["best/step-00000013", "step-00000012", "step-00000013"]
+    one, other = (
+        open_checkpoint(folder / "step-00000013").path / "state.pt" for folder in (tmp_path, tmp_path / "best")
+    )
+    assert one.samefile(other)
+    monkeypatch.setattr(os, "link", full)  # a file system without hard links
+    save(tmp_path, trained, 14, 1, best=True)
+    one, other = (
+        open_checkpoint(folder / "step-00000014").path / "state.pt" for folder in (tmp_path, tmp_path / "best")
+    )
+    assert not one.samefile(other)
+    assert names(tmp_path) == ["best/step-00000014", "step-00000014"]
+    harm(one, "cut")
+    assert newest(tmp_path, print).path == other.parent
+
+
+def test_an_old_one_that_cannot_be_removed_ends_nothing(trained, tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, trained, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", full)
+        save(tmp_path, trained, 3, keep=2)
+    save(tmp_path, trained, 4, keep=2)  # tried again
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+class Tied(Quiet):
+    def __init__(self):
+        super().__init__()
+        self.again = nn.ModuleList([self.layers[0], nn.Linear(6, 8)])
+        self.again[1].weight = self.layers[0].weight
+
+    def forward(self, rows):
+        return self.layers(rows) + self.again[1](rows)[:, :3]
+
+
+def test_shared_weights_are_written_once(tmp_path):
+    given, task = noisy.recipe(steps=2), noisy.Noisy(Tied)
+    noisy.go(tmp_path / "cut", given, "sgd", task=task, stop_at=1)
+    stored = load_file(newest(tmp_path / "cut", pytest.fail).path / "model.safetensors")
+    assert len(stored) == len(list(Tied().parameters()))
+    assert_same(
+        noisy.go(tmp_path / "cut", given, "sgd", task=task, resume=True)[1],
+        noisy.go(tmp_path / "whole", given, "sgd", task=task)[1],
+    )
+
+
+def test_what_belongs_to_another_run_is_refused(trained, tmp_path):
+    save(tmp_path, trained, 2)
+    saved = newest(tmp_path, pytest.fail)
+    other = noisy.Noisy()
+    other.samples = 61
+    with pytest.raises(UserError, match="began with 60 training samples, and the data have 61 now"):
+        saved.restore(build(trained.recipe, "thor", other, Ranks()))
+    with pytest.raises(
+        UserError, match=r"not contain the weights of this network \(again.1.bias is missing, not \(8,\)"
+    ):
+        saved.restore(build(trained.recipe, "sgd", noisy.Noisy(Tied), Ranks()))
+    with pytest.raises(UserError, match="the state of sgd does not fit"):
+        saved.restore(
+            build(noisy.recipe(optimizers={"sgd": {"decay_filter": "*.weight"}}), "sgd", trained.task, Ranks())
+        )
+    other.samples, other.tokenizer_checksum, other.tokenizer_file = 60, "b" * 64, Path("tokenizer.json")
+    build(trained.recipe, "thor", other, Ranks())
+    with pytest.raises(
+        UserError, match=r"tokenizer.json is not the tokenizer that .* \(SHA-256 bbbbbbbbbbbb, not aaaaaaaaaaaa"
+    ):
+        Checkpoint(saved.path, 2, "thor", "a" * 64, 7).check_tokenizer(other)
