@@ -12,9 +12,13 @@ from torch import nn
 from joined import made, network, optimizer_of, routed, shares, stream, train, world_of
 from torch_thor import ThorMuon
 from torch_thor.distributed import divided
-from torch_thor.training.reports import traffic
-from torch_thor.training.reports.plan_divided import divided_share
-from torch_thor.training.reports.traffic import Collective, collectives_of_refresh, collectives_of_step
+from torch_thor.tools.traffic import (
+    Collective,
+    collectives_of_inverses,
+    collectives_of_refresh,
+    kept_bytes,
+    laid_out,
+)
 
 NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast")
 DIVIDED = {"distributed": {"divide_curvature": True}}
@@ -41,7 +45,7 @@ def sent(rank, world, way, make=network, turn=2**23, **options):
     def recording(name, really):
         def collective(output, *given, **options):
             passed = given[0] if given and torch.is_tensor(given[0]) else output
-            found.append(Collective(name, passed.nbytes, output.nbytes))
+            found.append(Collective(name, dist.get_world_size(options.get("group")), passed.nbytes, output.nbytes))
             return really(output, *given, **options)
 
         return collective
@@ -62,7 +66,7 @@ def sent(rank, world, way, make=network, turn=2**23, **options):
         assert set(decisions.values()) == {"UPDATE"}
         layers = list(optimizer.curvature.values())
         computed = collectives_of_refresh(layers, world, optimizer.distributed.communication_dtype)
-        computed += collectives_of_step(model.parameters(), layers)
+        computed += collectives_of_inverses(model.parameters(), layers)
     state = [(k, v) for entries in optimizer.state.values() for k, v in entries.items() if torch.is_tensor(v)]
     return found, computed, sum(value.nbytes for key, value in state if key != "momentum_buffer")
 
@@ -105,19 +109,20 @@ def test_a_plan_of_divided_curvature_is_what_is_sent(run, turn):
     """Planned in one process, whose layers are not divided."""
     model = network()
     layers = list(optimizer_of(model).curvature.values())
-    with mock.patch.object(divided, "ELEMENTS", turn), traffic.divided_among(layers, 4, 0):
-        planned = collectives_of_refresh(layers, 4) + collectives_of_step(model.parameters(), layers)
+    with mock.patch.object(divided, "ELEMENTS", turn), laid_out(layers, 4, divided=True):
+        planned = collectives_of_refresh(layers, 4) + collectives_of_inverses(model.parameters(), layers)
+        most = kept_bytes(layers, 4)
     kept = []
     for found, _, bytes_kept in run(4, functools.partial(sent, way="ddp", turn=turn, **DIVIDED)):
         assert found == planned
         kept.append(bytes_kept)
-    assert divided_share(model, layers, 4).state_bytes == max(kept)
+    assert most == max(kept)
     assert [one.name for one in planned].count("all_gather_into_tensor") > (7 if turn == 200 else 4)
 
 
 def test_what_a_ring_sends():
     """Of four pieces each rank sends three; of one piece it receives three; an all-reduce is one after the other."""
-    assert Collective("broadcast", 400, 400).sent(4) == 400
-    assert Collective("reduce_scatter_tensor", 400, 100).sent(4) == 300
-    assert Collective("all_gather_into_tensor", 100, 400).sent(4) == 300
-    assert Collective("all_reduce", 400, 400).sent(4) == 600
+    assert Collective("broadcast", 4, 400, 400).sent == 400
+    assert Collective("reduce_scatter_tensor", 4, 400, 100).sent == 300
+    assert Collective("all_gather_into_tensor", 4, 100, 400).sent == 300
+    assert Collective("all_reduce", 4, 400, 400).sent == 600

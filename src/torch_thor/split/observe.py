@@ -64,15 +64,11 @@ class Observer:
     def spectral_losses(self, sample_batch: Any, loss_fn: LossFn | None, split_dims: Sequence[int]) -> Losses:
         """Run the sample batch forward and backward, and return the spectral losses."""
         self._split_dims = split_dims
-        has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
-        inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), self._device)
-        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         own, calls = [] if self._device.type == "cpu" else [self._device], ModuleCalls(self)
         with torch.random.fork_rng(own, device_type=self._device.type), torch.enable_grad():
             calls.listen(self._model, self._hooks)
             try:
-                output = self._model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
-                _loss(output, targets, loss_fn).backward()
+                loss_of(self._model, sample_batch, loss_fn, self._device).backward()
             finally:
                 calls.close()
         for layer in self.layers.values():  # layers of which one of several calls has received no gradient
@@ -105,7 +101,12 @@ def _to(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _loss(output: Any, targets: Any, loss_fn: LossFn | None) -> Tensor:
+def loss_of(model: nn.Module, sample_batch: Any, loss_fn: LossFn | None, device: torch.device) -> Tensor:
+    """Run a model on a sample batch, as :func:`torch_thor.choose_split_dim` takes it, and return its loss."""
+    has_targets = isinstance(sample_batch, tuple | list) and len(sample_batch) == 2
+    inputs, targets = _to(sample_batch if has_targets else (sample_batch, None), device)
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    output = model(*(args if isinstance(args, tuple) else (args,)), **kwargs)
     if loss_fn is not None:
         return loss_fn(output) if targets is None else loss_fn(output, targets)
     scores = getattr(output, "logits", output)

@@ -1,0 +1,316 @@
+"""`torch-thor plan`: what THOR keeps and sends on many devices, and what a training takes, before renting them.
+
+Bytes are exact. Times are those of a step that is measured on one device, plus the network: a collective of p devices
+is a ring, which takes rounds · latency + sent bytes / bandwidth, with p - 1 rounds, or 2 (p - 1) for an all-reduce.
+Nothing overlaps, all layers take new factors on each refresh, and a device inverts its share of the blocks.
+"""
+
+import json
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torch_thor import __version__
+from torch_thor.files import check_place, write_text, writing
+from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.split.observe import loss_of
+from torch_thor.split.timing import device_name, inverse_seconds
+from torch_thor.tools import traffic
+from torch_thor.tools.split_dim import CHANNELS, CLASSES, Subject, load_subject
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.models import bert
+from torch_thor.training.models.library import build_model
+from torch_thor.training.optimizers import build_optimizer
+from torch_thor.training.parallel import device_of
+from torch_thor.training.precision import Precision
+from torch_thor.training.printing import printer
+from torch_thor.training.recipe import Recipe
+from torch_thor.training.recipes import load_recipe, recipe_names
+
+FILE, ROUNDS = "plan.json", 5
+KINDS, FORMS = ("thor", "thor-muon"), ("ddp", "ddp, divided", "fsdp", "hsdp")
+PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where no recipe says others
+OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
+# minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
+PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step on one device, in seconds: an ordinary one, one with a refresh, and the inversion of all blocks in it."""
+
+    device: str
+    batch: int
+    ordinary: float
+    refresh: float
+    inverting: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a device keeps, sends and computes on a number of devices, in bytes; that which has most."""
+
+    form: str
+    devices: int
+    memory: traffic.Memory
+    sent: int  # in every step
+    sent_more: int  # in addition on a refresh
+    rounds: int
+    rounds_more: int
+    most_work: float  # of the inversion, over the mean
+
+    def seconds(self, measured: Measured, bandwidth: float, latency: float) -> tuple[float, float, float]:
+        """Return the time of a step, the part of it that is network, and the time of a step with a refresh."""
+        network = self.rounds * latency + self.sent / bandwidth
+        more = self.rounds_more * latency + self.sent_more / bandwidth
+        others = measured.inverting * (1 - self.most_work / self.devices)  # what other devices invert
+        return measured.ordinary + network, network, measured.refresh - others + network + more
+
+
+def plan(
+    subject: str,
+    console: Console,
+    *,
+    words: Sequence[str] = (),
+    devices: Sequence[int] = (1, 8, 64, 256),
+    shards: int = 8,
+    optimizer: str | None = None,
+    split_dim: int | None = None,
+    batch: int | None = None,
+    samples: int | None = None,
+    bandwidth: float = 50.0,
+    latency: float = 14.0,
+    device: str = "auto",
+    out: Path | None = None,
+) -> list[Row]:
+    """Print what a training with THOR keeps and sends on each of many devices, and predict its times.
+
+    Args:
+        subject: A recipe, a torchvision or timm name, a size of BERT, a transformers `config.json`, or
+            `FILE.py:FUNCTION`, which returns a model or, for times, `(model, batch)` or `(model, batch, loss_fn)`. No
+            data are needed: samples are random, and networks have the usual number of outputs.
+        console: Where the tables are printed.
+        words: `key=value` on top of a recipe.
+        devices: Numbers of devices.
+        shards: The devices that hold one copy of the weights with HSDP, such as those of a machine.
+        optimizer: `thor` or `thor-muon`; None: the first of them in the recipe, or thor.
+        split_dim: Block size of the factors; None: that of the recipe, or the default.
+        batch: Samples of a step on each device; a step with them is measured on this one. None predicts no times.
+        samples: Samples of the whole training, all epochs together; None predicts no time of it.
+        bandwidth: GB/s that a device sends; with several kinds of links, of the slowest.
+        latency: Microseconds of a round of a ring, in addition.
+        device: The device to measure on: `auto` or its name.
+        out: The folder of `plan.json`; None writes no file.
+
+    Returns:
+        A row for each way to train and number of devices.
+
+    Raises:
+        UserError: If the model cannot be built or measured, or an option does not fit.
+    """
+    for option, value, least in (("devices", min(devices, default=0), 1), ("shards", shards, 2),
+                                 ("batch", batch or 1, 1), ("samples", samples or 1, 1)):  # fmt: skip
+        require(value >= least, f"--{option} {value}: give {least} or more")
+    require(bandwidth > 0 <= latency, f"--bandwidth {bandwidth} must be above 0, --latency {latency} at least 0")
+    if out is not None:
+        check_place(out)
+    is_recipe = subject in recipe_names() or Path(subject).suffix in {".yaml", ".yml"}
+    require(is_recipe or not words, f"{subject} is no recipe: leave {' '.join(words)} out")
+    recipe = load_recipe(subject, words) if is_recipe else None
+    used = [name for name in (recipe.optimizer if recipe else KINDS) if name in KINDS]
+    name = optimizer or (used[0] if used else "none")
+    require(name in KINDS, f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one")
+    given = dict(recipe.optimizers.get(name, {})) if recipe else {}
+    given |= {} if split_dim is None else {"split_dim": split_dim}
+    with torch.device("meta"):
+        model = _subject(subject, recipe, batch or 1).model
+    require(any(p.requires_grad for p in model.parameters()), f"{subject} has no parameters to train: unfreeze some")
+    thor, say = _optimizer(name, model, given), printer(console)
+    rows = [row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    say(f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained / 1e6:,.1f} M trained parameters")
+    console.print(_kept_and_sent(rows))
+    measured, times = None, [{} for _ in rows]
+    if batch is not None:
+        where = device_of(device)
+        say(f"Measuring a step on {where} ...")
+        measured = measure(subject, recipe, name, given, where, batch)
+        for row, own in zip(rows, times, strict=True):
+            own["step"], own["network"], own["refresh"] = row.seconds(measured, 1e9 * bandwidth, 1e-6 * latency)
+            if samples is not None:
+                steps = -(-samples // (measured.batch * row.devices))
+                refreshes = _refreshes(thor.param_groups[0]["update_interval"], steps)
+                own["training"] = refreshes * own["refresh"] + (steps - refreshes) * own["step"]
+        console.print(
+            _times(rows, times, measured.batch, paper := (recipe.model if recipe else subject) == PAPER_MODEL)
+        )
+        say(f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} µs; nothing overlaps")
+        if paper:
+            say("Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices too")
+    if out is not None:
+        found = {
+            "measured": measured and asdict(measured),
+            "bandwidth": bandwidth,
+            "latency": latency,
+            "shards": shards,
+        }
+        numbers = [{**asdict(row), "seconds": own} for row, own in zip(rows, times, strict=True)]
+        with writing(out, "choose another folder with --out"):
+            out.mkdir(parents=True, exist_ok=True)
+            content = {"model": subject, "optimizer": name, "torch_thor": __version__, **found, "rows": numbers}
+            write_text(out / FILE, json.dumps(content, indent=1) + "\n")
+        say(f"Numbers are in {out}")
+    return rows
+
+
+def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int) -> list[Row]:
+    """Return the row of a number of devices; none for what cannot be divided among them."""
+    if (form == "hsdp" and (devices <= shards or devices % shards)) or (form != "ddp" and devices == 1):
+        return []
+    parts = {"fsdp": devices, "hsdp": shards}.get(form, 1)
+    model = optimizer.model
+    with traffic.laid_out(optimizer.curvature.values(), devices, shards=parts, divided=form == FORMS[1]) as layers:
+        step = traffic.collectives_of_training(model, devices, parts)
+        step += traffic.collectives_of_inverses(model.parameters(), layers)
+        more = traffic.collectives_of_refresh(layers, devices)
+        memory = traffic.memory_of(optimizer, layers, devices, parts)
+        work = traffic.most_work(layers, devices)
+    sent, rounds = ([sum(getattr(c, key) for c in part) for part in (step, more)] for key in ("sent", "rounds"))
+    return [Row(form, devices, memory, *sent, *rounds, work)]
+
+
+def _refreshes(interval: Any, steps: int) -> int:
+    step = count = 0
+    while step < steps:
+        step, count = step + (interval if isinstance(interval, int) else interval(step)), count + 1
+    return count
+
+
+class _Masked(nn.Module):
+    """A masked language model that scores 15 % of its tokens alone, as its task does."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, words: Tensor, places: Tensor) -> Any:
+        rows = (torch.arange(len(words), device=words.device)[:, None] * words.shape[1] + places).flatten()
+        with bert.scored_tokens(self.network, rows):
+            return self.network(input_ids=words)
+
+
+def _masked_loss(output: Any, targets: tuple[Tensor, Tensor]) -> Tensor:
+    pairs = getattr(output, "seq_relationship_logits", None)
+    found = cross_entropy(output.logits if pairs is None else output.prediction_logits, targets[0].flatten())
+    return found if pairs is None else found + cross_entropy(pairs, targets[1])
+
+
+def _subject(word: str, recipe: Recipe | None, count: int) -> Subject:
+    """Build a network, with a random batch, because times do not depend on the values, and its loss."""
+    torch.manual_seed(0)
+    name, shape, classes, length, pairs = word, (CHANNELS, PIXELS, PIXELS), CLASSES, LENGTH, True
+    if recipe is not None:
+        known = ("image-classification", "masked-lm")
+        require(recipe.task in known, f"task={recipe.task}: plans are for {' and '.join(known)}; choose another recipe")
+        name, shape, text = recipe.model, recipe.data.image_shape, recipe.data.text
+        classes, length, pairs = (
+            recipe.classes or OF_DATA.get(recipe.data.name, CLASSES),
+            text.length,
+            text.next_sentence,
+        )
+    if bert.is_known(name):
+        words, masked = torch.randint(5, VOCABULARY, (count, length)), max(1, round(0.15 * length))
+        places, targets = torch.rand(count, length).argsort(1)[:, :masked], torch.randint(VOCABULARY, (count, masked))
+        network = _Masked(bert.build(name, VOCABULARY, length, pad=0, next_sentence=pairs))
+        return Subject(network, ((words, places), (targets, torch.randint(2, (count,)))), _masked_loss)
+    found = load_subject(name, 0) if recipe is None else Subject(build_model(name, shape[0], classes))
+    if found.batch is None and ".py:" not in name:
+        found = found._replace(batch=(torch.randn(count, *shape), torch.randint(classes, (count,))))
+    return found
+
+
+def _optimizer(name: str, model: nn.Module, given: Mapping[str, Any]) -> CurvatureOptimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of little that is preconditioned: a line tells how many layers
+        found: Any = build_optimizer(name, model, given)
+    return found  # type: ignore[no-any-return]
+
+
+def measure(
+    subject: str, recipe: Recipe | None, name: str, given: Mapping[str, Any], device: torch.device, batch: int
+) -> Measured:
+    """Measure ordinary steps and refreshes in turn, and the inversion of all blocks; arguments as in `plan`."""
+    model, sample, loss_fn = _subject(subject, recipe, batch)
+    remedy = "return (model, (inputs, targets)) or (model, (inputs, targets), loss function)"
+    require(sample is not None, f"{subject} returned a model alone, and its times are to be measured: {remedy}")
+    precision = Precision("fp32" if recipe is None else recipe.precision, None, device)
+    given = {key: value for key, value in given.items() if key != "fisher"} | {"lr": 1e-6, "update_interval": 2}
+    seconds: tuple[list[float], list[float]] = [], []
+    try:
+        optimizer = _optimizer(name, model.to(device), given)
+        for group in optimizer.param_groups:  # every refresh takes new factors
+            group["trace_thresholds"] = (0.0, 0.0)
+        for turn in range(2 * ROUNDS + 2):
+            started = time.perf_counter()
+            with precision.autocast():
+                loss = loss_of(model, sample, loss_fn, device)
+            precision.backward(loss)
+            precision.step(optimizer)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            seconds[turn % 2].append(time.perf_counter() - started)
+            optimizer.zero_grad()
+        counts: Counter[int] = Counter()
+        blocks = traffic.blocks_of(optimizer.curvature.values())
+        for one in blocks:
+            counts[one.shape[1]] += one.shape[0]
+        sizes = [(count, size) for size, count in counts.items() if size > 1]  # the inverse of a number is a division
+        (inverting,) = inverse_seconds(sizes, (max(counts),), dtype=blocks[0].dtype, device=device)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = first_line(error)
+        raise UserError(f"{subject} could not be measured ({reason}): try another --batch or --device") from error
+    refresh, ordinary = (statistics.median(times[1:]) for times in seconds)  # the first is a warm-up
+    if ".py:" in subject:
+        inputs = sample[0] if isinstance(sample, tuple | list) else sample
+        batch = len(next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs)
+    return Measured(device_name(device), batch, ordinary, refresh, min(inverting, refresh))
+
+
+def _kept_and_sent(rows: Sequence[Row]) -> Table:
+    headings = ("in all", "of it curvature", "sums of a refresh", "sent in a step", "more in a refresh")
+    table = _table("MB that a device keeps, without activations, and sends", *headings, "most work / mean")
+    for row in rows:
+        own = row.memory
+        kept = own.weights + own.gradients + own.moments + own.curvature
+        sizes = (f"{size / 1e6:,.1f}" for size in (kept, own.curvature, own.sums, row.sent, row.sent_more))
+        table.add_row(row.form, f"{row.devices:,}", *sizes, f"{row.most_work:.2f}")
+    return table
+
+
+def _times(rows: Sequence[Row], times: Sequence[Mapping[str, float]], batch: int, paper: bool) -> Table:
+    headings = ("batch", "step, ms", "of it network", "refresh step", "training, min")
+    table = _table("Predicted times", *headings, *(["paper, min"] if paper else []))
+    for row, own in zip(rows, times, strict=True):
+        steps = (f"{1000 * own[key]:,.1f}" for key in ("step", "network", "refresh"))
+        whole = f"{own['training'] / 60:,.1f}" if "training" in own else ""
+        theirs = [str(PAPER.get(row.devices, ""))] if paper else []
+        table.add_row(row.form, f"{row.devices:,}", f"{batch * row.devices:,}", *steps, whole, *theirs)
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "devices", *headings):
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,236 @@
+"""`torch-thor split-dim`: choose THOR's split dimension for a model on this device, from real images."""
+
+import importlib.util
+import json
+import math
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from torch_thor import __version__
+from torch_thor.files import check_place, whole_file, write_text, writing
+from torch_thor.split.choice import SplitChoice, choose_split_dim
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.models.library import build_library_model, build_model
+from torch_thor.training.models.small import CLASSIFIERS
+from torch_thor.training.parallel import device_of
+from torch_thor.training.printing import cell, printer, visible
+from torch_thor.training.recipe import Transform
+
+FIGURE_FILE, NUMBERS_FILE = "split_dim.png", "split_dim.json"
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+CHANNELS, CLASSES = 3, 1000  # of ImageNet; models of torchvision and timm have as many by default
+
+
+def split_dim(
+    model: str,
+    folder: Path,
+    console: Console,
+    *,
+    device: str = "auto",
+    batch: int = 32,
+    pixels: int = 224,
+    data: Path | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> SplitChoice:
+    """Choose the split dimension of a model, print tables, and write `split_dim.png` and `split_dim.json`.
+
+    Args:
+        model: A torchvision or timm name, or `FILE.py:FUNCTION`, a function that returns a model, `(model, batch)` or
+            `(model, batch, loss_fn)`.
+        folder: The folder of the results.
+        console: Where the tables are printed.
+        device: The device to measure on: `auto` or its name.
+        batch: Number of sample images, unless the function returns a batch.
+        pixels: Their height and width.
+        data: A folder of images at any depth; None uses two photographs.
+        seed: Seed of the weights and the crops.
+        overwrite: Whether to replace results in the folder.
+
+    Returns:
+        The choice.
+
+    Raises:
+        UserError: If the model cannot be built or run, or the results would overwrite others.
+    """
+    figure, numbers = folder / FIGURE_FILE, folder / NUMBERS_FILE
+    there = [file for file in (figure, numbers) if file.exists()]
+    require(not there or overwrite, f"{there and there[0]} exists already: give another --out, or --overwrite")
+    check_place(folder)
+    choice, found = measure_split_dim(model, console, device=device, batch=batch, pixels=pixels, data=data, seed=seed)
+    for table in tables(choice):
+        console.print(table)
+    say = printer(console)
+    say(verdict(choice))
+    with writing(folder, "choose another folder with --out"):  # the results have been printed already
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(numbers, json.dumps(found, indent=1) + "\n")
+        draw_choice(choice, model, figure)
+    say(f"Figure and numbers are in {folder}")
+    return choice
+
+
+def measure_split_dim(
+    model: str, console: Console, *, device: str, batch: int, pixels: int, data: Path | None, seed: int
+) -> tuple[SplitChoice, dict[str, Any]]:
+    """Return the choice for a model, and all measured values and settings as JSON values; arguments as above."""
+    for option, value in (("batch", batch), ("pixels", pixels)):
+        require(value >= 1, f"--{option} {value}: give 1 or more")
+    require(0 <= seed < 2**63, f"--seed {seed}: must be between 0 and 2^63 - 1; give another number")
+    where, subject = device_of(device), load_subject(model, seed)
+    sample, source, own = subject.batch, f"the batch that {model} returned", subject.batch is not None
+    if not own:
+        sample, source = sample_images(batch, pixels, data, seed)
+    printer(console)(f"{model} on {where}; sample: {source}. Inverting large blocks takes long ...")
+    try:
+        choice = choose_split_dim(subject.model, sample, where, loss_fn=subject.loss_fn)
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{model} could not be measured: {first_line(error)} (try other --pixels or --batch, or give a "
+            "FILE.py:FUNCTION that returns (model, batch, loss_fn))"
+        ) from error
+    settings = {"model": model, "sample": source, "batch": None if own else batch, "pixels": None if own else pixels}
+    versions = {"torch": torch.__version__, "torch_thor": __version__}
+    return choice, {**settings, "seed": seed, **versions, **choice.as_dict()}
+
+
+class Subject(NamedTuple):
+    """A model, in the mode in which it was returned, with the sample batch and loss function of a user's function."""
+
+    model: nn.Module
+    batch: Any = None
+    loss_fn: Callable[..., Tensor] | None = None
+
+
+def load_subject(word: str, seed: int) -> Subject:
+    """Build the model that a user names, with random weights."""
+    torch.manual_seed(seed)
+    file, colon, function = word.rpartition(":")
+    if word in CLASSIFIERS:
+        return Subject(build_model(word, CHANNELS, CLASSES))
+    if not (colon and file.endswith(".py")):
+        try:
+            return Subject(build_library_model(word))
+        except UserError as error:
+            raise UserError(f"{error}; for your own model give FILE.py:FUNCTION") from error
+    require(Path(file).is_file(), f"{file} does not exist: give FILE.py:FUNCTION, a function that returns a model")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None  # as for every name that ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        returned = getattr(module, function)()
+    except Exception as error:
+        raise UserError(f"{word} failed: {type(error).__name__}: {first_line(error)}; correct {file}") from error
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    require(
+        1 <= len(parts) <= 3 and isinstance(parts[0], nn.Module),
+        f"{word} returned an object of type {type(returned).__name__}: return a model, (model, batch) or "
+        "(model, batch, loss_fn)",
+    )
+    return Subject(*parts)
+
+
+def sample_images(count: int, pixels: int, folder: Path | None, seed: int) -> tuple[Tensor, str]:
+    """Return random crops, flipped and normalised as for ImageNet, (count, 3, pixels, pixels), and their source."""
+    from torchvision.transforms import v2
+
+    photographs, source = _photographs(count, folder, seed)
+    usual = Transform()
+    crop = v2.Compose(
+        [
+            v2.RandomResizedCrop(pixels, scale=usual.scale, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(usual.mean, usual.std),
+        ]
+    )
+    torch.manual_seed(seed)
+    return torch.stack([crop(photographs[i % len(photographs)]) for i in range(count)]), source
+
+
+def _photographs(count: int, folder: Path | None, seed: int) -> tuple[list[Tensor], str]:
+    if folder is None:
+        from sklearn.datasets import load_sample_images
+
+        found = [torch.from_numpy(image.copy()).permute(2, 0, 1) for image in load_sample_images().images]
+        return found, "crops of the two photographs in scikit-learn (use --data for your own images)"
+    from torch_thor.training.data.decoding import BrokenImageError, decode_rgb, read_image
+
+    require(folder.is_dir(), f"--data {folder} is not a folder: give a folder with images")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    require(
+        len(paths) >= count,
+        f"--data {folder} contains {len(paths)} images, fewer than --batch {count}: give a smaller --batch or more "
+        "images",
+    )
+    images = []
+    for path in random.Random(seed).sample(paths, count):
+        try:
+            images.append(decode_rgb(read_image(path)))
+        except BrokenImageError as error:
+            raise UserError(f"{path} cannot be read as an image ({first_line(error)}): remove or repair it") from error
+    return images, f"crops of {count} images of {folder}"
+
+
+def verdict(choice: SplitChoice) -> str:
+    """Describe the choice and its reason in a sentence."""
+    if choice.crossing is None:
+        return f"The curves do not cross, because even unsplit factors are cheap: split_dim={choice.split_dim}"
+    return f"The curves cross at {choice.crossing:.0f}: split_dim={choice.split_dim}"
+
+
+def tables(choice: SplitChoice) -> tuple[Table, Table]:
+    """Make a table of the loss of spectral norm of each layer at the chosen split, and one of both curves."""
+    chosen = choice.candidates.index(choice.split_dim)
+    losses = Table("layer", title=f"Loss of spectral norm at split_dim={choice.split_dim}", title_justify="left")
+    for side in "AG":
+        losses.add_column(side, justify="right")
+    for name, factors in choice.losses.items():
+        losses.add_row(cell(name), *(f"{factors[key][chosen]:.1%}" if key in factors else "uncut" for key in "AG"))
+    curves = Table(title=f"Split dimension on {choice.device}", title_justify="left")
+    for heading in ("block size s", "factors that lose < 1 %", "p_1 / p_s", "p_s: all inverses once", ""):
+        curves.add_column(heading, justify="right")
+    rows = zip(choice.candidates, choice.information, choice.performance, choice.seconds, strict=True)
+    for i, (size, kept, speed, seconds) in enumerate(rows):
+        mark = "<- chosen" if i == chosen else ""
+        curves.add_row(str(size), f"{kept:.1%}", f"{speed:.3f}", f"{1000 * seconds:.1f} ms", mark)
+    return losses, curves
+
+
+def draw_choice(
+    choice: SplitChoice, title: str, path: Path, elsewhere: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """Draw both curves and mark where they cross; `elsewhere` has crossings from other sources, by their labels."""
+    from matplotlib.figure import Figure  # slow to import; without pyplot, which may open windows
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(choice.candidates, choice.performance, marker="o", label="performance: $p_1 / p_s$")
+    information = "information: factors that lose < 1 % of their norm"
+    axes.plot(choice.candidates, choice.information, marker="s", label=information)
+    if choice.crossing is not None:
+        label = f"crossing at {choice.crossing:.0f}: split_dim={choice.split_dim}"
+        axes.axvline(choice.crossing, color="grey", linestyle="--", label=label)
+    for label, crossing in elsewhere.items():
+        axes.axvline(crossing, color="#d55e00", linestyle=":", label=label)
+    axes.set_xscale("log", base=2)
+    sizes = zip(choice.candidates, (*choice.candidates[1:], math.inf), strict=True)
+    # labels such as 4096 and 4608 would overlap
+    axes.set_xticks(choice.candidates, ["" if after < 1.3 * size else str(size) for size, after in sizes])
+    axes.minorticks_off()
+    title = visible(title).replace("$", r"\$")  # matplotlib would read $ as the beginning of a formula
+    axes.set(xlabel="block size s", title=f"{title}, {choice.device}")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center")
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=120)
