@@ -168,7 +168,7 @@ class MaskedLM:
         for number, (steps, length, size) in enumerate(self._phases):
             maker, done = self._train[length], max(0, start - first)
             with self._of_phase(number):
-                per_epoch = batches_per_epoch(len(maker.corpus), size, ranks)
+                per_epoch = batches_per_epoch(len(maker.corpus), size, ranks.world)
             keys = training_keys(len(maker.corpus), size, seed, ranks, epoch * per_epoch + done)
             parts.append((maker, keys if steps is None else islice(keys, max(0, steps - done))))
             epoch, first = epoch + math.ceil((steps or 0) / per_epoch), first + (steps or 0)
