@@ -1,156 +1,133 @@
-"""Networks of torchvision and timm by name, with random weights. Pretrained weights are never downloaded.
+"""Networks by name with random weights: the small ones of the application, torchvision's and timm's.
 
-A name is `torchvision:NAME`, `timm:NAME`, or just `NAME`, which is torchvision's if both libraries have it.
+A name of a library is `torchvision:NAME`, `timm:NAME`, or just `NAME`, which is torchvision's if both have it.
+Pretrained weights are never downloaded.
 """
 
 import difflib
 import inspect
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.models.small import CLASSIFIERS
 
 TORCHVISION, TIMM = "torchvision:", "timm:"
-BUILD_ERRORS = (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError)
 
 
-@dataclass(frozen=True)
-class LibraryModel:
-    """A network of one of the libraries.
+def build_model(name: str, in_channels: int, classes: int) -> nn.Module:
+    """Return a new image classifier, on the CPU, built with torch's global random numbers (seed them first).
 
-    Args:
-        word: The name that the user gave.
-        library: `torchvision:` or `timm:`.
-        name: Its name in the library.
+    It returns only logits (N, classes), also in training mode.
+
+    Raises:
+        UserError: If there is no such network, it does not classify images, or it cannot be built for them.
     """
-
-    word: str
-    library: str
-    name: str
-
-    def build(self) -> nn.Module:
-        """Build the network with the library's defaults.
-
-        Returns:
-            The network.
-        """
-        return self._build()
-
-    def build_classifier(self, channels: int, classes: int) -> nn.Module:
-        """Build the network for the user's images and classes.
-
-        timm adapts the first layer to any number of channels. The networks of torchvision need three.
-
-        Args:
-            channels: Channels of the images.
-            classes: Number of classes.
-
-        Returns:
-            The network. It returns only logits (N, classes), also in training mode.
-
-        Raises:
-            UserError: If the network cannot be built for them.
-        """
-        self.check_classifier()
-        if self.library == TIMM:
-            return self._build(num_classes=classes, in_chans=channels)
-        require(
-            channels == 3,
-            f"model={self.word} takes images of 3 channels, and those of the data have {channels}: use a network of "
-            f"timm ({TIMM}{self.name}, if it exists), which takes any number, or one of torch-thor itself",
-        )
-        options: dict[str, Any] = {"num_classes": classes}
-        if self.name in {"googlenet", "inception_v3"}:  # with their auxiliary heads they return three tensors
-            options.update(aux_logits=False, init_weights=True)
-        return self._build(**options)
-
-    def check_classifier(self) -> None:
-        """Refuse a network of torchvision that does not classify images but segments, detects, and so on.
-
-        Raises:
-            UserError: If it is such a network.
-        """
-        if self.library == TORCHVISION:
-            import torchvision
-
-            require(
-                self.name in torchvision.models.list_models(module=torchvision.models),
-                f"model={self.word} does not classify images: use a classifier, such as resnet50",
-            )
-
-    def _build(self, **options: Any) -> nn.Module:
-        try:
-            if self.library == TIMM:
-                import timm
-
-                built: nn.Module = timm.create_model(self.name, pretrained=False, **options)
-                return built
-            import torchvision
-
-            builder = torchvision.models.get_model_builder(self.name)
-            if "weights_backbone" in inspect.signature(builder).parameters:
-                options["weights_backbone"] = None  # the default is pretrained, whatever `weights` says
-            built = torchvision.models.get_model(self.name, weights=None, **options)
-        except BUILD_ERRORS as error:
-            raise UserError(f"{self.word} could not be built: {first_line(error)}") from error
-        return built
+    check_name(name)
+    if name in CLASSIFIERS:
+        return CLASSIFIERS[name](in_channels, classes)
+    library, own = find_model(name)
+    if library == TIMM:
+        return build_library_model(name, num_classes=classes, in_chans=in_channels)
+    require(
+        in_channels == 3,
+        f"model={name} takes images of 3 channels, and those of the data have {in_channels}: use a network of timm "
+        f"({TIMM}{own}, if it exists), which takes any number, or one of torch-thor itself",
+    )
+    # with their auxiliary heads these return three tensors
+    alone = {"aux_logits": False, "init_weights": True} if own in {"googlenet", "inception_v3"} else {}
+    return build_library_model(name, num_classes=classes, **alone)
 
 
-def find_model(word: str, own: list[str], otherwise: str) -> LibraryModel:
-    """Find a network by name.
+def build_library_model(name: str, **options: Any) -> nn.Module:
+    """Return a new network of torchvision or timm, by default with the defaults of the library.
 
-    Args:
-        word: The name, with or without its library.
-        own: Other names that the user may have meant.
-        otherwise: The remedy in the error message if neither library has the network.
+    Raises:
+        UserError: If there is no such network, or it cannot be built.
+    """
+    library, own = find_model(name)
+    try:
+        model: nn.Module
+        if library == TIMM:
+            import timm
 
-    Returns:
-        The network.
+            model = timm.create_model(own, pretrained=False, **options)
+            return model
+        import torchvision
+
+        if "weights_backbone" in inspect.signature(torchvision.models.get_model_builder(own)).parameters:
+            options["weights_backbone"] = None  # the default is pretrained, whatever `weights` says
+        model = torchvision.models.get_model(own, weights=None, **options)
+        return model
+    except (TypeError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"model={name} could not be built: {first_line(error)}") from error
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is not an image classifier."""
+    if name in CLASSIFIERS or find_model(name)[0] == TIMM:
+        return
+    import torchvision
+
+    require(
+        find_model(name)[1] in torchvision.models.list_models(module=torchvision.models),
+        f"model={name} does not classify images: use a classifier, such as resnet50",
+    )
+
+
+def find_model(name: str) -> tuple[str, str]:
+    """Return the library (`torchvision:` or `timm:`) that has a network, and its name there.
 
     Raises:
         UserError: If there is no such network, or timm, which might have it, is not installed.
         ModuleNotFoundError: If timm is installed without a module that it needs.
     """
-    known = list(own)
-    if not word.startswith(TIMM):
-        import torchvision
+    import torchvision
 
-        name = word.removeprefix(TORCHVISION)
-        theirs = torchvision.models.list_models()
-        if name in theirs:
-            return LibraryModel(word, TORCHVISION, name)
-        known += theirs
-        require(
-            not word.startswith(TORCHVISION),
-            f"{word} is not a torchvision model{nearest(name, theirs)}; {otherwise}",
-        )
-    name = word.removeprefix(TIMM)
-    try:
-        import timm
-    except ModuleNotFoundError as error:
-        if error.name != "timm":  # but a module that timm needs
-            raise
-        raise UserError(
-            f"{word} is not a torchvision model{nearest(name, known)}, and timm, which may have it, is not installed: "
-            "install it with `pip install 'torch-thor[timm]'`"
-        ) from error
-    if timm.is_model(name):
-        return LibraryModel(word, TIMM, name)
-    which = "not a timm model" if word.startswith(TIMM) else "neither a torchvision nor a timm model"
-    raise UserError(f"{word} is {which}{nearest(name, [*known, *timm.list_models()])}; {otherwise}")
+    own = name.removeprefix(TORCHVISION).removeprefix(TIMM)
+    known = [*CLASSIFIERS, *([] if name.startswith(TIMM) else torchvision.models.list_models())]
+    if own in known[len(CLASSIFIERS) :]:
+        return TORCHVISION, own
+    advice = "give a name of torch-thor, torchvision or timm"
+    if not name.startswith(TORCHVISION):
+        try:
+            import timm
+
+            if timm.is_model(own):
+                return TIMM, own
+            known += timm.list_models()
+        except ModuleNotFoundError as error:
+            if error.name != "timm":  # but a module that timm needs
+                raise
+            advice = "timm, which may have it, is not installed: `pip install 'torch-thor[timm]'`"
+    matches = difflib.get_close_matches(own, known, n=1)
+    guess = f" (did you mean {matches[0]}?)" if matches else ""
+    raise UserError(f"model={name} is not a network{guess}: {advice}")
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """Suggest the known name that is most similar to a word.
+@torch.no_grad()
+def check_fits(name: str, model: nn.Module, image_shape: Sequence[int], classes: int) -> None:
+    """Refuse a classifier that cannot process images (C, H, W). Its weights, running statistics and mode do not change.
 
-    Args:
-        word: The word.
-        known: The known names.
-
-    Returns:
-        ` (did you mean X?)`, or an empty string if no name is similar.
+    Raises:
+        UserError: If it fails on such images, or does not return logits (N, classes).
     """
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    size = " x ".join(map(str, image_shape))
+    parameter, training = next(model.parameters()), model.training
+    try:
+        scores = model.eval()(torch.zeros(2, *image_shape, dtype=parameter.dtype, device=parameter.device))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"model={name} cannot process the data's images ({size}): {first_line(error)}; use another model, or other "
+            "data"
+        ) from error
+    finally:
+        model.train(training)
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    require(
+        shape == (2, classes),
+        f"model={name} returns {shape} for 2 images ({size}) instead of logits (2, {classes}): use a classifier",
+    )

@@ -1,187 +1,82 @@
 """A deep autoencoder of small images, a standard benchmark of the K-FAC literature.
 
 The training loss is the cross-entropy summed over the pixels of an image (Martens and Grosse 2015, section 13). The
-primary metric is the squared error of the reconstructions. A loss term is an image.
+primary metric is the squared error of the reconstructions. A loss term is an image. A batch is a tensor of pixel values
+in [0, 1], (n, pixels).
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from torch_thor.training.config.data_spec import IN_MEMORY
-from torch_thor.training.data.in_memory import EVALUATION_BATCH, load_data
-from torch_thor.training.data.shards import EvaluationOrder, Shard, TrainingOrder, WholeBatches
-from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, TrainingStream
-from torch_thor.training.errors import require
-from torch_thor.training.models.autoencoder import deep_autoencoder
-from torch_thor.training.tasks.checks import check_not_images
-from torch_thor.training.tasks.in_memory import InMemoryTask
+from torch_thor.training.data.batches import batches_per_epoch, held_out_keys, in_memory, take, training_keys
+from torch_thor.training.data.small import load_images
+from torch_thor.training.models.small import deep_autoencoder
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import IN_MEMORY, Recipe
+from torch_thor.training.tasks import wrong_model
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
-if TYPE_CHECKING:  # the module of recipes imports the tasks
-    from torch_thor.training.config.recipe import Recipe
-    from torch_thor.training.config.run_config import RunConfig
-
-MODELS = ("deep-autoencoder",)
 MOST_HELD_OUT = 2000  # images of the test set that are used for evaluations
+EVALUATION_BATCH = 1000
 
 
-class Autoencoder(InMemoryTask):
-    """The task of reconstructing images. A batch is a tensor of pixel values in [0, 1], (n, pixels).
+class Autoencoder:
+    """The task of reconstructing images."""
 
-    Args:
-        train: Training images, (N, pixels), on the device to train on.
-        held_out: Evaluation images, (M, pixels), on the same device.
-        config: The settings of the training, such as batch size and seed.
-    """
-
-    unit: ClassVar[str] = "images"
-    METRICS: ClassVar[tuple[Metric, ...]] = (
+    unit = "images"
+    metrics: Sequence[Metric] = (
         Metric("loss", "cross-entropy", "test loss", higher_is_better=False),
         Metric("squared_error", "squared error", "squared error", higher_is_better=False, primary=True),
     )
 
-    def __init__(self, train: Tensor, held_out: Tensor, config: RunConfig) -> None:
-        super().__init__(train, config)
-        self.held_out = held_out
-
-    @classmethod
-    def check(cls, recipe: Recipe) -> None:
-        """Refuse settings that this task does not use.
-
-        Args:
-            recipe: The recipe.
-
-        Raises:
-            UserError: If the recipe has such a setting.
-        """
-        check_not_images(recipe, MODELS)
-        require(
-            recipe.data.name in IN_MEMORY,
-            f"data.name={recipe.data.name} cannot be used for task={recipe.task}: use one of {', '.join(IN_MEMORY)}",
+    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+        (images, _), (test, _) = load_images(recipe.data)
+        low, high = images.min(), images.max()
+        self.train, self.test = (
+            ((x.flatten(1) - low) / (high - low)).to(device) for x in (images, test[:MOST_HELD_OUT])
         )
+        self.recipe, self.samples = recipe, len(images)
+        self.steps_per_epoch = batches_per_epoch(len(images), recipe.batch_size)
 
-    @classmethod
-    def open(
-        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
-    ) -> Self:
-        """Load the images.
+    @staticmethod
+    def faults(recipe: Recipe) -> Iterator[str]:
+        """Yield the settings that the task cannot use."""
+        yield from wrong_model(recipe, "deep-autoencoder")
+        if recipe.data.name not in IN_MEMORY:
+            yield f"data.name={recipe.data.name} cannot be used for task=autoencoder: use {', '.join(IN_MEMORY)}"
 
-        Args:
-            recipe: The recipe.
-            device: The device of the batches.
-            say: Not used, because there is nothing to report.
-            report: Not used either.
-
-        Returns:
-            The task.
-        """
-        data = load_data(recipe.data)
-        low, high = data.train_images.min(), data.train_images.max()
-        images = (data.train_images, data.test_images[:MOST_HELD_OUT])
-        train, held_out = (((x.flatten(1) - low) / (high - low)).to(device) for x in images)
-        return cls(train, held_out, recipe)
-
-    @classmethod
-    def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Refuse images of another size than those of the training.
-
-        Args:
-            trained: The recipe of the training.
-            recipe: The recipe with the user's changes.
-            changed: The changed keys.
-
-        Returns:
-            The recipe to evaluate with.
-
-        Raises:
-            UserError: If the images have another size.
-        """
-        sizes = [" x ".join(map(str, one.data.image_shape)) for one in (recipe, trained)]
-        require(
-            sizes[0] == sizes[1],
-            f"data.name={recipe.data.name} has images of {sizes[0]}, the network was trained on {sizes[1]}: choose "
-            f"data with images of that size",
-        )
-        return recipe
-
-    def build_model(self) -> nn.Module:
-        """Build the network with torch's global random numbers (seed them first).
-
-        Returns:
-            The network, on the CPU.
-        """
+    def model(self) -> nn.Module:
+        """Build the network."""
         return deep_autoencoder(self.train.shape[1])
 
-    def open_data(self, shard: Shard) -> Streams:
-        """Open the images at the beginning of a training.
+    def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
+        """Return the training batches of a process."""
+        keys = training_keys(self.samples, self.recipe.batch_size, self.recipe.seed, ranks, start)
+        return in_memory(self.train, keys)
 
-        Args:
-            shard: Rank and number of ranks.
-
-        Returns:
-            Training batches and evaluation batches.
-        """
-        order = TrainingOrder(len(self.train), self.config.batch_size, self.config.seed, shard)
-        evaluation = EvaluationOrder(len(self.held_out), EVALUATION_BATCH, shard)
-        return Streams(TrainingStream(MemoryLoader(self.train, order), order), MemoryLoader(self.held_out, evaluation))
-
-    def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open the held-out images only.
-
-        Args:
-            shard: Rank and number of ranks.
-
-        Returns:
-            The rank's batches.
-        """
-        return MemoryLoader(self.held_out, WholeBatches(len(self.held_out), EVALUATION_BATCH, shard))
+    def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
+        """Return the evaluation batches of a process."""
+        keys = held_out_keys(len(self.test), EVALUATION_BATCH, ranks)
+        return ((take(self.test, indices), counts) for indices, counts in keys)
 
     def terms(self, batch: Batch) -> Terms:
-        """Count the images of a batch, which are its loss terms.
-
-        Args:
-            batch: Pixels, (n, pixels).
-
-        Returns:
-            The number of images.
-        """
+        """Count the images."""
         return Terms(len(batch))
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Compute the cross-entropy, summed over the pixels of an image and averaged over images.
-
-        Args:
-            model: The network.
-            batch: Pixels, (n, pixels).
-
-        Returns:
-            The loss, and the logits.
-        """
-        logits = model(batch)
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """Compute the cross-entropy, summed over the pixels of an image and averaged over images."""
+        logits = net(batch)
         return Loss(_cross_entropy(logits, batch) / len(batch), logits, "bernoulli")
 
-    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Compute the sums of the cross-entropy and of the squared error over a batch.
-
-        Args:
-            model: The network.
-            batch: Pixels, (n, pixels).
-
-        Returns:
-            `loss` and `squared_error`, both summed over the images and their pixels.
-        """
-        logits = model(batch)
-        return {
-            "loss": _cross_entropy(logits, batch),
-            "squared_error": (torch.sigmoid(logits) - batch).square().sum(1).sum(),
-        }
+    def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Compute the cross-entropy and the squared error, summed over images and pixels."""
+        logits = net(batch)
+        error = (torch.sigmoid(logits) - batch).square().sum(1).sum()
+        return {"loss": _cross_entropy(logits, batch), "squared_error": error}
 
 
 def _cross_entropy(logits: Tensor, pixels: Tensor) -> Tensor:
-    return functional.binary_cross_entropy_with_logits(logits, pixels, reduction="sum")
+    return binary_cross_entropy_with_logits(logits, pixels, reduction="sum")

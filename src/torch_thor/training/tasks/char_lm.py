@@ -1,181 +1,89 @@
-"""A character language model of the language reference that is part of Python. A loss term is a predicted character."""
+"""A character language model of the language reference that is part of Python.
 
-from __future__ import annotations
+A loss term is a predicted character. A batch is (characters, next characters), (n, CONTEXT) each, int64: windows with
+random starts, drawn anew for each batch. An epoch has as many windows as cover the text once.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
-from torch_thor.training.config.data_spec import DataSpec
-from torch_thor.training.data.python_text import SYMBOLS, WindowLoader, WindowOrder, characters, windows
-from torch_thor.training.data.shards import EvaluationOrder, Shard, WholeBatches
-from torch_thor.training.data.stream import BatchLoader, MemoryLoader, Streams, TrainingStream
-from torch_thor.training.errors import require
-from torch_thor.training.models.char_transformer import CharTransformer
-from torch_thor.training.tasks.checks import check_not_images
-from torch_thor.training.tasks.in_memory import InMemoryTask
+from torch_thor.training.data.batches import batches_per_epoch, digest, held_out_keys, take
+from torch_thor.training.data.small import SYMBOLS, load_characters
+from torch_thor.training.models.small import CharTransformer
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import Data, Recipe
+from torch_thor.training.tasks import wrong_model
 from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
 
-if TYPE_CHECKING:  # the module of recipes imports the tasks
-    from torch_thor.training.config.recipe import Recipe
-    from torch_thor.training.config.run_config import RunConfig
-
-MODELS = ("char-transformer",)
 CONTEXT = 64  # characters per window
 EVALUATION_BATCH = 64  # windows per batch
 
 
-class CharLM(InMemoryTask):
-    """The task of predicting the next character. A batch is (characters, next characters), (n, CONTEXT) each, int64.
+class CharLM:
+    """The task of predicting the next character."""
 
-    Args:
-        train: The training text as character codes, (length,), on the device to train on.
-        held_out: The evaluation text as character codes, on the same device.
-        config: The settings of the training, such as batch size (in windows) and seed.
-    """
-
-    unit: ClassVar[str] = "characters"
-    METRICS: ClassVar[tuple[Metric, ...]] = (
+    unit = "characters"
+    metrics: Sequence[Metric] = (
         Metric("loss", "loss", "held-out loss", higher_is_better=False, primary=True),
         Metric(
-            "perplexity",
-            "perplexity",
-            "perplexity",
-            higher_is_better=False,
+            "perplexity", "perplexity", "perplexity", higher_is_better=False,
             derived=lambda means: math.exp(min(means["loss"], 700.0)),  # exp(700) is about the largest float
         ),
-    )
+    )  # fmt: skip
 
-    def __init__(self, train: Tensor, held_out: Tensor, config: RunConfig) -> None:
-        super().__init__(train, config)
-        starts = torch.arange(0, len(held_out) - CONTEXT - 1, CONTEXT, device=held_out.device)
-        self.held_out = windows(held_out, starts, CONTEXT)
+    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+        self.train, test = (codes.to(device) for codes in load_characters())
+        self.test = windows(test, torch.arange(0, len(test) - CONTEXT - 1, CONTEXT, device=device))
+        self.recipe, self.samples = recipe, len(self.train) // CONTEXT
+        self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size)
 
-    @classmethod
-    def check(cls, recipe: Recipe) -> None:
-        """Refuse settings that this task does not use.
+    @staticmethod
+    def faults(recipe: Recipe) -> Iterator[str]:
+        """Yield the settings that the task cannot use."""
+        yield from wrong_model(recipe, "char-transformer")
+        if recipe.data != Data():
+            yield "data is set, but task=char-lm always uses the language reference of Python: leave data out"
 
-        Args:
-            recipe: The recipe.
-
-        Raises:
-            UserError: If the recipe has such a setting.
-        """
-        check_not_images(recipe, MODELS)
-        require(
-            recipe.data == DataSpec(),
-            f"data is set, but task={recipe.task} always uses the language reference of Python: leave data out",
-        )
-
-    @classmethod
-    def open(
-        cls, recipe: Recipe, device: torch.device, say: Callable[[str], None], report: Callable[[str], None]
-    ) -> Self:
-        """Read the text.
-
-        Args:
-            recipe: The recipe.
-            device: The device of the batches.
-            say: Not used, because there is nothing to report.
-            report: Not used either.
-
-        Returns:
-            The task.
-        """
-        train, held_out = (codes.to(device) for codes in characters())
-        return cls(train, held_out, recipe)
-
-    @classmethod
-    def saved_recipe(cls, trained: Recipe, recipe: Recipe, changed: Sequence[str]) -> Recipe:
-        """Return the recipe unchanged, because there is only one text.
-
-        Args:
-            trained: The recipe of the training.
-            recipe: The recipe with the user's changes.
-            changed: The changed keys.
-
-        Returns:
-            The recipe to evaluate with.
-        """
-        return recipe
-
-    def build_model(self) -> nn.Module:
-        """Build the network with torch's global random numbers (seed them first).
-
-        Returns:
-            The network, on the CPU.
-        """
+    def model(self) -> nn.Module:
+        """Build the network."""
         return CharTransformer(SYMBOLS, CONTEXT)
 
-    def open_data(self, shard: Shard) -> Streams:
-        """Open the text at the beginning of a training.
+    def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
+        """Yield the training batches of a process; the windows of all are functions of (seed, epoch, batch)."""
+        size, positions = self.recipe.batch_size, len(self.train) - CONTEXT
+        per_epoch, share = batches_per_epoch(self.samples, size, ranks.world), size // ranks.world
+        while True:
+            seed = digest(self.recipe.seed, *divmod(start, per_epoch))
+            starts = torch.randint(positions, (size,), generator=torch.Generator().manual_seed(seed))
+            own = starts[ranks.rank * share :][:share]
+            yield windows(self.train, own.to(self.train.device))
+            start += 1
 
-        Args:
-            shard: Rank and number of ranks.
-
-        Returns:
-            Training batches and evaluation batches.
-        """
-        order = WindowOrder(
-            len(self.train) // CONTEXT,
-            self.config.batch_size,
-            self.config.seed,
-            shard,
-            positions=len(self.train) - CONTEXT,
-        )
-        evaluation = EvaluationOrder(len(self.held_out[0]), EVALUATION_BATCH, shard)
-        return Streams(
-            TrainingStream(WindowLoader(self.train, CONTEXT, order), order), MemoryLoader(self.held_out, evaluation)
-        )
-
-    def open_evaluation(self, shard: Shard) -> BatchLoader:
-        """Open the held-out text only.
-
-        Args:
-            shard: Rank and number of ranks.
-
-        Returns:
-            The rank's batches.
-        """
-        return MemoryLoader(self.held_out, WholeBatches(len(self.held_out[0]), EVALUATION_BATCH, shard))
+    def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
+        """Return the evaluation batches of a process."""
+        keys = held_out_keys(len(self.test[0]), EVALUATION_BATCH, ranks)
+        return ((take(self.test, indices), counts) for indices, counts in keys)
 
     def terms(self, batch: Batch) -> Terms:
-        """Count the predicted characters of a batch, which are its loss terms.
-
-        Args:
-            batch: Characters and next characters.
-
-        Returns:
-            The number of characters.
-        """
+        """Count the predicted characters."""
         return Terms(batch[1].numel())
 
-    def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """Compute the mean cross-entropy of the next characters.
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """Compute the mean cross-entropy of the next characters."""
+        scores = net(batch[0]).flatten(0, 1)
+        return Loss(cross_entropy(scores, batch[1].flatten()), scores)
 
-        Args:
-            model: The network.
-            batch: Characters and next characters.
+    def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Compute the sum of the cross-entropy of the next characters."""
+        scores = net(batch[0]).flatten(0, 1)
+        return {"loss": cross_entropy(scores, batch[1].flatten(), reduction="sum")}
 
-        Returns:
-            The loss, and the logits (n · CONTEXT, SYMBOLS).
-        """
-        scores = model(batch[0]).flatten(0, 1)
-        return Loss(functional.cross_entropy(scores, batch[1].flatten()), scores)
 
-    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """Compute the sum of the cross-entropy of the next characters.
-
-        Args:
-            model: The network.
-            batch: Characters and next characters.
-
-        Returns:
-            The sum, as `loss`.
-        """
-        scores = model(batch[0]).flatten(0, 1)
-        return {"loss": functional.cross_entropy(scores, batch[1].flatten(), reduction="sum")}
+def windows(codes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut windows out of a text: the characters and the next character of each, (N, CONTEXT) each."""
+    rows = codes[starts[:, None] + torch.arange(CONTEXT + 1, device=codes.device)]
+    return rows[:, :-1], rows[:, 1:]

@@ -1,0 +1,236 @@
+"""Batches as functions of the seed and their number, so that they are the same for any number of workers and processes.
+
+A training batch is a list of keys (epoch, index), and each sample is a function of the seed and its key. Samples that
+do not fill a batch at the end of an epoch are left out; they are different ones in each epoch. Without worker processes
+the training itself makes each batch when it is due; otherwise torch's DataLoader makes some batches ahead.
+"""
+
+import atexit
+import hashlib
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from torch_thor.torch_internals import tree_leaves, tree_map
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.parallel import Ranks
+
+Key = tuple[int, int]  # epoch and index of a sample
+
+
+def digest(*parts: object) -> int:
+    """Return a seed of 63 bits that is a function of the parts."""
+    return int.from_bytes(hashlib.sha256(",".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """Return the order of the samples in an epoch, a permutation of range(count)."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(digest(seed, epoch)))
+
+
+def batches_per_epoch(count: int, batch_size: int, world: int = 1) -> int:
+    """Return the number of whole batches in an epoch.
+
+    Raises:
+        UserError: If there is none, or the processes cannot share a batch evenly.
+    """
+    require(
+        batch_size % world == 0,
+        f"batch_size={batch_size} cannot be shared evenly by {world} processes: it is the number of samples per step "
+        f"on all of them together; choose a multiple of {world}",
+    )
+    require(
+        batch_size <= count,
+        f"batch_size={batch_size} is larger than the training set ({count} samples): lower batch_size",
+    )
+    return count // batch_size
+
+
+def training_keys(count: int, batch_size: int, seed: int, ranks: Ranks, start: int) -> Iterator[list[Key]]:
+    """Return the keys of the training batches of a process, epoch after epoch, without end.
+
+    Args:
+        count: Samples in the training set.
+        batch_size: Samples in a batch, on all processes together.
+        seed: The seed of the run.
+        ranks: The process among those that share each batch.
+        start: The number of batches already done, over all epochs.
+    """
+    per_epoch, share = batches_per_epoch(count, batch_size, ranks.world), batch_size // ranks.world
+
+    def keys() -> Iterator[list[Key]]:
+        epoch, batch = divmod(start, per_epoch)
+        while True:
+            order = epoch_order(count, seed, epoch)
+            for number in range(batch, per_epoch):
+                first = number * batch_size + ranks.rank * share
+                yield [(epoch, index) for index in order[first : first + share].tolist()]
+            epoch, batch = epoch + 1, 0
+
+    return keys()
+
+
+def held_out_keys(count: int, batch_size: int, ranks: Ranks) -> Iterator[tuple[list[int], bool]]:
+    """Yield the indices of the evaluation batches of a process, and whether each counts.
+
+    The batches are those of a single process, in the order of the set, dealt out in turn. A process with one fewer than
+    another repeats its latest, or the very first, which does not count.
+    """
+    number = -(-count // batch_size)
+    for first in range(0, number, ranks.world):
+        own = first + ranks.rank
+        counts = own < number
+        if not counts:
+            own = max(own - ranks.world, 0)
+        yield list(range(own * count // number, (own + 1) * count // number)), counts
+
+
+def take(tensors: Any, indices: Sequence[int]) -> Any:
+    """Return a batch of samples from a tree of tensors in memory."""
+    rows = torch.tensor(indices, dtype=torch.int64, device=tree_leaves(tensors)[0].device)
+    return tree_map(lambda tensor: tensor[rows], tensors)
+
+
+def in_memory(tensors: Any, keys: Iterable[list[Key]]) -> Iterator[Any]:
+    """Yield the batches of a tree of tensors in memory."""
+    return (take(tensors, [index for _, index in batch]) for batch in keys)
+
+
+def loaded(
+    dataset: Dataset[Any],
+    keys: Iterable[list[Any]],
+    *,
+    workers: int,
+    prefetch: int,
+    device: torch.device,
+    max_broken: float = 0.0,
+    say: Callable[[str], None] = print,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> Iterator[Any]:
+    """Yield batches that worker processes make.
+
+    Args:
+        dataset: Its samples by key; it has a length. A sample that cannot be read is the text that says why. Random
+            numbers of a sample are torch's, and the dataset seeds them, by `torch.default_generator.manual_seed`.
+        keys: The keys of each batch.
+        workers: The number of processes; 0 makes the batches in this one.
+        prefetch: Batches that each process makes ahead.
+        device: The device of the batches.
+        max_broken: Largest share of the samples that may be unreadable.
+        say: Prints a line; it is called for each unreadable sample, which is left out of its batch.
+        collate: Makes a batch, a tree of tensors, from its readable samples.
+
+    Raises:
+        UserError: If too many samples are unreadable, all of a batch are, or a worker cannot be started or dies.
+    """
+    loader = DataLoader(
+        _Batches(dataset, collate),
+        batch_sampler=keys,  # keys instead of indices, which `_Batches` takes
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        pin_memory=device.type == "cuda",  # a GPU copies from such memory while it computes
+        worker_init_fn=_start_worker if workers else None,
+        generator=torch.Generator(),  # the loader draws a number, which must not come from the generator of dropout
+    )
+    batches, broken, size = _start(loader), set[str](), len(cast(Any, dataset))
+    while (answer := _next(batches, workers)) is not None:
+        if isinstance(answer, UserError):
+            raise answer
+        batch, reasons = answer
+        for reason in reasons:
+            if reason not in broken:
+                broken.add(reason)
+                say(f"{reason} and is left out")
+            require(
+                len(broken) <= max_broken * size,
+                f"{len(broken)} of {size} samples cannot be read, more than data.max_broken={max_broken:g} allows; the "
+                f"latest: {reason}: repair or remove them, or raise data.max_broken",
+            )
+        require(batch is not None, f"no sample of a batch can be read; the latest: {reasons[-1:]}: check the disk")
+        yield tree_map(lambda leaf: leaf.to(device, non_blocking=True), batch)
+
+
+class _Batches(Dataset[Any]):
+    """Makes a whole batch: the tree of its readable samples (None without any), and why the others are not."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __getitems__(self, keys: list[Any]) -> Any:  # the loader looks for this name
+        # errors are returned, because the loader would put the traceback of the worker into a raised one
+        try:
+            samples = [self.dataset[key] for key in keys]
+            good = [sample for sample in samples if not isinstance(sample, str)]
+            batch = self.collate(good) if good else None
+        except UserError as error:
+            return error
+        except MemoryError:
+            return UserError("there is no memory for a batch: lower data.workers.count, then continue with --resume")
+        try:  # torch would do it later, in a thread that drops what cannot be shared, and the training would wait
+            for leaf in [] if get_worker_info() is None or batch is None else tree_leaves(batch):
+                leaf.share_memory_()
+        except RuntimeError as error:
+            return UserError(
+                f"there is no shared memory for a batch ({first_line(error).rpartition('>: ')[2]}): {_MORE_MEMORY}"
+            )
+        return batch, [sample for sample in samples if isinstance(sample, str)]
+
+
+_MORE_MEMORY = (
+    "enlarge /dev/shm (docker run --shm-size=8g), or lower data.workers.count, data.workers.prefetch or batch_size; "
+    "then continue with --resume"
+)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(_: int) -> None:
+    # Ctrl-C, torchrun and schedulers signal every process, and the training needs its workers until it has saved
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
+@atexit.register
+def _end_workers() -> None:  # of batches that are not read to their end: Python would send SIGTERM, and wait
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+def _start(loader: DataLoader[Any]) -> Iterator[Any]:
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        return iter(loader)
+    except OSError as error:  # no memory, process or semaphore left
+        raise UserError(
+            f"data.workers.count={loader.num_workers}: the worker processes cannot be started "
+            f"({error.strerror or error}): use fewer, or 0 to read in the training process"
+        ) from error
+    finally:  # torch's handler would raise the death of a worker in the middle of a step or of a checkpoint
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+
+
+def _next(batches: Iterator[Any], workers: int) -> Any:
+    state = torch.get_rng_state()
+    try:
+        return next(batches, None)
+    except (RuntimeError, OSError, EOFError) as error:
+        if not workers or str(error).startswith("Caught"):  # an error of a sample, with the traceback of its worker
+            raise
+        raise UserError(
+            f"a worker process of the data has died, most likely because memory was full ({first_line(error)}): "
+            f"{_MORE_MEMORY}"
+        ) from error
+    finally:  # samples made in this process have seeded the generator, which dropout uses
+        torch.set_rng_state(state)

@@ -1,0 +1,115 @@
+"""The small data sets, which are kept in memory: digits, Fashion-MNIST, and the language reference of Python."""
+
+import gzip
+import pydoc_data.topics
+import zlib
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_thor.training.data.batches import epoch_order
+from torch_thor.training.errors import UserError, first_line, require
+from torch_thor.training.recipe import Data
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
+DIGITS_TEST_SHARE = 0.2
+SYMBOLS = 128  # ASCII
+HELD_OUT = 20  # the last 1/20 of the text is held out
+
+Labelled = tuple[Tensor, Tensor]  # images (N, C, H, W), float32, and labels (N,), int64
+
+
+def load_images(data: Data) -> tuple[Labelled, Labelled]:
+    """Return the training and the test images, normalised by mean and standard deviation of the training images.
+
+    Raises:
+        UserError: If the files are missing or damaged and cannot be downloaded.
+    """
+    (train, labels), test = _digits() if data.name == "digits" else _fashion_mnist(data)
+    mean, deviation = train.mean(), train.std()
+    return ((train - mean) / deviation, labels.long()), ((test[0] - mean) / deviation, test[1].long())
+
+
+def _digits() -> tuple[Labelled, Labelled]:
+    from sklearn.datasets import load_digits  # slow to import, and needed for this data set only
+
+    digits = load_digits()
+    images, labels = torch.from_numpy(digits.images).float().unsqueeze(1), torch.from_numpy(digits.target)
+    order = epoch_order(len(images), seed=0, epoch=0)  # the split does not depend on the seed of the run
+    cut = round(len(images) * DIGITS_TEST_SHARE)
+    return (images[order[cut:]], labels[order[cut:]]), (images[order[:cut]], labels[order[:cut]])
+
+
+def _fashion_mnist(data: Data) -> tuple[Labelled, Labelled]:
+    folder = _find_fashion_mnist(data)
+
+    def part(name: str) -> Labelled:
+        images = read_idx(folder, f"{name}-images-idx3-ubyte").float().div_(255).unsqueeze(1)
+        return images, read_idx(folder, f"{name}-labels-idx1-ubyte")
+
+    return part("train"), part("t10k")
+
+
+def _find_fashion_mnist(data: Data) -> Path:
+    root = data.folder()
+    places = [root, root / "FashionMNIST" / "raw", *([DEBIAN_FASHION_MNIST] if data.root is None else [])]
+    for place in places:
+        if any((place / f"train-images-idx3-ubyte{ending}").is_file() for ending in ("", ".gz")):
+            return place
+    looked = ", ".join(map(str, places))
+    require(
+        data.download,
+        f"Fashion-MNIST is not in {looked}: set data.root to the folder that contains its four files, or "
+        "data.download=true, or install Debian's package dataset-fashion-mnist",
+    )
+    from torchvision.datasets import FashionMNIST  # slow to import, and needed for a download only
+
+    try:
+        FashionMNIST(str(root), train=True, download=True)
+    except (RuntimeError, URLError, OSError) as error:
+        raise UserError(
+            f"Fashion-MNIST is not in {looked} and could not be downloaded ({first_line(error)}): check the network, "
+            "or set data.root to the folder that contains its four files"
+        ) from error
+    return places[1]
+
+
+def read_idx(folder: Path, name: str) -> Tensor:
+    """Return the content of a file of bytes in the format of MNIST, plain or as NAME.gz, in the shape of its header.
+
+    Raises:
+        UserError: If the file is missing or damaged.
+    """
+    path = folder / name if (folder / name).is_file() else folder / f"{name}.gz"
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        require(content[:3] == b"\0\0\x08" and content[3] > 0, "it does not begin as an idx file of bytes")
+        shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
+        values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape.astype(int))
+    except (OSError, EOFError, zlib.error, ValueError, IndexError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}): fetch the data set again, or choose another data.root"
+        ) from error
+    return torch.from_numpy(values.copy())
+
+
+def python_text() -> str:
+    """Return the language reference that is part of Python, as `help()` shows it, in ASCII.
+
+    Each distinct paragraph is there once. Each Python version has another text, so losses are comparable within one
+    version only.
+    """
+    topics = pydoc_data.topics.topics
+    whole = "\n\n".join(dict.fromkeys(part for name in sorted(topics) for part in topics[name].split("\n\n")))
+    return "".join(character for character in whole if ord(character) < SYMBOLS)
+
+
+def load_characters() -> tuple[Tensor, Tensor]:
+    """Return the training and the held-out part of that text as character codes, int64, in [0, SYMBOLS)."""
+    codes = torch.tensor(list(python_text().encode()), dtype=torch.long)
+    cut = len(codes) * (HELD_OUT - 1) // HELD_OUT
+    return codes[:cut], codes[cut:]

@@ -1,0 +1,136 @@
+"""Image classification: labelled images in memory or from files, cross-entropy, top-1 and top-5 accuracy.
+
+A loss term is an image. A batch is (images (n, C, H, W), labels (n,)). With K outputs and smoothing s, the target
+distribution of a label y is
+
+    torch        1 - s + s / K on y, s / K on every other output
+    reference    1 - s on y, s / (K - 1) on every other output
+
+so that the reference form, that of THOR's reference trainings, with s is torch's form with s · K / (K - 1).
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from torch_thor.training.data.batches import batches_per_epoch, held_out_keys, in_memory, loaded, training_keys
+from torch_thor.training.data.small import load_images
+from torch_thor.training.errors import require
+from torch_thor.training.models.library import build_model, check_fits, check_name
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipe import IN_MEMORY, TEXTS, Recipe
+from torch_thor.training.tasks.task import Batch, Loss, Metric, Terms
+
+EVALUATION_BATCH = 1000  # images in memory
+MOST_FROM_FILES = 256  # in an evaluation batch, because the batch size of a recipe may be that of many devices
+
+
+class ImageClassification:
+    """The task of classifying images."""
+
+    unit = "images"
+    metrics: Sequence[Metric] = (
+        Metric("loss", "loss", "test loss", higher_is_better=False),
+        Metric("top1", "accuracy, top-1", "accuracy", higher_is_better=True, primary=True, share=True),
+        Metric("top5", "accuracy, top-5", "top-5 accuracy", higher_is_better=True, share=True),
+    )
+
+    def __init__(self, recipe: Recipe, device: torch.device, say: Callable[[str], None], *, train: bool = True) -> None:
+        check_name(recipe.model)
+        self.recipe, self.say = recipe, cache(say)  # which says each line once
+        self.say_on_others = cache(partial(print, file=sys.stderr, flush=True))  # `say` may be for the first process
+        self.train: Any
+        self.test: Any
+        if recipe.data.name in IN_MEMORY:
+            self.train, self.test = (
+                (images.to(device), labels.to(device)) for images, labels in load_images(recipe.data)
+            )
+            self.samples, self.held, classes = len(self.train[1]), len(self.test[1]), int(self.train[1].max()) + 1
+        else:
+            from torch_thor.training.data.images import open_images  # its import of torchvision's transforms is slow
+
+            self.train, self.test = open_images(recipe.data, recipe.seed, say, train=train)
+            self.samples, self.held, classes = len(self.train or ()), len(self.test), len(self.test.classes)
+        self.steps_per_epoch = batches_per_epoch(self.samples, recipe.batch_size) if train else 0
+        self.outputs = recipe.classes or classes
+        require(
+            self.outputs >= classes,
+            f"classes={recipe.classes}: the data has {classes} classes; leave classes=null, or set {classes} or more",
+        )
+        most = (self.outputs - 1) / self.outputs
+        require(
+            recipe.smoothing_form == "torch" or recipe.label_smoothing == 0 or recipe.label_smoothing < most,
+            f"label_smoothing={recipe.label_smoothing} with smoothing_form=reference must be below {most:.4g} for "
+            f"{self.outputs} outputs, or the label would not be the most probable one: lower it, or use "
+            "smoothing_form=torch",
+        )
+
+    @staticmethod
+    def faults(recipe: Recipe) -> Iterator[str]:
+        """Yield the settings that the task cannot use; the name of a library's network is checked by `open_task`."""
+        if recipe.data.name in TEXTS:
+            remedy = "set task=masked-lm, or choose other data"
+            yield f"data.name={recipe.data.name} is text, and task={recipe.task} needs images: {remedy}"
+
+    def model(self) -> nn.Module:
+        """Build the network, in channels_last, which makes convolutions faster on CPUs too."""
+        shape = self.recipe.data.image_shape
+        model = build_model(self.recipe.model, shape[0], self.outputs).to(memory_format=torch.channels_last)
+        check_fits(self.recipe.model, model, shape, self.outputs)
+        return model
+
+    def batches(self, ranks: Ranks, start: int) -> Iterator[Batch]:
+        """Return the training batches of a process."""
+        keys = training_keys(self.samples, self.recipe.batch_size, self.recipe.seed, ranks, start)
+        return self._read(self.train, keys, ranks)
+
+    def held_out(self, ranks: Ranks) -> Iterable[tuple[Batch, bool]]:
+        """Return the evaluation batches of a process."""
+        files = self.recipe.data.name not in IN_MEMORY
+        size = min(self.recipe.batch_size, MOST_FROM_FILES) if files else EVALUATION_BATCH
+        keys = list(held_out_keys(self.held, size, ranks))
+        batches = self._read(self.test, [[(0, index) for index in indices] for indices, _ in keys], ranks)
+        return zip(batches, [counts for _, counts in keys], strict=True)
+
+    def _read(self, images: Any, keys: Iterable[list[tuple[int, int]]], ranks: Ranks) -> Iterator[Batch]:
+        if self.recipe.data.name in IN_MEMORY:
+            return in_memory(images, keys)
+        from torch_thor.training.data.images import collate, normalised
+
+        data = self.recipe.data
+        raw = loaded(
+            images, keys, workers=data.workers.count, prefetch=data.workers.prefetch, device=ranks.device,
+            max_broken=data.max_broken, say=self.say if ranks.first else self.say_on_others, collate=collate,
+        )  # fmt: skip
+        return ((normalised(pixels, data.crops), labels) for pixels, labels in raw)
+
+    def terms(self, batch: Batch) -> Terms:
+        """Count the images."""
+        return Terms(len(batch[1]))
+
+    def loss(self, net: nn.Module, batch: Batch) -> Loss:
+        """Compute the mean cross-entropy against smoothed labels."""
+        images, labels = batch
+        scores, smoothing = net(images), self.recipe.label_smoothing
+        if smoothing and self.recipe.smoothing_form == "reference":
+            smoothing *= self.outputs / (self.outputs - 1)
+        return Loss(cross_entropy(scores, labels, label_smoothing=smoothing), scores)
+
+    def measure(self, net: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the sum of the cross-entropy without smoothing, and the numbers of correctly classified images.
+
+        With fewer than five outputs, `top5` counts a label among all of them.
+        """
+        images, labels = batch
+        scores = net(images)
+        best = scores.topk(min(5, self.outputs), dim=1).indices == labels[:, None]
+        return {
+            "loss": cross_entropy(scores, labels, reduction="sum"),
+            "top1": (scores.argmax(dim=1) == labels).sum(),
+            "top5": best.any(dim=1).sum(),
+        }
