@@ -1,4 +1,4 @@
-"""The entry point of the command line: it runs a command, and turns errors into one line and an exit code."""
+"""The entry point of the command line: it runs a command, and turns errors into lines and an exit code."""
 
 import errno
 import os
@@ -12,36 +12,36 @@ from torch_thor.training.errors import CTRL_C, INTERRUPTED, USER_ERROR, Elsewher
 # The modules that the extras of pyproject.toml install
 EXTRAS = {
     "train": (
-        "torchvision", "PIL", "sklearn", "safetensors", "omegaconf", "yaml", "filelock", "typer", "rich", "matplotlib",
+        "torchvision", "PIL", "sklearn", "safetensors", "pydantic", "yaml", "filelock", "typer", "rich", "matplotlib",
         "tensorboard",
     ),
-    "text": ("transformers", "tokenizers", "pyarrow", "mwxml", "mwparserfromhell", "bs4", "sentencex"),
+    "text": ("transformers", "tokenizers", "datasets", "pyarrow", "mwparserfromhell", "bs4", "sentencex"),
     "timm": ("timm",),
 }  # fmt: skip
+# Errors of a disk, a network share or a limit on open files, which are not bugs of this program
+OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 
 
 def _to_install(error: ModuleNotFoundError) -> str:
-    """Return which extra has the missing module; raise the error again if none has it, such as one of the user's."""
-    extra = next((extra for extra, modules in EXTRAS.items() if error.name in modules), None)
+    """Say which extra has a missing module; raise the error again if none has it, such as one of the user's."""
+    module = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
     if extra is None:
         raise error
-    return f"{error.name} is missing: install it with `pip install 'torch-thor[{extra}]'`"
+    return f"{module} is missing: install it with `pip install 'torch-thor[{extra}]'`"
 
 
 try:
     import typer
     from typer.core import TyperGroup
 
-    from torch_thor.commands import evaluate, export, figures, plan, prepare, split_dim, train
-    from torch_thor.commands.messages import is_first_rank, print_message
+    from torch_thor import commands
+    from torch_thor.training.printing import is_first_rank, print_message
 except ModuleNotFoundError as error:
     raise SystemExit(f"torch-thor: {_to_install(error)}") from error
 except KeyboardInterrupt:
     sys.stderr.write(f"torch-thor: {CTRL_C}\n")
     raise SystemExit(INTERRUPTED) from None
-
-# Errors of a disk, a network share or a limit on open files, which are not bugs of this program
-OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE}
 
 
 class _InterruptedError(Exception):
@@ -61,16 +61,15 @@ app = typer.Typer(
     cls=_Commands,
     help="Train networks with THOR, the trace-based natural-gradient optimizer, and compare it with other optimizers.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.command("train", help=train.HELP)(train.train)
-app.command("eval", help=evaluate.HELP)(evaluate.evaluate)
-app.command("prepare", help=prepare.HELP)(prepare.prepare)
-app.command("export", help=export.HELP)(export.export)
-app.command("split-dim", help=split_dim.HELP)(split_dim.split_dim)
-app.command("plan", help=plan.HELP)(plan.plan)
-app.command("figures", help=figures.HELP)(figures.figures)
+for name, command in (
+    ("train", commands.train), ("eval", commands.evaluate), ("prepare", commands.prepare), ("export", commands.export),
+    ("split-dim", commands.split_dim), ("plan", commands.plan), ("figures", commands.figures), ("keys", commands.keys),
+):  # fmt: skip
+    app.command(name)(command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,12 +78,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+
+
 @app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
+def _options(version: Version = False) -> None:
     pass
 
 
@@ -108,13 +106,9 @@ def main() -> None:
     except ModuleNotFoundError as error:  # commands import what they need when they run
         print_message(_to_install(error))
         raise SystemExit(USER_ERROR) from error
-    except StoppedError as stop:
+    except (StoppedError, _InterruptedError) as stop:
         if is_first_rank():  # all processes stop at the same step
-            print_message(str(stop))
-        raise SystemExit(INTERRUPTED) from stop
-    except _InterruptedError as stop:
-        if is_first_rank():
-            print_message(CTRL_C)
+            print_message(str(stop) or CTRL_C)
         raise SystemExit(INTERRUPTED) from stop
     except OSError as error:
         if error.filename is None and error.errno not in OUTSIDE:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,19 +77,23 @@ class Score:
 
 
 class Observer(Protocol):
-    """Sees a run. The observers of the first process write files and print; `end_of_step` may save and stop."""
+    """Sees a run; by default does nothing. Those of the first process write files and print; one saves and stops."""
 
     def step(self, run: "Run", point: Point) -> None:
         """Called after each step."""
+        return
 
     def evaluation(self, run: "Run", score: Score) -> None:
         """Called after each evaluation."""
+        return
 
     def end_of_step(self, run: "Run") -> None:
         """Called after each step and its evaluation, if any."""
+        return
 
     def close(self) -> None:
         """Called once when the training has ended, also by an error."""
+        return
 
 
 @dataclass
@@ -162,7 +166,9 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
         DivergedError: If the loss or a gradient is no longer finite.
     """
     run.model.train()
-    try:
+    with ExitStack() as closing:
+        for observer in observers:
+            closing.callback(observer.close)
         feed = _Feed(run, stops)
         while not run.done:
             schedules.apply(run.optimizer, run.recipe, run.step, run.task.steps_per_epoch)
@@ -176,9 +182,6 @@ def train(run: Run, observers: Sequence[Observer] = (), *, stops: Sequence[int] 
                     observer.evaluation(run, run.score)
             for observer in observers:
                 observer.end_of_step(run)
-    finally:
-        for observer in observers:
-            observer.close()
 
 
 def _evaluate(run: Run) -> None:

@@ -1,9 +1,11 @@
 """Printing untrusted text (file names, recipe values, error messages) without markup or terminal control sequences.
 
-A file name may contain Rich markup or control sequences of the terminal. Every line and every table cell that can
+A file name may contain Rich markup or control sequences of the terminal. Every line, table cell and title that can
 contain such text is made by the functions of this module.
 """
 
+import os
+import sys
 from collections.abc import Callable
 
 from rich.console import Console
@@ -11,40 +13,32 @@ from rich.text import Text
 
 
 def visible(text: str) -> str:
-    r"""Replace unprintable characters by Python's escape sequences, such as `\x1b`, `\n`, `\u202e`.
-
-    Args:
-        text: Any text, also a file name that is not valid UTF-8.
-
-    Returns:
-        One line of printable characters.
-    """
+    r"""Replace unprintable characters by Python's escape sequences, such as `\x1b`, `\n`, `\u202e`."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
-def printer(console: Console) -> Callable[[str], None]:
-    """Make a function that prints one line of plain text on a console.
-
-    Args:
-        console: The console. If it has a live display, lines are printed above it.
-
-    Returns:
-        A function that takes the line.
-    """
-
-    def say(line: str) -> None:
-        console.print(Text(visible(line)), soft_wrap=True)
-
-    return say
-
-
 def cell(text: str) -> Text:
-    """Make the plain text of a table's cell, heading or title.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The text, with unprintable characters replaced.
-    """
+    """Make the plain text of a table's cell, heading or title."""
     return Text(visible(text))
+
+
+def printer(console: Console) -> Callable[[str], None]:
+    """Make a function that prints one line of plain text on a console, above its live display if it has one."""
+    return lambda line: console.print(cell(line), soft_wrap=True)
+
+
+def milliseconds(seconds: float) -> str:
+    """Format the duration of a step, with one decimal below 100 ms."""
+    return f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"
+
+
+def is_first_rank() -> bool:
+    """Return whether this is the only process, or the first of those that `torchrun` has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_message(text: str) -> None:
+    """Print lines on stderr, with the rank of the process if it is not the first."""
+    rank = "" if is_first_rank() else f", rank {os.environ['RANK']}"
+    for line in text.splitlines():
+        sys.stderr.write(f"torch-thor{rank}: {visible(line)}\n")

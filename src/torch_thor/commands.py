@@ -1,0 +1,298 @@
+"""The commands of the command line. Each imports what it needs when it runs, so that --help is fast."""
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Argument, Option
+
+from torch_thor.training.errors import StoppedError, require
+from torch_thor.training.printing import cell, is_first_rank, print_message, printer, visible
+
+FIRST_RECIPE = "characters"  # of `torch-thor train` without a name
+# the options that several commands have
+Words = Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to override.")]
+Device = Annotated[str, Option(help="The device: cpu, cuda, ..., or auto for a GPU if there is one.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace the results that are there.")]
+
+
+def train(
+    words: Annotated[
+        list[str] | None,
+        Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe or a YAML file, then keys to override."),
+    ] = None,
+    out: Annotated[Path | None, Option(help="The run folder (default: a new one, runs/RECIPE).")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the run from its newest checkpoint.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Delete the run, and start anew.")] = False,
+    profile: Annotated[bool, Option("--profile", help="Profile a few steps, one refresh among them.")] = False,
+    list_recipes: Annotated[bool, Option("--list", help="List the recipes.")] = False,
+) -> None:
+    """Train a recipe, and compare its optimizers.
+
+    Writes curves, metrics, the recipe and checkpoints into the run folder. Ctrl-C saves a checkpoint; `--resume`
+    continues from it, bit for bit, with the settings of the run. Without `--out`, it continues the latest run.
+
+    For example:
+
+    - `torch-thor train` compares three optimizers on a small transformer, in less than a minute
+
+    - `torch-thor train fashion-mnist optimizer=thor lr=0.1`
+
+    - `torch-thor train digits optimizer=thor,adamw epochs=3 schedule.kind=linear --out runs/mine`
+    """
+    from torch_thor.training.recipes import load_recipe, override, recipe_list
+
+    console = Console()
+    if list_recipes:
+        for name, about in recipe_list():
+            line = visible(f"{name:<30}  {about}")
+            printer(console)(line[: console.width] if console.is_terminal else line)
+        return
+    from torch_thor.training.folder import RunFolder
+    from torch_thor.training.run import run_recipe
+
+    names = [word for word in words or [] if "=" not in word]
+    require(len(names) < 2, f"'{' '.join(names)}' names more than one recipe: give one, then key=value words")
+    name, overrides = (names or [FIRST_RECIPE])[0], [word for word in words or [] if "=" in word]
+    path = Path("runs") / Path(name).stem
+    folder = RunFolder(out) if out else RunFolder.named(path, resume=resume, overwrite=overwrite)
+    stored = folder.stored() if resume else None
+    if stored is not None and (not names or load_recipe(name).name == stored.name):
+        recipe = override(stored, overrides)  # keys that are not overridden keep the values of the run
+    else:
+        recipe = load_recipe(name, overrides)
+    with _resumable(["torch-thor", "train", *names, "--resume", "--out", str(folder.path)]):
+        run_recipe(recipe, folder, console, resume=resume, overwrite=overwrite, profile=profile)
+    if not names and is_first_rank():
+        printer(console)(
+            "next: your own images: torch-thor train resnet18-cifar10-thor data.name=image-folder data.root=DIR"
+        )
+
+
+def evaluate(
+    path: Annotated[Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run folder, or a checkpoint in it.")],
+    words: Words = None,
+    as_json: Annotated[bool, Option("--json", help="Print all metrics in full precision, as JSON.")] = False,
+) -> None:
+    """Evaluate a trained network on the test set.
+
+    For a run folder, the newest undamaged checkpoint of each optimizer is evaluated. The path
+    `RUN/OPTIMIZER/checkpoints/best` stands for the best one. The keys device, batch_size, threads and those inside data
+    can be overridden. An image folder needs to contain only the evaluation images. Under `torchrun` the processes share
+    the data.
+
+    For example:
+
+    - `torch-thor eval runs/digits`
+
+    - `torch-thor eval runs/mine data.root=/moved/images data.workers.count=8 --json`
+    """
+    from torch_thor.training.run import evaluate_saved
+
+    scores = evaluate_saved(path, words or [], print_message)
+    if not is_first_rank():
+        return
+    if as_json:
+        own = ("optimizer", "averaged", "step")
+        rows = [{**{key: getattr(s, key) for key in own}, "path": str(s.path), **s.values} for s in scores]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    shown = [metric for metric in scores[0].metrics if metric.primary or metric.name != "loss"]
+    table = Table("optimizer", "step", *(metric.title for metric in shown))
+    for one in scores:
+        name = f"{one.optimizer}, averaged weights" if one.averaged else one.optimizer
+        table.add_row(cell(name), str(one.step), *(metric.text(one.values[metric.name]) for metric in shown))
+    Console().print(table)
+
+
+def prepare(
+    sources: Annotated[list[str], Argument(metavar="SOURCE...", help="Wikipedia dumps, text, folders, python.")],
+    out: Annotated[Path, Option(help="The folder of the prepared corpus.")],
+    vocab_size: Annotated[int, Option(help="Size of the vocabulary to train.")] = 30522,
+    seq_len: Annotated[str, Option(help="Tokens of an example: one length, or several with commas.")] = "128,512",
+    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json or vocab.txt (default: train one).")] = None,
+    cased: Annotated[bool, Option("--cased", help="Keep upper case and accents.")] = False,
+    held_out: Annotated[float, Option(help="Fraction of the documents that is kept for evaluation.")] = 0.01,
+    seed: Annotated[int, Option(help="Seed of the choice of these documents.")] = 0,
+    language: Annotated[str, Option(help="Language code, for the rules of sentence ends.")] = "en",
+    workers: Annotated[int | None, Option(help="Number of processes (default: one per core).")] = None,
+    max_faults: Annotated[float, Option(help="Largest fraction of documents that may be unreadable.")] = 0.01,
+) -> None:
+    """Prepare text for masked-language-model training.
+
+    SOURCE is a Wikipedia dump (`*-pages-articles*.xml.bz2`), a text or HTML file (which may be compressed: .gz, .bz2,
+    .xz), a folder of such files, or `python`, which stands for the documentation that is part of Python. If the
+    preparation is stopped, the same command continues it.
+
+    For example:
+
+    - `torch-thor prepare enwiki-latest-pages-articles.xml.bz2 --out corpora/wikipedia --workers 16`
+
+    - `torch-thor prepare /usr/share/doc/anarchism/html --out corpora/anarchism --vocab-size 8192 --seq-len 128`
+    """
+    from torch_thor.training.text.prepare import prepare as prepare_corpus
+
+    prepare_corpus(
+        sources, out, vocab_size=vocab_size, lowercase=not cased, lengths=_numbers("--seq-len", seq_len), seed=seed,
+        held_out=held_out, language=language, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1,
+        max_faults=max_faults, console=Console(),
+    )  # fmt: skip
+
+
+def export(
+    path: Annotated[Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A checkpoint, or RUN/OPTIMIZER.")],
+    out: Annotated[Path, Option(help="The folder to write.")],
+    form: Annotated[str, Option("--format", help="The format; transformers is the only one.")] = "transformers",
+    averaged: Annotated[bool, Option("--averaged", help="Export the averaged weights.")] = False,
+) -> None:
+    """Write a trained network in the format of another library.
+
+    A network of `task: masked-lm` becomes a folder for `from_pretrained` of transformers, with its tokenizer.
+
+    For example:
+
+    - `torch-thor export runs/bert-tiny/thor --out bert-tiny`, then `AutoModel.from_pretrained("bert-tiny")`
+    """
+    from torch_thor.training.run import export as export_saved
+
+    export_saved(path, out, form, print_message, averaged=averaged)
+
+
+def split_dim(
+    model: Annotated[str, Argument(metavar="MODEL", help="A torchvision or timm name, or FILE.py:FUNCTION.")],
+    device: Device = "auto",
+    batch: Annotated[int, Option(help="Number of sample images.")] = 32,
+    pixels: Annotated[int, Option(help="Height and width of the sample images.")] = 224,
+    data: Annotated[Path | None, Option(help="A folder of images (default: two photographs).")] = None,
+    seed: Annotated[int, Option(help="Seed of the weights and the crops.")] = 0,
+    out: Annotated[Path | None, Option(help="The folder to write (default: runs/split-dim-MODEL).")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Choose THOR's split dimension for a model on this device.
+
+    Cuts every factor into blocks of 1, 16, 32, ... rows, measures the loss of spectral norm and the time to invert the
+    blocks, and chooses the block size where the two curves cross. Prints tables, and writes `split_dim.png` and
+    `split_dim.json`.
+
+    For example:
+
+    - `torch-thor split-dim timm:vit_tiny_patch16_224 --device cuda --data photographs/`
+
+    - `torch-thor split-dim mine.py:build`, for a function that returns a model, `(model, sample_batch)` or
+    `(model, sample_batch, loss_fn)`
+    """
+    given = locals()
+    from torch_thor.tools.split_dim import split_dim as measure
+
+    folder = given.pop("out") or Path("runs") / f"split-dim-{Path(model).name.replace(':', '-')}"
+    measure(given.pop("model"), folder, Console(), **given)
+
+
+def plan(
+    subject: Annotated[str, Argument(help="A recipe, a name of torchvision, timm or BERT, or FILE.py:FUNCTION.")],
+    words: Words = None,
+    devices: Annotated[str, Option(help="Numbers of devices, separated by commas.")] = "1,8,64,256",
+    shards: Annotated[int, Option(help="Devices that hold one copy of the weights with HSDP.")] = 8,
+    optimizer: Annotated[str | None, Option(help="thor or thor-muon (default: that of the recipe).")] = None,
+    split_dim: Annotated[int | None, Option(help="Block size of the factors (default: the recipe's).")] = None,
+    batch: Annotated[int | None, Option(help="Samples on a device, to measure times with (default: none).")] = None,
+    samples: Annotated[int | None, Option(help="Samples of an epoch, for the time of a training.")] = None,
+    epochs: Annotated[int | None, Option(help="Epochs (default: the recipe's).")] = None,
+    bandwidth: Annotated[float, Option(help="GB/s that a device sends over the slowest links.")] = 50.0,
+    latency: Annotated[float, Option(help="Microseconds of a round of a ring in addition.")] = 14.0,
+    device: Device = "auto",
+    pixels: Annotated[int, Option(help="Height and width of images, where there is no recipe.")] = 224,
+    length: Annotated[int, Option(help="Tokens of a text, where there is no recipe.")] = 128,
+    measured: Annotated[Path | None, Option(help="A plan.json whose times are used again.")] = None,
+    out: Annotated[Path | None, Option(help="The folder of plan.json (default: none).")] = None,
+) -> None:
+    """Compute what THOR keeps and sends on many devices, before renting them.
+
+    The bytes are exact. With `--batch`, a step is measured on this device, and the times of all others follow from it
+    and from the links.
+
+    For example:
+
+    - `torch-thor plan resnet50-imagenet-thor-paper`
+
+    - `torch-thor plan bert-large --split-dim 64 --batch 8 --devices 64,256 --bandwidth 25`
+    """
+    given = locals()  # the options by name
+    from torch_thor.tools.plan import plan as make_plan
+
+    given |= {"words": words or (), "devices": _numbers("--devices", devices)}
+    make_plan(given.pop("subject"), Console(), **given)
+
+
+def figures(
+    name: Annotated[str | None, Argument(metavar="NAME", help="The name of a figure, or all.")] = None,
+    data: Annotated[str | None, Option(help="A recipe: fashion-mnist (the default), digits, or a file.")] = None,
+    epochs: Annotated[int | None, Option(help="Passes over the training set.")] = None,
+    eval_interval: Annotated[int | None, Option(help="Steps between evaluations, at the recipe's batch.")] = None,
+    seeds: Annotated[str | None, Option(help="Seeds, one training each, such as 0,1,2.")] = None,
+    batch_sizes: Annotated[str | None, Option(help="Batch sizes, such as 64,128,256.")] = None,
+    model: Annotated[str | None, Option(help="The model of split-dim: a name, or FILE.py:FUNCTION.")] = None,
+    pixels: Annotated[int | None, Option(help="Height and width of the images of split-dim.")] = None,
+    device: Device = "auto",
+    out: Annotated[Path, Option(help="The folder of the files.")] = Path("runs/figures"),
+    overwrite: Overwrite = False,
+    redraw: Annotated[bool, Option("--redraw", help="Draw the values that exist, without measuring.")] = False,
+    list_figures: Annotated[bool, Option("--list", help="List the figures instead of making them.")] = False,
+) -> None:
+    """Reproduce the paper's figures on small data sets.
+
+    Writes NAME.json (the measured values), NAME.png and NAME.md into the folder. Values that were measured with the
+    same settings before are not measured again, so the same command continues an interrupted measurement.
+
+    For example:
+
+    - `torch-thor figures curves --data digits` trains on handwritten digits, in a few minutes
+
+    - `torch-thor figures all --redraw` draws all figures from the measured values, without training
+    """
+    from torch_thor.bench.figures import FIGURES, Options, figure_table, make_figures, numbers
+
+    if list_figures:
+        Console().print(figure_table())
+        return
+    require(name is not None, f"name a figure ({', '.join(FIGURES)}) or all; --list describes them")
+    many = {"seeds": numbers("--seeds", seeds), "batch_sizes": numbers("--batch-sizes", batch_sizes)}
+    options = Options(data=data, epochs=epochs, eval_interval=eval_interval, model=model, pixels=pixels, **many)
+    make_figures(str(name), out, Console(), options, device=device, overwrite=overwrite, redraw=redraw)
+
+
+def keys(
+    part: Annotated[str | None, Argument(metavar="[PART]", help="Such as training, data or thor.")] = None,
+) -> None:
+    """List the keys of recipes."""
+    from torch_thor.training.recipes import PARTS
+    from torch_thor.training.recipes import keys as keys_of
+
+    say = printer(Console())
+    for name, kind, default, meaning in keys_of(part):
+        say(f"{name} = {default} ({kind}): {meaning}")
+    if part is None:
+        say(f"Further keys: `torch-thor keys PART` for {', '.join(PARTS)}")
+
+
+@contextmanager
+def _resumable(command: Sequence[str]) -> Iterator[None]:
+    """Name the command that continues a training which a signal has stopped."""
+    try:
+        yield
+    except StoppedError as stop:
+        raise StoppedError(stop.step, shlex.join(command)) from stop
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    fit = all(word.isdecimal() and int(word) for word in words)
+    require(fit, f"{option} {text}: must be whole numbers of at least 1, separated by commas")
+    return tuple(map(int, words))

@@ -1,0 +1,198 @@
+"""The observers of the first process: metrics, scalars for TensorBoard, progress, a profile; and what is said first."""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from torch_thor.files import writing
+from torch_thor.optim.base import CurvatureOptimizer
+from torch_thor.optim.report import sizes
+from torch_thor.training.errors import require
+from torch_thor.training.folder import RunFolder
+from torch_thor.training.loop import Observer, Point, Run, Score
+from torch_thor.training.printing import printer
+from torch_thor.training.profiling import Profiler
+from torch_thor.training.progress import Bar, Lines, summarised
+from torch_thor.training.tasks.task import primary
+
+AVERAGED = "averaged_"  # the prefix of the metrics of averaged weights
+# TensorBoard draws 1000 random points of a curve, and a point for each of very many steps would need hundreds of
+# megabytes. A point therefore summarises `log_interval` steps, or fewer where a curve would have less than this many.
+FULL_CURVE = 2000
+_STEP = [item.name for item in fields(Point) if item.name != "events"]
+
+
+def observers_of(run: Run, folder: RunFolder, console: Console, profile: bool, offset: int) -> list[Any]:
+    """Say what runs, and make the observers of a run: that of its metrics is the first, one that profiles the last.
+
+    Args:
+        run: The run, before its first step in this process.
+        folder: The run folder.
+        console: Where they print.
+        profile: Whether to profile a few steps.
+        offset: The length of `metrics.jsonl` in bytes at the checkpoint that the run continues from; 0 for none.
+
+    Returns:
+        The observers. What comes after one that profiles would count as a part of the steps.
+    """
+    for line in facts(run):
+        printer(console)(line)
+    found = [Metrics(folder.metrics(run.name), offset), TensorBoard(folder.tensorboard(run.name), run)]
+    if profile:
+        found.append(Profiler(folder.profile(run.name), console))
+    found.insert(2, Bar(run, console) if console.is_interactive else Lines(run, console))
+    return found
+
+
+def facts(run: Run) -> list[str]:
+    """Say what runs where, once for all optimizers; and which part of the network the curvature is used for."""
+    recipe, optimizer, device, found = run.recipe, run.optimizer, run.ranks.device, []
+    if run.name == recipe.optimizer[0]:
+        parameters = sum(parameter.numel() for parameter in run.model.parameters())
+        where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        several = f"{run.ranks.world} processes on " if run.ranks.world > 1 else ""
+        found.append(
+            f"{recipe.name}: {recipe.model} ({parameters:,} parameters), {run.total_steps:,} steps with each of "
+            f"{', '.join(recipe.optimizer)}, on {several}{where}, threads={torch.get_num_threads()}"
+        )
+    if isinstance(optimizer, CurvatureOptimizer):
+        entries = optimizer.coverage()
+        covered, total = sizes(entries)
+        plain = [one for one in entries if one.trained and not one.preconditioned]
+        modules = {(one.kind, one.name.rpartition(".")[0]) for one in plain}
+        # with ThorMuon the bias of a preconditioned layer is not
+        kinds = Counter(f"biases of {kind}" if name in optimizer.curvature else kind for kind, name in modules)
+        others = ", ".join(f"{kind} ({number})" for kind, number in sorted(kinds.items()))
+        line = f"preconditions {len(optimizer.curvature)} layers with {covered / max(1, total):.2%} of the parameters"
+        rest = " and ".join(sorted({one.rest for one in plain}))
+        found.append(f"{run.name}: {line}" + (f"; {rest} for the rest: {others}" if others else ""))
+    if recipe.optimizers.get(run.name, {}).get("split_dim") == "auto":
+        measured = optimizer.param_groups[0]["split_dim"]
+        found.append(f"{run.name}: split_dim={measured} was measured for this network and device")
+    return found
+
+
+class Metrics(Observer):
+    """Writes `metrics.jsonl`: a line for each step, each layer that was due on a refresh, and each evaluation.
+
+    Args:
+        path: The file.
+        offset: Its length in bytes at the checkpoint that the run continues from: later lines are removed.
+
+    Raises:
+        UserError: If the file cannot be written (as in every method), or is not that of the checkpoint.
+    """
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            size = self._file.tell()
+            require(
+                size >= offset,
+                f"{path} has {size} bytes, but it had {offset} when the checkpoint was saved: put the whole file back, "
+                "or start another run with weights=CHECKPOINT and --out",
+            )
+            self._file.truncate(offset)
+
+    def step(self, run: Run, point: Point) -> None:
+        """Write the line of a step, and one for each layer that was due."""
+        self._write("step", {name: getattr(point, name) for name in _STEP})
+        for event in point.events:
+            trace = {"trace_change": event.trace_change, "trace": event.trace}
+            self._write(
+                "refresh", {"step": point.step, "layer": event.layer, "decision": event.decision.value, **trace}
+            )
+
+    def evaluation(self, run: Run, score: Score) -> None:
+        """Write the line of an evaluation."""
+        averages = {f"{AVERAGED}{name}": (score.averaged or {}).get(name) for name in score.metrics}
+        metric = primary(run.task.metrics)
+        decides = {"primary": metric.name, "higher_is_better": metric.higher_is_better}
+        self._write("eval", {"step": score.step, "seconds": score.seconds, **score.metrics, **averages, **decides})
+
+    def offset(self) -> int:
+        """Flush the file to the disk, so that no checkpoint has more steps than it; return its length in bytes."""
+        with writing(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            return self._file.tell()
+
+    def close(self) -> None:
+        """Close the file."""
+        with writing(self.path):
+            self._file.close()
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        # JSON has no infinity and no NaN
+        plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+        with writing(self.path):
+            self._file.write(json.dumps({"kind": kind, **plain}, allow_nan=False).encode() + b"\n")
+
+
+class TensorBoard(Observer):
+    """Writes scalars for TensorBoard, those of a resumed run in the place of those that are newer than its checkpoint.
+
+    Args:
+        folder: The folder of the event files.
+        run: The run.
+
+    Raises:
+        UserError: If they cannot be written, as in every method.
+    """
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second
+
+        self._every = max(1, min(run.recipe.log_interval or run.total_steps, run.total_steps // FULL_CURVE))
+        self._points: list[Point] = []
+        self.folder = folder
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=run.step + 1)
+
+    def step(self, run: Run, point: Point) -> None:
+        """Write a point that summarises the steps since the latest one, if it is time."""
+        self._points.append(point)
+        if run.step % self._every == 0:
+            self._write(run)
+
+    def evaluation(self, run: Run, score: Score) -> None:
+        """Write the metrics of an evaluation."""
+        self._add("test", score.step, score.metrics)
+        self._add("averaged", score.step, score.averaged or {})
+
+    def end_of_step(self, run: Run) -> None:
+        """Write the last point."""
+        if run.done and self._points:
+            self._write(run)
+
+    def close(self) -> None:
+        """Flush and close the writer."""
+        with writing(self.folder):
+            self._writer.close()
+
+    def _write(self, run: Run) -> None:
+        points, self._points = self._points, []
+        self._add("train", run.step, summarised(run, points))
+        if isinstance(run.optimizer, CurvatureOptimizer):
+            events = [event for point in points for event in point.events]
+            made = Counter(event.decision.value for event in events)
+            stopped = sum(layer.stopped for layer in run.optimizer.curvature.values())
+            counts = {"refreshed": made["update"], "kept": made["keep"], "failed": made["failed"], "stopped": stopped}
+            self._add("thor", run.step, counts)
+            self._add("trace_change", run.step, {event.layer: event.trace_change for event in events})
+
+    def _add(self, group: str, step: int, values: Mapping[str, float | None]) -> None:
+        with writing(self.folder):
+            for name, value in values.items():
+                if value is not None:
+                    self._writer.add_scalar(f"{group}/{name}", value, step)
