@@ -207,7 +207,6 @@ def build_optimizer(
     params: Any = model.parameters()
     try:
         if "layers" in options:
-            options["layers"] = options["layers"] or None
             options["update_interval"] = _interval(options["update_interval"])
             options["distributed"] = Distributed(divide_curvature=options.pop("divide_curvature"))
         if decayed is not None:

@@ -122,11 +122,9 @@ def check(optimizer: torch.optim.Optimizer, recipe: Recipe, steps_per_epoch: int
         UserError: If a warm-up or a horizon does not fit the length of the training, `end` is above the starting value,
             or the damping would become 0.
     """
-    first = 0
     for number, phase in enumerate(recipe.phases or (None,)):
-        for span in _spans(recipe, steps_per_epoch, phase, first, number):
+        for span in _spans(recipe, steps_per_epoch, phase, 0, number):
             _check(optimizer, span)
-        first += 0 if phase is None else phase.steps
 
 
 def _check(optimizer: torch.optim.Optimizer, span: _Span) -> None:
