@@ -7,13 +7,13 @@ import pickle
 import re
 from pathlib import Path
 
+import noisy
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-import noisy
 from command_line import contents
 from ranks import Ranks as Pool
 from tiny import assert_same
@@ -73,7 +73,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("before", "after", "name"), PAIRS)
 def test_loads_into_another_division(on, tmp_path, before, after, name):
-    """Without dropout and batch statistics, and with blocks of one row that are cut alike, all divisions train alike."""
+    """Without dropout and batch statistics, and with blocks of one row, which are cut alike, all train alike."""
     given = {"ema_decay": None, "optimizers": {**noisy.OPTIMIZERS}}
     for one in ("thor", "thor-muon"):
         given["optimizers"][one] = {**noisy.OPTIMIZERS[one], "split_dim": 1, "max_update_ratio": None}
@@ -156,7 +156,7 @@ def test_damage_is_named_and_the_one_before_is_taken(trained, tmp_path, kind):
         assert len(said) == 1
         assert re.search(rf"{new} is damaged: .*{name}.*; falling back", said[0])
     harm(old / FILES[0], kind)
-    with pytest.raises(DamagedCheckpointError, match="every checkpoint in .* is damaged: start again with"):
+    with pytest.raises(DamagedCheckpointError, match=r"every checkpoint in .* is damaged: start again with"):
         newest(tmp_path, said.append)
 
 
@@ -164,7 +164,7 @@ def test_damage_is_named_and_the_one_before_is_taken(trained, tmp_path, kind):
 def test_a_manifest_of_another_form_is_damage(trained, tmp_path, text):
     path = save(tmp_path, trained, 2)
     (path / "manifest.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DamagedCheckpointError, match="manifest.json is truncated or altered"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is truncated or altered"):
         open_checkpoint(path)
     path.rename(tmp_path / "step-00000099")
     save(tmp_path, trained, 99).rename(tmp_path / "step-00000100")
@@ -185,7 +185,7 @@ def test_nothing_in_it_is_executed(trained, tmp_path):
         manifest["sha256"]["state.pt"] = checkpoint.sha256(path / "state.pt")  # a forger can do sums too
         manifest["checksum"] = checkpoint.digest(manifest)
         (path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(DamagedCheckpointError, match="state.pt cannot be loaded"):
+        with pytest.raises(DamagedCheckpointError, match=r"state.pt cannot be loaded"):
             open_checkpoint(path).restore(build(trained.recipe, "thor", trained.task, Ranks()))
     assert not (tmp_path / "evil").exists()
 

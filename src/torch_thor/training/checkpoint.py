@@ -170,7 +170,8 @@ def _load_optimizer(run: Run, saved: dict[str, Any], path: Path) -> None:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         # only the optimizer knows which of its tensors are divided; torch makes them in a step whose lr is 0
-        own = dict(get_optimizer_state_dict(run.model, run.optimizer)["state"])
+        known: Any = get_optimizer_state_dict(run.model, run.optimizer)
+        own = known["state"]
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     order = [names[p] for group in run.optimizer.param_groups for p in group["params"]]
     number = {name: index for index, name in enumerate(order)}

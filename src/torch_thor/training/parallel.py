@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # where torch has distributed training
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor.capture.sharding import is_fully_sharded
@@ -84,21 +86,18 @@ def device_of(name: str) -> torch.device:
 
 @contextmanager
 def processes(recipe: Recipe) -> Iterator[Ranks]:
-    """Join the other processes of `torchrun`, if it has started this one, and set the recipe's number of threads.
-
-    Args:
-        recipe: The recipe; `device` and `threads` are used.
-
-    Yields:
-        The rank of this process.
-    """
+    """Join the other processes of `torchrun`, if it has started this one, and set the recipe's number of threads."""
     device, before = device_of(recipe.device), torch.get_num_threads()
     joins = dist.is_torchelastic_launched() and not dist.is_initialized()
-    if joins and device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    elif joins:
-        dist.init_process_group("gloo")
+    if joins:
+        store, rank, world = next(rendezvous("env://"))
+        # which has still the addresses of the processes that `torchrun` has started before these
+        store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend: dict[str, Any] = {"backend": "gloo"}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = {"backend": "nccl", "device_id": device}
+        dist.init_process_group(store=store, rank=rank, world_size=world, **backend)
     torch.set_num_threads(recipe.threads or before)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else Ranks(device=device)
@@ -114,16 +113,7 @@ def agreed(ranks: Ranks) -> Iterator[None]:
     """Raise on every process if the block raises a `UserError` on any. Every process must enter it.
 
     Without it, the other processes would wait for one that has failed. The block may communicate in such blocks only.
-
-    Args:
-        ranks: The process.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        UserError: On the first process on which the block failed.
-        ElsewhereError: On all others, with the same message.
+    All processes but the first on which it failed raise an `ElsewhereError`, with the same message.
     """
     error = None
     try:

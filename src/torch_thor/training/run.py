@@ -16,7 +16,7 @@ from torch_thor.training.checkpoint import Checkpoint
 from torch_thor.training.errors import require
 from torch_thor.training.evaluation import evaluate
 from torch_thor.training.folder import RunFolder
-from torch_thor.training.loop import Observer, Run, split, train
+from torch_thor.training.loop import Run, split, train
 from torch_thor.training.observers import observers_of
 from torch_thor.training.optimizers import build_optimizer, measured_split_dim
 from torch_thor.training.parallel import Ranks, RankWeight, agreed, connect, divide, processes
@@ -146,7 +146,7 @@ def _begin(
 
 
 def _train(run: Run, offset: int, folder: RunFolder, console: Console, profile: bool, stops: Sequence[int]) -> None:
-    own: list[Observer] = []
+    own: list[Any] = []  # the first is that of the metrics
     with agreed(run.ranks):
         if run.ranks.first:
             own = observers_of(run, folder, console, profile, offset)

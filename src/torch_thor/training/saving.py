@@ -154,7 +154,8 @@ def whole(run: Run) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         run.optimizer.consolidate_state_dict(to=None)  # of divide_curvature
     weights = {}
     for file, model in [(WEIGHTS, run.model), *([] if run.average is None else [(AVERAGED, run.average.module)])]:
-        first, found = first_names(model), get_model_state_dict(model, options=options)
+        first = first_names(model)
+        found: dict[str, Any] = get_model_state_dict(model, options=options)
         weights[file] = {name: value.contiguous() for name, value in found.items() if first.get(name, name) == name}
     cuda = torch.cuda.get_rng_state(run.ranks.device) if run.ranks.device.type == "cuda" else None
     state = {

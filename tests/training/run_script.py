@@ -1,0 +1,72 @@
+"""Trains the task of noisy.py as a command would, and does something at a moment: python run_script.py PLAN OUT WORDS.
+
+PLAN has a part for each start under `torchrun`, separated by commas: `1:step:5:SIGKILL` sends rank 1 this signal before
+the optimizer's step 5, `0:writing:6:SIGKILL` before the manifest of a checkpoint, `0:evaluation:6:SIGKILL` before an
+evaluation, `0:claim:0:SIGKILL` before the folder is changed, and `1:step:5:error` raises a UserError. WORDS are
+--resume, --overwrite and keys of the recipe.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+sys.path.append(str(Path(__file__).parent))
+
+import noisy
+
+from torch_thor.training import loop, run, saving
+from torch_thor.training.errors import StoppedError, UserError
+from torch_thor.training.folder import RunFolder
+from torch_thor.training.precision import Precision
+
+
+def main(plan, out, *words):
+    torch.set_num_threads(1)
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    parts = [part.split(":") for part in plan.split(",")]
+    rank, *planned, action = parts[start] if start < len(parts) else ("", "", "", "")
+    now = [0]  # the step that is being taken, or the latest one
+
+    def at(moment, number):
+        if (os.environ.get("RANK", "0"), moment, str(number)) == (rank, *planned):
+            if action == "error":
+                raise UserError("this rank cannot go on")
+            os.kill(os.getpid(), signal.Signals[action])
+
+    def before(owner, name, moment, steps=0):
+        really = getattr(owner, name)
+
+        def called(*given, **options):
+            now[0] += steps
+            at(moment, now[0])
+            return really(*given, **options)
+
+        setattr(owner, name, called)
+
+    before(Precision, "step", "step", steps=1)
+    before(saving, "digest", "writing")
+    before(loop, "evaluate", "evaluation")
+    before(RunFolder, "claim", "claim")
+    begin = loop.train
+
+    def train(one, *given, **options):
+        now[0] = one.step
+        begin(one, *given, **options)
+
+    run.train, run.open_task = train, lambda *_, **options: noisy.Noisy()
+    given = dict(word.split("=") for word in words if "=" in word)
+    recipe = noisy.recipe(name="noisy", optimizer=("thor", "sgd"), **{key: int(value) for key, value in given.items()})
+    options = {"resume": "--resume" in words, "overwrite": "--overwrite" in words}
+    try:
+        run.run_recipe(recipe, RunFolder(Path(out)), Console(width=200), **options)
+    except (UserError, StoppedError) as error:
+        print(f"torch-thor: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

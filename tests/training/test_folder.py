@@ -1,0 +1,168 @@
+"""The folder of a run: who may write to it, and what happens if its recipe is damaged. Nothing is changed by a refusal."""
+
+import io
+import os
+import re
+
+import noisy
+import pytest
+from rich.console import Console
+
+from command_line import contents
+from torch_thor.training import run as running
+from torch_thor.training.checkpoint import newest
+from torch_thor.training.errors import UserError
+from torch_thor.training.folder import RunFolder
+from torch_thor.training.recipes import load_recipe
+from torch_thor.training.run import evaluate_saved, run_recipe
+from torch_thor.training.weights import find_checkpoints
+
+SILENT = Console(file=io.StringIO())
+GIVEN = {"name": "noisy", "optimizer": ("sgd",), "optimizers": {"sgd": noisy.OPTIMIZERS["sgd"]}, "epochs": 2}
+RECIPE = noisy.recipe(**GIVEN, steps=None, batch_size=12)
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch):
+    monkeypatch.setattr(running, "open_task", lambda *_, **options: noisy.Noisy())
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a finished run, of ten steps."""
+    folder = RunFolder(tmp_path / "run")
+    run_recipe(RECIPE, folder, SILENT)
+    return folder
+
+
+def changed(**given):
+    return RECIPE.model_copy(update=given)
+
+
+REFUSED = [
+    (RECIPE, {}, "contains a run already: continue it with --resume, choose another folder with --out, or delete it"),
+    (RECIPE, {"resume": True, "overwrite": True}, "--resume and --overwrite exclude each other"),
+    (changed(name="other"), {"overwrite": True}, "belongs to recipe noisy, not other: choose another folder"),
+    (changed(seed=4, batch_size=7), {"resume": True}, r"other settings \((seed: 3 -> 4|batch_size: 12 -> 7); "),
+    (
+        changed(optimizers={"sgd": {"lr": 0.5}}),
+        {"resume": True},
+        r"other settings \(optimizers.sgd.momentum: 0.0 -> None",
+    ),
+    (changed(epochs=1), {"resume": True}, "epochs=1 is less than the run's 2: --resume only lengthens a run"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options", "said"), REFUSED)
+def test_refused_in_one_line_and_nothing_changes(run, recipe, options, said):
+    before = contents(run.path)
+    with pytest.raises(UserError, match=said) as caught:
+        run_recipe(recipe, run, SILENT, **options)
+    assert "\n" not in str(caught.value)
+    (run.path / ".lock").write_text("")
+    assert contents(run.path) == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    for folder, options, said in (
+        (tmp_path, {"overwrite": True}, "is not a run folder and not empty"),
+        (tmp_path / "thesis.txt", {}, "is not a run folder and not empty"),
+        (tmp_path / "thesis.txt/run", {}, "thesis.txt is a file (which .* would be in): choose another folder"),
+        (tmp_path / "new", {"resume": True}, "there is no run in .* to resume: leave --resume out"),
+    ):
+        with pytest.raises(UserError, match=said.replace("(", r"\(").replace(")", r"\)")):
+            run_recipe(RECIPE, RunFolder(folder), SILENT, **options)
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
+    longer = changed(epochs=3, keep_best=False)
+    run_recipe(longer, run, SILENT, resume=True)
+    assert newest(run.checkpoints("sgd"), pytest.fail).step == 15
+    assert RunFolder(run.path).stored() == longer
+    whole = RunFolder(tmp_path / "whole")
+    run_recipe(longer, whole, SILENT)
+    one, other = (newest(folder.checkpoints("sgd"), pytest.fail).path / "model.safetensors" for folder in (run, whole))
+    assert one.read_bytes() == other.read_bytes()
+    run_recipe(changed(seed=4), run, SILENT, overwrite=True)
+    assert {path.name for path in run.checkpoints("sgd").iterdir()} >= {"step-00000010"}
+    assert len(list(run.checkpoints("sgd").glob("step-*"))) == 2
+    cosine = load_recipe("digits", ["schedule.kind=cosine", "epochs=2", "optimizer=sgd"]).schedule
+    run_recipe(changed(schedule=cosine), run, SILENT, overwrite=True)
+    with pytest.raises(UserError, match="schedule.kind=cosine ends with the training, so the steps so far used"):
+        run_recipe(changed(schedule=cosine, epochs=3), run, SILENT, resume=True)
+
+
+def test_two_writers(run):
+    with (
+        run.locked(),
+        pytest.raises(UserError, match=rf"run in {run.path} is in use by process {os.getpid()} on .*: wait"),
+    ):
+        run_recipe(RECIPE, RunFolder(run.path), SILENT, resume=True)
+    run_recipe(RECIPE, RunFolder(run.path), SILENT, resume=True)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "seed: 3 -> 2", "epochs: 2 -> 1", "not utf-8"])
+def test_a_checkpoint_has_a_copy_of_a_damaged_recipe(run, damage):
+    text, said = run.recipe.read_text(), []
+    if damage == "missing":
+        run.recipe.unlink()
+    elif damage == "cut":
+        run.recipe.write_text(text[: len(text) // 2] + ": [")
+    elif damage == "not utf-8":
+        run.recipe.write_bytes(b"\xff" + text.encode())
+    else:
+        key, old, new = re.fullmatch(r"(\w+): (\d) -> (\d)", damage).groups()
+        assert f"{key}: {old}\n" in text
+        run.recipe.write_text(text.replace(f"{key}: {old}\n", f"{key}: {new}\n"))
+    assert run.stored(said.append) == RECIPE
+    assert re.search(rf"{run.recipe} cannot be used \(.*\): the copy in .*step-00000010 is used instead", said[0])
+    run_recipe(RECIPE, run, SILENT, resume=True)
+    assert run.recipe.read_text() == text
+    run.recipe.write_text("seed: [")
+    for path in run.path.rglob("model.safetensors"):
+        path.unlink()
+    with pytest.raises(UserError, match=r"recipe.yaml is damaged \(.*\): choose another folder with --out"):
+        run.stored()
+
+
+def test_the_next_free_folder(tmp_path, monkeypatch):
+    first = tmp_path / "digits"
+    for name in ("digits", "digits-2", "digits-3"):
+        folder = RunFolder.named(first)
+        assert folder.path == tmp_path / name
+        run_recipe(RECIPE, folder, SILENT)
+    assert RunFolder.named(first, resume=True).path == RunFolder.named(first, overwrite=True).path == folder.path
+    assert RunFolder.named(tmp_path / "new", resume=True).path == tmp_path / "new"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # another job than that which has begun it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert RunFolder.named(first).path == tmp_path / "digits-4"
+
+
+def test_evaluations_find_the_checkpoints_of_a_path(run, tmp_path):
+    def found(path):
+        return [saved.path for saved in find_checkpoints(path, pytest.fail)]
+
+    last = run.checkpoints("sgd") / "step-00000010"
+    for path in (run.path, run.path / "sgd", run.checkpoints("sgd"), last):
+        assert found(path) == [last]
+    (best,) = (run.checkpoints("sgd") / "best").iterdir()
+    assert found(best.parent) == [best]
+    own, averaged = evaluate_saved(run.path, ["device=cpu"], pytest.fail)
+    lines = [line for line in run.metrics("sgd").read_text().splitlines() if '"eval", "step": 10' in line]
+    assert f'"top1": {own.values["top1"]}, "averaged_loss": {averaged.values["loss"]}' in lines[0]
+    assert (own.averaged, averaged.averaged, own.path) == (False, True, last)
+    with pytest.raises(UserError, match="seed cannot be changed for an evaluation, only data, device"):
+        evaluate_saved(run.path, ["seed=4"], pytest.fail)
+    with pytest.raises(UserError, match="is no checkpoint: give a run folder, a checkpoint or"):
+        evaluate_saved(tmp_path, [], pytest.fail)
+    with pytest.raises(UserError, match="nowhere does not exist: give"):
+        evaluate_saved(tmp_path / "nowhere", [], pytest.fail)
+
+
+def test_a_recipe_that_cannot_start_leaves_no_folder(tmp_path):
+    schedule = RECIPE.schedule.model_copy(update={"warmup_epochs": 5.0})
+    with pytest.raises(UserError, match=r"schedule.warmup_epochs=5.0 is longer than the training"):
+        run_recipe(changed(schedule=schedule), RunFolder(tmp_path / "run"), SILENT)
+    assert list(tmp_path.iterdir()) == []

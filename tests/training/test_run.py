@@ -1,0 +1,99 @@
+"""Runs that are killed, stopped by a signal and started again end as those that never were; folders are respected."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import run_script
+import torch
+
+from command_line import checkpoints, command, contents, finish, lines
+from tiny import assert_same
+
+NOTHING = "0:never:0:error"
+OPTIMIZERS = ("thor", "sgd")
+
+
+def go(place, plan, out, *words, ranks=None):
+    return command(place, plan, out, *words, ranks=ranks, script=run_script.__file__)
+
+
+def outcome(run):
+    """All that a finished run has written, but for times."""
+    found = {}
+    for name in OPTIMIZERS:
+        found[name] = lines(run, name)
+        for path in sorted((run / name).rglob("step-*")):
+            state = torch.load(path / "state.pt", weights_only=True)
+            for part in (state, state["score"], state["best"]):
+                del part["seconds"]
+            weights = [(path / file).read_bytes() for file in ("model.safetensors", "averaged.safetensors")]
+            found[str(path.relative_to(run))] = [state, weights, (path / "recipe.yaml").read_text()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The outcomes of runs that never stopped, by the number of processes."""
+    place = tmp_path_factory.mktemp("whole")
+    for ranks in (None, 2):
+        code, out, err = go(place, NOTHING, f"run{ranks}", ranks=ranks)
+        assert code == 0, out + err
+    return {ranks: outcome(place / f"run{ranks}") for ranks in (None, 2)}
+
+
+def test_killed_at_any_moment_equals_never_stopped(tmp_path, whole):
+    # two evaluations are the best so far, those of steps 3 and 9; the last kill is in the second optimizer
+    kills = ("0:claim:0", "0:step:3", "0:writing:5", "0:writing:9", "0:evaluation:9", "0:writing:10", "0:writing:3")
+    for kill in kills:
+        resume = ["--resume"] if (tmp_path / "run/recipe.yaml").exists() else []
+        code, out, err = go(tmp_path, f"{kill}:SIGKILL", "run", *resume)
+        assert code == -signal.SIGKILL, f"{kill}: {out}\n{err}"
+        assert "writing" not in kill or any((tmp_path / "run").rglob(".writing-step-*")), kill
+    code, out, err = go(tmp_path, NOTHING, "run", "--resume")
+    assert code == 0, err
+    assert "damaged" not in out
+    assert_same(outcome(tmp_path / "run"), whole[None])
+    assert not list((tmp_path / "run").rglob(".writing-*"))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_a_signal_saves_and_stops(tmp_path, whole, name, ranks):
+    """Of two processes, one of which gets it, both stop after the same step."""
+    code, out, err = go(tmp_path, f"{1 if ranks else 0}:step:7:{name}", "run", ranks=ranks)
+    assert code == 2, out + err
+    assert "torch-thor: stopped at step 7, checkpoint written" in err
+    assert checkpoints(tmp_path / "run", "thor") == [5, 7]
+    code, _, err = go(tmp_path, NOTHING, "run", "--resume", ranks=ranks)
+    assert code == 0, err
+    found, wanted = outcome(tmp_path / "run"), whole[ranks]
+    assert found.keys() == wanted.keys()
+    assert_same(found, wanted)
+
+
+def torchrun(place, plan, *words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--monitor-interval=0.1", run_script.__file__, plan, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    out, err = finish(process)[1:]
+    return process.returncode, out, err
+
+
+def test_torchrun_starts_again_and_the_run_continues(tmp_path, whole):
+    code, out, err = torchrun(tmp_path, f"1:step:7:SIGKILL,{NOTHING}", "run")
+    assert code == 0, out + err
+    assert "torchrun has started the processes again: the run in run continues" in out
+    assert_same(outcome(tmp_path / "run"), whole[2])
+    # a job that is refused does not take the run of another one when it is started again
+    before = contents(tmp_path / "run")
+    code, out, err = torchrun(tmp_path, NOTHING, "run")
+    assert code != 0
+    assert err.count("torch-thor: run contains a run already: continue it with --resume") == 4
+    (tmp_path / "run/.lock").write_text("")
+    assert contents(tmp_path / "run") == before
