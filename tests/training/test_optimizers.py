@@ -156,7 +156,10 @@ def test_patterns_choose_layers_and_parameters():
 DECAYING = {
     "decay_filter=null": "conv1 conv1.bias conv2 conv2.bias hidden hidden.bias head head.bias",
     "decay_filter='*.weight'": "conv1 conv2 hidden head",
+    "decay_filter='*'": "conv1 conv1.bias conv2 conv2.bias hidden hidden.bias head head.bias",
+    "decay_filter=[]": "conv1 conv1.bias conv2 conv2.bias hidden hidden.bias head head.bias",
     "decay_filter=-*.bias": "conv1 conv2 hidden head",
+    "decay_filter=-*": "",
     "decay_filter=['*.weight', -head]": "conv1 conv2 hidden",
     "decay_filter=[conv1, hidden, '-*.bias']": "conv1 hidden",
 }
@@ -193,6 +196,9 @@ def test_what_an_optimizer_refuses_is_the_users_error():
         build_optimizer("sdg", net(), {})
     with pytest.raises(UserError, match=r"optimizer sgd: .*lrr"):
         build_optimizer("sgd", net(), {"lrr": 1})
+    for wrong in ("paper", [0.0, 1.0], 3):
+        with pytest.raises(UserError, match="optimizer thor: trace_thresholds="):
+            build_optimizer("thor", net(), {"trace_thresholds": wrong})
 
 
 def test_the_split_dimension_is_measured_where_the_recipe_says_auto():

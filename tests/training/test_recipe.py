@@ -97,7 +97,7 @@ WRONG = {
     "optimizers.thor.dampin=1": "there is no key optimizers.thor.dampin (did you mean optimizers.thor.damping?)",
     "optimizers.tohr.lr=1": "there is no key optimizers.tohr (did you mean optimizers.thor?)",
     "optimizers.adam.betas=1": "there is no key optimizers.adam.betas (did you mean optimizers.adam.beta",
-    "clip_factor=1": "clip_factor is a setting of optimizers that are not in use",
+    "clip_factor=1": "clip_factor is a setting of some optimizers: name one in optimizer, or give optimizers.NAME.clip_factor",
     "optimizer=tohr": "optimizer=[tohr]: must name one or more of thor, ",
     "optimizer=sgd,sgd": "optimizer=[sgd, sgd]: names an optimizer twice",
     "optimizer=[]": "optimizer=[]: must name",
@@ -218,10 +218,23 @@ def test_a_users_own_file(tmp_path):
     assert (recipe.name, recipe.epochs, recipe.seed) == ("mine", 3, 4)
     assert refused(str(tmp_path / "other.yaml"))[0].startswith(f"{tmp_path / 'other.yaml'} cannot be read")
     assert refused("digit")[0].startswith("there is no recipe digit (did you mean digits?): the recipes are auto")
-    for content in (b"epochs: [", b"just words", b"", b"\xff", b"a: &x 1\nb: *x", b"about: " + b"a" * 1_000_001):
+    for content in (
+        b"epochs: [",
+        b"just words",
+        b"",
+        b"\xff",
+        b"a: &x 1\nb: *x",
+        b"mine: 1",
+        b"about: " + b"a" * 1_000_001,
+    ):
         file.write_bytes(content)
         (line,) = refused(str(file))
         assert "mine" in line
+
+
+def test_a_setting_of_an_optimizer_at_the_top_of_a_file():
+    with pytest.raises(UserError, match=r"^lr is a setting of some optimizers: .* or give optimizers.NAME.lr$"):
+        parse("lr: 0.1", "x")
 
 
 def test_recipes_cannot_be_changed_and_their_paths_name_the_environment(monkeypatch):

@@ -57,7 +57,7 @@ def lines_of(error: ValidationError, meanings: Mapping[str, str]) -> list[str]:
         if fault["type"] == _FAULTS:
             found += [f"{key}.{line}".removeprefix(".") for line in fault["ctx"]["lines"]]
         elif fault["type"] == "extra_forbidden" and key in meanings:
-            found.append(f"{key} is a setting of optimizers that are not in use: name one of them in optimizer")
+            found.append(f"{key} is a setting of some optimizers: name one in optimizer, or give optimizers.NAME.{key}")
         elif fault["type"] == "extra_forbidden":
             found.append(f"there is no key {key}{nearest(key, meanings)}: `torch-thor keys` lists them")
         elif fault["type"] == "missing":

@@ -197,8 +197,8 @@ def build_optimizer(
     kind, options = OPTIMIZERS[name][0], {**settings_of(name), **given}
     if "beta1" in options:
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
-    if options.get("trace_thresholds") in _THRESHOLDS:
-        options["trace_thresholds"] = _THRESHOLDS[options["trace_thresholds"]]
+    if isinstance(preset := options.get("trace_thresholds"), str):
+        options["trace_thresholds"] = _THRESHOLDS.get(preset, preset)
     if options.get("split_dim") == AUTO:
         options["split_dim"] = settings_of(name)["split_dim"] if sample is None else sample()
     if "model" in inspect.signature(kind).parameters:
@@ -213,7 +213,8 @@ def build_optimizer(
             named = dict(model.named_parameters())
             chosen = selected("decay_filter", decayed, named, "parameter")
             rest = {"params": [p for key, p in named.items() if key not in chosen], "weight_decay": 0.0}
-            params = [{"params": [p for key, p in named.items() if key in chosen]}, rest]
+            groups = [{"params": [p for key, p in named.items() if key in chosen]}, rest]
+            params = [group for group in groups if group["params"]]
         return kind(params, **options)
     except (TypeError, ValueError) as error:  # such as a pattern that matches no layer of this network
         raise UserError(f"optimizer {name}: {error}") from error
