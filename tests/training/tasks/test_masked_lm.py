@@ -1,6 +1,10 @@
-"""Masked-language-model pretraining: loss and figures as transformers computes them, and a run that is resumed."""
+"""Masked language models: loss and figures as transformers computes them, phases, and what large networks need."""
 
 import json
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,86 +12,141 @@ import transformers
 from torch.nn import functional
 
 from torch_thor import THOR
-from torch_thor.training import UserError, evaluate, load_recipe
-from torch_thor.training.data import Shard
-from torch_thor.training.tasks import MaskedLM
+from torch_thor.training.data.batches import epoch_order
+from torch_thor.training.errors import UserError
+from torch_thor.training.evaluation import evaluate
+from torch_thor.training.loop import split, train
+from torch_thor.training.models import bert
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.recipes import load_recipe
+from torch_thor.training.run import build
+from torch_thor.training.tasks import open_task
+from torch_thor.training.text.pairs import PairMaker
 from word_corpus import PIECES, write_corpus, write_texts
+
+CPU = torch.device("cpu")
+LONG, SHORT = 48, 24
+PHASES = f"phases=[{{steps: 4, length: {SHORT}, batch_size: 6, accumulation: 2}}, {{steps: 4, lr_factor: 0.5}}]"
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A recipe's words: a corpus in a cache of its own, and a small one."""
-    cache = tmp_path_factory.mktemp("cache")
-    return [f"data.root={cache}", "data.text.vocab_size=300", "data.text.length=32", "batch_size=4", "device=cpu"]
+    return [
+        f"data.root={tmp_path_factory.mktemp('cache')}", "data.text.vocab_size=300", f"data.text.length={LONG}",
+        "data.workers.count=0", "batch_size=4", "device=cpu", "eval_interval=100", "optimizer=thor",
+        "optimizers.thor.update_interval=3", "schedule.kind=constant", "epochs=1",
+    ]  # fmt: skip
 
 
-def opened(words, *more):
-    said = []
-    return MaskedLM.open(load_recipe("bert-tiny", [*words, *more]), torch.device("cpu"), said.append, pytest.fail), said
+def opened(words, *more, say=lambda _: None, **options):
+    return open_task(load_recipe("bert-tiny", [*words, *more]), CPU, say, **options)
 
 
 @pytest.fixture(scope="module")
 def task(words):
-    return opened(words)[0]
+    return opened(words)
 
 
 @pytest.fixture(scope="module")
 def model(task):
     torch.manual_seed(0)
-    return task.build_model()
+    return task.model()
 
 
-def small(batch, size):
-    return {key: value[:size] for key, value in batch.items()}
+class Watch:
+    """An observer that notes the losses and the loss terms, and what the network is given."""
+
+    def __init__(self, run=None):
+        self.losses, self.lrs, self.terms, self.parts = [], [], [], []
+        if run is not None:
+            run.model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, model, args, kwargs):
+        if model.training:
+            self.parts.append(kwargs["input_ids"])
+
+    def step(self, run, point):
+        self.losses.append(point.loss)
+        self.lrs.append(point.lr)
+        self.terms.append((getattr(run.optimizer, "loss_terms", None), point.terms))
+
+    def evaluation(self, run, score):
+        pass
+
+    def end_of_step(self, run):
+        pass
+
+    def close(self):
+        pass
+
+
+def trained(words, *more, still=False):
+    recipe = load_recipe("bert-tiny", [*words, *more])
+    run = build(recipe, recipe.optimizer[0], opened(words, *more), Ranks())
+    for module in run.model.modules() if still else ():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    watch = Watch(run)
+    train(run, [watch])
+    return run, watch
+
+
+def batches(task, number, rank=0, world=1, start=0):
+    return list(islice(task.batches(Ranks(rank, world), start), number))
 
 
 def test_the_python_corpus_is_prepared_once(words, task):
-    again, said = opened(words)
-    assert said == []
-    assert len(again.train[32].corpus) == len(task.train[32].corpus) > 1000
-
-
-def test_a_bit_that_flipped_in_the_corpus_is_refused_by_training_and_evaluation(tmp_path):
-    corpus = tmp_path / "corpus"
-    write_corpus(corpus, write_texts(tmp_path / "texts"), pieces=PIECES)
-    recipe = load_recipe("bert-tiny", ["data.name=corpus", f"data.root={corpus}", "data.text.length=16"])
-
-    def flip(name):
-        content = bytearray((corpus / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (corpus / name).write_bytes(content)
-
-    flip("train-000000.arrow")
-    MaskedLM.open_saved(recipe, torch.device("cpu"), pytest.fail, set())  # it reads only the held-out part
-    with pytest.raises(UserError, match=r"train-000000\.arrow .*changed.* SHA-256 .*: delete .* prepare"):
-        MaskedLM.open(recipe, torch.device("cpu"), pytest.fail, pytest.fail)
-    flip("held-out-000000.arrow")
-    with pytest.raises(UserError, match=r"held-out-000000\.arrow .*changed.* SHA-256 .*: delete .* prepare"):
-        MaskedLM.open_saved(recipe, torch.device("cpu"), pytest.fail, set())
+    assert opened(words, say=pytest.fail).samples == task.samples > 1000
 
 
 def test_the_network_is_that_of_transformers(model):
     assert type(model) is transformers.BertForPreTraining
     assert (model.config.vocab_size, model.config.hidden_size, model.config.num_hidden_layers) == (300, 128, 2)
+    covered = {entry.name: entry for entry in THOR(model).coverage()}
+    plain = [name for name, entry in covered.items() if not entry.preconditioned]
+    assert all("LayerNorm" in name or name.endswith("predictions.bias") for name in plain), plain
 
 
-def test_the_loss_is_that_of_transformers(task, model):
-    batch = next(iter(task.open_data(Shard()).train))
+def test_the_loss_is_that_of_transformers_and_its_terms_add_up_over_micro_batches(task, model):
+    (batch,) = batches(task, 1)
     model.eval()
-    ours = task.loss(model, batch)
-    theirs = model(**batch)
+    ours, terms = task.loss(model, batch), task.terms(batch)
+    theirs = model(**{key: value for key, value in batch.items() if key != "masked"})
     assert ours.mean.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
-    terms = task.terms(batch)
     assert terms.number == (batch["labels"] >= 0).sum() == len(ours.output)
     assert terms.row_mask.equal(batch["attention_mask"] == 1)
+    parts = split(batch, 3)
+    assert [task.terms(part).number for part in parts] == [(part["labels"] >= 0).sum() for part in parts]
+
+
+class Far(torch.nn.Linear):
+    """A network on the meta device, where nothing has a value, so that whoever asks for one fails."""
+
+    def forward(self, input_ids, **_):
+        scores = torch.empty(*input_ids.shape, 300, device="meta")
+        return SimpleNamespace(prediction_logits=scores, seq_relationship_logits=scores[:, 0, :2])
+
+    def get_output_embeddings(self):
+        return self
+
+
+def test_counting_terms_and_finding_their_rows_waits_for_no_device(task):
+    (batch,) = batches(task, 1)
+    far = {key: value if key == "masked" else value.to("meta") for key, value in batch.items()}
+    net, terms = Far(1, 1), task.terms(batch).number
+    assert task.terms(far).number == terms
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bert, "scored_tokens", lambda *_: nullcontext())
+        assert task.loss(net, far).output.shape == (terms, 300)
 
 
 def test_figures_by_hand(task, model):
-    score = evaluate(task, model, task.open_evaluation(Shard()))
+    found = evaluate(task, model, Ranks())
     right = loss = terms = following = examples = 0
     model.eval()
     with torch.no_grad():
-        for batch in task.open_evaluation(Shard()):
+        for batch, _ in task.held_out(Ranks()):
             output = model(**{key: batch[key] for key in ("input_ids", "token_type_ids", "attention_mask")})
             for n in range(len(batch["labels"])):
                 chosen = batch["labels"][n] != -100
@@ -97,70 +156,180 @@ def test_figures_by_hand(task, model):
                 terms += len(labels)
             following += (output.seq_relationship_logits.argmax(1) == batch["next_sentence_label"]).sum().item()
             examples += len(batch["labels"])
-    assert score.terms == terms
-    assert score.metrics["loss"] == pytest.approx(loss / terms, rel=1e-5)
-    assert score.metrics["mlm_accuracy"] == right / terms
-    assert score.metrics["nsp_accuracy"] == following / examples
-    assert examples == len(task.held_out.corpus)
-    assert score.metrics["perplexity"] == pytest.approx(torch.tensor(loss / terms).exp().item(), rel=1e-4)
+    assert found["loss"] == pytest.approx(loss / terms, rel=1e-5)
+    assert found["mlm_accuracy"] == right / terms
+    assert found["nsp_accuracy"] == following / examples
+    assert found["perplexity"] == pytest.approx(torch.tensor(loss / terms).exp().item(), rel=1e-4)
 
 
-def test_the_evaluation_has_the_same_masks_each_time(task):
-    first, second = (list(task.open_evaluation(Shard())) for _ in range(2))
-    assert all(a[key].equal(b[key]) for a, b in zip(first, second, strict=True) for key in a)
+def test_evaluations_have_the_same_masks_whoever_asks(words, task):
+    first = list(task.held_out(Ranks()))
+    again = list(opened(words, "seed=5", "data.workers.count=1", train=False).held_out(Ranks()))
+    shared = [
+        batch for pair in zip(*(task.held_out(Ranks(rank, 2)) for rank in range(2)), strict=True) for batch in pair
+    ]
+    for other in (again, [pair for pair in shared if pair[1]]):
+        for (a, _), (b, _) in zip(first, other, strict=True):
+            assert all(a[key].equal(b[key]) for key in a)
 
 
-def test_thor_covers_bert(model):
-    covered = {entry.name: entry for entry in THOR(model).coverage()}
-    plain = [name for name, entry in covered.items() if not entry.preconditioned]
-    assert all("LayerNorm" in name or name.endswith("predictions.bias") for name in plain), plain
+@pytest.mark.parametrize("phases", [[], [PHASES]], ids=["plain", "phases"])
+def test_batches_are_the_same_for_any_workers_and_ranks_and_from_any_step(words, phases):
+    task = opened(words, *phases)
+    whole = batches(task, 8)
+    for start in (2, 4, 5):
+        rest = batches(task, 8 - start, start=start)
+        assert all(a[key].equal(b[key]) for a, b in zip(rest, whole[start:], strict=True) for key in a)
+    other = batches(opened(words, "data.workers.count=2", *phases), 8)
+    parts = list(zip(*(batches(task, 8, rank, 2) for rank in range(2)), strict=True))
+    for batch, by_workers, by_ranks in zip(whole, other, parts, strict=True):
+        for key, value in batch.items():
+            assert by_workers[key].equal(value)
+            assert torch.cat([part[key] for part in by_ranks]).equal(value)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "roberta", "max_position_embeddings": 64},
-        {"model_type": "distilbert", "dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2},
-    ],
-    ids=["roberta", "distilbert"],
-)
-def test_other_networks_by_their_config_file(words, tmp_path, config):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+def test_each_step_has_the_examples_of_its_phase(words):
+    run, watch = trained(words, PHASES)
+    assert (run.total_steps, run.task.steps_per_epoch, run.step) == (8, 8, 8)
+    assert [tuple(part.shape) for part in watch.parts] == [(3, SHORT)] * 8 + [(4, LONG)] * 4
+    # the second phase begins where the first one's epochs end, so that no masks come twice
+    for part, length, epoch, count in ((watch.parts[0], SHORT, 0, 3), (watch.parts[8], LONG, 1, 4)):
+        maker = run.task._train[length]
+        assert isinstance(maker, PairMaker)
+        numbers = epoch_order(len(maker.corpus), 0, epoch)[:count].tolist()
+        assert part.tolist() == [maker.example(n, 0, epoch)["input_ids"].tolist() for n in numbers]
+    assert all(told == terms > 0 for told, terms in watch.terms)
+    assert [lr / watch.lrs[0] for lr in watch.lrs] == pytest.approx([1.0] * 4 + [0.5] * 4)
+    batch, _ = next(iter(run.task.held_out(Ranks())))
+    assert batch["input_ids"].shape[1] == LONG
+
+
+def test_phases_that_a_corpus_cannot_give_are_refused(words, tmp_path):
+    corpus = opened(words, PHASES).tokenizer_file.parent
+    lacking = ["data.name=corpus", f"data.root={corpus}", "phases=[{steps: 3}, {steps: 2, length: 64}]"]
+    with pytest.raises(UserError, match=r"phases\[1\]\.length=64: .* was prepared for examples of 24, 48 tokens"):
+        opened(words, *lacking)
+    large = opened(words, "phases=[{steps: 3}, {steps: 2, batch_size: 100000}]")
+    with pytest.raises(UserError, match=r"phases\[1\]: batch_size=100000 is larger than the training set"):
+        batches(large, 1)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+def test_positions_suffice_for_the_longest_phase(words, tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**({} if config["model_type"] == "distilbert" else sizes), **config}))
-    task, _ = opened(words, f"model={file}")
-    assert [metric.name for metric in task.metrics()] == ["loss", "mlm_accuracy", "perplexity"]
-    network = task.build_model()
-    batch = next(iter(task.open_data(Shard()).train))
+    file.write_text(json.dumps({"model_type": "bert", "max_position_embeddings": LONG - 1, **SIZES}))
+    change = [f"model={file}", f"data.text.length={SHORT}"]
+    assert opened(words, *change).model().config.max_position_embeddings == LONG - 1
+    with pytest.raises(UserError, match=f"has {LONG - 1} positions, and examples have {LONG} tokens"):
+        opened(words, *change, f"phases=[{{steps: 2}}, {{steps: 2, length: {LONG}}}]").model()
+
+
+@pytest.mark.parametrize("kind", ["roberta", "distilbert"])
+def test_other_networks_by_their_config_file(words, tmp_path, kind, monkeypatch):
+    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 1, "n_heads": 2} if kind == "distilbert" else SIZES
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "max_position_embeddings": 64, **sizes}))
+    task = opened(words, f"model={tmp_path}/config.json", "activation_checkpointing=true")
+    assert [metric.name for metric in task.metrics] == ["loss", "mlm_accuracy", "perplexity"]
+    network = task.model()
+    (batch,) = batches(task, 1)
     assert not batch["token_type_ids"].any()
     task.loss(network, batch).mean.backward()
-    score = evaluate(task, network, [small(next(iter(task.open_evaluation(Shard()))), 4)])
-    assert 0 <= score.metrics["mlm_accuracy"] <= 1
+    assert 0 <= evaluate(task, network, Ranks())["mlm_accuracy"] <= 1
+    monkeypatch.setattr(type(network), "supports_gradient_checkpointing", False)
+    with pytest.raises(UserError, match=r"activation_checkpointing=true: .*ForMaskedLM .* does not support it"):
+        task.model()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["model=resnet18"], "model=resnet18 is no network of task=masked-lm"),
-        (["data.name=digits"], "data.name=digits: task=masked-lm takes python-text or corpus"),
-        (["data.text.masked=1.5"], r"data\.text\.masked=1\.5 must be a share"),
-        (["classes=3"], "classes=3: task=masked-lm has no classes"),
-        (["task=image-classification", "model=small-cnn"], "is text, and task=image-classification needs images"),
+        ("model=resnet18", "model=resnet18 is no network of task=masked-lm"),
+        ("data.name=digits", "data.name=digits: task=masked-lm takes python-text or corpus"),
+        ("classes=3", "classes=3: task=masked-lm has no classes"),
     ],
 )
 def test_recipes_that_cannot_be_right_are_refused(words, change, message):
     with pytest.raises(UserError, match=message):
-        load_recipe("bert-tiny", [*words, *change])
+        load_recipe("bert-tiny", [*words, change])
 
 
-def test_a_length_that_the_corpus_lacks_and_a_file_that_is_none_are_refused(words, task, tmp_path):
-    folder = task.train[32].corpus.folder
+def test_what_is_no_corpus_or_no_configuration_is_refused(words, task, tmp_path):
     with pytest.raises(UserError, match=r"data\.root is not set: give the folder that torch-thor prepare has written"):
         opened(words, "data.name=corpus", "data.root=null")
-    with pytest.raises(UserError, match="prepared for examples of 32 tokens, not 64"):
-        opened(words, "data.name=corpus", f"data.root={folder}", "data.text.length=64")
-    with pytest.raises(UserError, match="there is no such file"):
-        opened(words, f"model={tmp_path}/config.json")[0].build_model()
-    (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
-    with pytest.raises(UserError, match="describes no masked language model"):
-        opened(words, f"model={tmp_path}/config.json")[0].build_model()
+    with pytest.raises(UserError, match="is no prepared corpus"):
+        opened(words, "data.name=corpus", f"data.root={tmp_path}")
+    for content, message in ((None, "there is no such file"), ('{"model_type": "resnet"}', "no masked language model")):
+        if content is not None:
+            (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=message):
+            opened(words, f"model={tmp_path}/config.json").model()
+
+
+def test_a_damaged_corpus_is_refused_by_what_reads_it(tmp_path):
+    write_corpus(tmp_path / "corpus", write_texts(tmp_path / "texts"), pieces=PIECES)
+    words = ["data.name=corpus", f"data.root={tmp_path / 'corpus'}", "data.text.length=16", "batch_size=2"]
+    with pytest.raises(UserError, match=r"data\.text\.whole_words=true: the tokenizer of .*corpus has no pieces"):
+        opened(words, "data.text.whole_words=true")
+    file = tmp_path / "corpus" / "train.arrow"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    opened(words, train=False)  # it reads only the held-out part
+    with pytest.raises(UserError, match=r"train\.arrow was cut short or changed"):
+        opened(words)
+
+
+def test_the_tokenizer_is_that_of_transformers(task, tmp_path):
+    task.tokenizer().save_pretrained(tmp_path)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    encoded = loaded("The class of a method.", "It is not a [MASK].")
+    assert encoded["token_type_ids"][0] == 0
+    assert encoded["token_type_ids"][-1] == 1
+    assert loaded.mask_token_id in encoded["input_ids"]
+    assert loaded.model_max_length == LONG
+
+
+@pytest.fixture(scope="module")
+def whole(words):
+    return trained(words, "steps=3")
+
+
+def test_activation_checkpointing_changes_no_bit_and_computes_twice(words, whole):
+    run, watch = trained(words, "steps=3", "activation_checkpointing=true")
+    assert watch.losses == whole[1].losses
+    for own, other in zip(run.optimizer.curvature.values(), whole[0].optimizer.curvature.values(), strict=True):
+        assert all(a is b is None or a.equal(b) for a, b in zip(own.factors(), other.factors(), strict=True))
+    assert all(a.equal(b) for a, b in zip(run.model.parameters(), whole[0].model.parameters(), strict=True))
+    calls = []
+    run.model.train().bert.encoder.layer[0].intermediate.dense.register_forward_hook(lambda *_: calls.append(1))
+    run.task.loss(run.net, batches(run.task, 1)[0]).mean.backward()
+    assert len(calls) == 2
+
+
+def test_parts_give_the_step_of_the_whole(words):
+    own, other = (
+        trained(words, "steps=3", "optimizer=sgd", "lr=0.01", f"accumulation={parts}", still=True)[1]
+        for parts in (3, 1)
+    )
+    # next-sentence predictions are a mean over examples, and parts count by masked tokens: nearly the same
+    assert own.losses == pytest.approx(other.losses, rel=2e-2)
+    assert own.terms == other.terms
+
+
+@pytest.mark.parametrize("name", ["thor", "thor-muon", "lamb", "adamw"])
+def test_bfloat16_trains(words, name):
+    run, _ = trained(
+        words, "steps=2", f"optimizer={name}", "precision=bf16", "activation_checkpointing=true", "clip_norm=1"
+    )
+    assert all(one.dtype == torch.float32 and one.isfinite().all() for one in run.model.parameters())
+    assert 0 < run.score.metrics["loss"] < 8
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager_in_both_phases(words, monkeypatch):
+    """With torch's compiler but for the code that it writes in the end, which takes minutes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    runs = [trained(words, PHASES, f"compile={word}", still=True)[1] for word in ("true", "false")]
+    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-4)

@@ -29,6 +29,7 @@ from torch_thor.training.text.corpus import HELD_OUT, TOKENIZER, TRAIN, Corpus
 from torch_thor.training.text.pairs import PairMaker
 
 EVALUATION_BATCH = 32  # number of examples in a batch
+_INPUTS, _KINDS = ("input_ids", "attention_mask"), "token_type_ids"
 _MASKED, _FOLLOWING = "masked", "next-sentence accuracy"
 _CPU = torch.device("cpu")
 
@@ -150,6 +151,7 @@ class MaskedLM:
             cls_token=CLASS,
             sep_token=SEPARATOR,
             mask_token=MASK,
+            model_input_names=[*_INPUTS, *([_KINDS] if self._held_out.pairs else [])],
         )
 
     def model(self) -> nn.Module:
@@ -220,7 +222,7 @@ class MaskedLM:
     def _predict(self, net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the scores and labels of the masked tokens, and the scores of the next-sentence prediction."""
         pairs, labels = self._held_out.pairs, batch["labels"].flatten()
-        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", *(["token_type_ids"] if pairs else []))}
+        inputs = {key: batch[key] for key in (*_INPUTS, *([_KINDS] if pairs else []))}
         # their number is known, so that finding them does not wait for the device
         rows = torch.nonzero_static(labels >= 0, size=int(batch[_MASKED].sum()))[:, 0]
         if self.recipe.compile:

@@ -113,7 +113,8 @@ class Corpus:
     def _file(self) -> Any:
         import pyarrow as pa
 
-        return pa.ipc.open_file(pa.memory_map(str(self.folder / self.side)))
+        options = pa.ipc.IpcReadOptions(use_threads=False)  # a forked worker has none of its parent's
+        return pa.ipc.open_file(pa.memory_map(str(self.folder / self.side)), options=options)
 
     def passage(self, example: int) -> Passage:
         """Read the text of an example, by its number from 0."""

@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-from torch_thor.training import UserError
-from torch_thor.training.models.masked_lm import BERTS, build
+from torch_thor.training.errors import UserError
+from torch_thor.training.models.bert import BERTS, build
 
 LENGTH, VOCABULARY, PAD = 32, 99, 3
 SIZES = {
