@@ -27,7 +27,7 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed",
     "torch.utils.tensorboard",
-    "torch_thor.training.experiment",
+    "torch_thor.training.run",
     "torch_thor.cli",
     "torchvision.transforms.v2",
     "sklearn.datasets",

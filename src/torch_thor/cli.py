@@ -15,7 +15,7 @@ EXTRAS = {
         "torchvision", "PIL", "sklearn", "safetensors", "pydantic", "yaml", "filelock", "typer", "rich", "matplotlib",
         "tensorboard",
     ),
-    "text": ("transformers", "tokenizers", "datasets", "pyarrow", "mwparserfromhell", "bs4", "sentencex"),
+    "text": ("transformers", "tokenizers", "pyarrow", "mwparserfromhell", "bs4", "sentencex"),
     "timm": ("timm",),
 }  # fmt: skip
 # Errors of a disk, a network share or a limit on open files, which are not bugs of this program
@@ -24,11 +24,10 @@ OUTSIDE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, err
 
 def _to_install(error: ModuleNotFoundError) -> str:
     """Say which extra has a missing module; raise the error again if none has it, such as one of the user's."""
-    module = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+    extra = next((extra for extra, modules in EXTRAS.items() if error.name in modules), None)
     if extra is None:
         raise error
-    return f"{module} is missing: install it with `pip install 'torch-thor[{extra}]'`"
+    return f"{error.name} is missing: install it with `pip install 'torch-thor[{extra}]'`"
 
 
 try:

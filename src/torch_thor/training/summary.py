@@ -135,7 +135,8 @@ def as_json(result: Result, recipe: Recipe, unit: str) -> dict[str, Any]:
     reached = {str(target): result.reaching(target) for target in targets_of(recipe)}
     return {
         "optimizer": result.name,
-        **{key: value for key, value in final.items() if key not in ("kind", "primary", "higher_is_better")},
+        "steps": final["step"],
+        **{key: value for key, value in final.items() if key not in ("kind", "step", "primary", "higher_is_better")},
         "best": {"step": best["step"], result.metric.name: result.value(best)},
         "stop_at": recipe.stop_at,
         "ended_at_target": recipe.stop_at is not None and reached[str(recipe.stop_at)] is final,
@@ -163,10 +164,10 @@ def table(results: Sequence[Result], recipe: Recipe) -> Table:
     for target in targets[-TARGETS:] if metric.higher_is_better else targets[TARGETS - 1 :: -1]:
         lines = [one.reaching(target) for one in results]
         cells = ["not reached" if line is None else f"{line['step']} ({line['seconds']:.1f} s)" for line in lines]
-        found.add_row(f"steps (time) to {metric.word} {_exact(metric, target)}", *cells)
+        found.add_row(f"steps to {metric.word} {_exact(metric, target)}", *cells)
     averaged = " of averaged weights" if recipe.ema_decay is not None else ""
     found.add_row(f"final {metric.word}{averaged}", *(metric.text(one.value(one.final)) for one in results))
-    found.add_row("steps (time) in total", *(f"{o.final['step']} ({o.final['seconds']:.1f} s)" for o in results))
+    found.add_row("steps in total", *(f"{o.final['step']} ({o.final['seconds']:.1f} s)" for o in results))
     found.add_row("median step (refresh step)", *map(_step, results))
     return found
 
