@@ -15,6 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_thor import THOR
+from torch_thor.split.observe import loss_of
+from torch_thor.tools.plan import subject_of
+from torch_thor.tools.split_dim import Subject
+from torch_thor.training.models import bert
+from torch_thor.training.parallel import blocks
+from torch_thor.training.recipe import Data, Recipe, Text, Transform
 
 ROUND = 2  # steps of THOR from one refresh to the next: one with and one without a refresh
 
@@ -75,7 +81,7 @@ def parallel(model: nn.Module, world: int, *, sharded: bool) -> nn.Module:
     Args:
         model: The model.
         world: Number of processes.
-        sharded: Whether to shard it (FSDP2: each layer of an encoder or stage of a ResNet, then the rest), else DDP.
+        sharded: Whether to shard it (FSDP2, block by block as `torch-thor train` does), else DDP.
 
     Returns:
         The model that trains.
@@ -83,10 +89,8 @@ def parallel(model: nn.Module, world: int, *, sharded: bool) -> nn.Module:
     if not sharded:
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (world,))
-    encoder = getattr(getattr(model, "bert", None), "encoder", None)
-    inner = list(encoder.layer) if encoder is not None else [model.layer1, model.layer2, model.layer3, model.layer4]
-    for module in inner:
-        fully_shard(module, mesh=mesh)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
@@ -101,3 +105,29 @@ def thor(model: nn.Module) -> THOR:
         The optimizer.
     """
     return THOR(model, lr=1e-6, update_interval=ROUND, trace_thresholds=(0.0, 0.0))
+
+
+def sized(word: str, pixels: int, length: int) -> Recipe:
+    """Make a recipe of a model for samples of another size.
+
+    Args:
+        word: A model of torchvision or timm, or a size of BERT.
+        pixels: Height and width of images.
+        length: Tokens of a text.
+
+    Returns:
+        The recipe.
+    """
+    if bert.is_known(word):
+        return Recipe(task="masked-lm", model=word, data=Data(name="corpus", text=Text(length=length)))
+    return Recipe(model=word, data=Data(name="image-folder", transform=Transform(size=pixels, resize=pixels)))
+
+
+def made(word: str, count: int, pixels: int, length: int) -> Subject:
+    """Build a model with a batch of random samples; arguments as for `sized`, and the number of samples."""
+    return subject_of(word, sized(word, pixels, length), count)
+
+
+def loss(model: nn.Module, subject: Subject) -> torch.Tensor:
+    """Compute the loss of the batch of a subject with its model, or with a wrapper of it."""
+    return loss_of(model, subject.batch, subject.loss_fn, torch.device("cpu"))

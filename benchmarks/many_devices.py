@@ -25,19 +25,14 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from local_ranks import on_ranks, parallel, thor
+from local_ranks import loss, made, on_ranks, parallel, thor
 from torch_thor import THOR
 from torch_thor.bench import describe, write_json
 from torch_thor.bench.drawing import note, save
 from torch_thor.bench.markdown import table
 from torch_thor.curvature import LayerCurvature
 from torch_thor.distributed.ownership import deal_out, pads
-from torch_thor.training.models import masked_lm
-from torch_thor.training.models.library import find_model
-from torch_thor.training.reports.plan_division import share_of
-from torch_thor.training.reports.plan_sample import VOCABULARY, make_sample
-from torch_thor.training.reports.plan_sharded import shard_layers, sharded_share
-from torch_thor.training.reports.traffic import blocks_of
+from torch_thor.tools.traffic import Collective, blocks_of, collectives_of_refresh, collectives_of_training, laid_out
 
 ROOT = Path(__file__).parent
 FOLDER, FIGURE = ROOT / "results" / "plan", ROOT.parent / "docs" / "images" / "many_devices.png"
@@ -92,30 +87,29 @@ def bytes_of(word: str) -> dict[str, Any]:
         Its numbers of elements, and for each number of processes the bytes by form.
     """
     with torch.device("meta"):
-        if masked_lm.is_known(word):
-            model = masked_lm.build(word, VOCABULARY, length=128, pad=0)
-        else:
-            model = find_model(word, [], "").build()
+        model = made(word, 1, 224, 128).model
     split, whole = (list(THOR(model, split_dim=size).curvature.values()) for size in (SPLIT, None))
     elements, matrices = sum(p.numel() for p in model.parameters()), matrix_elements(model)
     found: dict[str, Any] = {"elements": elements, "matrix_elements": matrices, "processes": {}}
     for n in COUNTS:
-        share = share_of(split, whole, 4 * elements, n)
+        with laid_out(split, n, shards=n) as sharded:
+            sent_sharded = _sent(collectives_of_refresh(sharded, n))
         found["processes"][str(n)] = {
-            "gradients": share.gradients_sent,
-            "thor": share.sent,
+            "gradients": _sent(collectives_of_training(model, n)),
+            "thor": _sent(collectives_of_refresh(split, n)),
             "thor unpacked": unpacked_bytes(split, n),
-            "thor unsplit": share.sent_unsplit,
+            "thor unsplit": _sent(collectives_of_refresh(whole, n)),
             "shampoo": 4 * elements * (n - 1) // n,
             "muon": 4 * matrices * (n - 1) // n,
-        }
-    for n in COUNTS:
-        layers = shard_layers(split, n)
-        found["processes"][str(n)] |= {
-            "thor sharded": sharded_share(model, layers, 4 * elements, n).sent,
+            "thor sharded": sent_sharded,
             "muon sharded": 2 * 2 * matrices * (n - 1) // n**2,
         }
     return found
+
+
+def _sent(collectives: list[Collective]) -> int:
+    """Return the bytes that one process sends."""
+    return sum(one.sent for one in collectives)
 
 
 def scaled(rank: int, world: int, rounds: int) -> dict[str, list[float]]:
@@ -132,7 +126,7 @@ def scaled(rank: int, world: int, rounds: int) -> dict[str, list[float]]:
     warnings.simplefilter("ignore")
     steps: dict[str, Any] = {}
     for name in FORMS:
-        sample = make_sample(SCALED, CPU, count=LOCAL, pixels=0, length=LENGTH)
+        sample = made(SCALED, LOCAL, 0, LENGTH)
         model = parallel(sample.model, world, sharded=name.endswith("fsdp"))
         parameters = sample.model.parameters()
         if name.startswith("thor"):
@@ -147,7 +141,7 @@ def scaled(rank: int, world: int, rounds: int) -> dict[str, list[float]]:
         for name, (sample, model, optimizer) in steps.items():
             dist.barrier()
             started = time.perf_counter()
-            sample.run(model, LOCAL).backward()
+            loss(model, sample).backward()
             optimizer.step()
             dist.barrier()
             ended = time.perf_counter()

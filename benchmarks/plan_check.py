@@ -13,6 +13,7 @@ are those of the collectives that `optimizer.step()` starts on a refresh.
 import argparse
 import contextlib
 import json
+import math
 import statistics
 import time
 import warnings
@@ -23,17 +24,12 @@ from unittest import mock
 import torch
 from torch import distributed as dist
 
-from local_ranks import on_ranks, parallel, thor
+from local_ranks import loss, made, on_ranks, parallel, sized, thor
 from torch_thor import THOR
 from torch_thor.bench import describe, write_json
 from torch_thor.bench.markdown import table
-from torch_thor.training.reports.plan_division import share_of
-from torch_thor.training.reports.plan_measure import measure_costs
-from torch_thor.training.reports.plan_network import parse_interconnect
-from torch_thor.training.reports.plan_sample import make_sample
-from torch_thor.training.reports.plan_sharded import shard_layers, sharded_share
-from torch_thor.training.reports.plan_times import Workload, predict
-from torch_thor.training.reports.traffic import Collective
+from torch_thor.tools.plan import measure, rows_of
+from torch_thor.tools.traffic import Collective
 
 FOLDER = Path(__file__).parent / "results" / "plan"
 MODELS, WORLDS = ("resnet18", "bert-mini"), (1, 2, 4)
@@ -56,32 +52,25 @@ def checked(rank: int, world: int, word: str, local_batch: int, rounds: int) -> 
         For `DDP` and `FSDP2` seconds and bytes, predicted and measured.
     """
     warnings.simplefilter("ignore")
-    made = {"count": local_batch, "pixels": PIXELS, "length": LENGTH}
     dist.barrier()
-    sample = make_sample(word, CPU, **made)
-    costs = measure_costs(word, sample, CPU, local_batch=local_batch, split_dim=SPLIT, optimizer="thor", rounds=rounds)
-    network, work = parse_interconnect("100g"), Workload(local_batch * world, 2)
-    found: dict[str, Any] = {"costs": {"forward_backward": vars(costs.forward_backward), "step": costs.step}}
+    with mock.patch("time.perf_counter", time.thread_time):
+        measured = measure(word, sized(word, PIXELS, LENGTH), "thor", {"split_dim": SPLIT}, CPU, local_batch)
+    found: dict[str, Any] = {"costs": vars(measured)}
     for form in ("DDP", "FSDP2"):
         sharded = form == "FSDP2"
-        sample = make_sample(word, CPU, **made)
-        whole = sum(p.nbytes for p in sample.model.parameters())
-        layers = list(THOR(sample.model, split_dim=SPLIT).curvature.values())
-        if sharded:
-            layers = shard_layers(layers, world)
-            sent = sharded_share(sample.model, layers, whole, world).sent
-        else:
-            sent = share_of(layers, layers, whole, world).sent
-        times = predict(layers, whole, world, costs, network, work, sharded=sharded)
-        sample = make_sample(word, CPU, **made)
-        model = parallel(sample.model, world, sharded=sharded)
-        optimizer = thor(sample.model)
+        subject = made(word, local_batch, PIXELS, LENGTH)
+        whole = THOR(subject.model, split_dim=SPLIT)
+        (row,) = rows_of(whole, "fsdp" if sharded and world > 1 else "ddp", world, 2)
+        ordinary, _, refresh = row.seconds(measured, math.inf, 0.0)
+        subject = made(word, local_batch, PIXELS, LENGTH)
+        model = parallel(subject.model, world, sharded=sharded)
+        optimizer = thor(subject.model)
         seconds: dict[str, list[float]] = {"ordinary": [], "refresh": [], "forward and backward": [], "step": []}
         counted: list[int] = []
         for turn in range(2 * (rounds + 1)):
             dist.barrier()
             started = time.thread_time()
-            sample.run(model, local_batch).backward()
+            loss(model, subject).backward()
             passed = time.thread_time()
             with counting(counted, world):
                 optimizer.step()
@@ -94,12 +83,9 @@ def checked(rank: int, world: int, word: str, local_batch: int, rounds: int) -> 
                 seconds["forward and backward"].append(passed - started)
                 seconds["step"].append(ended - passed)
         found[form] = {
-            "predicted": {
-                "ordinary": times.ordinary - times.ordinary_sending,
-                "refresh": times.refresh - times.refresh_sending,
-            },
+            "predicted": {"ordinary": ordinary, "refresh": refresh},
             "seconds": seconds,
-            "bytes predicted": sent,
+            "bytes predicted": row.sent_more,
             "bytes measured": counted[2],  # of the second refresh; the first finds out whether the loss is a sum
         }
     return found
@@ -122,7 +108,7 @@ def counting(counted: list[int], world: int) -> Any:
         def collective(output: Any, *given: Any, **options: Any) -> Any:
             nonlocal sent
             passed = given[0] if given and torch.is_tensor(given[0]) else output
-            sent += Collective(name, passed.nbytes, output.nbytes).sent(world)
+            sent += Collective(name, world, passed.nbytes, output.nbytes).sent
             return really(output, *given, **options)
 
         return collective

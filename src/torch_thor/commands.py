@@ -203,14 +203,10 @@ def plan(
     optimizer: Annotated[str | None, Option(help="thor or thor-muon (default: that of the recipe).")] = None,
     split_dim: Annotated[int | None, Option(help="Block size of the factors (default: the recipe's).")] = None,
     batch: Annotated[int | None, Option(help="Samples on a device, to measure times with (default: none).")] = None,
-    samples: Annotated[int | None, Option(help="Samples of an epoch, for the time of a training.")] = None,
-    epochs: Annotated[int | None, Option(help="Epochs (default: the recipe's).")] = None,
+    samples: Annotated[int | None, Option(help="Samples of all epochs, for the time of a training.")] = None,
     bandwidth: Annotated[float, Option(help="GB/s that a device sends over the slowest links.")] = 50.0,
     latency: Annotated[float, Option(help="Microseconds of a round of a ring in addition.")] = 14.0,
     device: Device = "auto",
-    pixels: Annotated[int, Option(help="Height and width of images, where there is no recipe.")] = 224,
-    length: Annotated[int, Option(help="Tokens of a text, where there is no recipe.")] = 128,
-    measured: Annotated[Path | None, Option(help="A plan.json whose times are used again.")] = None,
     out: Annotated[Path | None, Option(help="The folder of plan.json (default: none).")] = None,
 ) -> None:
     """Compute what THOR keeps and sends on many devices, before renting them.

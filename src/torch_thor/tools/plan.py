@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from torch_thor.tools.split_dim import CHANNELS, CLASSES, Subject, load_subject
 from torch_thor.training.errors import UserError, first_line, require
 from torch_thor.training.models import bert
 from torch_thor.training.models.library import build_model
-from torch_thor.training.optimizers import build_optimizer
+from torch_thor.training.optimizers import AUTO, build_optimizer
 from torch_thor.training.parallel import device_of
 from torch_thor.training.precision import Precision
 from torch_thor.training.printing import printer
@@ -44,6 +44,8 @@ PIXELS, LENGTH, VOCABULARY = 224, 128, 30522  # of ImageNet and of BERT, where n
 OF_DATA = {"digits": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100}  # classes
 # minutes by devices (Ascend 910) for about 40 epochs of ResNet-50 on ImageNet (Chen et al. 2021)
 PAPER_MODEL, PAPER = "resnet50", {8: 66.7, 128: 4.1, 256: 2.7}
+SIZES = ("in all", "of it curvature", "sums of a refresh", "sent in a step", "more in a refresh", "most work / mean")
+TIMES = ("batch", "step, ms", "of it network", "refresh step", "training, min", "paper, min")
 
 
 @dataclass(frozen=True)
@@ -133,15 +135,16 @@ def plan(
     require(name in KINDS, f"--optimizer {name}: only {' and '.join(KINDS)} have curvature to plan for; give one")
     given = dict(recipe.optimizers.get(name, {})) if recipe else {}
     given |= {} if split_dim is None else {"split_dim": split_dim}
+    require(given.get("split_dim") != AUTO, "split_dim=auto is measured by a training: give --split-dim, such as 128")
     with torch.device("meta"):
-        model = _subject(subject, recipe, batch or 1).model
+        model = subject_of(subject, recipe, batch or 1).model
     require(any(p.requires_grad for p in model.parameters()), f"{subject} has no parameters to train: unfreeze some")
     thor, say = _optimizer(name, model, given), printer(console)
     rows = [row for form in FORMS for number in devices for row in rows_of(thor, form, number, shards)]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     say(f"{subject}, {name}: {len(thor.curvature)} preconditioned layers, {trained / 1e6:,.1f} M trained parameters")
-    console.print(_kept_and_sent(rows))
-    measured, times = None, [{} for _ in rows]
+    _print(console, "MB that a device keeps, without activations, and sends", SIZES, map(_sizes, rows), rows)
+    measured, times = None, [dict[str, float]() for _ in rows]
     if batch is not None:
         where = device_of(device)
         say(f"Measuring a step on {where} ...")
@@ -152,23 +155,19 @@ def plan(
                 steps = -(-samples // (measured.batch * row.devices))
                 refreshes = _refreshes(thor.param_groups[0]["update_interval"], steps)
                 own["training"] = refreshes * own["refresh"] + (steps - refreshes) * own["step"]
-        console.print(
-            _times(rows, times, measured.batch, paper := (recipe.model if recipe else subject) == PAPER_MODEL)
-        )
+        paper = (recipe.model if recipe else subject) == PAPER_MODEL
+        cells = [_times(row, own, measured.batch, paper) for row, own in zip(rows, times, strict=True)]
+        _print(console, "Predicted times", TIMES if paper else TIMES[:-1], cells, rows)
         say(f"Predicted from a step on {measured.device}, with {bandwidth:g} GB/s and {latency:g} µs; nothing overlaps")
         if paper:
             say("Chen et al. 2021: about 40 epochs on Ascend 910, with a batch that grows with the devices too")
     if out is not None:
-        found = {
-            "measured": measured and asdict(measured),
-            "bandwidth": bandwidth,
-            "latency": latency,
-            "shards": shards,
-        }
+        network = {"bandwidth": bandwidth, "latency": latency, "shards": shards}
         numbers = [{**asdict(row), "seconds": own} for row, own in zip(rows, times, strict=True)]
+        content: dict[str, Any] = {"model": subject, "optimizer": name, "torch_thor": __version__, "network": network}
+        content |= {"measured": measured and asdict(measured), "rows": numbers}
         with writing(out, "choose another folder with --out"):
             out.mkdir(parents=True, exist_ok=True)
-            content = {"model": subject, "optimizer": name, "torch_thor": __version__, **found, "rows": numbers}
             write_text(out / FILE, json.dumps(content, indent=1) + "\n")
         say(f"Numbers are in {out}")
     return rows
@@ -186,8 +185,10 @@ def rows_of(optimizer: CurvatureOptimizer, form: str, devices: int, shards: int)
         more = traffic.collectives_of_refresh(layers, devices)
         memory = traffic.memory_of(optimizer, layers, devices, parts)
         work = traffic.most_work(layers, devices)
-    sent, rounds = ([sum(getattr(c, key) for c in part) for part in (step, more)] for key in ("sent", "rounds"))
-    return [Row(form, devices, memory, *sent, *rounds, work)]
+    sent, sent_more, rounds, rounds_more = (
+        sum(getattr(one, key) for one in part) for key in ("sent", "rounds") for part in (step, more)
+    )
+    return [Row(form, devices, memory, sent, sent_more, rounds, rounds_more, work)]
 
 
 def _refreshes(interval: Any, steps: int) -> int:
@@ -197,26 +198,13 @@ def _refreshes(interval: Any, steps: int) -> int:
     return count
 
 
-class _Masked(nn.Module):
-    """A masked language model that scores 15 % of its tokens alone, as its task does."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, words: Tensor, places: Tensor) -> Any:
-        rows = (torch.arange(len(words), device=words.device)[:, None] * words.shape[1] + places).flatten()
-        with bert.scored_tokens(self.network, rows):
-            return self.network(input_ids=words)
-
-
 def _masked_loss(output: Any, targets: tuple[Tensor, Tensor]) -> Tensor:
     pairs = getattr(output, "seq_relationship_logits", None)
-    found = cross_entropy(output.logits if pairs is None else output.prediction_logits, targets[0].flatten())
+    found = cross_entropy(output.logits if pairs is None else output.prediction_logits, targets[0])
     return found if pairs is None else found + cross_entropy(pairs, targets[1])
 
 
-def _subject(word: str, recipe: Recipe | None, count: int) -> Subject:
+def subject_of(word: str, recipe: Recipe | None, count: int) -> Subject:
     """Build a network, with a random batch, because times do not depend on the values, and its loss."""
     torch.manual_seed(0)
     name, shape, classes, length, pairs = word, (CHANNELS, PIXELS, PIXELS), CLASSES, LENGTH, True
@@ -224,16 +212,14 @@ def _subject(word: str, recipe: Recipe | None, count: int) -> Subject:
         known = ("image-classification", "masked-lm")
         require(recipe.task in known, f"task={recipe.task}: plans are for {' and '.join(known)}; choose another recipe")
         name, shape, text = recipe.model, recipe.data.image_shape, recipe.data.text
-        classes, length, pairs = (
-            recipe.classes or OF_DATA.get(recipe.data.name, CLASSES),
-            text.length,
-            text.next_sentence,
-        )
+        classes = recipe.classes or OF_DATA.get(recipe.data.name, CLASSES)
+        length, pairs = text.length, text.next_sentence
     if bert.is_known(name):
-        words, masked = torch.randint(5, VOCABULARY, (count, length)), max(1, round(0.15 * length))
-        places, targets = torch.rand(count, length).argsort(1)[:, :masked], torch.randint(VOCABULARY, (count, masked))
-        network = _Masked(bert.build(name, VOCABULARY, length, pad=0, next_sentence=pairs))
-        return Subject(network, ((words, places), (targets, torch.randint(2, (count,)))), _masked_loss)
+        network: Any = bert.build(name, VOCABULARY, length, pad=0, next_sentence=pairs)
+        masked = max(1, round(0.15 * length)) * count  # tokens that are scored; which ones makes no difference
+        network.get_output_embeddings().register_forward_pre_hook(lambda _, given: (given[0].flatten(0, 1)[:masked],))
+        targets = torch.randint(VOCABULARY, (masked,)), torch.randint(2, (count,))
+        return Subject(network, ({"input_ids": torch.randint(5, VOCABULARY, (count, length))}, targets), _masked_loss)
     found = load_subject(name, 0) if recipe is None else Subject(build_model(name, shape[0], classes))
     if found.batch is None and ".py:" not in name:
         found = found._replace(batch=(torch.randn(count, *shape), torch.randint(classes, (count,))))
@@ -251,7 +237,7 @@ def measure(
     subject: str, recipe: Recipe | None, name: str, given: Mapping[str, Any], device: torch.device, batch: int
 ) -> Measured:
     """Measure ordinary steps and refreshes in turn, and the inversion of all blocks; arguments as in `plan`."""
-    model, sample, loss_fn = _subject(subject, recipe, batch)
+    model, sample, loss_fn = subject_of(subject, recipe, batch)
     remedy = "return (model, (inputs, targets)) or (model, (inputs, targets), loss function)"
     require(sample is not None, f"{subject} returned a model alone, and its times are to be measured: {remedy}")
     precision = Precision("fp32" if recipe is None else recipe.precision, None, device)
@@ -284,33 +270,24 @@ def measure(
     if ".py:" in subject:
         inputs = sample[0] if isinstance(sample, tuple | list) else sample
         batch = len(next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs)
-    return Measured(device_name(device), batch, ordinary, refresh, min(inverting, refresh))
+    return Measured(device_name(device), batch, ordinary, refresh, min(inverting, max(0.0, refresh - ordinary)))
 
 
-def _kept_and_sent(rows: Sequence[Row]) -> Table:
-    headings = ("in all", "of it curvature", "sums of a refresh", "sent in a step", "more in a refresh")
-    table = _table("MB that a device keeps, without activations, and sends", *headings, "most work / mean")
-    for row in rows:
-        own = row.memory
-        kept = own.weights + own.gradients + own.moments + own.curvature
-        sizes = (f"{size / 1e6:,.1f}" for size in (kept, own.curvature, own.sums, row.sent, row.sent_more))
-        table.add_row(row.form, f"{row.devices:,}", *sizes, f"{row.most_work:.2f}")
-    return table
-
-
-def _times(rows: Sequence[Row], times: Sequence[Mapping[str, float]], batch: int, paper: bool) -> Table:
-    headings = ("batch", "step, ms", "of it network", "refresh step", "training, min")
-    table = _table("Predicted times", *headings, *(["paper, min"] if paper else []))
-    for row, own in zip(rows, times, strict=True):
-        steps = (f"{1000 * own[key]:,.1f}" for key in ("step", "network", "refresh"))
-        whole = f"{own['training'] / 60:,.1f}" if "training" in own else ""
-        theirs = [str(PAPER.get(row.devices, ""))] if paper else []
-        table.add_row(row.form, f"{row.devices:,}", f"{batch * row.devices:,}", *steps, whole, *theirs)
-    return table
-
-
-def _table(title: str, *headings: str) -> Table:
+def _print(console: Console, title: str, headings: Sequence[str], cells: Iterable[list[str]], rows: list[Row]) -> None:
     table = Table(title=title, title_justify="left")
     for heading in ("", "devices", *headings):
         table.add_column(heading, justify="right")
-    return table
+    for row, own in zip(rows, cells, strict=True):
+        table.add_row(row.form, f"{row.devices:,}", *own)
+    console.print(table)
+
+
+def _sizes(row: Row) -> list[str]:
+    sizes = (row.memory.whole, row.memory.curvature, row.memory.sums, row.sent, row.sent_more)
+    return [*(f"{size / 1e6:,.1f}" for size in sizes), f"{row.most_work:.2f}"]
+
+
+def _times(row: Row, seconds: Mapping[str, float], batch: int, paper: bool) -> list[str]:
+    steps = (f"{1000 * seconds[key]:,.1f}" for key in ("step", "network", "refresh"))
+    whole = f"{seconds['training'] / 60:,.1f}" if "training" in seconds else ""
+    return [f"{batch * row.devices:,}", *steps, whole, *([str(PAPER.get(row.devices, ""))] if paper else [])]

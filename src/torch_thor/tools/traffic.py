@@ -26,25 +26,17 @@ from torch_thor.optim.checkpoint import MOMENTS
 from torch_thor.training.parallel import blocks
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
-_NUMBER = 8  # bytes of a number that is gathered: float64
 _BUCKET = 25 * 2**20  # bytes of gradients that DDP sends at once
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of `torch.distributed`.
+    """A collective of `torch.distributed`."""
 
-    Args:
-        name: Its name there.
-        processes: The number of those that take part.
-        given: Bytes of the tensor that each passes.
-        received: Bytes of the tensor that each receives.
-    """
-
-    name: str
-    processes: int
-    given: int
-    received: int
+    name: str  # its name there
+    processes: int  # the number of those that take part
+    given: int  # the bytes of the tensor that each passes
+    received: int  # the bytes of the tensor that each receives
 
     @property
     def sent(self) -> int:
@@ -61,19 +53,12 @@ class Collective:
 
 @contextmanager
 def laid_out(
-    layers: Iterable[LayerCurvature], processes: int, *, shards: int = 1, divided: bool = False, rank: int = 0
+    layers: Iterable[LayerCurvature], processes: int, *, shards: int = 1, divided: bool = False
 ) -> Iterator[list[LayerCurvature]]:
-    """Let layers without state be those of one of many processes.
-
-    Args:
-        layers: The layers of an optimizer.
-        processes: The number of processes.
-        shards: Of how many of them each group holds one copy of the weights.
-        divided: Whether the curvature is divided (`divide_curvature=True`).
-        rank: The process. With `shards` it must be the first, which never has fewer rows than another.
+    """Let layers without state be those of the first of many processes, which never has fewer rows than another.
 
     Yields:
-        The layers that have curvature there: with `shards`, those with a weight whose rows can be divided.
+        Those that have curvature there: if weights are divided, those whose rows can be.
     """
     found, owners = list(layers), {}
     if shards > 1:
@@ -81,11 +66,11 @@ def laid_out(
     try:
         for layer in found if shards > 1 else ():
             rows, view = layer.weight.shape[0], layer.weight_view
-            starts = shard_bounds(rows, shards)
-            bounds, replicas = (*starts, *[rows] * (processes - shards)), "copies" if processes > shards else None
-            divided_rows = RowShards(shards, bounds, slice(0, starts[1]), 0, _unused, _unused, _unused, replicas)
-            view.bind(view.entries, view.options, layer.weight, divided_rows)
-        owners = owners_of(found, processes, rank) if divided and processes > 1 else {}
+            starts, copies = shard_bounds(rows, shards), "copies" if processes > shards else None
+            bounds = (*starts, *[rows] * (processes - shards))
+            own = RowShards(shards, bounds, slice(0, starts[1]), 0, _unused, _unused, _unused, copies)
+            view.bind(view.entries, view.options, layer.weight, own)
+        owners = owners_of(found, processes, 0) if divided and processes > 1 else {}
         for factor, of_factor in owners.items():
             factor.divided = of_factor
         yield found
@@ -100,7 +85,7 @@ def _unused(*_: Any) -> Any:
     raise NotImplementedError("nothing is sent while a plan is made")
 
 
-# ---- the refresh ----------------------------------------------------------------------------------------------------
+# ---- the refresh -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,16 +95,24 @@ class Blocks:
     dtype: torch.dtype
     shape: Shape
     owners: tuple[int, ...] | None  # as in `torch_thor.curvature.processes.Bounds`; None before they are dealt out
+    copied: int = 0  # of HSDP: how many of them this process holds as others do
+    copies: int = 1  # of HSDP: how many processes hold them
 
 
 def blocks_of(layers: Iterable[LayerCurvature]) -> list[Blocks]:
     """Return the blocks of all factors."""
-    return [
-        Blocks(factor_dtype(layer.weight.dtype), shape, None if factor.owners is None else factor.owners.bounds[i])
-        for layer in layers
-        for factor in layer.stored
-        for i, shape in enumerate(factor.cut.blocks)
-    ]
+    return [one for layer in layers for factor in layer.stored for one in _blocks(layer, factor)]
+
+
+def _blocks(layer: LayerCurvature, factor: Factor) -> list[Blocks]:
+    dtype, shards, owners = factor_dtype(layer.weight.dtype), layer.weight_view.shards, factor.owners
+    if owners is None:
+        return [Blocks(dtype, shape, None) for shape in factor.cut.blocks]
+    found = []
+    for run, (shape, bounds) in enumerate(zip(factor.cut.blocks, owners.bounds, strict=True)):
+        held, among = owners.held(run), (len(bounds) - 1) // shards.count if shards and owners.replicas else 1
+        found.append(Blocks(dtype, shape, bounds, (held.stop - held.start) * (among > 1), among))
+    return found
 
 
 def most_work(layers: Iterable[LayerCurvature], processes: int) -> float:
@@ -135,53 +128,34 @@ def collectives_of_refresh(
     layers = list(layers)
     if processes == 1:
         return []
-    numbers = [
-        HEADER + NUMBERS,  # agreement, row counts, traces
-        sum(3 + len(layer.statistics.group_rows) for layer in layers),
-        sum(2 * len(layer.sides) * layer.kind.groups for layer in layers),
-    ]
-    found = blocks_of(layers)
-    bounds = deal_out(tuple(one.shape for one in found), processes, tuple(one.owners for one in found))
-
-    def packed(chosen: list[int], itemsize: int) -> list[int]:
-        sizes = packed_sizes([found[i].shape for i in chosen], [bounds[i] for i in chosen])
-        return [itemsize * size for size in sizes]
-
-    sums, results = [], []
-    for dtype in dict.fromkeys(one.dtype for one in found):
-        alike = [i for i, one in enumerate(found) if one.dtype == dtype]
-        size = (sent_as or dtype).itemsize
-        sums.append(_of_owners(SCATTER, packed(alike, size)))
-        if shared := [i for i in alike if found[i].owners is None]:
-            results.append(_of_owners(GATHER, packed(shared, 2 * size)))
-    gathers = [_gather(count, processes) for count in numbers]
-    return [*gathers, *sums, _gather(2 * len(found), processes), *results, *_to_copies(layers, processes, sent_as)]
+    blocks = blocks_of(layers)
+    dealt = deal_out(tuple(one.shape for one in blocks), processes, tuple(one.owners for one in blocks))
+    sums, results, copies = [], [], []
+    for dtype in dict.fromkeys(one.dtype for one in blocks):
+        itemsize = (sent_as or dtype).itemsize
+        alike = [(one, bounds) for one, bounds in zip(blocks, dealt, strict=True) if one.dtype == dtype]
+        sums.append(_of_owners(SCATTER, alike, itemsize))
+        if shared := [(one, bounds) for one, bounds in alike if one.owners is None]:
+            results.append(_of_owners(GATHER, shared, 2 * itemsize))  # factors and inverses, as in what follows
+        if size := 2 * itemsize * sum(one.copied * packed_size(one.shape[1]) for one, _ in alike):
+            copies.append(Collective("broadcast", max(one.copies for one, _ in alike), size, size))
+    agreed = _gather(HEADER + NUMBERS, processes)
+    rows = _gather(sum(3 + len(layer.statistics.group_rows) for layer in layers), processes)
+    traces = _gather(sum(2 * len(layer.sides) * layer.kind.groups for layer in layers), processes)
+    return [agreed, rows, traces, *sums, _gather(2 * len(blocks), processes), *results, *copies]
 
 
-def _to_copies(layers: list[LayerCurvature], processes: int, sent_as: torch.dtype | None) -> list[Collective]:
-    """Return what sends blocks and inverses of the rows of a process to those that hold the same rows."""
-    elements: defaultdict[torch.dtype, int] = defaultdict(int)
-    copies = 1
-    for layer in layers:
-        for factor in layer.stored:
-            if factor.owners is not None and factor.owners.replicas is not None and layer.weight_view.shards:
-                own = sum(2 * count * packed_size(size) for count, size in factor.held.blocks)
-                elements[factor_dtype(layer.weight.dtype)] += own
-                copies = processes // layer.weight_view.shards.count
-    sizes = [n * (sent_as or dtype).itemsize for dtype, n in elements.items()]
-    return [Collective("broadcast", copies, size, size) for size in sizes]
-
-
-def _of_owners(name: str, sizes: Sequence[int]) -> Collective:
-    """Return what sends blocks to or from their owners, which have so many bytes of them."""
-    processes, all_pieces, piece = len(sizes), len(sizes) * max(sizes), max(sizes)
-    if not pads(sizes):
-        return Collective("all_reduce", processes, sum(sizes), sum(sizes))
-    return Collective(name, processes, *((all_pieces, piece) if name == SCATTER else (piece, all_pieces)))
+def _of_owners(name: str, blocks: Sequence[tuple[Blocks, Sequence[int]]], itemsize: int) -> Collective:
+    """Return what sends the triangles of blocks to or from their owners."""
+    packed = packed_sizes([one.shape for one, _ in blocks], [bounds for _, bounds in blocks])
+    piece, every = itemsize * max(packed), itemsize * max(packed) * len(packed)
+    if not pads(packed):
+        return Collective("all_reduce", len(packed), itemsize * sum(packed), itemsize * sum(packed))
+    return Collective(name, len(packed), *((every, piece) if name == SCATTER else (piece, every)))
 
 
 def _gather(numbers: int, processes: int) -> Collective:
-    return Collective(GATHER, processes, _NUMBER * numbers, processes * _NUMBER * numbers)
+    return Collective(GATHER, processes, 8 * numbers, processes * 8 * numbers)  # in float64
 
 
 # ---- every step -----------------------------------------------------------------------------------------------------
@@ -190,18 +164,17 @@ def _gather(numbers: int, processes: int) -> Collective:
 def collectives_of_inverses(parameters: Iterable[Tensor], layers: Iterable[LayerCurvature]) -> list[Collective]:
     """Return what collects the inverses in every step, if the curvature is divided and all layers are in one group."""
     needs: defaultdict[int, list[Factor]] = defaultdict(list)
-    dtypes: dict[Factor, torch.dtype] = {}
+    blocks: dict[Factor, list[Blocks]] = {}
     for layer in layers:
-        divided = [factor for factor in layer.stored if factor.divided is not None]
-        needs[id(layer.weight)] += divided
-        dtypes |= dict.fromkeys(divided, factor_dtype(layer.weight.dtype))
+        for factor in layer.stored:
+            if factor.divided is not None:
+                needs[id(layer.weight)].append(factor)
+                blocks[factor] = _blocks(layer, factor)
     found = []
     for _, factors in turns_of((id(p), needs[id(p)]) for p in parameters if id(p) in needs):
-        for dtype in dict.fromkeys(dtypes[factor] for factor in factors):
-            alike = [factor for factor in factors if dtypes[factor] is dtype]
-            shapes = [shape for factor in alike for shape in factor.cut.blocks]
-            bounds = [of_run for factor in alike for of_run in (factor.owners.bounds if factor.owners else ())]
-            found.append(_of_owners(GATHER, [dtype.itemsize * n for n in packed_sizes(shapes, bounds)]))
+        of_turn = [(one, one.owners or ()) for factor in factors for one in blocks[factor]]
+        for dtype in dict.fromkeys(one.dtype for one, _ in of_turn):
+            found.append(_of_owners(GATHER, [pair for pair in of_turn if pair[0].dtype == dtype], dtype.itemsize))
     return found
 
 
@@ -240,33 +213,26 @@ def collectives_of_training(model: nn.Module, processes: int, shards: int = 1) -
 class Memory:
     """The bytes of the process that keeps most, without activations and what communication needs for a while."""
 
-    weights: int  # with the buffers of the network
-    gradients: int
-    moments: int  # of the optimizer
+    whole: int  # weights, buffers, gradients, moments of the optimizer, and curvature
     curvature: int  # factors and inverses
-    sums: int  # of the statistics, which exist on steps that refresh
+    sums: int  # of the statistics, which exist on steps that refresh, in addition
 
 
 def memory_of(
     optimizer: CurvatureOptimizer, layers: Iterable[LayerCurvature], processes: int, shards: int = 1
 ) -> Memory:
     """Compute what a process keeps, with the layers that `laid_out` yields. The parameters may be on `meta`."""
-    weights = sum(buffer.nbytes for buffer in optimizer.model.buffers())
-    gradients = moments = sums = 0
-    for parameter in optimizer.model.parameters():
-        weights += own_bytes(parameter, shards)
+    layers, held = list(layers), list(optimizer.model.parameters())
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
-                state: dict[str, Any] = {}
-                optimizer._make_parameter_state(parameter, state, group)
-                gradients += own_bytes(parameter, shards)
-                moments += sum(own_bytes(state[key], shards) for key in MOMENTS if key in state)
-    layers = list(layers)
-    for layer in layers:
-        itemsize = factor_dtype(layer.weight.dtype).itemsize
-        sums += sum(itemsize * factor.cut.rows * factor.cut.width for factor in layer.stored)
-    return Memory(weights, gradients, moments, kept_bytes(layers, processes), sums)
+        for parameter in (p for p in group["params"] if p.requires_grad):
+            state: dict[str, Any] = {}
+            optimizer._make_parameter_state(parameter, state, group)
+            held += [parameter, *(state[key] for key in MOMENTS if key in state)]  # its gradient, and its moments
+    curvature = kept_bytes(layers, processes)
+    whole = sum(own_bytes(one, shards) for one in held) + sum(one.nbytes for one in optimizer.model.buffers())
+    sums = sum(factor_dtype(layer.weight.dtype).itemsize * factor.cut.rows * factor.cut.width
+               for layer in layers for factor in layer.stored)  # fmt: skip
+    return Memory(whole + curvature, curvature, sums)
 
 
 def kept_bytes(layers: Iterable[LayerCurvature], processes: int) -> int:
