@@ -102,7 +102,7 @@ def test_what_is_before_and_after_a_damaged_line_is_not_one_paragraph(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_text_in_utf16_is_refused(tmp_path, encoding):
-    texts, (fault,) = texts_of(tmp_path / "book.txt", "\n\n".join(SAID[:9]).encode(encoding))
+    texts, (fault,) = texts_of(tmp_path / "book.txt", PROSE.encode(encoding))
     assert texts == []
     assert "it is not UTF-8" in fault
 
