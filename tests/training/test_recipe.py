@@ -97,7 +97,7 @@ WRONG = {
     "optimizers.thor.dampin=1": "there is no key optimizers.thor.dampin (did you mean optimizers.thor.damping?)",
     "optimizers.tohr.lr=1": "there is no key optimizers.tohr (did you mean optimizers.thor?)",
     "optimizers.adam.betas=1": "there is no key optimizers.adam.betas (did you mean optimizers.adam.beta",
-    "clip_factor=1": "clip_factor is a setting of some optimizers: name one in optimizer, or give optimizers.NAME.clip_factor",
+    "clip_factor=1": "clip_factor is a setting of some optimizers: name one in",
     "optimizer=tohr": "optimizer=[tohr]: must name one or more of thor, ",
     "optimizer=sgd,sgd": "optimizer=[sgd, sgd]: names an optimizer twice",
     "optimizer=[]": "optimizer=[]: must name",

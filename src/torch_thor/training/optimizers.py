@@ -213,7 +213,7 @@ def build_optimizer(
             named = dict(model.named_parameters())
             chosen = selected("decay_filter", decayed, named, "parameter")
             rest = {"params": [p for key, p in named.items() if key not in chosen], "weight_decay": 0.0}
-            groups = [{"params": [p for key, p in named.items() if key in chosen]}, rest]
+            groups: list[dict[str, Any]] = [{"params": [p for key, p in named.items() if key in chosen]}, rest]
             params = [group for group in groups if group["params"]]
         return kind(params, **options)
     except (TypeError, ValueError) as error:  # such as a pattern that matches no layer of this network
