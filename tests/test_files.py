@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from torch_thor.files import REMAINS, remove_remains, whole_file, whole_folder, write_text
+from torch_thor.files import REMAINS, check_place, whole_file, whole_folder, write_text, writing
+from torch_thor.training.errors import UserError
 
 
 def contents(folder):
@@ -74,11 +75,15 @@ def test_an_error_leaves_the_folder_that_was_there(tmp_path):
     assert contents(folder) == {"a": "old"}
 
 
-def test_remains_are_removed_by_the_name_that_they_were_to_have(tmp_path):
-    for name in (".writing-a-1", "a-2", ".writing-b"):
-        write_text(tmp_path / name, "")
-    (tmp_path / ".writing-a-3").mkdir()
-    remove_remains(tmp_path, "a-*")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".writing-b", "a-2"]
-    remove_remains(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["a-2"]
+def test_an_error_of_the_disk_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"a.txt cannot be written \(No space left on device\): free some disk space"):
+        with writing(tmp_path / "a.txt"):
+            full()
+    check_place(tmp_path / "new/deep")
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/new/deep"):
+        with pytest.raises(
+            UserError, match=rf"--to {tmp_path / place}: .*file is a file.*: choose another folder with"
+        ):
+            check_place(tmp_path / place, "--to")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

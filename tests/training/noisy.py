@@ -22,6 +22,7 @@ from torch_thor.training.tasks.task import Loss, Metric, Terms
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # where the pool of processes is
 
 STEPS, PER_EPOCH = 12, 5
+CUTS = {1: (0, 12), 2: (0, 4, 12), 4: (0, 2, 5, 8, 12)}  # of a batch, by the number of processes
 SETTINGS = {"update_interval": 4, "factor_decay": 0.5, "trace_thresholds": (0.05, 0.001), "lr": 0.01, "split_dim": 4}
 OPTIMIZERS = {"thor": SETTINGS, "thor-muon": {**SETTINGS, "divide_curvature": True}, "sgd": {"momentum": 0.0}}
 del OPTIMIZERS["thor-muon"]["trace_thresholds"]
@@ -39,6 +40,17 @@ class Net(nn.Module):
         for layer in self.lists:
             x = torch.tanh(layer(x))
         return self.head(x)
+
+
+class Quiet(nn.Module):
+    """Without what differs between processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, rows):
+        return self.layers(rows)
 
 
 class Noisy:
@@ -59,7 +71,7 @@ class Noisy:
         return rows[part], rows[:, :3].argmax(1)[part]
 
     def batches(self, ranks, start):
-        own = slice(ranks.rank * 12 // ranks.world, (ranks.rank + 1) * 12 // ranks.world)
+        own = slice(*CUTS[ranks.world][ranks.rank : ranks.rank + 2])
         for step in count(start):
             yield self.batch(step, own)
 

@@ -77,23 +77,14 @@ def test_loads_into_another_division(on, tmp_path, before, after, name):
     given = {"ema_decay": None, "optimizers": {**noisy.OPTIMIZERS}}
     for one in ("thor", "thor-muon"):
         given["optimizers"][one] = {**noisy.OPTIMIZERS[one], "split_dim": 1, "max_update_ratio": None}
-    on(before, tmp_path, given, name, stop_at=4, task=noisy.Noisy(Quiet))
-    (seen, (weights, state)), *_ = on(after, tmp_path, given, name, resume=True, task=noisy.Noisy(Quiet))
-    (wanted, (expected, end)), *_ = on("one", tmp_path / "whole", given, name, task=noisy.Noisy(Quiet))
+    on(before, tmp_path, given, name, stop_at=4, task=noisy.Noisy(noisy.Quiet))
+    (seen, (weights, state)), *_ = on(after, tmp_path, given, name, resume=True, task=noisy.Noisy(noisy.Quiet))
+    (wanted, (expected, end)), *_ = on("one", tmp_path / "whole", given, name, task=noisy.Noisy(noisy.Quiet))
     torch.testing.assert_close(weights, expected)
     torch.testing.assert_close(seen, wanted[-len(seen) :])
     for parameter, values in end["optimizer"]["state"].items():
         found = state["optimizer"]["state"][parameter]
         torch.testing.assert_close({**found, "row_shards": 1}, {**values, "row_shards": 1})
-
-
-class Quiet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 3))
-
-    def forward(self, rows):
-        return self.layers(rows)
 
 
 # ---- the files ------------------------------------------------------------------------------------------------------
@@ -290,7 +281,7 @@ def test_an_old_one_that_cannot_be_removed_ends_nothing(trained, tmp_path, monke
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
 
 
-class Tied(Quiet):
+class Tied(noisy.Quiet):
     def __init__(self):
         super().__init__()
         self.again = nn.ModuleList([self.layers[0], nn.Linear(6, 8)])

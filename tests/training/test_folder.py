@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, and what happens if its recipe is damaged. Nothing is changed by a refusal."""
+"""The folder of a run: who may write to it, and what if its recipe is damaged. A refusal changes nothing."""
 
 import io
 import os
@@ -90,7 +90,7 @@ def test_resume_lengthens_and_overwrite_begins_anew(run, tmp_path):
     assert len(list(run.checkpoints("sgd").glob("step-*"))) == 2
     cosine = load_recipe("digits", ["schedule.kind=cosine", "epochs=2", "optimizer=sgd"]).schedule
     run_recipe(changed(schedule=cosine), run, SILENT, overwrite=True)
-    with pytest.raises(UserError, match="schedule.kind=cosine ends with the training, so the steps so far used"):
+    with pytest.raises(UserError, match=r"schedule.kind=cosine ends with the training, so the steps so far used"):
         run_recipe(changed(schedule=cosine, epochs=3), run, SILENT, resume=True)
 
 

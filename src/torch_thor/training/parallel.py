@@ -113,7 +113,10 @@ def agreed(ranks: Ranks) -> Iterator[None]:
     """Raise on every process if the block raises a `UserError` on any. Every process must enter it.
 
     Without it, the other processes would wait for one that has failed. The block may communicate in such blocks only.
-    All processes but the first on which it failed raise an `ElsewhereError`, with the same message.
+
+    Raises:
+        UserError: On the first process on which the block failed.
+        ElsewhereError: On all others, with the same message.
     """
     error = None
     try:

@@ -1,0 +1,61 @@
+"""Exporting a trained network: transformers reads it and computes the same; what cannot be exported is one line."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from torch_thor.training.errors import UserError
+from torch_thor.training.folder import RunFolder
+from torch_thor.training.recipes import load_recipe
+from torch_thor.training.run import export, run_recipe
+from torch_thor.training.tasks import open_task
+from torch_thor.training.weights import find_checkpoints
+
+WORDS = ["data.text.vocab_size=300", "data.text.length=32", "batch_size=4", "device=cpu", "steps=2", "eval_interval=2"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two steps with two optimizers, and averages."""
+    folder = tmp_path_factory.mktemp("run")
+    words = [*WORDS, f"data.root={folder / 'cache'}", "ema_decay=0.5", "optimizer=thor,sgd", "targets=[]"]
+    recipe = load_recipe("bert-tiny", words)
+    run_recipe(recipe, RunFolder(folder / "run"), Console(file=io.StringIO()))
+    return folder / "run", recipe
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_transformers_reads_what_was_trained(run, tmp_path, averaged):
+    from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+
+    folder, recipe = run
+    said, out = [], tmp_path / "out" / "bert"
+    export(folder / "thor", out, "transformers", said.append, averaged=averaged)
+    assert said == [f"thor, step 2: written to {out}"]
+    model = open_task(recipe, torch.device("cpu"), pytest.fail, train=False).model().eval()
+    find_checkpoints(folder / "thor", pytest.fail)[0].load_weights(model, averaged=averaged)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    batch = tokenizer(["The sequence of statements."], ["An object is returned."], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        logits = AutoModelForMaskedLM.from_pretrained(out)(**batch).logits
+        assert logits.equal(model(**batch).prediction_logits)
+        hidden = AutoModel.from_pretrained(out)(**batch).last_hidden_state
+        assert hidden.equal(model.bert(**batch).last_hidden_state)
+    assert tokenizer.decode(batch["input_ids"][0]).startswith("[CLS] the sequence of statements. [SEP] an object")
+
+
+def test_what_cannot_be_exported_is_one_line(run, tmp_path):
+    folder, _ = run
+    (tmp_path / "there").mkdir()
+    for path, out, form, said in (
+        (folder, "out", "transformers", "holds the networks of thor, sgd: give one, such as"),
+        (folder / "thor", "out", "onnx", "--format onnx must be transformers"),
+        (tmp_path / "none", "out", "transformers", "none does not exist: give a run folder"),
+        (tmp_path, "out", "transformers", "is no checkpoint: give a run folder"),
+        (folder / "thor", "there", "transformers", "there exists: give another folder"),
+    ):
+        with pytest.raises(UserError, match=said):
+            export(path, tmp_path / out, form, pytest.fail)
+        assert [one.name for one in tmp_path.iterdir()] == ["there"]

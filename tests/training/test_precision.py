@@ -1,0 +1,131 @@
+"""Mixed precision and averages beside the formulas written out; an overflow skips a step, but not for ever."""
+
+import copy
+
+import noisy
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torch_thor.training import precision
+from torch_thor.training.errors import DivergedError, UserError
+from torch_thor.training.loop import train
+from torch_thor.training.parallel import Ranks
+from torch_thor.training.run import build
+
+
+class Spoiled(noisy.Noisy):
+    """In float32; the rows of some steps overflow float16."""
+
+    steps, factor = (), 1e6
+
+    def model(self):
+        return self.kind()
+
+    def batch(self, seed, part):
+        rows, labels = super().batch(seed, part)
+        return (rows * (self.factor if seed + 1 in self.steps else 1)).float(), labels
+
+
+class Kept:
+    """Copies of the weights before the first and after each step, and which were skipped."""
+
+    def __init__(self, run):
+        self.states, self.skipped = [copy.deepcopy(run.model.state_dict())], []
+
+    def step(self, run, point):
+        self.states.append(copy.deepcopy(run.model.state_dict()))
+        self.skipped.append(point.skipped)
+
+    def evaluation(self, run, score):
+        pass
+
+    end_of_step = close = lambda *_: None
+
+
+def trained(name="sgd", kind=noisy.Quiet, steps=(), factor=1e6, **given):
+    task = Spoiled(kind)
+    task.steps, task.factor = steps, factor
+    run = build(
+        noisy.recipe(**{"optimizers": {"sgd": {"lr": 0.1}, "thor": noisy.SETTINGS}, **given}), name, task, Ranks()
+    )
+    train(run, [kept := Kept(run)])
+    return run, kept
+
+
+@pytest.mark.parametrize(("name", "loss_scale", "scale"), [("fp32", None, 1), ("bf16", None, 1), ("fp16", 128, 128)])
+def test_equals_a_loop_written_out(name, loss_scale, scale):
+    run, kept = trained(precision=name, loss_scale=loss_scale)
+    model, velocity = noisy.Quiet(), {}
+    model.load_state_dict(kept.states[0])
+    for step in range(noisy.STEPS):
+        rows, labels = run.task.batch(step, slice(None))
+        with torch.autocast("cpu", precision.PRECISIONS[name], enabled=name != "fp32"):
+            loss = F.cross_entropy(model(rows), labels)
+        gradients = torch.autograd.grad(loss * scale, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                velocity[parameter] = 0.9 * velocity.get(parameter, 0) + gradient / scale
+                parameter -= 0.1 * velocity[parameter]
+    for found, wanted in zip(run.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgd", "thor"])
+@pytest.mark.parametrize("loss_scale", [128, None])
+def test_an_overflow_skips_one_step(name, loss_scale):
+    run, kept = trained(name, steps=(1, 4, 5), precision="fp16", loss_scale=loss_scale)
+    assert [step for step, skipped in enumerate(kept.skipped, 1) if skipped] == [1, 4, 5]
+    for step, (before, after) in enumerate(zip(kept.states, kept.states[1:], strict=False), 1):
+        assert torch.equal(before["layers.0.weight"], after["layers.0.weight"]) == (step in (1, 4, 5))
+    assert run.precision.scaler.get_scale() == (65536 / 2**3 if loss_scale is None else 128)
+    # skipped steps do not enter the average
+    taken = [state for state, skipped in zip(kept.states[1:], kept.skipped, strict=True) if not skipped]
+    assert_average(run, taken)
+
+
+def assert_average(run, states):
+    for name, found in run.average.module.named_parameters():
+        wanted = states[0][name].double()
+        for state in states[1:]:
+            wanted = 0.5 * wanted + 0.5 * state[name].double()
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_scale", [128, None])
+def test_too_many_overflows_in_a_row_are_an_error(monkeypatch, loss_scale):
+    monkeypatch.setattr(precision, "MOST_SKIPPED", 3)
+    given = {"precision": "fp16", "loss_scale": loss_scale}
+    assert sum(trained(steps=(1, 2, 4, 5, 7, 8), **given)[1].skipped) == 6  # never three in a row
+    with pytest.raises(
+        UserError, match=r"^3 consecutive steps overflowed float16, and the loss scale is \d+: lower lr"
+    ):
+        trained(steps=(3, 4, 5), **given)
+
+
+def test_without_a_scale_a_loss_that_is_not_finite_is_an_error():
+    for name in ("fp32", "bf16"):
+        with pytest.raises(DivergedError, match="the loss became nan at step 3 "):
+            trained(precision=name, steps=(3,), factor=float("inf"))
+
+
+def test_a_small_gradient_survives_in_float16_only_with_a_scale():
+    for scale, wanted in ((1.0, 0.0), (65536.0, 3e-8)):
+        layer = nn.Linear(4, 2, bias=False)
+        guard = precision.Precision("fp16", scale, torch.device("cpu"))
+        with guard.autocast():
+            loss = layer(torch.ones(3, 4)).float().sum() * 1e-8
+        guard.backward(loss)
+        assert guard.step(torch.optim.SGD(layer.parameters(), lr=0.0))
+        torch.testing.assert_close(layer.weight.grad, torch.full((2, 4), wanted), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["sgd", "thor"])
+def test_the_average_is_the_recurrence_and_leaves_the_training_alone(name):
+    run, kept = trained(name, kind=noisy.Net)
+    assert_average(run, kept.states[1:])
+    assert run.average.module.body[1].num_batches_tracked == noisy.STEPS  # a whole number is copied
+    assert not any(module._forward_hooks for module in run.average.module.modules())  # THOR's stay on the network
+    for left, right in zip(kept.states, trained(name, kind=noisy.Net, ema_decay=None)[1].states, strict=True):
+        assert all(torch.equal(left[key], right[key]) for key in left)
