@@ -3,8 +3,6 @@
 What they do to compiled code is in tests/optim/test_compile.py.
 """
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,6 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode
 
 from hooked import hooked
-from tiny import listeners
 from torch_thor.capture.hooks import ModuleCalls
 
 X = torch.ones(2, 3)
@@ -75,20 +72,6 @@ def test_a_call_is_heard_by_who_listens_and_nothing_is_put_on_the_module(listeni
     assert [watcher.names for watcher in watchers] == [["0"], ["0", "0"]]
 
 
-def test_a_watcher_that_is_dropped_listens_no_more():
-    count, model = hooks(), nn.Linear(3, 3)
-    watcher, other = Watcher(model), Watcher(model)
-    assert len(listeners()) == 2
-    del watcher
-    gc.collect()
-    assert [listener._watcher() for listener in listeners()] == [other]
-    model(X)
-    assert other.names == [""]
-    del other
-    gc.collect()
-    assert hooks() == count
-
-
 def test_it_sees_what_forward_returned_before_others_replace_it(listening):
     model = nn.Linear(3, 3)
     everywhere = torch_module.register_module_forward_hook(lambda *_: "replaced")
@@ -121,14 +104,6 @@ def test_a_called_module_hands_over_input_and_output(listening):
     model["fc"](torch.randn(2, 5, 3))
     model["fc"](input=torch.randn(6, 3))
     assert watcher.seen == [("fc", 2, (2, 5, 3), (2, 5, 4)), ("fc", 6, (6, 3), (6, 4))]
-
-
-def test_modules_that_share_a_weight_are_one_layer(listening):
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    watcher = listening(model)
-    model(torch.randn(2, 3))
-    assert watcher.names == ["0", "0"]
 
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "out_proj"]
