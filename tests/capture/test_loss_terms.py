@@ -42,20 +42,6 @@ def sequence_first(m, x):
     return m["head"](torch.tanh(m["body"](h))).transpose(0, 1)
 
 
-def vector_first(m, x):
-    return m["head"](torch.tanh(m["body"](x)) + m["time"](x.new_ones(D)))
-
-
-def experts(m, x):
-    """A router and two experts on rows of tokens, between layers that see sequences."""
-    h = torch.tanh(m["body"](x))
-    rows = h.flatten(0, 1)
-    chosen = (m["router"](rows).sum(1) > 0).long()
-    out = torch.stack([m["one"](rows), m["two"](rows)])[chosen, torch.arange(len(rows))]
-    out = out + m["one"](rows[:7]).mean() + m["two"](rows[:7]).mean()
-    return m["head"](out.reshape(h.shape).mean(1))
-
-
 TOKENS = torch.arange(N * L).reshape(N, L) % 11
 VECTORS, SEQUENCES, IMAGES = torch.randn(N, D), torch.randn(N, L, D), torch.randn(N, 2, 4, 4)
 KINDS = {  # layers that are not linear, by name
@@ -71,8 +57,6 @@ MODELS = {  # the function, its layers, the input
     "images": (lambda m, x: m["head"](torch.tanh(m["patches"](x)).mean((2, 3))), "patches head", IMAGES),
     "positions_first": (positions_first, "words positions body head", TOKENS),
     "sequence_first": (sequence_first, "words norm attention body head", TOKENS),
-    "vector_first": (vector_first, "time body head", VECTORS),
-    "experts": (experts, "body router one two head", SEQUENCES),
 }
 
 
