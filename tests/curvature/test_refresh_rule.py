@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from comparing import having
 from tiny import batches, listened_to, mlp, train
 from torch_thor import THOR
 from torch_thor.curvature import Decision
@@ -77,17 +76,6 @@ def test_failed_refreshes_say_so():
         assert math.isfinite(failed.trace) == is_finite
         assert (failed.trace_change is None) == (not before or not is_finite)
         assert optimizer.curvature["0"].refreshes == before
-
-
-def test_a_skipped_step_tells_nothing():
-    model = mlp()
-    optimizer = having(THOR(model, update_interval=1), nonfinite="skip")
-    assert optimizer.last_refresh == ()
-    train(model, optimizer, STREAM[:1])
-    assert len(optimizer.last_refresh) == 3
-    (model(STREAM[1][0]) * math.inf).sum().backward()
-    optimizer.step()
-    assert (optimizer.skipped_steps, optimizer.last_refresh) == (1, ())
 
 
 def test_a_stopped_layer_has_no_hooks_until_an_older_state_is_loaded():
