@@ -43,18 +43,16 @@ def sequence_first(m, x):
 
 
 TOKENS = torch.arange(N * L).reshape(N, L) % 11
-VECTORS, SEQUENCES, IMAGES = torch.randn(N, D), torch.randn(N, L, D), torch.randn(N, 2, 4, 4)
+VECTORS, SEQUENCES = torch.randn(N, D), torch.randn(N, L, D)
 KINDS = {  # layers that are not linear, by name
     "words": lambda: nn.Embedding(11, D),
     "positions": lambda: nn.Embedding(L, D),
     "attention": lambda: nn.MultiheadAttention(D, 2),
     "norm": lambda: nn.LayerNorm(D),
-    "patches": lambda: nn.Conv2d(2, D, 1),
 }
 MODELS = {  # the function, its layers, the input
     "mlp": (lambda m, x: m["head"](torch.tanh(m["body"](x))), "body head", VECTORS),
     "sequences": (lambda m, x: m["head"](torch.tanh(m["body"](x))), "body head", SEQUENCES),
-    "images": (lambda m, x: m["head"](torch.tanh(m["patches"](x)).mean((2, 3))), "patches head", IMAGES),
     "positions_first": (positions_first, "words positions body head", TOKENS),
     "sequence_first": (sequence_first, "words norm attention body head", TOKENS),
 }
