@@ -99,16 +99,6 @@ def test_products(cut, columns, decay, wider):
     assert torch.equal(torch.stack(wide.dense()), torch.stack(blocks.dense()))
 
 
-@given(cut=grouped)
-def test_groups(cut):
-    (blocks, whole), scales = filled(cut), random(cut.groups)
-    expected = dense_of(cut, whole)
-    for index, dense in enumerate(expected):
-        torch.testing.assert_close(blocks.group(index).dense()[0], dense)
-    blocks.scale_groups_(scales)
-    torch.testing.assert_close(torch.stack(blocks.dense()), scales[:, None, None] * expected)
-
-
 @given(cut=cuts, processes=st.integers(1, 4), data=st.data())
 def test_what_a_process_holds(cut, processes, data):
     """Of every run some blocks: together all of them."""
