@@ -29,7 +29,6 @@ FAULTS = {  # what is done on the second rank, the error of both (or of each), a
     "interval": (option(update_interval=lambda step: 0), ValueError, r"update_interval\(0\)=0"),
     "interval-raises": (option(update_interval=failing), (RuntimeError, KeyError), "the user's own"),
     "other-interval": (option(update_interval=4), RuntimeError, NEXT),
-    "other-callable": (option(update_interval=lambda step: 4), RuntimeError, NEXT),
     "damping": (option(damping=0.0), ValueError, "damping=0.0"),
     "other-damping": (option(damping=0.04), RuntimeError, "group 0: damping=0.05', rank 1 has .*0.04"),
     "other-lr": (option(lr=0.5), RuntimeError, r"lr=0.02', rank 1 has 'parameter group 0: lr=0.5'.*schedule it"),
