@@ -213,7 +213,6 @@ CASES = {
     "shared": {**BY_ROW, "make": functools.partial(Shared, "last.weight")},
     "shared and frozen": {**BY_ROW, "make": functools.partial(Shared, "first.weight")},
     "closures": {**IN_LOOPS, "go": with_a_closure},
-    "closures, ThorMuon": {**MUON_IN_LOOPS, "go": with_a_closure},
     "reduced once": {**IN_LOOPS, "go": reduced_once},
     "reduced once, ThorMuon": {**MUON_IN_LOOPS, "go": reduced_once},
 }
