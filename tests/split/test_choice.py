@@ -251,7 +251,5 @@ def test_measured_for_real():
     found = choose_split_dim(model, torch.randn(64, 50))
     assert found.split_dim in found.candidates == (1, 16, 32, 50)
     assert all(each > 0 for each in found.seconds)
-    assert found.performance == tuple(found.seconds[0] / each for each in found.seconds)
-    assert found.information[-1] == 1.0
     assert "thread" in found.device
     assert found.as_dict()["split_dim"] == found.split_dim
