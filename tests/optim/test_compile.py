@@ -288,3 +288,18 @@ def test_statistics_that_never_come_are_an_error_with_the_cause():
     optimizer.zero_grad()
     step(model, optimizer, third)
     assert optimizer.curvature["body.0"].refreshes == 2
+
+
+def test_many_optimizers_that_wait_end_in_any_order():
+    """Also those of one model, and one that never takes a step."""
+    models = Model(), Model()
+    optimizers = [THOR(model) for model in (models[0], models[1], models[0])]
+    [batch] = stream(1)
+    for model, left in zip(models, ("force_eager", "default"), strict=True):  # the other one is not known yet
+        model(batch[0])
+        assert stance() == left
+    step(models[1], optimizers[1], batch)
+    step(models[0], optimizers.pop(0), batch)
+    gc.collect()
+    step(models[0], optimizers.pop(), batch)
+    assert stance() == "default"

@@ -10,7 +10,7 @@ from torch import nn
 
 from comparing import assert_same_steps, compare
 from reference import ReferenceTHOR
-from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp
+from tiny import CONVOLUTIONS, batches, conv_model, cross_entropy, mlp, train
 from torch_thor import THOR
 
 
@@ -208,3 +208,15 @@ def test_input_that_is_written_over_after_the_layer():
     model(x).square().mean().backward()
     optimizer.step()
     torch.testing.assert_close(optimizer.curvature["0"].factors()[0], A)
+
+
+def test_float32_follows_float64():
+    """The fast path in single precision stays near the oracle."""
+    model = mlp(dtype=torch.float32)
+    optimizer, reference = THOR(model, update_interval=3), ReferenceTHOR(model, update_interval=3)
+    for x, labels in batches(10):
+        train(model, optimizer, [(x.float(), labels)])
+        reference.step((x.float().double(), cross_entropy(labels)))
+    for name, parameter in reference.model.named_parameters():
+        got = model.get_parameter(name).detach().double()
+        torch.testing.assert_close(got, parameter.detach(), rtol=1e-3, atol=1e-4)
