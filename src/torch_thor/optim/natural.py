@@ -77,7 +77,9 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
                 continue
             gradient = gradient if work.own is work.parameter else local(gradient)
             if work.buffer is None and group["momentum"]:
-                work.buffer = local(momentum_buffer(work.parameter, work.state))
+                if "momentum_buffer" not in work.state:  # momentum was 0 so far
+                    optimizer._make_parameter_state(work.parameter, work.state, group)
+                work.buffer = local(work.state["momentum_buffer"])
             if work.pieces:
                 natural.append(work)
                 gradients.append(gradient)
@@ -106,14 +108,6 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             _step(group, natural, directions, None)
     if clipped:
         _clip(clipped, None if plan.first_shards is None else plan.first_shards.total)
-
-
-def momentum_buffer(parameter: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return the momentum buffer of a parameter; it is made where momentum has been 0 so far."""
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
-    buffer: Tensor = state["momentum_buffer"]
-    return buffer
 
 
 def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:

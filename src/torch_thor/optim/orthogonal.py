@@ -232,7 +232,8 @@ def matrices_of(parameter: Tensor, plan: Plan) -> tuple[tuple[int, int], ...]:
 
 
 def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
-    key, shards, matrix = id(parameter), plan.shards_of(parameter), plan.matrix_of.get(id(parameter))
+    key, matrix = id(parameter), plan.matrix_of.get(id(parameter))
+    shards = plan.shards_of(parameter) if plan.sharded else None
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
     if matrix is not None:
         plain = matrix.of_rows(tuple(parameter.shape), len(own))
