@@ -150,8 +150,7 @@ def _step_matrices(pieces: list[_Piece], group: Group, lr: float, shards: RowSha
     alone = [i for i, piece in enumerate(pieces) if (shards is None or piece.bounds is None) and len(piece.parameter)]
     limits: list[Tensor] | None = None
     if ratio is not None:
-        norms = [_norms(pieces[i].parameter, pieces[i].geometry.groups, wide[i].dtype) for i in alone]
-        limits = _limits([pieces[i] for i in alone], norms, lr, ratio, whole=False)
+        limits = _limits([pieces[i] for i in alone], lr, ratio)
     for i, unit in zip(alone, unit_polars([wide[i] for i in alone], rows, limits), strict=True):
         piece = pieces[i]
         matrix = piece.geometry.to_matrix(piece.parameter)  # a view of the parameter if its memory layout allows
@@ -179,28 +178,31 @@ def _step_whole(
     if not matrices:
         return
     orthogonalise_whole_(matrices, shards, rows)
-    if ratio is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
-        squares = torch.stack([_norms(p.parameter, 1, m.own.dtype)[0] for p, m in zip(pieces, matrices, strict=True)])
-        norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
-        for one, limit in zip(matrices, _limits(pieces, norms, lr, ratio, whole=True), strict=True):
+    if ratio is not None:
+        for one, limit in zip(matrices, _limits(pieces, lr, ratio, shards), strict=True):
             one.own.mul_(limit)
     for piece, one in zip(pieces, matrices, strict=True):
         piece.parameter.add_(one.own, alpha=-lr * step_norm(piece.whole.outputs, piece.whole.inputs))
 
 
-def _norms(tensor: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return the Frobenius norms of the matrices of a weight, ``(groups,)``; groups lie along the first dimension."""
-    by_group = tensor.unflatten(0, (groups, -1))
-    norms: Tensor = torch.linalg.vector_norm(by_group, dim=tuple(range(1, by_group.ndim)), dtype=dtype)
-    return norms
+def _limits(pieces: list[_Piece], lr: float, ratio: float, shards: RowShards | None = None) -> list[Tensor]:
+    """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix, without synchronising.
 
-
-def _limits(pieces: list[_Piece], norms: list[Tensor], lr: float, ratio: float, *, whole: bool) -> list[Tensor]:
-    """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix, without synchronising."""
-    if not pieces:
+    ``shards``: for matrices that are orthogonalised as a whole.
+    """
+    norms, kinds, lengths = [], [], []
+    for piece in pieces:
+        kind, groups = (piece.geometry, piece.geometry.groups) if shards is None else (piece.whole, 1)
+        matrices = piece.parameter.unflatten(0, (groups, -1))  # groups lie along the first dimension
+        dims = tuple(range(1, matrices.ndim))
+        norms.append(torch.linalg.vector_norm(matrices, dim=dims, dtype=piece.direction.dtype))
+        kinds.append(kind)
+        lengths.append(lr * (piece.norm if shards is None else step_norm(kind.outputs, kind.inputs)))
+    if not norms:
         return norms
-    kinds = [piece.whole if whole else piece.geometry for piece in pieces]
-    lengths = [lr * (step_norm(k.outputs, k.inputs) if whole else p.norm) for k, p in zip(kinds, pieces, strict=True)]
+    if shards is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
+        squares = torch.cat(norms)
+        norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
     torch._foreach_maximum_(norms, [SMALLEST_SHARE * math.sqrt(kind.outputs) for kind in kinds])
     torch._foreach_mul_(norms, [ratio / length if length else math.inf for length in lengths])
     torch._foreach_clamp_max_(norms, 1.0)
