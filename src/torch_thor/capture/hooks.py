@@ -154,7 +154,9 @@ def _run_eagerly(calls: ModuleCalls, *, wanted: bool) -> None:
     """Run everything eagerly while somebody wants it, in whatever order they end."""
     # Stances are changed in place, not replaced: a context manager of the user that is entered meanwhile sets another,
     # and sets this one again when it is left, whether it is still wanted or not.
-    (_eager.add if wanted else _eager.discard)(id(calls))
+    _eager.discard(id(calls))
+    if wanted:
+        _eager.add(id(calls))
     stance = compile_stance(torch)
     if _eager and stance.stance != "force_eager":
         _stances.append((stance, stance.stance))

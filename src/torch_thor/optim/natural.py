@@ -79,7 +79,8 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             if work.buffer is None and group["momentum"]:
                 if "momentum_buffer" not in work.state:  # momentum was 0 so far
                     optimizer._make_parameter_state(work.parameter, work.state, group)
-                work.buffer = local(work.state["momentum_buffer"])
+                buffer = work.state["momentum_buffer"]
+                work.buffer = buffer if work.own is work.parameter else local(buffer)
             if work.pieces:
                 natural.append(work)
                 gradients.append(gradient)
@@ -115,7 +116,8 @@ def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
     found = []
     order = {key: i for i, key in enumerate(plan.names)}
     for parameter in group["params"]:
-        own, pieces, shares = local(parameter), [], plan.shares_of.get(id(parameter), [])
+        own, pieces = local(parameter) if plan.sharded else parameter, []
+        shares = plan.shares_of.get(id(parameter), [])
         used = any(share.layer.refreshes for share in shares)
         if used and shares[0].view.local_rows is not None:
             pieces += [_Piece(rows) for rows in free_rows([share.view.local_rows for share in shares], len(own))]

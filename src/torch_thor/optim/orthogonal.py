@@ -6,7 +6,6 @@ and each projection of a fused weight is a matrix of its own; rows that belong t
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,7 @@ class _Work:
     own: Tensor
     state: dict[str, Any]
     pieces: list[_Piece]  # none where AdamW trains the parameter
-    kept: Tensor  # the momentum, or AdamW's first moment, of the own rows
+    moments: list[Tensor]  # the momentum, or the two of AdamW, of the own rows
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -105,12 +104,12 @@ def orthogonal_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             gradient = gradient if work.own is work.parameter else local(gradient)
             if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
                 gradient = gradient.to_dense()
-            gradient = gradient.to(work.kept.dtype)
+            gradient = gradient.to(work.moments[0].dtype)
             shrunk.append(work.own)
             if work.pieces:
                 matrices.append(work)
                 gradients.append(gradient)
-                buffers.append(work.kept)
+                buffers.append(work.moments[0])
             else:
                 others.append((work, gradient))
         if shrunk and group["weight_decay"]:
@@ -216,13 +215,14 @@ def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> li
     """Look up all that the parameters of a group need."""
     found = []
     for parameter in group["params"]:
-        own, key, state = local(parameter), id(parameter), states.get(parameter)
+        own, key, state = local(parameter) if plan.sharded else parameter, id(parameter), states.get(parameter)
         is_matrix = key in plan.shares_of or key in plan.matrix_of
         # a shard without rows takes part where matrices are orthogonalised as a whole
         if state and (own.numel() or (is_matrix and whole_matrices)):
             pieces = list(_pieces_of(parameter, own, plan)) if is_matrix else []
-            kept = local(state["momentum_buffer" if is_matrix else "exp_avg"])
-            found.append(_Work(parameter, own, state, pieces, kept))
+            moments = [state[name] for name in (("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"))]
+            moments = moments if own is parameter else [local(moment) for moment in moments]
+            found.append(_Work(parameter, own, state, pieces, moments))
     return found
 
 
@@ -275,19 +275,16 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
 
 def _adamw_step(others: Sequence[tuple[_Work, Tensor]], lr: float) -> None:
     """Take a step of AdamW without weight decay."""
-    lists: Any = defaultdict(list)
-    for work, gradient in others:
-        lists["params"].append(work.own)
-        lists["grads"].append(gradient)
-        lists["exp_avgs"].append(work.kept)
-        lists["exp_avg_sqs"].append(local(work.state["exp_avg_sq"]))
-        lists["state_steps"].append(work.state["step"])
     alike = all(work.own.dtype == gradient.dtype for work, gradient in others)
     is_complex = any(work.own.is_complex() for work, _ in others)
     on_cpu = all(work.own.device.type == "cpu" for work, _ in others)
     adamw(
-        **lists,
+        params=[work.own for work, _ in others],
+        grads=[gradient for _, gradient in others],
+        exp_avgs=[work.moments[0] for work, _ in others],
+        exp_avg_sqs=[work.moments[1] for work, _ in others],
         max_exp_avg_sqs=[],
+        state_steps=[work.state["step"] for work, _ in others],
         # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters state is float32
         foreach=None if alike else False,
         fused=(alike and on_cpu and not is_complex) or None,
