@@ -12,7 +12,7 @@ were not tuned for it diverge within a few steps. There are two bounds, both app
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
 from torch_thor.curvature.shards import local
 from torch_thor.distributed.divided import collected_turns, is_divided
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows
-
-if TYPE_CHECKING:
-    from torch_thor.optim.base import CurvatureOptimizer
 
 # A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so its norm counts as at
 # least this number times √d_out. That is a twentieth of the norm of a newly initialised linear layer, √(d_out / 3).
@@ -58,7 +56,7 @@ class _Work:
     buffer: Tensor | None = None  # the momentum of the own rows; None where momentum has been 0 so far
 
 
-def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
+def natural_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
     """Update every parameter that has a gradient."""
     if plan.program is None:
         plan.program = [_prepared(group, plan, optimizer.state) for group in optimizer.param_groups]

@@ -8,7 +8,7 @@ and each projection of a fused weight is a matrix of its own; rows that belong t
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,10 @@ from torch_thor.curvature.precision import ieee_float32
 from torch_thor.curvature.shards import RowShards, bounds_within, local
 from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import SMALLEST_SHARE
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows
-
-if TYPE_CHECKING:
-    from torch_thor.optim.base import CurvatureOptimizer
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
 _ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
@@ -84,7 +82,7 @@ def step_norm(outputs: int, inputs: int) -> float:
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / max(1, inputs)))
 
 
-def orthogonal_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
+def orthogonal_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
     """Update every parameter that has a gradient."""
     whole_matrices = optimizer._distributed.whole_matrices
     if plan.program is None:
