@@ -160,7 +160,7 @@ class Plan:
 
     def shards_of(self, parameter: Tensor) -> RowShards | None:
         """Return how the rows of a parameter are divided."""
-        return self.sharded.get(self.name(parameter), (parameter, None))[1] if self.sharded else None
+        return self.sharded.get(self.name(parameter), (parameter, None))[1]
 
     def shares(self, parameter: Tensor) -> list[Share]:
         """Return the shares of the layers that precondition a parameter."""

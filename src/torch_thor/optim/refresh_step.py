@@ -41,7 +41,8 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
         if not optimizer._complete:
             _make_state(optimizer, divided=not state_only)
         if due and not state_only:
-            _note_summed_loss(optimizer, inputs)
+            if inputs.terms > 1 and not any(layer.refreshes for layer in optimizer._plan.layers.values()):
+                _note_summed_loss(optimizer, inputs)
             optimizer._last_refresh = refresh(
                 _candidates(optimizer, due, inputs.terms),
                 partial(note_layer, optimizer),
@@ -125,11 +126,9 @@ _MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM, _LARGEST_PER_TERM = 10.0, 0.05, 3.0
 
 
 def _note_summed_loss(optimizer: "CurvatureOptimizer", inputs: Inputs) -> None:
-    """Warn, in the first refresh, of a loss that looks like a sum over the batch although it is to be a mean."""
+    """Warn of a loss that looks like a sum over the batch although it is to be a mean."""
     # N² times too large a Fisher matrix makes damping void and the natural gradient N times too short
-    layers, terms = optimizer._plan.layers.values(), inputs.terms
-    comparable = "G" in optimizer.sides and optimizer.loss_reduction == "mean" and optimizer.fisher == "empirical"
-    if not comparable or terms < 2 or any(layer.refreshes for layer in layers):
+    if "G" not in optimizer.sides or optimizer.loss_reduction == "sum" or optimizer.fisher == "sampled":
         return
     means: list[torch.Tensor] = []  # the mean square of the output gradients of each layer
     for layer in inputs.due:
@@ -143,6 +142,7 @@ def _note_summed_loss(optimizer: "CurvatureOptimizer", inputs: Inputs) -> None:
     of_processes = inputs.processes.gather(torch.stack(means).tolist())
     squares = [max(0.0, sum(of_layer)) for of_layer in zip(*of_processes, strict=True)]
     middle, largest = (math.sqrt(square) for square in (statistics.median_low(squares), max(squares)))
+    terms = inputs.terms
     if middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * terms) and largest <= _LARGEST_PER_TERM * terms:
         message = (
             f"{type(optimizer).__name__}: the gradients are so large that the loss looks like a sum over the {terms} "

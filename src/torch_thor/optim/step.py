@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.capture.loss_terms import loss_terms_of_step
+from torch_thor.capture.gathering import loss_terms_of_step
 from torch_thor.capture.patterns import some
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
@@ -114,9 +114,9 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     # looking for removed modules takes time
     plan, due, upcoming = plan_now(optimizer, modules=bool(capture.awaited)), [], []
     for layer in plan.layers.values() if capture.awaited else ():
-        if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
-            due.append(layer)
-    for layer in due:
+        if layer not in capture.gathering or not layer.weight.requires_grad:
+            continue  # one that was made just now gathers nothing yet
+        due.append(layer)
         gathered = layer.statistics.gathered() or ()
         if any(sums.cut != factor.cut for sums, factor in zip(gathered, layer.stored, strict=False)):
             raise RuntimeError(
@@ -125,8 +125,13 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
                 f"zero_grad() and repeat the forward and backward passes. Weights and optimizer state are as before"
             )
     for group in groups:
-        at = int(group["next_refresh"])
-        upcoming.append(at if group["step"] < at else _next_refresh(optimizer, group))
+        step, at, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
+        if step >= at:
+            at = step + (steps_until_next(interval, step) if callable(interval) else interval)
+            for layer in plan.layers.values():
+                if layer.weight_view.options is group and not layer.stopped and not layer.due:
+                    at = step + 1  # next_refresh was set back by hand: the next step has statistics
+        upcoming.append(at)
     known = due, processes, tuple(upcoming)
     # GradScaler sets this attribute before it calls step()
     scale = None
@@ -186,15 +191,6 @@ def _check_options(optimizer: "CurvatureOptimizer") -> None:
             if name in OPTIONS and (value is not checked.get(name, checked) or isinstance(value, list | Tensor)):
                 check(type(optimizer), {name: value})
                 checked[name] = value
-
-
-def _next_refresh(optimizer: "CurvatureOptimizer", group: dict[str, Any]) -> int:
-    """Return the step of the refresh after that of this step."""
-    step, interval = int(group["step"]), group["update_interval"]
-    for layer in optimizer._plan.layers.values():
-        if layer.weight_view.options is group and not layer.stopped and not layer.due:
-            return step + 1  # next_refresh was set back by hand: the next step has statistics
-    return step + (steps_until_next(interval, step) if callable(interval) else interval)
 
 
 def _largest_gradient(optimizer: "CurvatureOptimizer") -> float:
