@@ -70,10 +70,6 @@ class Cut:
         """Whether all blocks are numbers."""
         return self.width == 1
 
-    def groups_of(self, run: Run) -> Tensor:
-        """Return the group of each block of a run."""
-        return torch.arange(run.first, run.last, run.size) // max(1, self.rows // self.groups)
-
     def held(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
         """Return the cut of the blocks that a process holds: of run i those from ``bounds[i][process]`` on."""
         counts = (of_run[process + 1] - of_run[process] for of_run in bounds)
