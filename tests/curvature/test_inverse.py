@@ -42,7 +42,7 @@ def damped_inverses(factors):
 
 def relative(factor, damping):
     size = factor.cut.rows // factor.cut.groups
-    return [relative_damping(trace, size, damping, factor.dtype) for trace in factor.traces().tolist()]
+    return [relative_damping(trace, size, damping, factor.rows.dtype) for trace in factor.traces().tolist()]
 
 
 def positive(size, scale=1.0):

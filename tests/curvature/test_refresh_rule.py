@@ -13,7 +13,7 @@ from comparing import having
 from tiny import batches, listened_to, mlp, train
 from torch_thor import THOR
 from torch_thor.curvature import Decision
-from torch_thor.curvature.refresh import decide, trace_change
+from torch_thor.curvature.refresh import decide
 
 STREAM = batches(10)
 TAKE_ALL = (0.0, 0.0)
@@ -31,8 +31,6 @@ def test_the_borders_belong_to_keep():
         (math.inf, (1e300, 0.0), Decision.UPDATE),
     ):
         assert decide(change, thresholds) is decision, (change, thresholds)
-    for now, before, change in ((3, 2, 0.5), (1, 2, 0.5), (-3, 2, 0.5), (2, -2, 0), (1.0, 0.0, math.inf)):
-        assert trace_change(now, before) == change, (now, before)
 
 
 def test_events_of_a_run():

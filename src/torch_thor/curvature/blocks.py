@@ -76,21 +76,17 @@ class Cut:
         return Cut(tuple((n, size) for n, (_, size) in zip(counts, self.blocks, strict=True) if n))
 
 
+@dataclass(eq=False)
 class Blocks:
     """A block-diagonal matrix, or one for each group: rows ``(n, at least width)`` and where they are cut."""
 
-    def __init__(self, cut: Cut, rows: Tensor) -> None:
-        self.cut, self.rows = cut, rows
+    cut: Cut
+    rows: Tensor
 
     @classmethod
     def zeros(cls, cut: Cut, dtype: torch.dtype, device: torch.device) -> "Blocks":
         """Return zero matrices."""
         return cls(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the numbers."""
-        return self.rows.dtype
 
     @cached_property
     def parts(self) -> list[Tensor]:

@@ -201,7 +201,7 @@ class Factor:
         """Return the blocks of all rows, with zeros for those that other processes keep (``divide_curvature``)."""
         own, owners = self.read(inverse=inverse), self.owners
         assert owners is not None
-        whole, parts = Blocks.zeros(self.cut, own.dtype, own.rows.device), iter(own.parts)
+        whole, parts = Blocks.zeros(self.cut, own.rows.dtype, own.rows.device), iter(own.parts)
         for i, part in enumerate(whole.parts):
             held = owners.held(i)
             if held.start < held.stop:

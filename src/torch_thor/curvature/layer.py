@@ -85,17 +85,13 @@ class Statistics:
             self._sums = [Blocks.zeros(factor.cut, dtype, device) for factor in self._factors]
         return self._sums
 
-    def gathered(self) -> list[Blocks] | None:
-        """Return the sums of this step so far; None without rows."""
-        return self._sums if self.rows else None
-
     def take(self, terms: int) -> list[Blocks] | None:
         """Return the factors of the rows of this step, and drop the rows; None if there are none.
 
         They are means. Of groups with their own rows they are ``√T_e A_e`` and ``√T_e G_e``
         (:mod:`torch_thor.curvature.kinds.experts`); without G, plain means.
         """
-        sums, rows, group_rows = self.gathered(), self.rows, self.group_rows
+        sums, rows, group_rows = self._sums if self.rows else None, self.rows, self.group_rows
         self.forget()
         for factor in sums or ():
             if not group_rows:

@@ -52,7 +52,7 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
     for factor, of_factor in owners.items():
         factor.divided, factor.exchange = of_factor, processes
     for layer, factor, inverse, whole in present:
-        own = Blocks.zeros(factor.held, whole.dtype, whole.rows.device)
+        own = Blocks.zeros(factor.held, whole.rows.dtype, whole.rows.device)
         held = [part[owners[factor].held(i)] for i, part in enumerate(whole.parts)]
         for into, part in zip(own.parts, [part for part in held if len(part)], strict=True):
             into.copy_(part)

@@ -231,7 +231,7 @@ def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: floa
     a_inverse, g_inverse = piece.factors[0].whole, piece.factors[1].whole
     assert a_inverse is not None
     assert g_inverse is not None
-    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.dtype)
+    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.rows.dtype)
     scaled = rows * a_inverse.rows[tokens]
     solved = torch.zeros_like(scaled)
     with ieee_float32(gradient.device.type):

@@ -153,13 +153,13 @@ def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *
         first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
         own = slice(first, first + factor.held.rows)
     stored, inverse = factor.read(), factor.read(inverse=True)
-    moved = torch.zeros((new.rows, stored.rows.shape[1]), dtype=stored.dtype, device=stored.rows.device)
+    moved = torch.zeros((new.rows, stored.rows.shape[1]), dtype=stored.rows.dtype, device=stored.rows.device)
     moved[own] = stored.rows
     stored.rows.copy_(cut_again(moved, old, new)[own])
     if relative:
         trace = stored.traces().sum()
         trace = trace if view.shards is None else view.shards.total(trace)
-        damping = relative_damping(float(trace), new.rows, damping, stored.dtype)
+        damping = relative_damping(float(trace), new.rows, damping, stored.rows.dtype)
     else:
         damping = math.sqrt(damping / layer.rows_per_term)
     again = inverse_of(stored, damping)

@@ -117,7 +117,7 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
         if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
             due.append(layer)
     for layer in due:
-        gathered = layer.statistics.gathered() or ()
+        gathered = layer.statistics.sums() if layer.statistics.rows else ()
         if any(sums.cut != factor.cut for sums, factor in zip(gathered, layer.stored, strict=False)):
             raise RuntimeError(
                 f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer {layer.name!r} were "
