@@ -192,14 +192,16 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
     for view, factor in factors:
         owners = factor.divided
         for inverse in (False, True) if owners is not None else ():
-            rows, own = collected([factor], inverse=inverse)[0].rows, factor.key(inverse)
+            rows, own = collected([factor], inverse=inverse)[0].rows, factor.keys[inverse]
             if not keeps:
                 continue
             entries = whole.setdefault(view.parameter, dict(optimizer.state[view.parameter]))
             entries.pop(own)
             factor.divided = None  # to find its place in a state that is not divided
-            key, shape = factor.key(inverse), factor.shapes()[factor.key(inverse)]
+            factor.bind()
+            key, shape = factor.keys[inverse], factor.shapes()[factor.keys[inverse]]
             factor.divided = owners
+            factor.bind()
             into = entries.setdefault(key, torch.zeros(shape, dtype=rows.dtype))
             if factor.of_rows:
                 entries.setdefault(SHARDS, 1)

@@ -86,7 +86,7 @@ def _candidates(optimizer: "CurvatureOptimizer", layers: Sequence[LayerCurvature
     candidates = []
     for layer in layers:
         options, rows = layer.weight_view.options, layer.statistics.rows
-        if layer.weight_view.parameter.grad is None:
+        if layer.weight.grad is None:
             continue
         group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
         if group_rows:
