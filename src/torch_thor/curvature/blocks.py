@@ -10,7 +10,7 @@ Only the blocks are ever computed and stored; :meth:`Blocks.dense` is for users 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Cut:
     groups: int = 1  # independent matrices of equally many rows, which follow each other
 
     @classmethod
-    def of(cls, rows: int, split_dim: int | None, groups: int = 1, edges: Sequence[int] = ()) -> "Cut":
+    @cache  # so that what a cut has found of itself is found once
+    def of(cls, rows: int, split_dim: int | None, groups: int = 1, edges: tuple[int, ...] = ()) -> "Cut":
         """Return the cut of ``groups`` matrices of some rows; ``edges`` are further rows at which blocks end."""
         if split_dim == 1:
             return cls(((groups * rows, 1),), groups)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import Blocks, Cut
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.processes import Processes
-from torch_thor.curvature.shards import Owners, RowShards, bounds_within, local, side_of_rows, why_not_by_rows
+from torch_thor.curvature.shards import Owners, RowShards, bounds_within, side_of_rows, why_not_by_rows
 
 State = MutableMapping[str, Any]
 
@@ -164,11 +164,9 @@ class Factor:
 
     def read(self, *, inverse: bool = False) -> Blocks:
         """Return the blocks of the factor, or of its inverse, that this process holds; views of the state."""
-        weight = self._weight
-        rows = weight.state[self.keys[inverse]]
-        if self.by_rows:
-            rows = rows if weight.shards is None else local(rows)
-            rows = rows if weight.local_rows is None else rows[weight.local_rows]
+        rows = local(self._weight.state[self.keys[inverse]])
+        if self.by_rows and self._weight.local_rows is not None:
+            rows = rows[self._weight.local_rows]
         return Blocks(self.held, rows)
 
     def prepare(self) -> None:
@@ -203,4 +201,13 @@ def collected(factors: Sequence[Factor], *, inverse: bool) -> list[Blocks]:
     exchange = next((factor.exchange for factor in factors), None)
     if exchange is not None:
         exchange.share_(parts, [bounds for factor in factors for bounds in (factor.owners or Owners((), 0)).bounds])
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    found: Tensor = to_local()
     return found

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.factor import Factor, ParameterView, State
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.shards import RowShards
 
 
 class Statistics:

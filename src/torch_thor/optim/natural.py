@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.shards import local
 from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows

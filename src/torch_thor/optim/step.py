@@ -11,9 +11,9 @@ from torch import distributed as dist
 
 from torch_thor.capture.loss_terms import loss_terms_of_step
 from torch_thor.capture.patterns import some
+from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.curvature.shards import local
 from torch_thor.distributed.agreement import agree, check_same_gradients
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim import report
