@@ -277,6 +277,8 @@ def fingerprint(optimizer: "CurvatureOptimizer", plan: Plan) -> list[Any]:
 def renew(optimizer: "CurvatureOptimizer", before: Plan | None = None) -> Plan:
     """Make the plan anew; if an error is raised, weights and optimizer state are as before."""
     groups, states = optimizer.param_groups, optimizer.state
+    if before is not None:
+        before.fingerprint = []  # its layers are bound anew here, so even if this fails they are bound again
     plan = Plan(optimizer.model, groups, states, optimizer.sides, optimizer.layers, before)
     plan.fingerprint = fingerprint(optimizer, plan)
     if before is not None:
