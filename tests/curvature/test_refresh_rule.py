@@ -11,7 +11,7 @@ from torch import nn
 
 from comparing import having
 from tiny import batches, listened_to, mlp, train
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.curvature import Decision
 from torch_thor.curvature.refresh import decide
 
@@ -56,6 +56,16 @@ def test_events_of_a_run():
     assert [e.trace_change for e in events[1:]] == pytest.approx([3 / 1.5, 0.02 / 4.5, 0.001 / 4.5], rel=1e-6)
     with pytest.raises(dataclasses.FrozenInstanceError):
         events[0].step = 3
+
+
+def test_any_trace_is_a_change_from_zero():
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = ThorMuon(model, update_interval=1)
+    for scale in (0, 1):
+        optimizer.zero_grad()
+        model(scale * torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert [(event.trace, event.trace_change) for event in optimizer.last_refresh] == [(2, math.inf)]
 
 
 @pytest.mark.filterwarnings("ignore:THOR, step")
