@@ -24,6 +24,7 @@ class Net:
         self.layers, hooks = hooked(self.model, sides=sides)
         for layer in self.layers.values():
             layer.weight_view.bind(states[layer.weight], {})
+            layer.bind()
             layer.make_state()
         self.capture = Capture(sampled=sampled)
         self.capture.follow(self.model, hooks)

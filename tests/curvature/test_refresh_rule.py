@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tiny import batches, listened_to, mlp, train
-from torch_thor import THOR
+from torch_thor import THOR, ThorMuon
 from torch_thor.curvature import Decision
-from torch_thor.curvature.refresh import decide, trace_change
+from torch_thor.curvature.refresh import decide
 
 STREAM = batches(10)
 TAKE_ALL = (0.0, 0.0)
@@ -30,8 +30,6 @@ def test_the_borders_belong_to_keep():
         (math.inf, (1e300, 0.0), Decision.UPDATE),
     ):
         assert decide(change, thresholds) is decision, (change, thresholds)
-    for now, before, change in ((3, 2, 0.5), (1, 2, 0.5), (-3, 2, 0.5), (2, -2, 0), (1.0, 0.0, math.inf)):
-        assert trace_change(now, before) == change, (now, before)
 
 
 def test_events_of_a_run():
@@ -57,6 +55,16 @@ def test_events_of_a_run():
     assert [e.trace_change for e in events[1:]] == pytest.approx([3 / 1.5, 0.02 / 4.5, 0.001 / 4.5], rel=1e-6)
     with pytest.raises(dataclasses.FrozenInstanceError):
         events[0].step = 3
+
+
+def test_any_trace_is_a_change_from_zero():
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = ThorMuon(model, update_interval=1)
+    for scale in (0, 1):
+        optimizer.zero_grad()
+        model(scale * torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert [(event.trace, event.trace_change) for event in optimizer.last_refresh] == [(2, math.inf)]
 
 
 @pytest.mark.filterwarnings("ignore:THOR, step")

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.shards import local
 from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.parameters import Group
@@ -225,7 +224,7 @@ def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: floa
     a_inverse, g_inverse = piece.factors[0].whole, piece.factors[1].whole
     assert a_inverse is not None
     assert g_inverse is not None
-    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.dtype)
+    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.rows.dtype)
     scaled = rows * a_inverse.rows[tokens]
     solved = torch.zeros_like(scaled)
     with ieee_float32(gradient.device.type):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.matrices import PARTS, PlainMatrix
 from torch_thor.curvature.polar import unit_polars
 from torch_thor.curvature.precision import ieee_float32
-from torch_thor.curvature.shards import RowShards, bounds_within, local
+from torch_thor.curvature.shards import RowShards, bounds_within
 from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
 from torch_thor.optim.base import CurvatureOptimizer

@@ -109,6 +109,7 @@ class Plan:
                 group = self.group_of.get(id(parameter), {})
                 view.bind(states.get(parameter), group, parameter, self.shards_of(parameter))
                 self.shares_of.setdefault(id(parameter), []).append(Share(layer, view, view is layer.weight_view))
+            layer.bind()
         for shares in self.shares_of.values():
             longest = max(len(share.view.outline()) for share in shares)
             for share in shares:

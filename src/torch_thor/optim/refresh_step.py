@@ -87,7 +87,7 @@ def _candidates(optimizer: "CurvatureOptimizer", layers: Sequence[LayerCurvature
     candidates = []
     for layer in layers:
         options, rows = layer.weight_view.options, layer.statistics.rows
-        if layer.weight_view.parameter.grad is None:
+        if layer.weight.grad is None:
             continue
         group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
         if group_rows:
@@ -132,10 +132,10 @@ def _note_summed_loss(optimizer: "CurvatureOptimizer", inputs: Inputs) -> None:
         return
     means: list[torch.Tensor] = []  # the mean square of the output gradients of each layer
     for layer in inputs.due:
-        sums = layer.statistics.gathered()
-        if sums is not None:
+        rows = layer.statistics.rows
+        if rows:
             groups = 1 if layer.kind.routed else layer.kind.groups  # a row of routed experts belongs to one group
-            mean = sums[1].traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
+            mean = layer.statistics.sums()[1].traces().sum() / (rows * groups * layer.kind.outputs)
             means.append(mean.to(means[0]) if means else mean)
     if not means:
         return

@@ -11,9 +11,9 @@ from torch import distributed as dist
 
 from torch_thor.capture.gathering import loss_terms_of_step
 from torch_thor.capture.patterns import some
+from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.curvature.shards import local
 from torch_thor.distributed.agreement import agree, check_same_gradients
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim import report
@@ -117,7 +117,7 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
         if layer not in capture.gathering or not layer.weight.requires_grad:
             continue  # one that was made just now gathers nothing yet
         due.append(layer)
-        gathered = layer.statistics.gathered() or ()
+        gathered = layer.statistics.sums() if layer.statistics.rows else ()
         if any(sums.cut != factor.cut for sums, factor in zip(gathered, layer.stored, strict=False)):
             raise RuntimeError(
                 f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer {layer.name!r} were "
@@ -273,6 +273,8 @@ def fingerprint(optimizer: "CurvatureOptimizer", plan: Plan) -> list[Any]:
 def renew(optimizer: "CurvatureOptimizer", before: Plan | None = None) -> Plan:
     """Make the plan anew; if an error is raised, weights and optimizer state are as before."""
     groups, states = optimizer.param_groups, optimizer.state
+    if before is not None:
+        before.fingerprint = []  # its layers are bound anew here, so even if this fails they are bound again
     plan = Plan(optimizer.model, groups, states, optimizer.sides, optimizer.layers, before)
     plan.fingerprint = fingerprint(optimizer, plan)
     if before is not None:
