@@ -40,16 +40,9 @@ class NewFactor:
     raised: bool = False  # whether the damping of a block had to be raised
     failed: bool = False  # whether a block was not positive definite with the highest damping, or has no finite inverse
 
-    def store(self) -> None:
-        """Write the factor and its inverse into the state."""
-        for inverse, found in ((False, self.blocks), (True, self.inverses)):
-            held = [blocks for blocks in found if len(blocks)]
-            for into, blocks in zip(self.factor.read(inverse=inverse).parts, held, strict=True):
-                into.copy_(blocks)
-
 
 def invert_(new: Sequence[NewFactor], processes: Processes = ALONE) -> None:
-    """Sum, average and invert factors; :meth:`NewFactor.store` has the results, on all processes."""
+    """Sum, average and invert factors; each has its blocks and inverses then, on all processes."""
     runs = [(one, run) for one in new for run in range(len(one.sums.cut.runs))]
     parts = [one.sums.parts[run] for one, run in runs]
     bounds: Bounds = [(0, len(part)) for part in parts]

@@ -68,12 +68,6 @@ class Statistics:
             self.group_rows = [n + more for n, more in zip(self.group_rows, rows, strict=True)]
             self.rows += sum(rows)
 
-    def scale_outputs_(self, scale: float) -> None:
-        """Turn the gathered output gradients into gradients of one loss term."""
-        if self._sums is not None and len(self._sums) > 1:
-            # in two products, because scale² can overflow float32 if the loss is scaled for half precision
-            self._sums[1].rows.mul_(scale).mul_(scale)
-
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:

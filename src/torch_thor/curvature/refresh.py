@@ -129,7 +129,10 @@ class Candidate:
             report(layer, f"{what}; {'the last good inverse stays' if layer.refreshes else _PLAINLY}")
         elif self.decision is Decision.UPDATE:
             for one in self.new:
-                one.store()
+                for inverse, found in ((False, one.blocks), (True, one.inverses)):
+                    held = [blocks for blocks in found if len(blocks)]
+                    for into, blocks in zip(one.factor.read(inverse=inverse).parts, held, strict=True):
+                        into.copy_(blocks)
             if self.group_rows_per_term is not None:
                 layer.state[layer.prefix + "group_rows_per_term"] = self.group_rows_per_term
             layer.record(rows_per_term=self.rows_per_term, refreshes=layer.refreshes + 1)

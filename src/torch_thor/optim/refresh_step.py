@@ -31,9 +31,11 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
     try:
         silent: list[tuple[LayerCurvature, str]] = []
         if due:
-            if inputs.output_scale != 1.0:
-                for layer in due:
-                    layer.statistics.scale_outputs_(inputs.output_scale)
+            scale = inputs.output_scale  # turns gradients of outputs into those of one loss term
+            for layer in due if scale != 1.0 else ():
+                for g_sum in layer.statistics.sums()[1:] if layer.statistics.rows else ():
+                    # in two products, because scale² can overflow float32 if the loss is scaled for half precision
+                    g_sum.rows.mul_(scale).mul_(scale)
             if processes.count > 1:
                 count_rows(processes, due, capture.reached, capture.inside_transform)
             if not state_only and not capture.reached.issuperset(due):
