@@ -93,8 +93,8 @@ MUTATIONS = {
     ),
     "gradients of outputs not scaled by N": (
         "optim/refresh_step.py",
-        "layer.statistics.scale_outputs_(inputs.output_scale)",
-        "layer.statistics.scale_outputs_(1.0)",
+        "g_sum.rows.mul_(scale).mul_(scale)",
+        "g_sum.rows.mul_(scale)",
         STEPS,
     ),
     "means over one row too many": (

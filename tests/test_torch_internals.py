@@ -19,7 +19,6 @@ from torch_thor.torch_internals import (
     functorch,
     is_tracing,
     saved_hooks,
-    set_compile_stance,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -96,14 +95,15 @@ def test_transforms_and_traces():
 
 
 def test_the_stance_of_the_compiler():
-    before = compile_stance()
-    with torch.compiler.set_stance("force_eager"):
-        inside = compile_stance()
-        assert inside.stance == "force_eager"
-        set_compile_stance(before)
-        assert compile_stance() is before
-        set_compile_stance(inside)
-    assert compile_stance() is before
+    before = compile_stance(torch)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        inside = compile_stance(torch)
+        assert inside.stance == "eager_on_recompile"
+        inside.stance = "force_eager"  # which is read whenever compiled code is called
+        run = torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")
+        assert not run()
+    assert compile_stance(torch) is before
+    assert run()
 
 
 def test_the_innermost_mode():

@@ -6,6 +6,7 @@ tensors and parameters (``_parameters``, ``_version``) and ``torch._foreach_*`` 
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,16 +33,5 @@ is_tracing = torch._C._is_tracing
 # the innermost TorchFunctionMode that is active, to take away one that an interrupt left behind
 function_mode: Callable[[], Any] = _get_current_function_mode
 
-
-def compile_stance() -> Any:
-    """Return the stance of ``torch.compile``, which ``torch.compiler`` can set but not read."""
-    from torch._dynamo import eval_frame  # slow to import
-
-    return eval_frame._stance
-
-
-def set_compile_stance(stance: Any) -> None:
-    """Set a stance that was read before; ``torch.compiler.set_stance`` makes a new one of a name."""
-    from torch._dynamo import eval_frame
-
-    eval_frame._set_stance(stance)
+# of torch: the stance of torch.compile, which torch.compiler can set but not read; slow to import, so not imported here
+compile_stance: Callable[[Any], Any] = attrgetter("_dynamo.eval_frame._stance")

@@ -8,8 +8,7 @@ from torch import nn
 
 from hooked import hooked
 from tiny import listened_to, listeners
-from torch_thor.capture.gathering import Capture
-from torch_thor.capture.loss_terms import loss_terms_of_step
+from torch_thor.capture.gathering import Capture, loss_terms_of_step
 from torch_thor.curvature import Decision, RefreshEvent
 
 NAMES = ("0", "2", "4")
@@ -25,6 +24,7 @@ class Net:
         self.layers, hooks = hooked(self.model, sides=sides)
         for layer in self.layers.values():
             layer.weight_view.bind(states[layer.weight], {})
+            layer.bind()
             layer.make_state()
         self.capture = Capture(sampled=sampled)
         self.capture.follow(self.model, hooks)
@@ -181,12 +181,11 @@ def test_which_passes_count(sides):
                     net.forward()
             elif event == "b":
                 output.square().sum().backward()
-            elif event == "f":
-                net.capture.discard()
             else:
-                if event == "z":
-                    net.capture.discard_with_gradients()
-                net.model.zero_grad()
+                if event in "fz":
+                    net.capture.discard()
+                if event in "zn":
+                    net.model.zero_grad()
         never_differentiated = "G" in sides and events == "++b"  # those count with the next pass where A comes alone
         assert net.rows() == [4 * (count - never_differentiated)] * 3, events
         assert net.capture.awaited == {*net.layers.values()}, events

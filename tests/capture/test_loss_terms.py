@@ -9,7 +9,7 @@ from torch import nn
 
 from comparing import having
 from torch_thor import THOR
-from torch_thor.capture.loss_terms import Call, Pass, loss_terms_of_pass, loss_terms_of_step
+from torch_thor.capture.gathering import Call, Pass, loss_terms_of_pass, loss_terms_of_step
 
 N, L, D = 6, 5, 4
 
@@ -42,37 +42,19 @@ def sequence_first(m, x):
     return m["head"](torch.tanh(m["body"](h))).transpose(0, 1)
 
 
-def vector_first(m, x):
-    return m["head"](torch.tanh(m["body"](x)) + m["time"](x.new_ones(D)))
-
-
-def experts(m, x):
-    """A router and two experts on rows of tokens, between layers that see sequences."""
-    h = torch.tanh(m["body"](x))
-    rows = h.flatten(0, 1)
-    chosen = (m["router"](rows).sum(1) > 0).long()
-    out = torch.stack([m["one"](rows), m["two"](rows)])[chosen, torch.arange(len(rows))]
-    out = out + m["one"](rows[:7]).mean() + m["two"](rows[:7]).mean()
-    return m["head"](out.reshape(h.shape).mean(1))
-
-
 TOKENS = torch.arange(N * L).reshape(N, L) % 11
-VECTORS, SEQUENCES, IMAGES = torch.randn(N, D), torch.randn(N, L, D), torch.randn(N, 2, 4, 4)
+VECTORS, SEQUENCES = torch.randn(N, D), torch.randn(N, L, D)
 KINDS = {  # layers that are not linear, by name
     "words": lambda: nn.Embedding(11, D),
     "positions": lambda: nn.Embedding(L, D),
     "attention": lambda: nn.MultiheadAttention(D, 2),
     "norm": lambda: nn.LayerNorm(D),
-    "patches": lambda: nn.Conv2d(2, D, 1),
 }
 MODELS = {  # the function, its layers, the input
     "mlp": (lambda m, x: m["head"](torch.tanh(m["body"](x))), "body head", VECTORS),
     "sequences": (lambda m, x: m["head"](torch.tanh(m["body"](x))), "body head", SEQUENCES),
-    "images": (lambda m, x: m["head"](torch.tanh(m["patches"](x)).mean((2, 3))), "patches head", IMAGES),
     "positions_first": (positions_first, "words positions body head", TOKENS),
     "sequence_first": (sequence_first, "words norm attention body head", TOKENS),
-    "vector_first": (vector_first, "time body head", VECTORS),
-    "experts": (experts, "body router one two head", SEQUENCES),
 }
 
 

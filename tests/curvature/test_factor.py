@@ -1,17 +1,14 @@
 """The tensors of factors in the state of the weight: row i holds row i of its block, from the block's first column on.
 
-What processes hold if they divide them is tested in tests/distributed, against one process.
+Layers that share a weight are in tests/capture/test_composites.py; what processes hold is in tests/distributed.
 """
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from tiny import as_list
 from torch_thor import THOR
-from torch_thor.capture import CompositeHook, InnerLayer, register_composite
-from torch_thor.curvature import ParameterView, ProjectionKind
 from torch_thor.curvature.kinds import kind_of
 
 # layers whose weights can be divided by rows: a slice of the weight is a row of its matrix, or several
@@ -29,7 +26,7 @@ NOT = [
 ]
 
 
-def rows_of(dense, split_dim, width=0):
+def rows_of(dense, split_dim):
     """Rows of the blocks of dense matrices, one by one."""
     found = []
     for matrix in as_list(dense):
@@ -37,7 +34,7 @@ def rows_of(dense, split_dim, width=0):
         for i, row in enumerate(matrix):
             first = i // size * size
             found.append(row[first : first + size])
-    width = max(width, *(len(row) for row in found))
+    width = max(len(row) for row in found)
     return torch.stack([F.pad(row, (0, width - len(row))) for row in found])
 
 
@@ -63,55 +60,3 @@ def test_rows_of_the_state_are_rows_of_the_blocks():
         rows = kind_of(layer).to_matrix(weight)
         is_by_rows = rows.shape == (1, len(weight), weight[0].numel()) and torch.equal(rows[0], weight.flatten(1))
         assert is_by_rows == ("row_shards" in state) == any(layer is one for one, _ in BY_ROWS), case
-
-
-class Fused(nn.Module):
-    """Three projections of 4, 4 and 2 rows of one weight."""
-
-    sizes = (4, 4, 2)
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(10, 5))
-
-    def forward(self, x):
-        return torch.cat([F.linear(x, part) for part in self.weight.split(self.sizes)], -1)
-
-
-class FusedCalls(TorchFunctionMode):
-    def __init__(self, report):
-        super().__init__()
-        self.report, self.names = report, iter("qkv")
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        y = func(*args, **(kwargs or {}))
-        if func is F.linear:
-            self.report(next(self.names), args[0], y)
-        return y
-
-
-class FusedHook(CompositeHook):
-    def mode(self, report):
-        return FusedCalls(report)
-
-
-def projections(module):
-    for name, rows in zip("qkv", (slice(0, 4), slice(4, 8), slice(8, 10)), strict=True):
-        view = ParameterView(module, "weight", rows)
-        yield InnerLayer(name, ProjectionKind(view.of(module.weight), "Fused"), view, [], f"{name}_")
-
-
-def test_layers_that_are_rows_of_one_weight_share_the_tensors_of_g():
-    """The widest of them tells how many columns there are."""
-    register_composite(Fused, projections, FusedHook)
-    for split_dim, width in ((None, 4), (3, 3), (1, 1)):
-        model = nn.Sequential(nn.Linear(6, 5), Fused())
-        optimizer = stepped(model, torch.randn(7, 6), split_dim)
-        state, layers = optimizer.state[model[1].weight], [optimizer.curvature[f"1.{part}"] for part in "qkv"]
-        for layer, part in zip(layers, "qkv", strict=True):
-            assert torch.equal(state[f"{part}_A"], rows_of(layer.factors()[0], split_dim))
-        for key, of_layers in (
-            ("G", [c.factors()[1] for c in layers]),
-            ("G_inverse", [c.inverses()[1] for c in layers]),
-        ):
-            assert torch.equal(state[key], torch.cat([rows_of(one, split_dim, width) for one in of_layers]))

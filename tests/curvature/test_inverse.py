@@ -25,8 +25,8 @@ def matrix_of(*groups, dtype=torch.float64):
 def inverted(new):
     """The inverse of a factor, and whether one of its blocks needed more damping or could not be inverted."""
     found = Blocks(new.sums.cut, torch.zeros_like(new.sums.rows))
-    for into, piece in zip(found.parts, new.pieces, strict=True):
-        into.copy_(piece.inverse)
+    for into, inverse in zip(found.parts, new.inverses, strict=True):
+        into.copy_(inverse)
     return SimpleNamespace(dense=torch.stack(found.dense()), flags=(new.raised, new.failed))
 
 
@@ -42,7 +42,7 @@ def damped_inverses(factors):
 
 def relative(factor, damping):
     size = factor.cut.rows // factor.cut.groups
-    return [relative_damping(trace, size, damping, factor.dtype) for trace in factor.traces().tolist()]
+    return [relative_damping(trace, size, damping, factor.rows.dtype) for trace in factor.traces().tolist()]
 
 
 def positive(size, scale=1.0):

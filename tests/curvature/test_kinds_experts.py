@@ -165,19 +165,6 @@ def test_every_expert_sees_every_token():
             torch.testing.assert_close(g, gradient.T @ gradient / 6)
 
 
-def test_coverage():
-    """Parameters of three dimensions that are no expert's are not covered."""
-    model = Model("linear", bias=True)
-    model.position, model.heads = (nn.Parameter(torch.zeros(size, 4, 3)) for size in (1, 2))
-    entries = {e.name: e for e in THOR(model, layers="-experts.down_proj").coverage()}
-    found = [(n, e.factor_sizes, e.groups) for n, e in entries.items() if e.preconditioned and e.kind == "Experts"]
-    sizes = (("", (HIDDEN, 2 * INNER)), ("_bias", (2 * INNER,)))
-    assert found == [(f"experts.gate_up_proj{of}", size, EXPERTS) for of, size in sizes]
-    assert entries["experts.down_proj"].reason == "left out by layers="
-    assert not entries["position"].preconditioned
-    assert not entries["heads"].preconditioned
-
-
 def test_a_product_that_is_not_understood_is_said_and_trained_plainly():
     experts = Weights(lambda x, w: torch.einsum("ni,eoi->no", x, w), 3, 4, 4)
     model = nn.Sequential(nn.Linear(4, 4).double(), experts)

@@ -120,15 +120,6 @@ def test_directions_that_are_lost_in_rounding():
 # ---- by products -----------------------------------------------------------------------------------------------------
 
 
-def test_without_eigenvalues_it_goes_by_products(monkeypatch):
-    monkeypatch.setattr(torch.linalg, "eigh", never)
-    for dtype, rows in product(DTYPES, (None, 4)):
-        matrices = [with_lengths(3, 10, 14, 0.02).to(dtype), with_lengths(1, 4, 14, 0.05).to(dtype)]
-        for one, found in zip(matrices, orthogonalise(matrices, rows), strict=True):
-            assert found.dtype == dtype
-            assert distance(found, one, rows) < 2e-2
-
-
 def test_one_shape_without_eigenvalues_leaves_the_others_exact(monkeypatch):
     """One block that does not converge fails its batch; then they are taken one by one, and it alone by products."""
     really, calls = torch.linalg.eigh, []

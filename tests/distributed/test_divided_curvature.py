@@ -11,17 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from joined import (
-    OPTIONS,
-    counted,
-    made,
-    network,
-    optimizer_of,
-    shares,
-    stream,
-    train,
-    weights_of,
-)
+from joined import OPTIONS, counted, made, network, optimizer_of, shares, stream, train, weights_of
 from torch_thor import THOR, Distributed
 from torch_thor.distributed import divided
 

@@ -67,16 +67,6 @@ def ordinarily(model, optimizer, first, step, count, micro):
 # ---- other loops -----------------------------------------------------------------------------------------------------
 
 
-def without_examples(model, optimizer, first, step):
-    """The second rank has no examples in two of three refreshes."""
-    optimizer.loss_terms = SIZE // step
-    batches = list(stream(10))
-    own = shares(batches, first, step)
-    for empty in (0, 6):
-        own[empty] = part(batches[empty], slice(0, 0) if first else slice(None))
-    return train(model, optimizer, own, loss=sum_over(SIZE // step))
-
-
 def of_words():
     torch.manual_seed(3)
     return nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 5)).double()
@@ -162,7 +152,6 @@ ON_FOUR_TOO = {
     "divided, ThorMuon": {**DIVIDED, **MUON},
 }
 CASES = ON_FOUR_TOO | {
-    "without examples": {"go": without_examples},
     "padded": {"go": padded, "make": of_words},
     "asked for": {"go": asked_for},
     "skipping": {"go": skipping, "nonfinite": "skip"},

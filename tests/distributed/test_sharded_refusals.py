@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,12 +23,6 @@ def tensor_parallel():
     return parallelize_module(model(), mesh_of((4,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def tensor_parallel_and_fsdp():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "tensor"))
-    found = parallelize_module(model(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return fully_shard(found, mesh=mesh["shards"])
-
-
 def by_columns():
     return fully_shard(model(), mesh=mesh_of((4,)), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
 
@@ -41,7 +34,6 @@ def flat():
 
 MODELS = {
     tensor_parallel: r"parameter '0.weight' is a DTensor.*as by tensor parallelism.*leave the parameter to another",
-    tensor_parallel_and_fsdp: r"parameter '0.weight' is a DTensor.*as by tensor parallelism; THOR supports FSDP2",
     by_columns: r"parameter '0.weight' is a DTensor.*THOR needs whole rows: Shard\(0\), the default of fully_shard",
     flat: r"module 'itself' is a FullyShardedDataParallel.*use its successor torch.distributed.fsdp.fully_shard",
 }

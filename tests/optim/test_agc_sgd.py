@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.pytorch_utils import Conv1D
 
 from reference.agc import clipped, output_of_each_number, rows_of_dim_0
@@ -117,19 +116,6 @@ def test_the_last_linear_is_found_or_asked_for():
     for params in (model.parameters(), model.named_parameters(), [{"params": list(model.parameters())}]):
         with pytest.raises(TypeError, match=r"must know the model.*model=model.*exclude=\(\)"):
             AGCSGD(params)
-
-
-def test_asking_a_fresh_optimizer_for_its_state_is_no_step():
-    """With torch's SGD weight decay is in the momentum afterwards, and dampening holds for the first step too."""
-    model, twin = network(), network()
-    options = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "exclude": ()}
-    optimizer, other = (AGCSGD(one, lr=torch.tensor(0.1), **options) for one in (model, twin))
-    state = get_optimizer_state_dict(model, optimizer)["state"]
-    assert state.keys() == dict(model.named_parameters()).keys()
-    assert not any(one["momentum_buffer"].any() for one in state.values())
-    for one, its in ((model, optimizer), (twin, other)):
-        train(one, its, [(x[:, None], labels) for x, labels in batches(3, dtype=torch.float32)])
-    assert_same(weights(model), weights(twin))
 
 
 def test_a_checkpoint_of_sgd_goes_on():

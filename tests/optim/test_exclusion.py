@@ -119,21 +119,6 @@ def test_groups_have_options_of_their_own(make):
     assert_same(weights(model), weights(twin))
 
 
-def test_excluded_by_name_pattern_and_rule(make):
-    model = build()
-    model.tied = model[2].weight  # a second name of the same weight
-    for exclude, expected in (
-        ((), ()),
-        ([], ()),
-        ("tied", ("tied",)),
-        ("2.weight", ("tied",)),
-        ("4", ("4.weight", "4.bias")),
-        ((n for n in ["*.bias", "0", "-4.*"]), ("0.weight", "0.bias", "2.bias")),
-        (lambda n, p: n == "0.bias" and p is model[0].bias, ("0.bias",)),
-    ):
-        assert make(model, exclude=exclude).excluded == expected
-
-
 @pytest.mark.parametrize("foreach", [True, False])
 def test_what_is_refused(make, foreach):
     """Before anything moves."""

@@ -1,6 +1,6 @@
 """ThorMuon's A comes from forward passes: how many of their rows count.
 
-Which rows: tests/curvature/test_kinds_enough_rows.py; which passes: tests/capture/test_capture.py.
+Which rows: tests/curvature/test_kinds.py; which passes: tests/capture/test_capture.py.
 """
 
 import torch

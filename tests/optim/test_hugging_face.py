@@ -67,22 +67,6 @@ def test_every_layer_is_covered_and_learns(build):
     assert all(curvature.refreshes >= 1 for curvature in optimizer.curvature.values())
 
 
-def test_padding_is_left_out():
-    """`row_mask` is the attention mask; rows of padding are in no factor."""
-    for kind in ("eager", "sdpa"):
-        model = gpt2()
-        model.set_attn_implementation(kind)
-        x, mask = tokens(), torch.ones(4, 6, dtype=torch.long)
-        mask[0, 4:] = mask[2, 1:] = 0
-        optimizer = having(THOR(model, lr=0.0), loss_terms=13, row_mask=mask.bool())
-        model(input_ids=x, attention_mask=mask, labels=x.masked_fill(mask == 0, -100)).loss.backward()
-        optimizer.step()
-        rows = {name: c.rows_per_term * 13 for name, c in optimizer.curvature.items()}
-        # position ids are (1, L): one row each, since they are the same for every sentence
-        assert rows.pop("transformer.wpe") == pytest.approx(6)
-        assert rows == pytest.approx(dict.fromkeys(rows, 17.0))
-
-
 # ------------------------------------------------------------------------------------------- LoRA
 
 

@@ -24,7 +24,6 @@ class Watch:
 
     def __call__(self, module, inputs, output):
         self.inputs, self.output = weakref.ref(inputs[0]), weakref.ref(output)
-        self.hooked, self.kind = bool(output._backward_hooks), type(output.grad_fn).__name__
 
     def alive(self):
         return self.inputs() is not None or self.output() is not None
@@ -33,7 +32,7 @@ class Watch:
 def test_activations_die_as_they_do_without_us():
     """On an ordinary step the backward frees them; on a refresh they are gone after the step.
 
-    An output that nobody differentiates takes its activations with it, also when a refresh is due; and evaluation.
+    An output that nobody differentiates takes its activations with it, also when a refresh is due.
     """
     for refresh in (False, True):
         model = mlp()
@@ -56,11 +55,6 @@ def test_activations_die_as_they_do_without_us():
     del output
     gc.collect()
     assert not watch.alive()
-    with torch.no_grad():
-        model(STREAM[0][0])
-    assert not watch.hooked
-    assert not watch.alive()
-    assert listened_to(model) == set(optimizer.curvature)
 
 
 def test_the_model_and_its_copies_are_the_bare_model():
@@ -93,19 +87,15 @@ def test_the_model_and_its_copies_are_the_bare_model():
 
 
 def test_hooks_go_with_the_optimizer():
-    """The usual notebook: construct again on the same model, go on. Refreshes leave no finalizers behind either."""
+    """Refreshes leave no finalizers behind either. Of two that listen: tests/capture/test_module_hooks.py."""
     model = mlp()
-    first, optimizer = THOR(model), THOR(model, update_interval=1, trace_thresholds=(0.0, 0.0))
+    optimizer = THOR(model, update_interval=1, trace_thresholds=(0.0, 0.0))
     train(model, optimizer, STREAM[:1])
     gc.collect()
     before = len(weakref.finalize._registry)
     train(model, optimizer, STREAM[1:])
     assert len(weakref.finalize._registry) == before
-    assert first.curvature["0"].refreshes == 0
-    kept = [weakref.ref(one) for one in (first, optimizer)]
-    del first, optimizer
+    kept = weakref.ref(optimizer)
+    del optimizer
     gc.collect()
-    assert [one() for one in kept] == [None, None], "the model keeps its optimizer alive"
-    watch = Watch(model[2])
-    model(STREAM[0][0])
-    assert not watch.hooked
+    assert kept() is None, "the model keeps its optimizer alive"

@@ -1,7 +1,5 @@
 """Layers of all kinds, under what else happens to a training: two things at a time."""
 
-import itertools
-
 import pytest
 import torch
 from test_sampled_fisher import fixed
@@ -9,7 +7,7 @@ from torch import nn
 
 from comparing import having
 from every_kind import build, stream
-from tiny import assert_same, cross_entropy, train, weights
+from tiny import cross_entropy, weights
 from torch_thor import THOR, ThorMuon
 
 STREAM = stream()
@@ -56,15 +54,18 @@ def two(change="trained", optimizer=THOR, **options):
 
 
 def in_parts(model, optimizer, cuts, *, least_likely):
-    """Micro-batches of unlike sizes: in some of them there is no token for an expert."""
+    """Micro-batches of unlike sizes: in some of them there is no token for an expert. All forward passes come first."""
     for x, labels in STREAM:
+        losses = []
         for start, stop in zip((0, *cuts), (*cuts, len(x)), strict=True):
             output, wanted = model(x[start:stop]), labels[start:stop]
             if least_likely:
                 wanted = fixed(output).sample()
             if not isinstance(optimizer, ThorMuon) and optimizer.fisher == "sampled":
                 optimizer.sample_fisher(output, fixed)
-            (cross_entropy(wanted)(output) * (stop - start) / len(x)).backward()
+            losses.append(cross_entropy(wanted)(output) * (stop - start) / len(x))
+        for loss in losses:
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -89,21 +90,3 @@ def test_micro_batches_equal_one_batch(change, method):
     torch.testing.assert_close(found, expected)
     assert len(found) == CHANGES[change][1] - 2 * muon  # ThorMuon has no diagonal factors
     assert muon or {refreshes for refreshes, _ in found} == {3}
-
-
-def test_wrappers():
-    """Who calls the model makes no difference, whether or not it had been called when THOR was made."""
-    _, (twin, other) = two(**OPTIONS)
-    train(twin, other, STREAM)
-    wrappers = (nn.DataParallel, nn.Sequential, lambda model: torch.compile(model, backend="eager"))
-    for wrap, before in itertools.product(wrappers, (False, True)):
-        torch._dynamo.reset()
-        model = build().double()
-        if before:
-            wrapped = wrap(model)
-            wrapped(STREAM[0][0]).sum().backward()
-            model.zero_grad()
-        optimizer = having(THOR(model, **OPTIONS), loss_terms=TERMS)
-        train(wrapped if before else wrap(model), optimizer, STREAM)
-        assert_same(weights(model), weights(twin), f"{wrap}, {before=}")
-    torch._dynamo.reset()

@@ -6,10 +6,9 @@ from timm.layers import ScaledStdConv2d, StdConv2d
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from comparing import assert_same_weights, compare
-from reference import ReferenceTHOR, attention_by_hand, attention_layers
+from comparing import compare
+from reference import attention_by_hand, attention_layers
 from tiny import cross_entropy
-from torch_thor import THOR
 
 
 class SelfAttention(nn.Module):
@@ -112,24 +111,15 @@ SETTINGS = {
 }
 
 
-def draw(name, model, size):
-    """(a batch of x for the model, the loss of its output)."""
-    _, shape = MODELS[name]()
-    x = torch.randint(7, (size, 3)) if shape is TOKENS else torch.randn(size, *shape).double()
-    return x, cross_entropy(torch.randint(3, model(x).shape[:-1]))
-
-
-def build(name, count):
-    """(a float64 model, a stream of batches for it)."""
-    model, _ = MODELS[name]()
-    model.double()
-    return model, [draw(name, model, 5) for _ in range(count)]
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps(name, settings):
-    model, stream = build(name, 10)
+    model, shape = MODELS[name]()
+    model.double()
+    stream = []
+    for _ in range(10):
+        x = torch.randint(7, (5, 3)) if shape is TOKENS else torch.randn(5, *shape).double()
+        stream.append((x, cross_entropy(torch.randint(3, model(x).shape[:-1]))))
     optimizer, reference = compare(
         model, stream, forward=by_parts, reference_options={"layers": attentions}, rtol=1e-7, **SETTINGS[settings]
     )
@@ -137,25 +127,3 @@ def test_ten_steps(name, settings):
     for layer, curvature in reference.curvature.items():
         assert optimizer.curvature[layer].refreshes == curvature.refreshes
         assert optimizer.curvature[layer].stopped == curvature.stopped
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_gradient_accumulation(name):
-    """Uneven micro-batches of a mean: rows of all of them, each with its share of the loss.
-
-    If the forward passes come before the backward passes, rows must still meet their own gradients.
-    """
-    model, _ = build(name, 0)
-    optimizer, reference = THOR(model), ReferenceTHOR(model, forward=by_parts, layers=attentions)
-    parts, losses = [], []
-    for size in (3, 2, 2):
-        x, loss = draw(name, model, size)
-        parts.append((x, lambda y, loss=loss, size=size: loss(y) * size / 7))
-        losses.append(parts[-1][1](model(x)))
-        if size == 3:
-            losses.pop().backward()
-    for loss in losses:
-        loss.backward()
-    optimizer.step()
-    reference.step(*parts)
-    assert_same_weights(model, reference, 0)

@@ -63,16 +63,6 @@ def test_taken_up_again():
         assert all(entry.preconditioned for entry in optimizer.coverage())
 
 
-def test_new_parameters_are_in_no_group():
-    """`weight_norm` makes new ones: named, with what to do about it."""
-    model, optimizer = build()
-    train(model, optimizer, STREAM[:1])
-    parametrizations.weight_norm(model[2])
-    (message,) = told(train, model, optimizer, STREAM[1:5])
-    for part in ("original0", "original1", "add_param_group"):
-        assert part in message
-
-
 def test_all_layers_pruned_is_the_documented_error():
     model, optimizer = build()
     for i in (0, 2, 4):

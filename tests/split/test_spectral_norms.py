@@ -70,8 +70,6 @@ def test_losses_equal_dense_spectral_norms():
 
 
 def test_losses_by_hand():
-    ones = spectral_losses(factor(torch.ones(1, 64, 5)), (1, 16, 32, 64))
-    assert ones == pytest.approx((63 / 64, 3 / 4, 1 / 2, 0.0), abs=1e-5)
     samples = torch.zeros(1, 10, 4)
     samples[:, 8:] = 1.0  # all of it in rows 8 and 9: blocks of 4 end with a block of those two
     assert spectral_losses(factor(samples), (4, 3)) == pytest.approx((0.0, 0.5), abs=1e-6)

@@ -13,8 +13,10 @@ layer that is due gathers if it is called. It is *awaited*, and a compiled model
 frozen, the loss did not reach it when it was due (idle), or its weight is used without calling its module (uncalled).
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from torch_thor.capture.hooks import ModuleCalls, ModuleHook
-from torch_thor.capture.loss_terms import Call, Pass
-from torch_thor.capture.sampling import Sampler
+from torch_thor.capture.sampling import Mark, Sampler
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature, Statistics
 from torch_thor.curvature.refresh import Decision, RefreshEvent
@@ -35,6 +36,25 @@ _ENOUGH_ROWS = 1024
 _ROWS_PER_COLUMN = 8
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer whose output has received a gradient."""
+
+    layer: Any  # the layer, or anything hashable that identifies it
+    loss_terms: int  # the size of the leading dimension of its input, 1 without a batch dimension
+    dims: tuple[int, ...]  # the sizes of all dimensions of its input but that of the features
+    certain: bool = False  # whether the leading dimension is known to be the batch
+    embedding: bool = False  # whether the input consists of indices, of tokens or of positions
+
+
+@dataclass
+class Pass:
+    """One backward pass."""
+
+    calls: list[Call] = field(default_factory=list)
+    repeated: bool = False  # whether it is another backward pass through calls that have had one
+
+
 @dataclass
 class _Waiting:
     """The rows of the calls of a layer since the last backward pass, which count together when the next one comes."""
@@ -42,6 +62,22 @@ class _Waiting:
     rows: Statistics
     masked: bool = False  # whether the mask has fitted one of the inputs
     counted: int = -1  # the generation in which they have been counted
+
+
+@dataclass
+class _Watched:
+    """A call of a layer whose output has not received a gradient yet, or may receive another."""
+
+    layer: LayerCurvature
+    kind: Kind
+    keep: Tensor | None  # which of the rows count; None for all
+    weight: Node | None  # the node that adds to the gradient of the weight
+    outer: int  # the backward pass in which the call was made, as activation checkpointing does; -1 outside
+    waiting: _Waiting | None = None  # where the layer has A alone; otherwise what follows is used
+    x: Any = None  # the input
+    version: int = 0  # of the input
+    mark: Mark | None = None
+    earlier: tuple[int, Tensor | None] = (-1, None)  # the generation of the previous gradient, and the gradient
 
 
 class Capture:
@@ -89,83 +125,66 @@ class Capture:
         weight = layer.weight_view.module._parameters.get(layer.weight_view.attribute)
         if weight is None or not weight.requires_grad:  # pruned since the optimizer was created, or frozen
             return
-        weight_node = get_gradient_edge(weight).node if weight.is_leaf else None
         mask = self.row_mask
         keep = mask if mask is not None and kind.row_shape(x) == mask.shape else None
-        watch = self._watch_gradient if "G" in layer.sides else self._watch_inputs
-        watch(layer, weight_node, kind, x, output, keep)
-
-    def _watch_gradient(
-        self, layer: LayerCurvature, weight: Node | None, kind: Kind, x: Tensor, output: Tensor, keep: Tensor | None
-    ) -> None:
-        """Gather a layer's rows when the gradient of its output has been computed."""
-        sampler = self.sampler
-        # at least 0 in a forward pass inside a backward pass, which activation checkpointing runs
-        outer = backward_id()
-        x = x.detach()  # shares storage and version counter
-        version = x._version
-        mark = sampler.mark(output) if sampler is not None else None
-        earlier: tuple[int, Tensor | None] = -1, None  # the generation of the previous gradient of this call, and it
-
-        def on_gradient(g: Tensor) -> None:
-            nonlocal earlier
-            sampled = sampler is not None and sampler.running  # such a pass adds to no gradient of a weight
-            if layer not in self.gathering or not (sampled or _accumulates(weight)):
-                return
-            if sampler is not None and mark is not None and not sampled:
-                mark.trained = sampler.trained = True
-                return
-            if x._version != version:
-                raise RuntimeError(
-                    f"the input of layer {layer.name!r} was changed in place between forward and backward, so its "
-                    f"statistics would be wrong; make the operation that follows the layer's input out of place"
-                )
-            before, again, total = None, False, g
-            if sampler is None:
-                into = self._running_pass(outer)
-                again = earlier[0] == self._generation
-                before = earlier[1] if again else None
-                into.repeated |= again
-                total = g.detach() if before is None else g.detach() + before
-                # kept if another pass may follow (retain_graph), because G is that of the sum of all losses
-                earlier = self._generation, total if backward_keeps_graph() else None
-                row_shape = kind.row_shape(x)
-                # no row_shape: rows are patches, as in a convolution; registered kinds may lack batch_first
-                certain = not row_shape or bool(getattr(kind, "batch_first", False))
-                into.calls.append(Call(layer, kind.loss_terms(x), tuple(row_shape), certain, kind.diagonal_input))
-            self.mask_taken |= keep is not None
-            self.reached.add(layer)
-            if sampler is None or not sampler.empty:
-                layer.statistics.gather(kind, x, total, keep, instead_of=before)
-
-        output.register_hook(on_gradient)
-
-    def _watch_inputs(
-        self, layer: LayerCurvature, weight: Node | None, kind: Kind, x: Tensor, output: Tensor, keep: Tensor | None
-    ) -> None:
-        """Sum the rows of a layer that has A alone; they count once the gradient of its output has been computed."""
-        outer = backward_id()
-        if outer >= 0 and saved_hooks(True) is not None:
+        node = get_gradient_edge(weight).node if weight.is_leaf else None
+        call = _Watched(layer, kind, keep, node, backward_id())
+        if "G" in layer.sides:
+            call.x, call.version = x.detach(), x._version  # shares storage and version counter
+            call.mark = None if self.sampler is None else self.sampler.mark(output)
+        elif call.outer >= 0 and saved_hooks(True) is not None:
             return  # recomputed by a non-reentrant checkpoint, whose first pass had gradients enabled and was counted
-        if layer not in self._waiting:
-            self._waiting[layer] = _Waiting(Statistics(layer.kind, layer.weight_view, layer.stored))
-        waiting = self._waiting[layer]
-        waiting.masked |= keep is not None
-        enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
-        waiting.rows.gather_inputs(kind, x, output.shape, keep, enough)
+        else:
+            if layer not in self._waiting:
+                self._waiting[layer] = _Waiting(Statistics(layer.kind, layer.weight_view, layer.stored))
+            call.waiting = self._waiting[layer]
+            call.waiting.masked |= keep is not None
+            enough = max(_ENOUGH_ROWS, _ROWS_PER_COLUMN * layer.stored[0].cut.width)
+            call.waiting.rows.gather_inputs(kind, x, output.shape, keep, enough)
+        output.register_hook(partial(self._on_gradient, call))
 
-        def on_gradient(_: Tensor) -> None:
-            if layer not in self.gathering or not _accumulates(weight):
-                return
+    def _on_gradient(self, call: _Watched, g: Tensor) -> None:
+        """Take the rows of a call, now that the gradient of its output has been computed."""
+        layer, kind, sampler, waiting, before = call.layer, call.kind, self.sampler, call.waiting, None
+        try:  # a gradient penalty's pass does not add to the gradient of the weight
+            trains = call.weight is None or backward_reaches(call.weight)
+        except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
+            trains = False
+        sampled = sampler is not None and sampler.running  # such a pass adds to no gradient of a weight
+        if layer not in self.gathering or not (sampled or trains):
+            return
+        if waiting is not None:
             self._waiting.clear()  # later calls wait for another backward pass
-            self._running_pass(outer)
+            self._running_pass(call.outer)
             if waiting.counted != self._generation:
                 waiting.counted = self._generation
                 self.mask_taken |= waiting.masked
                 self.reached.add(layer)
                 layer.statistics.add(waiting.rows)
-
-        output.register_hook(on_gradient)
+            return
+        if sampler is not None and call.mark is not None and not sampled:
+            call.mark.trained = sampler.trained = True
+            return
+        if call.x._version != call.version:
+            raise RuntimeError(
+                f"the input of layer {layer.name!r} was changed in place between forward and backward, so its "
+                f"statistics would be wrong; make the operation that follows the layer's input out of place"
+            )
+        if sampler is None:
+            into = self._running_pass(call.outer)
+            if call.earlier[0] == self._generation:
+                into.repeated, before = True, call.earlier[1]
+            g = g.detach() if before is None else g.detach() + before
+            # kept if another pass may follow (retain_graph), because G is that of the sum of all losses
+            call.earlier = self._generation, g if backward_keeps_graph() else None
+            dims = tuple(kind.row_shape(call.x))
+            # no dims: rows are patches, as in a convolution; registered kinds may lack batch_first
+            certain = not dims or bool(getattr(kind, "batch_first", False))
+            into.calls.append(Call(layer, kind.loss_terms(call.x), dims, certain, kind.diagonal_input))
+        self.mask_taken |= call.keep is not None
+        self.reached.add(layer)
+        if sampler is None or not sampler.empty:
+            layer.statistics.gather(kind, call.x, g, call.keep, instead_of=before)
 
     def _running_pass(self, outer: int) -> Pass:
         """Return the backward pass that is running, and forget earlier ones whose gradients have been dropped."""
@@ -231,15 +250,47 @@ class Capture:
         for layer in self.layers:
             layer.statistics.forget()
 
-    def discard_with_gradients(self) -> None:
-        """Drop the statistics of passes whose gradients are about to be reset."""
-        if self.sampler is None or self.sampler.trained:
-            self.discard()
+
+# ---- N, the number of loss terms -------------------------------------------------------------------------------------
+# As a rule the input of a layer has N samples in its leading dimension. The exceptions are found by comparing the
+# layers of one pass: position embeddings (1, L), inputs without a batch dimension, sequence-first inputs (L, N, d), and
+# windows and experts, which see other numbers of rows than the other layers.
 
 
-def _accumulates(weight: Node | None) -> bool:
-    """Return whether the running backward pass adds to the weight's gradient; a gradient penalty's pass does not."""
-    try:
-        return weight is None or backward_reaches(weight)
-    except RuntimeError:  # raised for a leaf under torch.autograd.grad, which adds to no .grad
-        return False
+def loss_terms_of_pass(calls: Iterable[Call]) -> tuple[int, int]:
+    """Return the number of samples of a pass, and that nearest to the loss: if they differ, N is uncertain."""
+    # 1. Calls of embeddings are left out if other layers were reached, and calls without a batch dimension if others
+    # have one. 2. If calls whose leading dimension is certainly the batch have M samples, a call with M in its second
+    # dimension and not in its leading one is sequence first, and has M samples. 3. N is the number of the calls nearest
+    # to the input and nearest to the loss if these agree; otherwise the most frequent number, and of several such
+    # numbers the one nearest to the input.
+    calls = list(calls)
+    telling = [c for c in calls if not c.embedding]
+    if not telling:  # of positions (L,) and tokens (N, L), the ones with most dimensions
+        telling = [c for c in calls if len(c.dims) == max(len(other.dims) for other in calls)]
+    telling = [c for c in telling if c.loss_terms > 1] or telling
+    certain = Counter(c.loss_terms for c in telling if c.certain)
+    samples = certain.most_common(1)[0][0] if certain else 0
+    numbers = []
+    for c in telling:
+        sequence_first = not c.certain and len(c.dims) > 1 and c.dims[0] != samples == c.dims[1]
+        numbers.append(samples if sequence_first else c.loss_terms)
+    last, first = numbers[0], numbers[-1]
+    counts = Counter(reversed(numbers))  # for equal counts most_common() returns the first: that nearest to the input
+    number = first if first == last else counts.most_common(1)[0][0]
+    return number, last
+
+
+def loss_terms_of_step(passes: Iterable[Pass]) -> tuple[int, tuple[int, int] | None]:
+    """Return N of a step, and the first pass whose N is uncertain, as :func:`loss_terms_of_pass` returns it."""
+    totals: Counter[Any] = Counter()
+    uncertain = None
+    for one in passes:
+        if one.calls:
+            number, last = loss_terms_of_pass(one.calls)
+            if uncertain is None and number != last:
+                uncertain = number, last
+            # the sum over micro-batches, but not over several losses of one batch
+            for layer in set() if one.repeated else {call.layer for call in one.calls}:
+                totals[layer] += number
+    return max(totals.values(), default=0), uncertain

@@ -13,9 +13,9 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from types import CodeType
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch_thor.capture.composites.hook import Watcher
 from torch_thor.capture.layers import Layer
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.layer import LayerCurvature
-from torch_thor.torch_internals import compile_stance, is_tracing, set_compile_stance
+from torch_thor.torch_internals import compile_stance, is_tracing
 
 # torch.compile warns on every call of a compiled model while there are global hooks, because they see the call of the
 # wrapper too. The hooks here only handle the modules of their model, so the warning does not apply to them.
@@ -72,7 +72,8 @@ class ModuleCalls:
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = weakref.ref(watcher, lambda _: None if sys.is_finalizing() else self.close())
-        self._remove: list[Any] = []  # what ends the present listening
+        self._at_close = ExitStack()  # what ends the present listening
+        self._ignoring: Any = None  # the filter of torch's warning
         self._outermost: nn.Module | None = None  # the module of the model whose call is running
         self._by_function: bool | None = None  # whether compiled code calls the model; None while not yet called
 
@@ -85,40 +86,47 @@ class ModuleCalls:
         self._handlers: dict[int, ModuleHook] = {id(hook.module): hook for hook in hooks}
         if not self._handlers:
             return
-        self._own, self._containing = set(map(id, model.modules())), dict[int, bool]()
+        self._own = set(map(id, model.modules()))
         warnings.filterwarnings("ignore", message=_COMPILE_WARNING, category=UserWarning)
-        ignoring = warnings.filters[0]
+        self._ignoring = warnings.filters[0]
         enter = torch_module.register_module_forward_pre_hook(self._enter)
         leave = torch_module.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
         # first, because other global hooks may replace the output
         torch_module._global_forward_hooks.move_to_end(leave.id, last=False)  # type: ignore[attr-defined]
-        self._remove = [
-            enter.remove,
-            leave.remove,
-            # remove() leaves this entry behind, with which torch takes the hook for registered
-            lambda: torch_module._global_forward_hooks_with_kwargs.pop(leave.id, None),
-            lambda: ignoring in warnings.filters and warnings.filters.remove(ignoring),  # type: ignore[attr-defined]
-            *(_suspended(module) for module in model.modules() if module._compiled_call_impl is not None),
-        ]
-        if self._by_function is not False or unseen:
-            _eagerly.want(self)
+        # remove() leaves this entry behind, with which torch takes the hook for registered
+        self._at_close.callback(torch_module._global_forward_hooks_with_kwargs.pop, leave.id, None)
+        self._at_close.callback(leave.remove)
+        self._at_close.callback(enter.remove)
+        for module in model.modules():
+            if module._compiled_call_impl is not None:
+                self._at_close.enter_context(_suspended(module))
+        _run_eagerly(self, wanted=self._by_function is not False or unseen)
 
     def close(self) -> None:
         """Handle no calls any more."""
-        for remove in self._remove:
-            remove()
-        self._remove, self._outermost = [], None
-        _eagerly.end(self)
+        self._at_close.close()
+        if self._ignoring in warnings.filters:
+            warnings.filters.remove(self._ignoring)  # type: ignore[attr-defined]
+        self._outermost = self._ignoring = None
+        _run_eagerly(self, wanted=False)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or is_tracing():
             return
-        if self._outermost is None and self._belongs(module):
-            self._outermost, frame = module, sys._getframe()
-            while frame is not None and not _runs_compiled_code(frame.f_code):
-                frame = frame.f_back  # type: ignore[assignment]
+        if self._outermost is None and (
+            id(module) in self._own
+            # torch.compile of something that contains some of the model
+            or ("_orig_mod" in module._modules and not self._own.isdisjoint(map(id, module.modules())))
+        ):
+            self._outermost = module
+            frame: FrameType | None = sys._getframe()
+            while frame is not None and not (
+                # a function that runs compiled code, or would but for the stance; OptimizedModule.__call__ is seen
+                frame.f_code.co_filename.endswith("_dynamo/eval_frame.py") and frame.f_code.co_name != "__call__"
+            ):
+                frame = frame.f_back
             self._by_function = frame is not None
-            _eagerly.want(self)
+            _run_eagerly(self, wanted=True)
         handler, watcher = self._handlers.get(id(module)), self._watcher()
         if isinstance(handler, CompositeHook) and watcher is not None:
             handler.enter(watcher)
@@ -135,63 +143,33 @@ class ModuleCalls:
         if module is self._outermost:
             self._outermost = None
             if not self._by_function:
-                _eagerly.end(self)
-
-    def _belongs(self, module: nn.Module) -> bool:
-        """Return whether a module is of the model, or is ``torch.compile`` of something that contains some of it."""
-        if id(module) in self._own or "_orig_mod" not in module._modules:
-            return id(module) in self._own
-        if id(module) not in self._containing:
-            self._containing[id(module)] = not self._own.isdisjoint(map(id, module.modules()))
-        return self._containing[id(module)]
+                _run_eagerly(self, wanted=False)
 
 
-class _Eagerly:
-    """Sets the stance of ``torch.compile`` to ``force_eager`` while somebody wants it, in whatever order they end."""
-
-    def __init__(self) -> None:
-        self._wanted_by: set[int] = set()
-        self._stance: tuple[Any, Any] | None = None  # the stance that was set here, and the one before
-
-    def want(self, who: object) -> None:
-        """Run eagerly, also where the user has set another stance since."""
-        self._wanted_by.add(id(who))
-        if self._stance is None or compile_stance() is not self._stance[0]:
-            self._restore()
-            before = compile_stance()
-            torch.compiler.set_stance("force_eager")
-            self._stance = compile_stance(), before
-
-    def end(self, who: object) -> None:
-        """Run as before, unless somebody else still wants it."""
-        self._wanted_by.discard(id(who))
-        if not self._wanted_by:
-            self._restore()
-
-    def _restore(self) -> None:
-        if self._stance is None:
-            return
-        (own, before), self._stance = self._stance, None
-        if compile_stance() is own:  # otherwise the user has set another stance since, which stays
-            set_compile_stance(before)
-        for field in fields(before):  # a context manager that was entered meanwhile restores this object on exit
-            setattr(own, field.name, getattr(before, field.name))
+_eager: set[int] = set()  # the `id` of each ModuleCalls that wants everything to run eagerly
+_stances: list[tuple[Any, str]] = []  # those of ``torch.compile`` that are changed meanwhile, and what they said
 
 
-_eagerly = _Eagerly()
+def _run_eagerly(calls: ModuleCalls, *, wanted: bool) -> None:
+    """Run everything eagerly while somebody wants it, in whatever order they end."""
+    # Stances are changed in place, not replaced: a context manager of the user that is entered meanwhile sets another,
+    # and sets this one again when it is left, whether it is still wanted or not.
+    _eager.discard(id(calls))
+    if wanted:
+        _eager.add(id(calls))
+    stance = compile_stance(torch)
+    if _eager and stance.stance != "force_eager":
+        _stances.append((stance, stance.stance))
+        stance.stance = "force_eager"
+    while _stances and not _eager:
+        stance, before = _stances.pop()
+        stance.stance = before
 
 
-def _runs_compiled_code(code: CodeType) -> bool:
-    """Return whether a function runs compiled code, or would but for the stance; OptimizedModule.__call__ is seen."""
-    return code.co_filename.endswith("_dynamo/eval_frame.py") and code.co_name != "__call__"
-
-
-def _suspended(module: nn.Module) -> Any:
-    """Let a module run without what its ``compile()`` has compiled; return a function that restores it."""
+@contextmanager
+def _suspended(module: nn.Module) -> Iterator[None]:
+    """Let a module run without what its ``compile()`` has compiled."""
     compiled, module._compiled_call_impl = module._compiled_call_impl, None
-
-    def restore() -> None:
-        if module._compiled_call_impl is None:  # not compiled again meanwhile
-            module._compiled_call_impl = compiled
-
-    return restore
+    yield
+    if module._compiled_call_impl is None:  # not compiled again meanwhile
+        module._compiled_call_impl = compiled

@@ -10,7 +10,7 @@ Only the blocks are ever computed and stored; :meth:`Blocks.dense` is for users 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class Cut:
     groups: int = 1  # independent matrices of equally many rows, which follow each other
 
     @classmethod
-    def of(cls, rows: int, split_dim: int | None, groups: int = 1, edges: Sequence[int] = ()) -> "Cut":
+    @cache  # so that what a cut has found of itself is found once
+    def of(cls, rows: int, split_dim: int | None, groups: int = 1, edges: tuple[int, ...] = ()) -> "Cut":
         """Return the cut of ``groups`` matrices of some rows; ``edges`` are further rows at which blocks end."""
         if split_dim == 1:
             return cls(((groups * rows, 1),), groups)
@@ -70,31 +71,23 @@ class Cut:
         """Whether all blocks are numbers."""
         return self.width == 1
 
-    def groups_of(self, run: Run) -> Tensor:
-        """Return the group of each block of a run."""
-        return torch.arange(run.first, run.last, run.size) // max(1, self.rows // self.groups)
-
     def held(self, bounds: Sequence[Sequence[int]], process: int) -> "Cut":
         """Return the cut of the blocks that a process holds: of run i those from ``bounds[i][process]`` on."""
         counts = (of_run[process + 1] - of_run[process] for of_run in bounds)
         return Cut(tuple((n, size) for n, (_, size) in zip(counts, self.blocks, strict=True) if n))
 
 
+@dataclass(eq=False)
 class Blocks:
     """A block-diagonal matrix, or one for each group: rows ``(n, at least width)`` and where they are cut."""
 
-    def __init__(self, cut: Cut, rows: Tensor) -> None:
-        self.cut, self.rows = cut, rows
+    cut: Cut
+    rows: Tensor
 
     @classmethod
     def zeros(cls, cut: Cut, dtype: torch.dtype, device: torch.device) -> "Blocks":
         """Return zero matrices."""
         return cls(cut, torch.zeros((cut.rows, cut.width), dtype=dtype, device=device))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the numbers."""
-        return self.rows.dtype
 
     @cached_property
     def parts(self) -> list[Tensor]:

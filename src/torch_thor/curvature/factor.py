@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_thor.curvature.blocks import Blocks, Cut
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.processes import Processes
-from torch_thor.curvature.shards import Owners, RowShards, bounds_within, local, side_of_rows, why_not_by_rows
+from torch_thor.curvature.shards import Owners, RowShards, bounds_within, side_of_rows, why_not_by_rows
 
 State = MutableMapping[str, Any]
 
@@ -30,7 +30,7 @@ class ParameterView:
 
     def __init__(self, module: nn.Module, attribute: str, rows: slice | None = None) -> None:
         self.module, self.attribute, self.rows = module, attribute, rows
-        self.entries: State | None = None  # the optimizer's state of the parameter; None while there is none
+        self.state: State = {}  # the optimizer's state of the parameter; empty while there is none
         self.options: Mapping[str, Any] = {}  # the parameter's group; empty while there is none
         self.shards: RowShards | None = None  # how its rows are divided; None if every process holds all of them
         self.local_rows = rows  # ``rows`` in the part of the parameter that this process holds
@@ -45,7 +45,7 @@ class ParameterView:
         shards: RowShards | None = None,
     ) -> None:
         """Bind the view to the optimizer's state of the parameter and to the options of its group."""
-        self.entries, self.options, self.shards = state, options, shards
+        self.state, self.options, self.shards = {} if state is None else state, options, shards
         self._divided = None if shards is None else parameter
         self.local_rows = self.rows if shards is None or self.rows is None else shards.own_of(self.rows)
 
@@ -55,11 +55,6 @@ class ParameterView:
         split_dim: Any = self.options.get("split_dim")
         # None too for a value that the next step refuses, so that the forward pass before that does not fail
         return split_dim if isinstance(split_dim, int) and split_dim >= 1 else None
-
-    @property
-    def state(self) -> State:
-        """The optimizer's entries for the parameter; a new empty mapping if there are none."""
-        return {} if self.entries is None else self.entries
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -103,11 +98,10 @@ class ParameterView:
 
 
 class Factor:
-    """``A`` or ``G`` of one layer."""
+    """``A`` or ``G`` of one layer, as it was when it was bound."""
 
     def __init__(self, side: str, kind: Kind, weight: ParameterView, prefix: str) -> None:
         self.side, self._kind, self._weight, self._prefix = side, kind, weight, prefix
-        self._found: tuple[Any, Any, Cut, Owners | None] | None = None
         self.divided: Owners | None = None  # the owners of the blocks, if curvature is divided (divide_curvature)
         self.exchange: Processes | None = None  # with the other owners
         self.whole: Blocks | None = None  # the inverse for a step; while it is collected, if curvature is divided
@@ -119,40 +113,26 @@ class Factor:
         """Whether it belongs to the rows of the weight."""
         return self.side == side_of_rows(self._kind) and why_not_by_rows(self._kind, self._weight.shape) is None
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether its tensors have the rows of the weight."""
-        return self.of_rows and self.divided is None
+    def bind(self) -> None:
+        """Find where its blocks are; anew after a change of the weight's options and shards, or of ``divided``."""
+        shards, rows = self._weight.shards, self._weight.rows
+        self.by_rows = self.of_rows and self.divided is None  # whether its tensors have the rows of the weight
+        self.cut, self.owners = self.cut_now(), self.divided  # the owners, if every process keeps some blocks alone
+        if shards is not None and self.by_rows:
+            self.owners = Owners.of_shards(self.cut, shards, rows)
+        # where the rows are cut that this process holds
+        self.held = self.cut if self.owners is None else self.cut.held(self.owners.bounds, self.owners.source)
+        key = ("" if self.by_rows else self._prefix) + self.side
+        self.keys = key, key + "_inverse"  # in the state of the weight
 
-    def _cut_and_owners(self) -> tuple[Cut, Owners | None]:
-        split_dim, shards = self._weight.split_dim, self._weight.shards
-        found = self._found
-        if found is None or found[0] != split_dim or found[1] is not shards:
-            kind = self._kind
-            rows = kind.inputs if self.side == "A" else kind.outputs
-            split = 1 if self.side == "A" and kind.diagonal_input else split_dim
-            cut, owners = Cut.of(rows, split, kind.groups), None
-            if shards is not None and self.of_rows:
-                cut = Cut.of(rows, split, edges=bounds_within(shards.bounds, self._weight.rows))
-                owners = Owners.of_shards(cut, shards, self._weight.rows)
-            found = self._found = split_dim, shards, cut, owners
-        return found[2], found[3]
-
-    @property
-    def cut(self) -> Cut:
-        """Where the rows of all processes are cut, for the current ``split_dim`` of the weight's parameter group."""
-        return self._cut_and_owners()[0]
-
-    @property
-    def owners(self) -> Owners | None:
-        """The owners of the blocks, if every process keeps a part of them alone; else None."""
-        return self._cut_and_owners()[1] if self.divided is None else self.divided
-
-    @property
-    def held(self) -> Cut:
-        """Where the rows are cut that this process holds."""
-        owners = self.owners
-        return self.cut if owners is None else self.cut.held(owners.bounds, owners.source)
+    def cut_now(self) -> Cut:
+        """Return where the rows of all processes are cut for the present ``split_dim``, which may have been changed."""
+        kind, shards = self._kind, self._weight.shards
+        rows = kind.inputs if self.side == "A" else kind.outputs
+        split = 1 if self.side == "A" and kind.diagonal_input else self._weight.split_dim
+        if shards is not None and self.of_rows:
+            return Cut.of(rows, split, edges=bounds_within(shards.bounds, self._weight.rows))
+        return Cut.of(rows, split, kind.groups)
 
     @property
     def width(self) -> int:
@@ -165,14 +145,10 @@ class Factor:
 
     # ---- its tensors -----------------------------------------------------------------------------------------------
 
-    def key(self, inverse: bool) -> str:
-        """Return the key in the state of the weight."""
-        return ("" if self.by_rows else self._prefix) + self.side + ("_inverse" if inverse else "")
-
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of its tensors, those of all processes if the weight is divided."""
         rows = self._weight.shape[0] if self.by_rows else self.held.rows
-        return {self.key(inverse): (rows, self.width) for inverse in (False, True)}
+        return dict.fromkeys(self.keys, (rows, self.width))
 
     def make_zeros(self, dtype: torch.dtype, device: torch.device) -> None:
         """Add zeros for the tensors that the state lacks."""
@@ -188,7 +164,7 @@ class Factor:
 
     def read(self, *, inverse: bool = False) -> Blocks:
         """Return the blocks of the factor, or of its inverse, that this process holds; views of the state."""
-        rows = local(self._weight.state[self.key(inverse)])
+        rows = local(self._weight.state[self.keys[inverse]])
         if self.by_rows and self._weight.local_rows is not None:
             rows = rows[self._weight.local_rows]
         return Blocks(self.held, rows)
@@ -201,7 +177,7 @@ class Factor:
         """Return the blocks of all rows, with zeros for those that other processes keep (``divide_curvature``)."""
         own, owners = self.read(inverse=inverse), self.owners
         assert owners is not None
-        whole, parts = Blocks.zeros(self.cut, own.dtype, own.rows.device), iter(own.parts)
+        whole, parts = Blocks.zeros(self.cut, own.rows.dtype, own.rows.device), iter(own.parts)
         for i, part in enumerate(whole.parts):
             held = owners.held(i)
             if held.start < held.stop:
@@ -212,7 +188,7 @@ class Factor:
         """Return the matrix of each group, with zeros outside of the blocks; all processes that divide it must call."""
         if self.divided is not None:
             return collected([self], inverse=inverse)[0].dense()
-        stored: Any = self._weight.state[self.key(inverse)]
+        stored: Any = self._weight.state[self.keys[inverse]]
         if self.owners is None:
             return self.read(inverse=inverse).dense()
         return Blocks(self.cut, self._weight.of(stored.full_tensor())).dense()
@@ -225,4 +201,13 @@ def collected(factors: Sequence[Factor], *, inverse: bool) -> list[Blocks]:
     exchange = next((factor.exchange for factor in factors), None)
     if exchange is not None:
         exchange.share_(parts, [bounds for factor in factors for bounds in (factor.owners or Owners((), 0)).bounds])
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    found: Tensor = to_local()
     return found

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_thor.curvature.blocks import Blocks
 from torch_thor.curvature.factor import Factor, ParameterView, State
 from torch_thor.curvature.kinds import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.shards import RowShards
 
 
 class Statistics:
@@ -69,12 +68,6 @@ class Statistics:
             self.group_rows = [n + more for n, more in zip(self.group_rows, rows, strict=True)]
             self.rows += sum(rows)
 
-    def scale_outputs_(self, scale: float) -> None:
-        """Turn the gathered output gradients into gradients of one loss term."""
-        if self._sums is not None and len(self._sums) > 1:
-            # in two products, because scale² can overflow float32 if the loss is scaled for half precision
-            self._sums[1].rows.mul_(scale).mul_(scale)
-
     def sums(self) -> list[Blocks]:
         """Return ``Σ a aᵀ`` and ``Σ g gᵀ`` of this step so far, to which rows can be added."""
         if self._sums is None:
@@ -82,12 +75,8 @@ class Statistics:
             # FSDP2 may keep a parameter on the CPU and in another dtype than the one that it computes with
             device = (view.parameter if weight is None else weight).device
             dtype = factor_dtype((view.parameter if weight is None or view.shards is not None else weight).dtype)
-            self._sums = [Blocks.zeros(factor.cut, dtype, device) for factor in self._factors]
+            self._sums = [Blocks.zeros(factor.cut_now(), dtype, device) for factor in self._factors]
         return self._sums
-
-    def gathered(self) -> list[Blocks] | None:
-        """Return the sums of this step so far; None without rows."""
-        return self._sums if self.rows else None
 
     def take(self, terms: int) -> list[Blocks] | None:
         """Return the factors of the rows of this step, and drop the rows; None if there are none.
@@ -95,7 +84,7 @@ class Statistics:
         They are means. Of groups with their own rows they are ``√T_e A_e`` and ``√T_e G_e``
         (:mod:`torch_thor.curvature.kinds.experts`); without G, plain means.
         """
-        sums, rows, group_rows = self.gathered(), self.rows, self.group_rows
+        sums, rows, group_rows = self._sums if self.rows else None, self.rows, self.group_rows
         self.forget()
         for factor in sums or ():
             if not group_rows:
@@ -143,8 +132,7 @@ def _stored(key: str, doc: str, convert: Callable[[float], Any] = bool) -> Any:
     """Make a property of a number of the state; before there is a state, it is the initial one."""
 
     def read(layer: "LayerCurvature") -> Any:
-        entries = layer.weight_view.entries
-        return convert(_NUMBERS[key] if entries is None else entries.get(layer.prefix + key, _NUMBERS[key]))
+        return convert(layer.weight_view.state.get(layer.prefix + key, _NUMBERS[key]))
 
     return property(read, doc=doc)
 
@@ -169,7 +157,19 @@ class LayerCurvature:
         self.sides = sides
         self.stored = tuple(Factor(side, kind, weight, prefix) for side in sides)
         self.statistics = Statistics(kind, weight, self.stored)  # those of the current step
-        self._geometry: tuple[RowShards, Kind] | None = None  # a cache
+        self.bind()
+
+    def bind(self) -> None:
+        """Look up what the views are bound to, anew after each change of it."""
+        view = self.weight_view
+        self.weight = view.parameter
+        self.geometry = self.kind  # the kind for those rows of the weight that this process holds
+        if view.shards is not None:
+            own = view.shards.own_of(view.rows)
+            self.geometry = copy.copy(self.kind)
+            setattr(self.geometry, "inputs" if self.kind.transposed else "outputs", own.stop - own.start)
+        for factor in self.stored:
+            factor.bind()
 
     # ---- for users ----------------------------------------------------------------------------------------------
 
@@ -236,35 +236,15 @@ class LayerCurvature:
     # ---- the weight and its state -----------------------------------------------------------------------------------
 
     @property
-    def weight(self) -> nn.Parameter:
-        """The parameter that the module holds now; raises RuntimeError if the module computes it."""
-        view = self.weight_view
-        weight = view.module._parameters.get(view.attribute)
-        return view.parameter if weight is None else weight
-
-    @property
     def state(self) -> State:
         """The mapping that holds factors, inverses and counters; empty before the first step."""
         return self.weight_view.state
 
-    @property
-    def geometry(self) -> Kind:
-        """The kind for those rows of the weight that this process holds; the layer's own if it holds all of them."""
-        shards = self.weight_view.shards
-        if shards is None:
-            return self.kind
-        if self._geometry is None or self._geometry[0] is not shards:
-            own = shards.own_of(self.weight_view.rows)
-            kind = copy.copy(self.kind)
-            setattr(kind, "inputs" if kind.transposed else "outputs", own.stop - own.start)
-            self._geometry = shards, kind
-        return self._geometry[1]
-
     def record(self, **numbers: float) -> None:
         """Write numbers of the state, if there is one."""
-        if self.weight_view.entries is not None:
-            for key, value in numbers.items():
-                self.weight_view.entries[self.prefix + key] = type(_NUMBERS[key])(value)
+        state, prefix = self.weight_view.state, self.prefix
+        if prefix + "refreshes" in state:
+            state.update({prefix + key: type(_NUMBERS[key])(value) for key, value in numbers.items()})
 
     # ---- creating and checking the state ----------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """The precision of all arithmetic with factors: their dtype, and the settings of torch for matrix products."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -19,32 +21,24 @@ def factor_dtype(parameter_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if parameter_dtype == torch.float64 else torch.float32
 
 
-class ieee_float32:  # noqa: N801  # read as a function: with ieee_float32("cpu"):
+@contextmanager
+def ieee_float32(device_type: str) -> Iterator[None]:
     """Run float32 matrix products in IEEE float32: no autocast, no TF32, no bfloat16 passes."""
-
-    # a class, because entering and leaving a generator-based context manager takes longer than a small product
-
-    def __init__(self, device_type: str) -> None:
-        self._autocast = torch.autocast(device_type, enabled=False)
-        # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
-        self._backend: Any = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda
-
-    def __enter__(self) -> None:
-        matmul = self._backend.matmul
-        self._before = matmul.fp32_precision
-        matmul.fp32_precision = "ieee"
-        self._autocast.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._autocast.__exit__(*error)
-        self._backend.matmul.fp32_precision = self._before
+    # the stubs of torch 2.15 do not know torch.backends.mkldnn.matmul
+    matmul: Any = (torch.backends.mkldnn if device_type == "cpu" else torch.backends.cuda).matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``, computed by the faster library. Must be called inside :func:`ieee_float32`."""
     if not _is_faster_in_onednn(a, b):
         return torch.bmm(a, b)
-    with _OneDnn():
+    with _onednn():
         return torch.bmm(a, b)
 
 
@@ -55,7 +49,7 @@ def add_product_(into: Tensor, a: Tensor, b: Tensor, decay: float = 1.0, scale: 
     if into.stride(-1) != 1 or not _is_faster_in_onednn(a, b):
         into.baddbmm_(a, b, beta=decay, alpha=scale)
         return
-    with _OneDnn():
+    with _onednn():
         into.baddbmm_(a, b, beta=decay, alpha=scale)
 
 
@@ -66,16 +60,15 @@ def _is_faster_in_onednn(a: Tensor, b: Tensor) -> bool:
     return 1 in a.stride()[-2:] and 1 in b.stride()[-2:] and _onednn_is_exact()
 
 
-class _OneDnn:
+@contextmanager
+def _onednn() -> Iterator[None]:
     """Make torch multiply float32 matrices with oneDNN."""
-
-    def __enter__(self) -> None:
-        matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as in ieee_float32
-        self._before = matmul.fp32_precision
-        matmul.fp32_precision = _ONEDNN
-
-    def __exit__(self, *error: object) -> None:
-        torch.backends.mkldnn.matmul.fp32_precision = self._before  # type: ignore[attr-defined]  # as in ieee_float32
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # as in ieee_float32
+    before, matmul.fp32_precision = matmul.fp32_precision, _ONEDNN
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @cache
@@ -84,7 +77,7 @@ def _onednn_is_exact() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     generator = torch.Generator().manual_seed(0)
-    with _OneDnn():
+    with _onednn():
         for rows, inner, columns in ((128, 128, 128), (128, 1024, 128), (512, 64, 512)):
             a, b = (torch.rand(2, *shape, generator=generator) for shape in ((rows, inner), (inner, columns)))
             error = torch.bmm(a, b).double() - torch.bmm(a.double(), b.double())

@@ -55,11 +55,6 @@ class RefreshEvent:
     trace: float
 
 
-def trace_change(now: float, before: float) -> float:
-    """Return Δ = | |now| − |before| | / |before|."""
-    return abs(abs(now) - abs(before)) / abs(before) if before else math.inf
-
-
 def decide(change: float, thresholds: tuple[float, float]) -> Decision:
     """Apply the thresholds of the trace rule."""
     if change > thresholds[0]:
@@ -95,17 +90,15 @@ class Candidate:
                     new[i] = old[i]
         size = layer.kind.groups * layer.kind.inputs * layer.kind.outputs
         damping = 0.0 if relative else self.damping  # relative damping multiplies both traces by the same number
-
-        def trace(of_sides: list[list[float]], rows_per_term: float) -> float:
-            """tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse."""
+        traces = []  # tr(T · A ⊗ G + λI), summed over groups (section 3.2). F includes T, as in the damped inverse
+        for of_sides, rows_per_term in ((now, self.rows_per_term), (before, layer.rows_per_term)):
             products = map(operator.mul, *of_sides) if len(of_sides) > 1 else of_sides[0]
-            return rows_per_term * math.fsum(products) + damping * size
-
-        self.trace = trace(now, self.rows_per_term)
+            traces.append(rows_per_term * math.fsum(products) + damping * size)
+        self.trace, in_use = traces
         if not math.isfinite(self.trace):
             self.decision = Decision.FAILED
         elif layer.refreshes:
-            self.change = trace_change(self.trace, trace(before, layer.rows_per_term))
+            self.change = abs(abs(self.trace) - abs(in_use)) / abs(in_use) if in_use else math.inf
             self.decision = decide(self.change, self.thresholds)
         if self.decision is not Decision.UPDATE:
             return
@@ -121,8 +114,8 @@ class Candidate:
             if relative:
                 rows = sums.cut.rows // sums.cut.groups
                 added = [relative_damping(one, rows, self.damping, sums.rows.dtype) for one in averaged]
-            in_use = factor.read() if layer.refreshes else None
-            self.new.append(NewFactor(factor, sums, added, in_use, self.decay, self.without_rows, plain))
+            stored = factor.read() if layer.refreshes else None
+            self.new.append(NewFactor(factor, sums, added, stored, self.decay, self.without_rows, plain))
 
     def commit(self, report: Callable[[LayerCurvature, str], None]) -> RefreshEvent:
         """Store the decision and the new factors; the decision becomes FAILED if an inverse has failed."""
@@ -136,7 +129,10 @@ class Candidate:
             report(layer, f"{what}; {'the last good inverse stays' if layer.refreshes else _PLAINLY}")
         elif self.decision is Decision.UPDATE:
             for one in self.new:
-                one.store()
+                for inverse, found in ((False, one.blocks), (True, one.inverses)):
+                    held = [blocks for blocks in found if len(blocks)]
+                    for into, blocks in zip(one.factor.read(inverse=inverse).parts, held, strict=True):
+                        into.copy_(blocks)
             if self.group_rows_per_term is not None:
                 layer.state[layer.prefix + "group_rows_per_term"] = self.group_rows_per_term
             layer.record(rows_per_term=self.rows_per_term, refreshes=layer.refreshes + 1)

@@ -93,12 +93,3 @@ def why_not_by_rows(kind: Kind, shape: tuple[int, ...]) -> str | None:
     if tuple(matrix.shape) == (1, 2, columns) and torch.equal(matrix.flatten(), rows.flatten()):
         return None
     return "the weight is divided among processes by its first dimension, which is no dimension of its matrix"
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds."""
-    to_local = None if type(tensor) is Tensor else getattr(tensor, "to_local", None)
-    if to_local is None:
-        return tensor
-    found: Tensor = to_local()
-    return found

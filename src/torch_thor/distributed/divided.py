@@ -45,18 +45,19 @@ def divide(layers: Sequence[LayerCurvature], processes: Processes) -> None:
     present: list[tuple[LayerCurvature, Factor, bool, Blocks]] = []
     for layer in new:
         for factor in layer.stored:
-            if factor in owners and factor.key(False) in layer.state:
+            if factor in owners and factor.keys[0] in layer.state:
                 present += [(layer, factor, inverse, factor.read(inverse=inverse)) for inverse in (False, True)]
     for layer, factor, inverse, _ in present:  # several layers may be rows of one entry, which all have been read now
-        layer.state.pop(factor.key(inverse), None)
+        layer.state.pop(factor.keys[inverse], None)
     for factor, of_factor in owners.items():
         factor.divided, factor.exchange = of_factor, processes
+        factor.bind()
     for layer, factor, inverse, whole in present:
-        own = Blocks.zeros(factor.held, whole.dtype, whole.rows.device)
+        own = Blocks.zeros(factor.held, whole.rows.dtype, whole.rows.device)
         held = [part[owners[factor].held(i)] for i, part in enumerate(whole.parts)]
         for into, part in zip(own.parts, [part for part in held if len(part)], strict=True):
             into.copy_(part)
-        layer.state[factor.key(inverse)] = own.rows
+        layer.state[factor.keys[inverse]] = own.rows
 
 
 def is_divided(layers: Iterable[LayerCurvature]) -> bool:

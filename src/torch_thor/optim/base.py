@@ -170,8 +170,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: as in :meth:`torch.optim.Optimizer.zero_grad`.
         """
-        if self._capture.awaited:
-            self._capture.discard_with_gradients()
+        sampler = self._capture.sampler
+        if self._capture.awaited and (sampler is None or sampler.trained):
+            self._capture.discard()
         super().zero_grad(set_to_none)
 
     @property

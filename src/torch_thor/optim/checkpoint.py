@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torch_thor.capture.patterns import some
+from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.precision import factor_dtype
-from torch_thor.curvature.shards import local
 from torch_thor.optim.options import OPTIONS
 from torch_thor.optim.parameters import Group, States
 from torch_thor.optim.plan import Plan

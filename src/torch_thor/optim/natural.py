@@ -12,21 +12,18 @@ were not tuned for it diverge within a few steps. There are two bounds, both app
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.precision import factor_dtype, ieee_float32
-from torch_thor.curvature.shards import local
 from torch_thor.distributed.divided import collected_turns, is_divided
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows
-
-if TYPE_CHECKING:
-    from torch_thor.optim.base import CurvatureOptimizer
 
 # A weight of zeros (a zero-initialised residual branch, a LoRA adapter) must be able to move, so its norm counts as at
 # least this number times √d_out. That is a twentieth of the norm of a newly initialised linear layer, √(d_out / 3).
@@ -58,7 +55,7 @@ class _Work:
     buffer: Tensor | None = None  # the momentum of the own rows; None where momentum has been 0 so far
 
 
-def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
+def natural_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
     """Update every parameter that has a gradient."""
     if plan.program is None:
         plan.program = [_prepared(group, plan, optimizer.state) for group in optimizer.param_groups]
@@ -77,7 +74,10 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
                 continue
             gradient = gradient if work.own is work.parameter else local(gradient)
             if work.buffer is None and group["momentum"]:
-                work.buffer = local(momentum_buffer(work.parameter, work.state))
+                if "momentum_buffer" not in work.state:  # momentum was 0 so far
+                    optimizer._make_parameter_state(work.parameter, work.state, group)
+                buffer = work.state["momentum_buffer"]
+                work.buffer = buffer if work.own is work.parameter else local(buffer)
             if work.pieces:
                 natural.append(work)
                 gradients.append(gradient)
@@ -108,20 +108,13 @@ def natural_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
         _clip(clipped, None if plan.first_shards is None else plan.first_shards.total)
 
 
-def momentum_buffer(parameter: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return the momentum buffer of a parameter; it is made where momentum has been 0 so far."""
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))
-    buffer: Tensor = state["momentum_buffer"]
-    return buffer
-
-
 def _prepared(group: Group, plan: Plan, states: Any) -> list[_Work]:
     """Look up all that the parameters of a group need."""
     found = []
     order = {key: i for i, key in enumerate(plan.names)}
     for parameter in group["params"]:
-        own, pieces, shares = local(parameter), [], plan.shares_of.get(id(parameter), [])
+        own, pieces = local(parameter) if plan.sharded else parameter, []
+        shares = plan.shares_of.get(id(parameter), [])
         used = any(share.layer.refreshes for share in shares)
         if used and shares[0].view.local_rows is not None:
             pieces += [_Piece(rows) for rows in free_rows([share.view.local_rows for share in shares], len(own))]
@@ -231,7 +224,7 @@ def _accumulate_rows_(piece: _Piece, gradient: Tensor, into: Tensor, decay: floa
     a_inverse, g_inverse = piece.factors[0].whole, piece.factors[1].whole
     assert a_inverse is not None
     assert g_inverse is not None
-    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.dtype)
+    tokens, rows = gradient.indices()[0], gradient.values().to(a_inverse.rows.dtype)
     scaled = rows * a_inverse.rows[tokens]
     solved = torch.zeros_like(scaled)
     with ieee_float32(gradient.device.type):

@@ -6,29 +6,26 @@ and each projection of a fused weight is a matrix of its own; rows that belong t
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from torch_thor.curvature.factor import Factor
+from torch_thor.curvature.factor import Factor, local
 from torch_thor.curvature.kinds.base import Kind
 from torch_thor.curvature.matrices import PARTS, PlainMatrix
 from torch_thor.curvature.polar import unit_polars
 from torch_thor.curvature.precision import ieee_float32
-from torch_thor.curvature.shards import RowShards, bounds_within, local
+from torch_thor.curvature.shards import RowShards, bounds_within
 from torch_thor.distributed.divided import collected_turns, is_divided
 from torch_thor.distributed.whole import DividedMatrix, orthogonalise_whole_
+from torch_thor.optim.base import CurvatureOptimizer
 from torch_thor.optim.natural import SMALLEST_SHARE
 from torch_thor.optim.parameters import Group
 from torch_thor.optim.plan import Plan, free_rows
-
-if TYPE_CHECKING:
-    from torch_thor.optim.base import CurvatureOptimizer
 
 _USUAL_DEPTH = 10  # matrices; the learning rate of networks with more of them is reduced
 _ADAMW_SHARE = 0.2  # the learning rate of AdamW as a share of lr
@@ -77,7 +74,7 @@ class _Work:
     own: Tensor
     state: dict[str, Any]
     pieces: list[_Piece]  # none where AdamW trains the parameter
-    kept: Tensor  # the momentum, or AdamW's first moment, of the own rows
+    moments: list[Tensor]  # the momentum, or the two of AdamW, of the own rows
 
 
 def step_norm(outputs: int, inputs: int) -> float:
@@ -85,7 +82,7 @@ def step_norm(outputs: int, inputs: int) -> float:
     return math.sqrt(min(outputs, inputs) * max(1.0, outputs / max(1, inputs)))
 
 
-def orthogonal_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
+def orthogonal_step(optimizer: CurvatureOptimizer, plan: Plan) -> None:
     """Update every parameter that has a gradient."""
     whole_matrices = optimizer._distributed.whole_matrices
     if plan.program is None:
@@ -105,12 +102,12 @@ def orthogonal_step(optimizer: "CurvatureOptimizer", plan: Plan) -> None:
             gradient = gradient if work.own is work.parameter else local(gradient)
             if gradient.is_sparse:  # moments decay in every row, so sparse updates would save nothing
                 gradient = gradient.to_dense()
-            gradient = gradient.to(work.kept.dtype)
+            gradient = gradient.to(work.moments[0].dtype)
             shrunk.append(work.own)
             if work.pieces:
                 matrices.append(work)
                 gradients.append(gradient)
-                buffers.append(work.kept)
+                buffers.append(work.moments[0])
             else:
                 others.append((work, gradient))
         if shrunk and group["weight_decay"]:
@@ -150,8 +147,7 @@ def _step_matrices(pieces: list[_Piece], group: Group, lr: float, shards: RowSha
     alone = [i for i, piece in enumerate(pieces) if (shards is None or piece.bounds is None) and len(piece.parameter)]
     limits: list[Tensor] | None = None
     if ratio is not None:
-        norms = [_norms(pieces[i].parameter, pieces[i].geometry.groups, wide[i].dtype) for i in alone]
-        limits = _limits([pieces[i] for i in alone], norms, lr, ratio, whole=False)
+        limits = _limits([pieces[i] for i in alone], lr, ratio)
     for i, unit in zip(alone, unit_polars([wide[i] for i in alone], rows, limits), strict=True):
         piece = pieces[i]
         matrix = piece.geometry.to_matrix(piece.parameter)  # a view of the parameter if its memory layout allows
@@ -179,28 +175,31 @@ def _step_whole(
     if not matrices:
         return
     orthogonalise_whole_(matrices, shards, rows)
-    if ratio is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
-        squares = torch.stack([_norms(p.parameter, 1, m.own.dtype)[0] for p, m in zip(pieces, matrices, strict=True)])
-        norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
-        for one, limit in zip(matrices, _limits(pieces, norms, lr, ratio, whole=True), strict=True):
+    if ratio is not None:
+        for one, limit in zip(matrices, _limits(pieces, lr, ratio, shards), strict=True):
             one.own.mul_(limit)
     for piece, one in zip(pieces, matrices, strict=True):
         piece.parameter.add_(one.own, alpha=-lr * step_norm(piece.whole.outputs, piece.whole.inputs))
 
 
-def _norms(tensor: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Return the Frobenius norms of the matrices of a weight, ``(groups,)``; groups lie along the first dimension."""
-    by_group = tensor.unflatten(0, (groups, -1))
-    norms: Tensor = torch.linalg.vector_norm(by_group, dim=tuple(range(1, by_group.ndim)), dtype=dtype)
-    return norms
+def _limits(pieces: list[_Piece], lr: float, ratio: float, shards: RowShards | None = None) -> list[Tensor]:
+    """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix, without synchronising.
 
-
-def _limits(pieces: list[_Piece], norms: list[Tensor], lr: float, ratio: float, *, whole: bool) -> list[Tensor]:
-    """Return ``min(1, r · max(‖W‖, 0.03 √d_out) / length of the step)`` of each matrix, without synchronising."""
-    if not pieces:
+    ``shards``: for matrices that are orthogonalised as a whole.
+    """
+    norms, kinds, lengths = [], [], []
+    for piece in pieces:
+        kind, groups = (piece.geometry, piece.geometry.groups) if shards is None else (piece.whole, 1)
+        matrices = piece.parameter.unflatten(0, (groups, -1))  # groups lie along the first dimension
+        dims = tuple(range(1, matrices.ndim))
+        norms.append(torch.linalg.vector_norm(matrices, dim=dims, dtype=piece.direction.dtype))
+        kinds.append(kind)
+        lengths.append(lr * (piece.norm if shards is None else step_norm(kind.outputs, kind.inputs)))
+    if not norms:
         return norms
-    kinds = [piece.whole if whole else piece.geometry for piece in pieces]
-    lengths = [lr * (step_norm(k.outputs, k.inputs) if whole else p.norm) for k, p in zip(kinds, pieces, strict=True)]
+    if shards is not None:  # one small all-reduce for all matrices: of the squared norms of each process's rows
+        squares = torch.cat(norms)
+        norms = list(shards.total(squares.square_()).sqrt_().to(squares).unbind())
     torch._foreach_maximum_(norms, [SMALLEST_SHARE * math.sqrt(kind.outputs) for kind in kinds])
     torch._foreach_mul_(norms, [ratio / length if length else math.inf for length in lengths])
     torch._foreach_clamp_max_(norms, 1.0)
@@ -214,13 +213,14 @@ def _prepared(group: Group, plan: Plan, states: Any, whole_matrices: bool) -> li
     """Look up all that the parameters of a group need."""
     found = []
     for parameter in group["params"]:
-        own, key, state = local(parameter), id(parameter), states.get(parameter)
+        own, key, state = local(parameter) if plan.sharded else parameter, id(parameter), states.get(parameter)
         is_matrix = key in plan.shares_of or key in plan.matrix_of
         # a shard without rows takes part where matrices are orthogonalised as a whole
         if state and (own.numel() or (is_matrix and whole_matrices)):
             pieces = list(_pieces_of(parameter, own, plan)) if is_matrix else []
-            kept = local(state["momentum_buffer" if is_matrix else "exp_avg"])
-            found.append(_Work(parameter, own, state, pieces, kept))
+            moments = [state[name] for name in (("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"))]
+            moments = moments if own is parameter else [local(moment) for moment in moments]
+            found.append(_Work(parameter, own, state, pieces, moments))
     return found
 
 
@@ -232,7 +232,8 @@ def matrices_of(parameter: Tensor, plan: Plan) -> tuple[tuple[int, int], ...]:
 
 
 def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
-    key, shards, matrix = id(parameter), plan.shards_of(parameter), plan.matrix_of.get(id(parameter))
+    key, matrix = id(parameter), plan.matrix_of.get(id(parameter))
+    shards = plan.shards_of(parameter) if plan.sharded else None
     bounds = None if shards is None else shards.bounds[: shards.count + 1]
     if matrix is not None:
         plain = matrix.of_rows(tuple(parameter.shape), len(own))
@@ -272,19 +273,16 @@ def _pieces_of(parameter: Tensor, own: Tensor, plan: Plan) -> Iterator[_Piece]:
 
 def _adamw_step(others: Sequence[tuple[_Work, Tensor]], lr: float) -> None:
     """Take a step of AdamW without weight decay."""
-    lists: Any = defaultdict(list)
-    for work, gradient in others:
-        lists["params"].append(work.own)
-        lists["grads"].append(gradient)
-        lists["exp_avgs"].append(work.kept)
-        lists["exp_avg_sqs"].append(local(work.state["exp_avg_sq"]))
-        lists["state_steps"].append(work.state["step"])
     alike = all(work.own.dtype == gradient.dtype for work, gradient in others)
     is_complex = any(work.own.is_complex() for work, _ in others)
     on_cpu = all(work.own.device.type == "cpu" for work, _ in others)
     adamw(
-        **lists,
+        params=[work.own for work, _ in others],
+        grads=[gradient for _, gradient in others],
+        exp_avgs=[work.moments[0] for work, _ in others],
+        exp_avg_sqs=[work.moments[1] for work, _ in others],
         max_exp_avg_sqs=[],
+        state_steps=[work.state["step"] for work, _ in others],
         # torch's batched kernels require parameters and state of one dtype; for bfloat16 parameters state is float32
         foreach=None if alike else False,
         fused=(alike and on_cpu and not is_complex) or None,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_thor.capture.patterns import some
-from torch_thor.curvature.shards import local
+from torch_thor.curvature.factor import local
 
 Group = dict[str, Any]
 States = MutableMapping[Tensor, dict[str, Any]]  # the state of an optimizer: entries by parameter

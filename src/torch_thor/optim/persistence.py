@@ -153,13 +153,13 @@ def _cut_again_(layer: LayerCurvature, factor: Factor, before: int, rows: int, *
         first = max(view.shards.own.start - (view.rows.start if view.rows is not None else 0), 0)
         own = slice(first, first + factor.held.rows)
     stored, inverse = factor.read(), factor.read(inverse=True)
-    moved = torch.zeros((new.rows, stored.rows.shape[1]), dtype=stored.dtype, device=stored.rows.device)
+    moved = torch.zeros((new.rows, stored.rows.shape[1]), dtype=stored.rows.dtype, device=stored.rows.device)
     moved[own] = stored.rows
     stored.rows.copy_(cut_again(moved, old, new)[own])
     if relative:
         trace = stored.traces().sum()
         trace = trace if view.shards is None else view.shards.total(trace)
-        damping = relative_damping(float(trace), new.rows, damping, stored.dtype)
+        damping = relative_damping(float(trace), new.rows, damping, stored.rows.dtype)
     else:
         damping = math.sqrt(damping / layer.rows_per_term)
     again = inverse_of(stored, damping)
@@ -192,14 +192,16 @@ def consolidate(optimizer: "CurvatureOptimizer", to: int | None) -> None:
     for view, factor in factors:
         owners = factor.divided
         for inverse in (False, True) if owners is not None else ():
-            rows, own = collected([factor], inverse=inverse)[0].rows, factor.key(inverse)
+            rows, own = collected([factor], inverse=inverse)[0].rows, factor.keys[inverse]
             if not keeps:
                 continue
             entries = whole.setdefault(view.parameter, dict(optimizer.state[view.parameter]))
             entries.pop(own)
             factor.divided = None  # to find its place in a state that is not divided
-            key, shape = factor.key(inverse), factor.shapes()[factor.key(inverse)]
+            factor.bind()
+            key, shape = factor.keys[inverse], factor.shapes()[factor.keys[inverse]]
             factor.divided = owners
+            factor.bind()
             into = entries.setdefault(key, torch.zeros(shape, dtype=rows.dtype))
             if factor.of_rows:
                 entries.setdefault(SHARDS, 1)

@@ -109,6 +109,7 @@ class Plan:
                 group = self.group_of.get(id(parameter), {})
                 view.bind(states.get(parameter), group, parameter, self.shards_of(parameter))
                 self.shares_of.setdefault(id(parameter), []).append(Share(layer, view, view is layer.weight_view))
+            layer.bind()
         for shares in self.shares_of.values():
             longest = max(len(share.view.outline()) for share in shares)
             for share in shares:
@@ -160,7 +161,7 @@ class Plan:
 
     def shards_of(self, parameter: Tensor) -> RowShards | None:
         """Return how the rows of a parameter are divided."""
-        return self.sharded.get(self.name(parameter), (parameter, None))[1] if self.sharded else None
+        return self.sharded.get(self.name(parameter), (parameter, None))[1]
 
     def shares(self, parameter: Tensor) -> list[Share]:
         """Return the shares of the layers that precondition a parameter."""

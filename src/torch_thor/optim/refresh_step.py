@@ -31,9 +31,11 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
     try:
         silent: list[tuple[LayerCurvature, str]] = []
         if due:
-            if inputs.output_scale != 1.0:
-                for layer in due:
-                    layer.statistics.scale_outputs_(inputs.output_scale)
+            scale = inputs.output_scale  # turns gradients of outputs into those of one loss term
+            for layer in due if scale != 1.0 else ():
+                for g_sum in layer.statistics.sums()[1:] if layer.statistics.rows else ():
+                    # in two products, because scale² can overflow float32 if the loss is scaled for half precision
+                    g_sum.rows.mul_(scale).mul_(scale)
             if processes.count > 1:
                 count_rows(processes, due, capture.reached, capture.inside_transform)
             if not state_only and not capture.reached.issuperset(due):
@@ -41,7 +43,8 @@ def refresh_layers(optimizer: "CurvatureOptimizer", inputs: Inputs, state_only: 
         if not optimizer._complete:
             _make_state(optimizer, divided=not state_only)
         if due and not state_only:
-            _note_summed_loss(optimizer, inputs)
+            if inputs.terms > 1 and not any(layer.refreshes for layer in optimizer._plan.layers.values()):
+                _note_summed_loss(optimizer, inputs)
             optimizer._last_refresh = refresh(
                 _candidates(optimizer, due, inputs.terms),
                 partial(note_layer, optimizer),
@@ -86,7 +89,7 @@ def _candidates(optimizer: "CurvatureOptimizer", layers: Sequence[LayerCurvature
     candidates = []
     for layer in layers:
         options, rows = layer.weight_view.options, layer.statistics.rows
-        if layer.weight_view.parameter.grad is None:
+        if layer.weight.grad is None:
             continue
         group_terms, without_rows, group_rows = None, [], layer.statistics.group_rows
         if group_rows:
@@ -125,24 +128,23 @@ _MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM, _LARGEST_PER_TERM = 10.0, 0.05, 3.0
 
 
 def _note_summed_loss(optimizer: "CurvatureOptimizer", inputs: Inputs) -> None:
-    """Warn, in the first refresh, of a loss that looks like a sum over the batch although it is to be a mean."""
+    """Warn of a loss that looks like a sum over the batch although it is to be a mean."""
     # N² times too large a Fisher matrix makes damping void and the natural gradient N times too short
-    layers, terms = optimizer._plan.layers.values(), inputs.terms
-    comparable = "G" in optimizer.sides and optimizer.loss_reduction == "mean" and optimizer.fisher == "empirical"
-    if not comparable or terms < 2 or any(layer.refreshes for layer in layers):
+    if "G" not in optimizer.sides or optimizer.loss_reduction == "sum" or optimizer.fisher == "sampled":
         return
     means: list[torch.Tensor] = []  # the mean square of the output gradients of each layer
     for layer in inputs.due:
-        sums = layer.statistics.gathered()
-        if sums is not None:
+        rows = layer.statistics.rows
+        if rows:
             groups = 1 if layer.kind.routed else layer.kind.groups  # a row of routed experts belongs to one group
-            mean = sums[1].traces().sum() / (layer.statistics.rows * groups * layer.kind.outputs)
+            mean = layer.statistics.sums()[1].traces().sum() / (rows * groups * layer.kind.outputs)
             means.append(mean.to(means[0]) if means else mean)
     if not means:
         return
     of_processes = inputs.processes.gather(torch.stack(means).tolist())
     squares = [max(0.0, sum(of_layer)) for of_layer in zip(*of_processes, strict=True)]
     middle, largest = (math.sqrt(square) for square in (statistics.median_low(squares), max(squares)))
+    terms = inputs.terms
     if middle > max(_MEDIAN_OF_A_SUM, _MEDIAN_PER_TERM * terms) and largest <= _LARGEST_PER_TERM * terms:
         message = (
             f"{type(optimizer).__name__}: the gradients are so large that the loss looks like a sum over the {terms} "

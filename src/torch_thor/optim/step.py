@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from torch_thor.capture.loss_terms import loss_terms_of_step
+from torch_thor.capture.gathering import loss_terms_of_step
 from torch_thor.capture.patterns import some
+from torch_thor.curvature.factor import local
 from torch_thor.curvature.layer import LayerCurvature
 from torch_thor.curvature.processes import ALONE, Processes
-from torch_thor.curvature.shards import local
 from torch_thor.distributed.agreement import agree, check_same_gradients
 from torch_thor.intervals import steps_until_next
 from torch_thor.optim import report
@@ -114,10 +114,10 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
     # looking for removed modules takes time
     plan, due, upcoming = plan_now(optimizer, modules=bool(capture.awaited)), [], []
     for layer in plan.layers.values() if capture.awaited else ():
-        if layer in capture.gathering and layer.weight.requires_grad:  # one that was made just now gathers nothing yet
-            due.append(layer)
-    for layer in due:
-        gathered = layer.statistics.gathered() or ()
+        if layer not in capture.gathering or not layer.weight.requires_grad:
+            continue  # one that was made just now gathers nothing yet
+        due.append(layer)
+        gathered = layer.statistics.sums() if layer.statistics.rows else ()
         if any(sums.cut != factor.cut for sums, factor in zip(gathered, layer.stored, strict=False)):
             raise RuntimeError(
                 f"split_dim={layer.weight_view.options['split_dim']!r}: the statistics of layer {layer.name!r} were "
@@ -125,8 +125,13 @@ def _read(optimizer: "CurvatureOptimizer", processes: Processes) -> Inputs:
                 f"zero_grad() and repeat the forward and backward passes. Weights and optimizer state are as before"
             )
     for group in groups:
-        at = int(group["next_refresh"])
-        upcoming.append(at if group["step"] < at else _next_refresh(optimizer, group))
+        step, at, interval = int(group["step"]), int(group["next_refresh"]), group["update_interval"]
+        if step >= at:
+            at = step + (steps_until_next(interval, step) if callable(interval) else interval)
+            for layer in plan.layers.values():
+                if layer.weight_view.options is group and not layer.stopped and not layer.due:
+                    at = step + 1  # next_refresh was set back by hand: the next step has statistics
+        upcoming.append(at)
     known = due, processes, tuple(upcoming)
     # GradScaler sets this attribute before it calls step()
     scale = None
@@ -186,15 +191,6 @@ def _check_options(optimizer: "CurvatureOptimizer") -> None:
             if name in OPTIONS and (value is not checked.get(name, checked) or isinstance(value, list | Tensor)):
                 check(type(optimizer), {name: value})
                 checked[name] = value
-
-
-def _next_refresh(optimizer: "CurvatureOptimizer", group: dict[str, Any]) -> int:
-    """Return the step of the refresh after that of this step."""
-    step, interval = int(group["step"]), group["update_interval"]
-    for layer in optimizer._plan.layers.values():
-        if layer.weight_view.options is group and not layer.stopped and not layer.due:
-            return step + 1  # next_refresh was set back by hand: the next step has statistics
-    return step + (steps_until_next(interval, step) if callable(interval) else interval)
 
 
 def _largest_gradient(optimizer: "CurvatureOptimizer") -> float:
@@ -277,6 +273,8 @@ def fingerprint(optimizer: "CurvatureOptimizer", plan: Plan) -> list[Any]:
 def renew(optimizer: "CurvatureOptimizer", before: Plan | None = None) -> Plan:
     """Make the plan anew; if an error is raised, weights and optimizer state are as before."""
     groups, states = optimizer.param_groups, optimizer.state
+    if before is not None:
+        before.fingerprint = []  # its layers are bound anew here, so even if this fails they are bound again
     plan = Plan(optimizer.model, groups, states, optimizer.sides, optimizer.layers, before)
     plan.fingerprint = fingerprint(optimizer, plan)
     if before is not None:

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from torch_thor.capture.patterns import Patterns
 from torch_thor.capture.sampling import Predicts
+from torch_thor.curvature.precision import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.natural import momentum_buffer, natural_step
+from torch_thor.optim.natural import natural_step
 from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.parameters import Group
 
@@ -187,5 +188,5 @@ class THOR(CurvatureOptimizer):
             raise
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        if group["momentum"]:
-            momentum_buffer(parameter, state)
+        if group["momentum"] and "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))

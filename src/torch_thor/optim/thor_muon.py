@@ -13,7 +13,6 @@ from torch_thor.curvature.precision import factor_dtype
 from torch_thor.distributed.processes import Distributed
 from torch_thor.intervals import Geometric, UpdateInterval
 from torch_thor.optim.base import CurvatureOptimizer
-from torch_thor.optim.natural import momentum_buffer
 from torch_thor.optim.options import OF_GROUPS
 from torch_thor.optim.orthogonal import matrices_of, orthogonal_step
 from torch_thor.optim.parameters import Group
@@ -96,9 +95,9 @@ class ThorMuon(CurvatureOptimizer):
         ]
 
     def _make_parameter_state(self, parameter: Tensor, state: dict[str, Any], group: Group) -> None:
-        if id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of:
-            momentum_buffer(parameter, state)
-        elif "exp_avg" not in state:  # as torch.optim.AdamW has it
-            state["step"] = torch.zeros(())
-            for key in ("exp_avg", "exp_avg_sq"):
+        is_matrix = id(parameter) in self._plan.shares_of or id(parameter) in self._plan.matrix_of
+        if not is_matrix:
+            state.setdefault("step", torch.zeros(()))
+        for key in ("momentum_buffer",) if is_matrix else ("exp_avg", "exp_avg_sq"):  # as torch.optim.AdamW has them
+            if key not in state:
                 state[key] = torch.zeros_like(parameter, dtype=factor_dtype(parameter.dtype))

@@ -66,6 +66,7 @@ def test_blocks_and_bytes_are_those_of_fully_shard(fake, world, optimizer):
     assert share.parameter_bytes == sum(p.to_local().nbytes for p in real.parameters())
     for layer in found:
         layer.weight_view.bind({}, layer.weight_view.options, layer.weight, layer.weight_view.shards)
+        layer.bind()
         for factor in layer.stored:
             factor.make_zeros(torch.float32, torch.device("cpu"))
     tensors = {}  # layers that are rows of one weight share the factor of these rows

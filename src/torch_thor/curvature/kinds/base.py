@@ -142,7 +142,7 @@ class LinearKind(MatrixWeight):
         rows = rows if keep is None else rows[keep.reshape(-1)]
         rows = rows[:: spacing(len(rows), most, math.prod(x.shape[1:-1]))]
         if len(rows):
-            a.add_second_moment_(rows.to(a.dtype).mT[None])
+            a.add_second_moment_(rows.to(a.rows.dtype).mT[None])
         return len(rows)
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
@@ -150,7 +150,7 @@ class LinearKind(MatrixWeight):
         rows = grad.reshape(-1, self.outputs)
         rows = rows if keep is None else rows[keep.reshape(-1)]
         if len(rows):
-            g.add_second_moment_(rows.to(g.dtype).mT[None])
+            g.add_second_moment_(rows.to(g.rows.dtype).mT[None])
 
 
 class TransposedLinearKind(LinearKind):

@@ -64,10 +64,10 @@ class ConvKind(MatrixWeight):
         pixels = math.prod(sizes)
         step = spacing(len(x) * pixels, most, pixels if len(x) == 1 else 1)  # several images differ in position
         if step > 1:
-            a.add_second_moment_(self._samples(self._few(x, sizes, step).to(a.dtype)))
+            a.add_second_moment_(self._samples(self._few(x, sizes, step).to(a.rows.dtype)))
             return len(range(0, len(x) * pixels, step))
-        for piece in _pieces(x, self.groups * self.inputs * pixels * a.dtype.itemsize):
-            images = piece.to(a.dtype)
+        for piece in _pieces(x, self.groups * self.inputs * pixels * a.rows.dtype.itemsize):
+            images = piece.to(a.rows.dtype)
             if math.prod(self.kernel) > 1:  # windows of a channels_last image would be copied number by number
                 images = images.contiguous()
             a.add_second_moment_(self._samples(self._windows(images, sizes)))
@@ -76,8 +76,8 @@ class ConvKind(MatrixWeight):
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the pixels of the gradient of the output, a few images at a time."""
         grad = grad[None] if grad.dim() < len(self.kernel) + 2 else grad
-        for piece in _pieces(grad, grad[:1].numel() * g.dtype.itemsize):
-            g.add_second_moment_(piece.to(g.dtype).transpose(0, 1).reshape(self.groups, self.outputs, -1))
+        for piece in _pieces(grad, grad[:1].numel() * g.rows.dtype.itemsize):
+            g.add_second_moment_(piece.to(g.rows.dtype).transpose(0, 1).reshape(self.groups, self.outputs, -1))
 
     def _samples(self, patches: Tensor) -> Tensor:
         """Return patches ``(C_in, *kernel, ...)`` as rows ``a``, ``(groups, inputs, rows)``."""

@@ -47,7 +47,7 @@ class EmbeddingKind(MatrixWeight):
         rows = self._real(grad.reshape(-1, self.outputs), x, keep)
         if len(rows):
             scale = 1.0 if self._scaled is None else self._scaled.embed_scale
-            g.add_second_moment_((rows.to(g.dtype) * scale).mT[None])
+            g.add_second_moment_((rows.to(g.rows.dtype) * scale).mT[None])
 
     def _real(self, rows: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
         """Return the rows of tokens that count: those that are kept and no padding."""

@@ -60,7 +60,7 @@ class ExpertsKind(MatrixWeight):
         """Add to each expert's factor its rows of ``(rows, ..., features)``, and return the number of rows of each."""
         which, rows = self._which, rows.mT if self._columns else rows
         if which is None:
-            factor.add_second_moment_(rows.expand(self.groups, -1, -1).to(factor.dtype).mT)
+            factor.add_second_moment_(rows.expand(self.groups, -1, -1).to(factor.rows.dtype).mT)
             return [rows.shape[-2]] * self.groups
         if isinstance(which, int):
             rows = rows.reshape(-1, features)
@@ -73,6 +73,6 @@ class ExpertsKind(MatrixWeight):
         inner = math.prod(rows.shape[1:-1])
         for expert, own in enumerate(rows[: sum(counts)].split(counts)):
             if len(own):
-                own = own.reshape(1, -1, features).to(factor.dtype)
+                own = own.reshape(1, -1, features).to(factor.rows.dtype)
                 factor.group(expert).add_second_moment_(own.mT)
         return [count * inner for count in counts]

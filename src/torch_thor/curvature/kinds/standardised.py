@@ -33,11 +33,11 @@ class StandardisedConvKind(ConvKind):
 
     def add_outputs_(self, g: Blocks, x: Tensor, grad: Tensor, keep: Tensor | None) -> None:
         """Add the pixels of the gradient of the output, each channel multiplied by its ``c``."""
-        module, weight = self._module, self._module.weight.detach().to(g.dtype)
+        module, weight = self._module, self._module.weight.detach().to(g.rows.dtype)
         scales: Tensor = (weight.flatten(1).var(1, correction=0) + module.eps).rsqrt()
         if (gain := getattr(module, "gain", None)) is not None:
-            scales = scales * gain.detach().to(g.dtype).flatten() * module.scale
-        super().add_outputs_(g, x, grad.to(g.dtype) * scales[:, None, None], keep)
+            scales = scales * gain.detach().to(g.rows.dtype).flatten() * module.scale
+        super().add_outputs_(g, x, grad.to(g.rows.dtype) * scales[:, None, None], keep)
 
     def _samples(self, patches: Tensor) -> Tensor:
         samples = super()._samples(patches)

@@ -90,7 +90,8 @@ def shard_layers(layers: Iterable[LayerCurvature], processes: int) -> list[Layer
             continue
         bounds = shard_bounds(shape[0], processes)
         shards = RowShards(processes, bounds, slice(0, bounds[1]), 0, _total, _exchange, _whole)
-        view.bind(view.entries, view.options, layer.weight, shards)
+        view.bind(view.state, view.options, layer.weight, shards)
+        layer.bind()
         found.append(layer)
     return found
 

@@ -136,11 +136,13 @@ def divided_among(layers: Sequence[LayerCurvature], processes: int, rank: int) -
     owners = owners_of(layers, processes, rank)
     for factor, of_factor in owners.items():
         factor.divided = of_factor
+        factor.bind()
     try:
         yield
     finally:
         for factor in owners:
             factor.divided = None
+            factor.bind()
 
 
 def own_bytes(layers: Iterable[LayerCurvature]) -> int:
