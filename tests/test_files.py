@@ -76,9 +76,9 @@ def test_an_error_leaves_the_folder_that_was_there(tmp_path):
 
 
 def test_an_error_of_the_disk_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"a.txt cannot be written \(No space left on device\): free some disk space"):
-        with writing(tmp_path / "a.txt"):
-            full()
+    said = r"a.txt cannot be written \(No space left on device\): free some disk space"
+    with pytest.raises(UserError, match=said), writing(tmp_path / "a.txt"):
+        full()
     check_place(tmp_path / "new/deep")
     (tmp_path / "file").write_text("")
     for place in ("file", "file/new/deep"):
